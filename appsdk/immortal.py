@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime, timedelta
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, ParamSpec, Protocol, Self, TypeVar, overload
 
 from appsdk.calls.context import Context, datetime_of
 from appsdk.effects.options import CONCURRENT_EFFECTS, Effects
@@ -25,6 +25,17 @@ B = TypeVar("B")
 C = TypeVar("C")
 N = TypeVar("N", bound=Node)
 P = ParamSpec("P")
+
+
+if TYPE_CHECKING:
+
+    class ClientQueries(Protocol):
+        """``counter.query`` of what ``connect(Counter, "counter")`` gives: its queries, and no other handlers."""
+
+        @overload
+        def __get__(self, instance: None, owner: type[A]) -> type[A]: ...
+        @overload
+        def __get__(self, instance: A, owner: type[A]) -> A: ...
 
 
 def _only_async(name: str) -> UsageError:
@@ -145,6 +156,7 @@ class Immortal:
 
     if TYPE_CHECKING:  # so that a class may have a state, a handler or a peer of that name
         log: Any
+        query: ClassVar[ClientQueries]  # of what `connect` gives, which is this class to a type checker
     else:
         log = LogAttribute()
 

@@ -15,12 +15,13 @@ again is never done again. To an app the client is a caller called ``~ID``, who 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
 from protocol.checksum import crc64
 from protocol.errors import DamagedRecordError, LimitExceededError, LocalProtocolError, RemoteProtocolError
+from protocol.extensions import QUERIES
 from protocol.messages import (
     MessageType,
     RpcKind,
@@ -358,26 +359,37 @@ def decode_replies(payload: bytes, count: int) -> Iterator[Reply]:
         raise RemoteProtocolError(f"{count} replies have {len(payload) - offset} bytes too many")
 
 
-def encode_methods(methods: Mapping[int, str]) -> bytes:
-    """The payload of a WELCOME: what the instance's methods are called, by method ID."""
-    parts = [encode_zigzag(len(methods))]
+def encode_methods(methods: Mapping[int, str], queries: Collection[int] = ()) -> bytes:
+    """The payload of a WELCOME: what the instance's methods are called, by method ID.
+
+    ``queries``: those that only read. They stand in front once more, named QUERIES: of two names of a method a client
+    that knows no queries takes the second one.
+    """
+    parts = [encode_zigzag(len(queries) + len(methods))]
+    for method_id in sorted(queries):
+        parts += (encode_zigzag(method_id), encode_name(QUERIES))
     for method_id, name in sorted(methods.items()):
         parts += (encode_zigzag(method_id), encode_name(name))
     return b"".join(parts)
 
 
-def decode_methods(payload: bytes) -> dict[int, str]:
-    """Raises RemoteProtocolError."""
+def decode_methods(payload: bytes) -> tuple[dict[int, str], set[int]]:
+    """What the methods are called, by method ID; those of them that are queries. Raises RemoteProtocolError."""
     count, offset = decode_zigzag_int(payload, 0)
     if not 0 <= count <= len(payload):
         raise RemoteProtocolError(f"a WELCOME announces {count} methods in {len(payload)} bytes")
-    methods = {}
+    methods: dict[int, str] = {}
+    queries: set[int] = set()
     for _ in range(count):
         method_id, offset = decode_zigzag_int(payload, offset)
-        methods[method_id], offset = decode_name(payload, offset)
+        name, offset = decode_name(payload, offset)
+        if name == QUERIES:
+            queries.add(method_id)
+        else:
+            methods[method_id] = name
     if offset != len(payload):
         raise RemoteProtocolError(f"a WELCOME has {len(payload) - offset} bytes too many")
-    return methods
+    return methods, queries & methods.keys()
 
 
 # --- as much of MessagePack as stands in front ------------------------------------------------------------------------

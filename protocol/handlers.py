@@ -17,10 +17,13 @@ ORDER_METHOD_ID = -4  # the impulse that brings an operator's order
 CANCEL_CALL_METHOD_ID = 1 << 20
 """A call that cancels an earlier one of the same caller: [number of that, reason]. One above the largest of users, and
 not negative: who does not know it refuses it in words, as any method that there is not."""
+TIMES_TASK = (1 << 63) - 1
+"""A question for this handler, which there can't be, asks how long handlers took: [method, ns] in "times"."""
+OTHER_MESSAGES = "other"  # as a method there: answers, results of effects, the clock
 HANDLERS_COUNT_MAX = 1000  # that one answer tells of, the oldest: some MiB, as their arguments are shortened
 REASON_CHARACTERS_MAX = 4096
 
-Verb = Literal["cancel", "signal"]
+Verb = Literal["cancel", "signal", "expel"]
 NIL = msgspec.Raw(b"\xc0")
 
 
@@ -48,13 +51,16 @@ class HandlersAnswer(msgspec.Struct, array_like=True, frozen=True):
 
 class Order(msgspec.Struct, array_like=True, frozen=True):
     """To the handler ``task``. ``text``: the reason of a "cancel", the name of the event of a "signal", whose ``value``
-    is MessagePack."""
+    is MessagePack. An "expel" is to no handler, 0: ``text`` is the member, and ``value`` the name of its group."""
 
     verb: str
     task: int
     text: str
     who: str = ""
     value: msgspec.Raw = NIL
+
+    def in_words(self) -> str:
+        return f"{self.verb} {self.text}" if not self.task else f"{self.verb} of the handler {self.task}: {self.text}"
 
 
 _decode_question = msgspec.msgpack.Decoder(HandlersQuestion).decode

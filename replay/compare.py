@@ -44,21 +44,26 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """``old`` and ``new`` are whole RPC messages in incoming form; None where that side has none."""
+    """``old`` and ``new`` are whole RPC messages in incoming form; None where that side has none.
+
+    ``position``: of the old one in its stream, as the log has it; 0 where there is none.
+    """
 
     kind: Kind
     destination: str
     key: Key
     old: bytes | None
     new: bytes | None
+    position: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Messages of one stream, packed one after the other, and the key of each."""
+    """Messages of one stream, packed one after the other, and the key of each; their positions are consecutive."""
 
     keys: list[Key]
     payload: bytes
+    first_position: int = 1
 
     @property
     def size_bytes(self) -> int:
@@ -127,7 +132,8 @@ class Comparison:
                 if not self._drop_surplus(destination, streams):
                     break
             elif old_key < new_key:
-                self._report(Difference(Kind.MISSING, destination, old_key, old.take(), None))
+                position = old.position
+                self._report(Difference(Kind.MISSING, destination, old_key, old.take(), None, position))
             elif new_key < old_key:
                 self._report(Difference(Kind.ADDED, destination, new_key, None, new.take()))
             elif singles == 0 and (count := take_equal(old, new)):
@@ -151,10 +157,10 @@ class Comparison:
             end = self._ends.get(side.other)
             if key is None or end is None:
                 continue
-            message = stream.take()
+            position, message = stream.position, stream.take()
             if end.covers(key):
                 if side is Side.OLD:
-                    self._report(Difference(Kind.MISSING, destination, key, message, None))
+                    self._report(Difference(Kind.MISSING, destination, key, message, None, position))
                 else:
                     self._report(Difference(Kind.ADDED, destination, key, None, message))
             return True
@@ -167,13 +173,15 @@ class Comparison:
         if old_whole is None or new_whole is None:
             return False
         old_count = new_count = 0
+        positions = list(old.loose_positions)
         for kind, old_message, new_message in _aligned(old_window, new_window, whole=old_whole and new_whole):
+            position = 0 if old_message is None else positions[old_count]
             old_count += old_message is not None
             new_count += new_message is not None
             if kind is None:
                 self.equal_count += 1
             else:
-                self._report(Difference(kind, destination, key, old_message, new_message))
+                self._report(Difference(kind, destination, key, old_message, new_message, position))
         old.skip(old_count)
         new.skip(new_count)
         return True
@@ -200,6 +208,7 @@ class _Stream:
     offset: int = 0
     loose: deque[bytes] = field(default_factory=deque)  # messages cut out of it, all of one key; they go first
     loose_key: Key = (0, 0)
+    loose_positions: deque[int] = field(default_factory=deque)
 
     def append(self, batch: Outputs) -> None:
         self.queue.append(batch)
@@ -214,6 +223,11 @@ class _Stream:
             self._loosen()
         return self.loose[0]
 
+    @property
+    def position(self) -> int:
+        """Of the next message."""
+        return self.loose_positions[0] if self.loose else self.batch.first_position + self.index
+
     def take(self) -> bytes:
         message = self.peek()
         self.skip(1)
@@ -223,6 +237,7 @@ class _Stream:
         """Forget the first ``count`` messages, which were looked at."""
         for _ in range(count):
             self.size_bytes -= len(self.loose.popleft()) + KEY_SIZE_BYTES
+            self.loose_positions.popleft()
 
     def window(self, key: Key, finished: bool) -> tuple[list[bytes], bool | None]:
         """The first messages of ``key``, and whether they are all of them; None: there may be more to wait for."""
@@ -239,6 +254,7 @@ class _Stream:
         batch = self.batch
         start, end = self.offset, decode_message(batch.payload, self.offset)[2]
         self.loose.append(batch.payload[start:end])
+        self.loose_positions.append(batch.first_position + self.index)
         self.loose_key = batch.keys[self.index]
         self.index, self.offset = self.index + 1, end
         return end - start

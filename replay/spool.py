@@ -14,7 +14,7 @@ from replay.compare import Key, Outputs
 
 _SIZE = struct.Struct("<Q")
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(tuple[list[tuple[Key, int]], bytes]).decode
+_decode = msgspec.msgpack.Decoder(tuple[list[tuple[Key, int]], bytes, int]).decode
 
 
 class MemoryBudget:
@@ -45,7 +45,7 @@ class Spool:
             self._file = tempfile.TemporaryFile(prefix="immortal-")  # noqa: SIM115 (it is closed when it is read)
             self._read_offset = self._write_offset = 0
         runs = [(key, len(list(same))) for key, same in groupby(batch.keys)]
-        data = _encode((runs, batch.payload))
+        data = _encode((runs, batch.payload, batch.first_position))
         self._file.seek(self._write_offset)
         self._file.write(_SIZE.pack(len(data)))
         self._file.write(data)
@@ -61,13 +61,13 @@ class Spool:
             raise IndexError("pop from an empty spool")
         self._file.seek(self._read_offset)
         (size_bytes,) = _SIZE.unpack(self._file.read(_SIZE.size))
-        runs, payload = _decode(self._file.read(size_bytes))
+        runs, payload, first_position = _decode(self._file.read(size_bytes))
         self._read_offset += _SIZE.size + size_bytes
         self._file_count -= 1
         if not self._file_count:
             self._file.close()
             self._file = None
-        return Outputs([key for key, count in runs for _ in range(count)], payload)
+        return Outputs([key for key, count in runs for _ in range(count)], payload, first_position)
 
     def __len__(self) -> int:
         return len(self._memory) + self._file_count

@@ -299,7 +299,7 @@ class _Looker(Sink):
         else:
             for origin in origins:
                 keys += [(origin.sequence_id, origin.message_index)] * origin.count
-        self._run.add(self._side, destination, Outputs(keys, payload), by_position=origins is None)
+        self._run.add(self._side, destination, Outputs(keys, payload, first_position), by_position=origins is None)
 
     def finish(self, result: ReplayResult) -> None:
         """The replay has ended."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
@@ -81,28 +82,26 @@ class ArgumentCodec:
         self.returns_nothing = hints.get("return") is type(None)
         self.decode = self._make_decode(())
         self._function = function
-        self._decode_call: Decode | None = None
-        self._decode_result: Callable[[Any], Any] | None = None
 
-    @property
+    @cached_property
     def decode_call(self) -> Decode:
         """As ``decode``, of a call that waits for an answer: (caller's name, number of the call, arguments ...)."""
-        if self._decode_call is None:
-            self._decode_call = self._make_decode((str, int))
-        return self._decode_call
+        return self._make_decode((str, int))
 
-    @property
+    @cached_property
+    def result_may_hold_handles(self) -> bool:
+        return may_hold_handles(resolve_hints(self._function)["return"])
+
+    @cached_property
     def decode_result(self) -> Callable[[Any], Any]:
         """From an encoded value to what the handler's annotation says that it returns. It raises msgspec.DecodeError.
 
         Raises DefinitionError for an annotation that can't be encoded, as it is only needed when somebody waits for it.
         """
-        if self._decode_result is None:
-            annotation = resolve_hints(self._function)["return"]
-            if problem := unsupported_type(annotation):
-                raise DefinitionError(f"{self.name}: what it returns can't be sent: {problem}")
-            self._decode_result = make_decoder(annotation).decode
-        return self._decode_result
+        annotation = resolve_hints(self._function)["return"]
+        if problem := unsupported_type(annotation):
+            raise DefinitionError(f"{self.name}: what it returns can't be sent: {problem}")
+        return make_decoder(annotation).decode
 
     def _make_decode(self, front: tuple[type, ...]) -> Decode:
         """From the encoded arguments to a tuple of them. It raises msgspec.DecodeError, also for a wrong count."""

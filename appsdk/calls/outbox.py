@@ -220,7 +220,7 @@ class Outbox:
             except Exception as error:
                 raise _refused(name, signature.parameters, arguments, error) from error
             if context.carries:
-                context.nodes.passing(destination, body)
+                context.nodes.accounts.passing(destination, body)
             parts = batch.parts
             if not parts:
                 opened.append(batch)
@@ -264,7 +264,7 @@ class Outbox:
     def _pass_handles(self, batch: Batch) -> None:
         """Those in the last message of ``batch``, which is taken back where they can't be. Raises UsageError."""
         try:
-            self._context.nodes.passing(batch.destination, batch.parts[-1])
+            self._context.nodes.accounts.passing(batch.destination, batch.parts[-1])
         except UsageError:
             del batch.parts[-2:]
             raise

@@ -21,6 +21,7 @@ from appsdk.client.limits import (
     SILENCE_CALLING_S,
     SILENCE_S,
 )
+from appsdk.client.results import query_name, query_of
 from protocol.client import (
     ClientCode,
     ClientFrame,
@@ -57,7 +58,7 @@ class Connection:
             renew=None if client_id is not None else random_client_id,
         )
         self._lanes: dict[str, Lane] = {self._main.client_id: self._main}
-        self._methods: dict[str, int] = {}
+        self._methods: dict[str, int] = {}  # by name; queries also by that of a NamedQuery
         self._methods_at_s: float | None = None
         self._names_needed = False
         self._committer_id = 0
@@ -175,7 +176,9 @@ class Connection:
             self.problem = str(error)
 
     def _welcomed(self, frame: ClientFrame, now_s: float) -> None:
-        self._methods = {name.rpartition(".")[2]: number for number, name in decode_methods(frame.payload).items()}
+        names, queries = decode_methods(frame.payload)
+        self._methods = {name.rpartition(".")[2]: number for number, name in names.items()}
+        self._methods |= {query_name(name): number for name, number in self._methods.items() if number in queries}
         self._methods_at_s = now_s
         self._clock_offset_ns = frame.time_ns - int(now_s * 1e9)
         if self._main.was_forgotten(frame.number):
@@ -303,13 +306,23 @@ class Connection:
             return True
         fresh = self._methods_at_s is not None and now_s - self._methods_at_s < METHODS_POLL_S
         if self._methods and fresh:
-            known = ", ".join(sorted(self._methods))
-            call.finish(CallRefused(f"{self.instance!r} has no handler {call.method!r} (its handlers: {known})"))
+            call.finish(CallRefused(self._unknown_text(call.method)))
             return False
         if not self._methods:
             self.problem = "its app is not up, so the names of its methods are not known"
         self._names_needed = True
         return False
+
+    def _unknown_text(self, name: str) -> str:
+        handlers = ", ".join(sorted(one for one in self._methods if not query_of(one)))
+        query = query_of(name)
+        if not query:
+            return f"{self.instance!r} has no handler {name!r} (its handlers: {handlers})"
+        queries = ", ".join(sorted(filter(None, map(query_of, self._methods))))
+        known = f"its queries: {queries}" if queries else "it marks none with @query, or is of an earlier version"
+        if query in self._methods:
+            return f"{query!r} of {self.instance!r} is no query ({known}): it is called without .query"
+        return f"{self.instance!r} has no query {query!r} ({known})"
 
     @property
     def _silence_s(self) -> float:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from appsdk.client.aio import AsyncClient
 from appsdk.client.connection import KEY_PREFIX, random_client_id
 from appsdk.client.handles import CANCEL, Status
-from appsdk.client.results import Method, NamedMethod, typed_method
+from appsdk.client.results import Method, NamedMethod, NamedQuery, typed_method, typed_query
 from appsdk.client.threaded import Client
 from appsdk.handlers.definition import Definition
 from protocol.client import CLIENT_ID_SIZE_BYTES_MAX
 from protocol.errors import LocalProtocolError
 from protocol.trace_context import read_traceparent
 
+QUERY = "query"
 KEY_SIZE_BYTES_MAX = CLIENT_ID_SIZE_BYTES_MAX - len(KEY_PREFIX)
 
 P = TypeVar("P")
@@ -57,9 +59,20 @@ class Proxy:
             method = NamedMethod(name) if definition is None else typed_method(definition, name)
             self._immortal_methods[name] = method
 
-        made = ProxyMethod(self, method)
+        made = self._immortal_method(method)
         setattr(self, name, made)
         return made
+
+    def _immortal_method(self, method: Method) -> ProxyMethod:
+        return ProxyMethod(self, method)
+
+    @cached_property
+    def query(self) -> Any:
+        """Its queries, and no other handlers; of a class with a handler of that name, that."""
+        _, definition, *_ = self._immortal_parts
+        if definition is None:
+            return NamedQueries(self)
+        return self.__getattr__(QUERY) if QUERY in definition.handlers else Queries(self)
 
 
 class ProxyMethod:
@@ -87,6 +100,30 @@ class ProxyMethod:
 
     def fork(self, *arguments: Any, **keywords: Any) -> None:
         self._client.fork(self._method, self._method.encode(arguments, keywords), self._key, *self._trace)
+
+
+class Queries:
+    """``counter.query``: the handlers that are queries, and no others."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self._immortal_proxy = proxy
+
+    def __getattr__(self, name: str) -> ProxyMethod:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        _, definition, *_ = self._immortal_proxy._immortal_parts
+        method = NamedQuery(name) if definition is None else typed_query(definition, name)
+        made = self._immortal_proxy._immortal_method(method)
+        setattr(self, name, made)
+        return made
+
+
+class NamedQueries(Queries, ProxyMethod):
+    """Of an instance whose class is not known here: it may have a handler ``query``, which this then calls."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        Queries.__init__(self, proxy)
+        ProxyMethod.__init__(self, proxy, NamedMethod(QUERY))
 
 
 class Handle(Generic[R]):

@@ -17,6 +17,7 @@ from appsdk.handlers.definition import Definition
 from appsdk.handlers.proxy import find_handler
 from appsdk.state.journal import decode_raised
 from protocol.client import REFUSED_CALL, Reply, ReplyKind
+from protocol.extensions import QUERIES
 from protocol.verdicts import FAILED_CALL
 
 _ARRAY_OF_3 = b"\x93"  # a reply that was raised has lost the front of its array
@@ -59,6 +60,25 @@ class NamedMethod:
         raise CallRaised(self.name, *raised)
 
 
+class NamedQuery(NamedMethod):
+    """One that is called only if it is a query, as the instance says."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.method = query_name(name)
+
+
+def query_name(name: str) -> str:
+    """What a query is called beside its name: no handler can be."""
+    return f"{QUERIES}.{name}"
+
+
+def query_of(name: str) -> str:
+    """The query that :func:`query_name` made ``name`` of; "" for another name."""
+    front, dot, query = name.rpartition(".")
+    return query if dot and front == QUERIES else ""
+
+
 class TypedMethod:
     """A handler of a class that is known here."""
 
@@ -96,6 +116,18 @@ class TypedMethod:
 def typed_method(definition: Definition, name: str) -> TypedMethod:
     """Raises AttributeError for a name that no handler has."""
     return TypedMethod(definition, find_handler(definition, name))
+
+
+def typed_query(definition: Definition, name: str) -> TypedMethod:
+    """Raises AttributeError for a name that no query has."""
+    found = definition.handlers.get(name)
+    if found is None or not found.is_query:
+        queries = ", ".join(sorted(one.name for one in definition.handlers.values() if one.is_query)) or "none"
+        if found is not None:
+            what = f"{found.function.__qualname__} is no query (the queries: {queries}): it is called without .query"
+            raise AttributeError(what)
+        raise AttributeError(f"{definition.name} has no query {name!r} (its queries: {queries})")
+    return TypedMethod(definition, found)
 
 
 def _encoded(name: str, arguments: tuple[Any, ...], parameters: Iterable[str]) -> bytes:

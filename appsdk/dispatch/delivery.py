@@ -14,7 +14,7 @@ from appsdk.calls.report import handler_failed
 from appsdk.errors import Failure, HandlerError
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
 from appsdk.handlers.definition import Definition
-from appsdk.nodes.nodes import decode_awaited_node_call, decode_node_call, decode_word
+from appsdk.nodes.messages import decode_awaited_node_call, decode_node_call, decode_word
 from appsdk.ordering.multicasts import decode_executed, decode_of_ordering, decode_propose
 from appsdk.waiting.clock import ToldTime
 from appsdk.waiting.effects import EffectResult
@@ -56,7 +56,7 @@ class Delivery:
         tasks, wakes = context.tasks, definition.has_tasks
         for method_id, handler in self._definition.by_method_id.items():
             codec = self._definition.codec(handler)
-            decode = context.nodes.taking(codec.decode) if codec.may_hold_handles else codec.decode
+            decode = context.nodes.accounts.taking(codec.decode) if codec.may_hold_handles else codec.decode
             self._entries[method_id] = (decode, tasks.receiver(handler, wakes=wakes), codec.name)
         name = self._definition.initial
         begin: Callable[..., Any] = type(self)._no_initial if name is None else getattr(self._definition.cls, name)
@@ -102,9 +102,9 @@ class Delivery:
             (ORDERED_METHOD_ID, RpcType.FORK, _of_ordering(decode_propose, context.multicasts.proposed)),
             (ORDERING_METHOD_ID, RpcType.FORK, _of_ordering(decode_of_ordering, context.multicasts.received)),
             (EXECUTED_METHOD_ID, RpcType.FORK, _of_ordering(decode_executed, context.multicasts.executed)),
-            (NODE_METHOD_ID, RpcType.FORK, _of_nodes(decode_node_call, context.nodes.called)),
-            (NODE_METHOD_ID, RpcType.ASYNC, _of_nodes(decode_awaited_node_call, context.nodes.called)),
-            (HANDLES_METHOD_ID, RpcType.FORK, _of_nodes(decode_word, context.nodes.told)),
+            (NODE_METHOD_ID, RpcType.FORK, _of_nodes(decode_node_call, context.nodes.inbox.called)),
+            (NODE_METHOD_ID, RpcType.ASYNC, _of_nodes(decode_awaited_node_call, context.nodes.inbox.called)),
+            (HANDLES_METHOD_ID, RpcType.FORK, _of_nodes(decode_word, context.nodes.inbox.told)),
         ):
             self._by_front[_fronts(method_id, (rpc_type,))[0]] = entry
         # The lengths of fronts, the most frequent first. No front starts another: a varint says where it ends.
@@ -118,7 +118,7 @@ class Delivery:
             return codec.decode_call(arguments)  # made when it is needed: few apps are called so
 
         if codec.may_hold_handles:
-            taking: Decode = self._context.nodes.taking(decode)
+            taking: Decode = self._context.nodes.accounts.taking(decode)
             return taking, self._context.tasks.answering_receiver(handler), codec.name
 
         return decode, self._context.tasks.answering_receiver(handler), codec.name

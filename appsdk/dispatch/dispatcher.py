@@ -19,6 +19,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from appsdk.calls.context import Context
+from appsdk.calls.failures import method_of
 from appsdk.calls.outbox import Chunk, Outbox, encode_call, make_writer
 from appsdk.dispatch.delivery import Delivery
 from appsdk.dispatch.events import (
@@ -33,6 +34,7 @@ from appsdk.dispatch.events import (
 )
 from appsdk.dispatch.failing import Failures, UndoNeededError, offset_behind, size_of_message, wakes_handlers
 from appsdk.dispatch.life import Life
+from appsdk.dispatch.times import HandlerTimes
 from appsdk.dispatch.upgrades import guarded
 from appsdk.effects.request import EffectRunner
 from appsdk.errors import HandlerError, RecoveryNeeded, StateError, UpgradeError
@@ -62,7 +64,14 @@ from protocol.extensions import (
     encode_app_description,
     encode_hello,
 )
-from protocol.handlers import HandlersAnswer, HandlersQuestion, decode_question, encode_answer
+from protocol.handlers import (
+    OTHER_MESSAGES,
+    TIMES_TASK,
+    HandlersAnswer,
+    HandlersQuestion,
+    decode_question,
+    encode_answer,
+)
 from protocol.messages import (
     MessageType,
     RpcType,
@@ -136,6 +145,7 @@ class Dispatcher:
         self._failures = Failures(self.context, fails_alone=fails_alone)
         self._copies = Copies(enabled=any(one.can_undo for one in definition.chain), keeps_large=keeps_large_copies)
         self._careful: Careful | None = None
+        self._times = HandlerTimes()
         self._sources: list[str] | None = None  # of the batches of the records that come, see Record
         self._batch_sources: Iterator[str] | None = None  # of those of the record that is handled
         self.time: AppTime | None = None  # of the instance, as the coordinator last told it; None: it never did
@@ -285,6 +295,8 @@ class Dispatcher:
             value = self.tasks.orders.outcome(question.sequence_id, question.message_index)
         elif question.retries:
             value = retry_effects(self.tasks, question.task)
+        elif question.task == TIMES_TASK:
+            value = self._times.answer()
         elif question.task:
             value = describe_one(self.tasks, question.task)
         else:
@@ -404,7 +416,10 @@ class Dispatcher:
                     slice_end = offset + 1
             self.outbox.mark()
             try:
-                offset = self._delivery.deliver(self.instance, content, offset, end, slice_end)
+                if self._times.left:
+                    offset = self._timed(content, offset, end)
+                else:
+                    offset = self._delivery.deliver(self.instance, content, offset, end, slice_end)
             except HandlerError as error:
                 self.context.handling_thread_id = 0
                 at = offset_behind(content, start, error.message_index - first_index)
@@ -418,6 +433,17 @@ class Dispatcher:
                 f"record {self.context.sequence_id}: a batch of {self.context.message_index - first_index} messages "
                 f"gives its count as {count}"
             )
+
+    def _timed(self, content: bytes, offset: int, end: int) -> int:
+        """Handle one message, and note how long that took: where the next one starts. Raises as ``deliver`` does."""
+        times = self._times
+        begun_ns = times.clock_ns()
+        behind = self._delivery.deliver(self.instance, content, offset, end, offset + 1)
+        duration_ns = times.clock_ns() - begun_ns
+        method_id = method_of(content[offset:behind])  # of a call; an answer has that of another's method
+        handler = None if method_id is None else self.definition.by_method_id.get(method_id)
+        times.add(OTHER_MESSAGES if handler is None else handler.function.__qualname__, duration_ns)
+        return behind
 
     @property
     def _place(self) -> tuple[int, int]:

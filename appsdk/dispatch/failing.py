@@ -127,7 +127,7 @@ class Failures:
         if method_of(message) == ORDERED_METHOD_ID:
             for call in self._context.multicasts.refused(message, verdict.text):
                 self._answer_refused(verdict, call)
-        self._context.nodes.failed(message, verdict)
+        self._context.nodes.inbox.failed(message, verdict)
         if (caller := who_waits(message)) is not None:
             self._context.tasks.answers.answer_verdict(verdict, caller)
 

@@ -16,6 +16,7 @@ from appsdk.errors import UsageError
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Definition, Peer
 from appsdk.handlers.proxy import find_handler
+from appsdk.ordering.messages import Scope
 from appsdk.types.handles import Handle as HandleType
 from protocol.messages import RpcType
 from protocol.nodes import NODE_METHOD_ID
@@ -115,7 +116,7 @@ def common_handler(destinations: list[Destination], name: str) -> Handler[Any, A
 
 
 def make_multicast_fork(
-    context: Context, destinations: list[Destination], handler: Handler[Any, Any]
+    context: Context, destinations: list[Destination], handler: Handler[Any, Any], scope: Scope | None = None
 ) -> Callable[..., None]:
     """Raises what :meth:`appsdk.ordering.multicasts.Multicasts.send` raises, and TypeError."""
     name, signature, method_id = handler.function.__qualname__, handler.signature, handler.method_id
@@ -133,7 +134,7 @@ def make_multicast_fork(
         if threading.get_ident() != context.handling_thread_id:
             raise not_in_handler(context, f"multicast(...).{name}")
         if not any(nodes):
-            context.multicasts.send(name, method_id, names, [encode_call(write, arguments)])
+            context.multicasts.send(name, method_id, names, [encode_call(write, arguments)], scope)
             return
         calls = []
         for node in nodes:
@@ -167,18 +168,22 @@ class MulticastMethod:
 
 
 class Multicast:
-    """Several instances, as a ``def`` handler sees them: an attribute for each handler that all have."""
+    """Several instances, as a ``def`` handler sees them: an attribute for each handler that all have.
 
-    def __init__(self, context: Context, destinations: list[Destination]) -> None:
-        self._immortal_made_from = context, destinations
+    ``scope``: where they are the members of a group.
+    """
+
+    def __init__(self, context: Context, destinations: list[Destination], scope: Scope | None = None) -> None:
+        self._immortal_made_from = context, destinations, scope
 
     def __getattr__(self, name: str) -> MulticastMethod:
         if name.startswith("__"):
             raise AttributeError(name)
-        context, destinations = self._immortal_made_from
+        context, destinations, scope = self._immortal_made_from
         handler = common_handler(destinations, name)
         method = MulticastMethod(
-            f"multicast(...).{handler.function.__qualname__}", make_multicast_fork(context, destinations, handler)
+            f"multicast(...).{handler.function.__qualname__}",
+            make_multicast_fork(context, destinations, handler, scope),
         )
         vars(self)[name] = method
         return method

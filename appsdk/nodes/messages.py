@@ -48,3 +48,35 @@ class Stale(msgspec.Struct, array_like=True, frozen=True, tag=5, gc=False):
 
 
 Message: TypeAlias = Passed | Released | Ended | Forgotten | Stale
+
+
+class NodeCall(msgspec.Struct, array_like=True, frozen=True):
+    """``sender`` calls the nodes of these keys."""
+
+    sender: str
+    keys: list[bytes]
+    method_id: int
+    arguments: msgspec.Raw
+
+
+class AwaitedNodeCall(msgspec.Struct, array_like=True, frozen=True):
+    """As :class:`NodeCall`; ``caller`` waits for the answer to its call ``number``."""
+
+    caller: str
+    number: int
+    sender: str
+    keys: list[bytes]
+    method_id: int
+    arguments: msgspec.Raw
+
+
+class Word(msgspec.Struct, array_like=True, frozen=True):
+    """What owners and holders tell each other."""
+
+    sender: str
+    message: Message
+
+
+decode_node_call = msgspec.msgpack.Decoder(NodeCall).decode
+decode_awaited_node_call = msgspec.msgpack.Decoder(AwaitedNodeCall).decode
+decode_word = msgspec.msgpack.Decoder(Word).decode

@@ -6,58 +6,30 @@ randomness. All of its state is :class:`State`, which is part of the app's check
 
 from __future__ import annotations
 
-from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from typing import TypeAlias
 
 import msgspec
 
-from appsdk.ordering.messages import Commit, Message, Propose, Proposed, Refused, Settle, Settled, Timestamp
+from appsdk.ordering.fences import Asked, Fences, Ready
+from appsdk.ordering.messages import (
+    Cancel,
+    Commit,
+    Fence,
+    Fenced,
+    Message,
+    Propose,
+    Proposed,
+    Refused,
+    Resolve,
+    Scope,
+    Settle,
+    Settled,
+    Timestamp,
+)
+from appsdk.ordering.state import Filed, Sent, Stage, State
 
 TIMESTAMP_MAX = 1 << 62  # more than any clock counts to: one that says so is broken, and must not break others
-
-
-class Stage(IntEnum):
-    BLOCK = 0  # its timestamp can still grow
-    FINAL = 1  # it can't; but some destination's clock may still be behind it
-    COMMITTED = 2  # it may be delivered
-
-
-class Sent(msgspec.Struct, array_like=True):
-    """A run of one's own that is not committed. ``timestamp`` 0: it is not final yet."""
-
-    number: int
-    estimate: Timestamp
-    destinations: list[str]
-    since_ns: int
-    proposed: dict[str, Timestamp] = {}
-    unsettled: list[str] = []
-    timestamp: Timestamp = 0
-    alone: bool = False  # see Propose
-
-
-class Filed(msgspec.Struct, array_like=True):
-    """In the queue: a run of ``sender``, or (sender "") one call that came by itself and is behind what stood there."""
-
-    sender: str
-    number: int  # of a run; of a call: how many came before it
-    timestamp: Timestamp
-    stage: int
-    calls: list[bytes]
-    since_ns: int
-
-
-class State(msgspec.Struct):
-    """What a checkpoint keeps. ``released_count``: releases that the instance has not executed yet."""
-
-    clock: Timestamp = 0
-    sent_count: int = 0
-    standing: int = 0  # the runs up to this number stand at all their destinations
-    last_final: Timestamp = 0
-    filed_count: int = 0
-    released_count: int = 0
-    sent: list[Sent] = []
-    queue: list[Filed] = []
 
 
 Key: TypeAlias = tuple[Timestamp, bool, str, int]
@@ -82,7 +54,7 @@ class Standing(msgspec.Struct, frozen=True):
     number: int
 
 
-Action: TypeAlias = Send | Release | Standing
+Action: TypeAlias = Send | Release | Standing | Asked | Ready
 
 
 class Ordering:
@@ -97,6 +69,7 @@ class Ordering:
         self._own_count = sum(one.sender == name for one in state.queue)
         self._queue = [(self._key(one), one) for one in state.queue]
         heapify(self._queue)
+        self.fences = Fences(self)
 
     def save(self) -> State:
         state = self.state
@@ -136,7 +109,14 @@ class Ordering:
 
     # --- as a sender --------------------------------------------------------------------------------------------------
 
-    def multicast(self, method_id: int, destinations: list[str], calls: list[list[bytes]], now_ns: int = 0) -> int:
+    def multicast(
+        self,
+        method_id: int,
+        destinations: list[str],
+        calls: list[list[bytes]],
+        now_ns: int = 0,
+        scope: Scope | None = None,
+    ) -> int:
         """Send a run to ``destinations``, each there once; its number.
 
         ``calls``: one list that all get, or one of each.
@@ -144,20 +124,21 @@ class Ordering:
         state = self.state
         state.sent_count = number = state.sent_count + 1
         state.clock = estimate = self._tick()
-        sent = self._sent[number] = Sent(number, estimate, list(destinations), now_ns)
+        sent = self._sent[number] = Sent(number, estimate, list(destinations), now_ns, scope=scope)
         sent.alone = self._is_alone(sent)
         for index, destination in enumerate(destinations):
             theirs = calls[index if len(calls) > 1 else 0]
             if destination == self.name:
-                self._file_run(self.name, number, estimate, theirs, now_ns)
+                self._file_run(Filed(self.name, number, estimate, Stage.BLOCK, theirs, now_ns, scope))
                 sent.proposed[destination] = estimate
             else:
-                self._tell(destination, Propose(method_id, self.name, number, estimate, theirs, sent.alone))
+                self.tell(destination, Propose(method_id, self.name, number, estimate, theirs, sent.alone, scope))
         self._advance()
         return number
 
     def _is_alone(self, sent: Sent) -> bool:
-        return len(sent.destinations) == 1 and self.state.standing == sent.number - 1
+        """A run with a scope is never: it may be cancelled until it is committed."""
+        return sent.scope is None and len(sent.destinations) == 1 and self.state.standing == sent.number - 1
 
     def _tick(self) -> Timestamp:
         return self.state.clock + 1
@@ -179,7 +160,7 @@ class Ordering:
                 if destination == self.name:
                     self._commit(self.name, Commit(number, sent.timestamp))
                 elif not sent.alone:
-                    self._tell(destination, Commit(number, sent.timestamp))
+                    self.tell(destination, Commit(number, sent.timestamp))
             state.standing = number
             self.actions.append(Standing(number))
         self._release()
@@ -195,7 +176,18 @@ class Ordering:
                 self._settle(self.name, sent.number, final)
             else:
                 sent.unsettled.append(destination)
-                self._tell(destination, Settle(sent.number, final))
+                self.tell(destination, Settle(sent.number, final))
+
+    def cancel(self, sent: Sent) -> None:
+        """Nobody delivers it. It stands once its turn comes, for what is held behind it."""
+        for destination in sent.destinations:
+            if destination == self.name:
+                self.drop(self.name, sent.number)
+                continue
+            self.tell(destination, Cancel(sent.number))
+            if destination not in sent.proposed or destination in sent.unsettled:
+                self.state.late.append((sent.number, destination))
+        sent.destinations, sent.unsettled, sent.proposed = [], [], {}
 
     def _behind(self, sent: Sent) -> list[str]:
         return [one for one in sent.destinations if sent.proposed[one] < sent.timestamp]
@@ -204,21 +196,25 @@ class Ordering:
 
     def proposed(self, message: Propose, now_ns: int = 0) -> None:
         """A run comes in. Its block stands before the answer leaves."""
-        state = self.state
+        state, sender = self.state, message.sender
+        if message.scope is not None and not self.fences.may_propose(sender, message.scope):
+            self.tell(sender, Refused(message.number, "it is expelled"))
+            return
         state.clock = timestamp = self._propose(message.estimate)
-        self._file_run(message.sender, message.number, timestamp, message.calls, now_ns)
-        self._tell(message.sender, Proposed(message.number, timestamp))
+        filed = Filed(sender, message.number, timestamp, Stage.BLOCK, message.calls, now_ns, message.scope)
+        self._file_run(filed)
+        self.tell(sender, Proposed(message.number, timestamp))
         if message.alone:
-            self._commit(message.sender, Commit(message.number, timestamp))
+            self._commit(sender, Commit(message.number, timestamp))
             self._release()
 
     def _propose(self, estimate: Timestamp) -> Timestamp:
         """Above all that was ever proposed or final here."""
         return max(self.state.clock + 1, estimate)
 
-    def _file_run(self, sender: str, number: int, timestamp: Timestamp, calls: list[bytes], now_ns: int) -> None:
-        self._own_count += sender == self.name
-        filed = self._runs[sender, number] = Filed(sender, number, timestamp, Stage.BLOCK, calls, now_ns)
+    def _file_run(self, filed: Filed) -> None:
+        self._own_count += filed.sender == self.name
+        self._runs[filed.sender, filed.number] = filed
         heappush(self._queue, (self._key(filed), filed))
 
     def _settle(self, sender: str, number: int, timestamp: Timestamp) -> None:
@@ -231,7 +227,19 @@ class Ordering:
 
     def _commit(self, sender: str, message: Commit) -> None:
         self._settle(sender, message.number, message.timestamp)
-        self._runs[sender, message.number].stage = Stage.COMMITTED
+        filed = self._runs[sender, message.number]
+        filed.stage = Stage.COMMITTED
+        if filed.scope is not None:
+            self.state.committed[sender] = message.number
+
+    def drop(self, sender: str, number: int) -> None:
+        """Its run is cancelled."""
+        if self._runs.pop((sender, number), None) is not None:
+            self._own_count -= sender == self.name
+
+    def runs(self) -> list[Filed]:
+        """Those in the queue."""
+        return list(self._runs.values())
 
     def file(self, call: bytes, now_ns: int = 0) -> None:
         """A call that came by itself while :attr:`is_busy`: behind all that stands here."""
@@ -275,22 +283,53 @@ class Ordering:
 
     def received(self, source: str, message: Message) -> bool:
         """From a sender or a destination; False: it is about nothing that is known here, or can't be right."""
-        if isinstance(message, Settle | Commit):
-            filed = self._runs.get((source, message.number))
-            if filed is None or not filed.timestamp <= message.timestamp <= TIMESTAMP_MAX:
-                return False
-            if isinstance(message, Settle):
-                self._settle(source, message.number, message.timestamp)
-                self._tell(source, Settled(message.number))
-            else:
-                self._commit(source, message)
+        if isinstance(message, Settle | Commit | Cancel):
+            is_right = self._decided(source, message)
             self._release()
+        elif isinstance(message, Fence | Fenced | Resolve):
+            self.fences.received(source, message)
+            is_right = True
+        elif (message.number, source) in self.state.late:
+            self.state.late.remove((message.number, source))
             return True
-        sent = self._sent.get(message.number)
-        if sent is None or source not in sent.destinations or not self._answered(sent, source, message):
+        else:
+            sent = self._sent.get(message.number)
+            if sent is None or source not in sent.destinations or not self._answered(sent, source, message):
+                return False
+            is_right = True
+            self._advance()
+        self._go_on()
+        return is_right
+
+    def expel(self, group: str, member: str, view: int, members: list[str], now_ns: int = 0) -> None:
+        """See :meth:`appsdk.ordering.fences.Fences.expel`."""
+        self.fences.expel(group, member, view, members, now_ns)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self.state.fences:
+            self.fences.progress()
+            self._advance()
+
+    def _decided(self, sender: str, message: Settle | Commit | Cancel) -> bool:
+        if self.fences.ignores(sender, message.number):
+            return True
+        if isinstance(message, Cancel):
+            self.drop(sender, message.number)
+            return True
+        filed = self._runs.get((sender, message.number))
+        if filed is None or not filed.timestamp <= message.timestamp <= TIMESTAMP_MAX:
             return False
-        self._advance()
+        if isinstance(message, Settle):
+            self._settle(sender, message.number, message.timestamp)
+            self.tell(sender, Settled(message.number))
+        else:
+            self._commit(sender, message)
         return True
+
+    def commit_as_it_is(self, filed: Filed) -> None:
+        """Another destination knows that it stands: so its timestamp is final here as well."""
+        self._commit(filed.sender, Commit(filed.number, filed.timestamp))
 
     def _answered(self, sent: Sent, source: str, message: Proposed | Settled | Refused) -> bool:
         if isinstance(message, Proposed):
@@ -308,5 +347,5 @@ class Ordering:
             sent.destinations.remove(source)
         return True
 
-    def _tell(self, destination: str, message: Propose | Message) -> None:
+    def tell(self, destination: str, message: Propose | Message) -> None:
         self.actions.append(Send(destination, message))

@@ -14,6 +14,17 @@ Timestamp: TypeAlias = int
 """Of a queue's clock, a counter. No user sees one."""
 
 
+class Scope(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Of runs that go to the members of a view of a named group: which group, and the number of the view."""
+
+    group: str
+    view: int
+
+    def reaches(self, group: str, view: int) -> bool:
+        """It is of ``group``, and of ``view`` or an earlier one."""
+        return self.group == group and self.view <= view
+
+
 class Propose(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Sender to destination: make room for this run at ``estimate``, and say where that is.
 
@@ -28,6 +39,7 @@ class Propose(msgspec.Struct, array_like=True, frozen=True, gc=False):
     estimate: Timestamp
     calls: list[bytes]
     alone: bool = False
+    scope: Scope | None = None
 
 
 class Proposed(msgspec.Struct, array_like=True, frozen=True, tag=1, gc=False):
@@ -64,4 +76,41 @@ class Refused(msgspec.Struct, array_like=True, frozen=True, tag=5, gc=False):
     text: str
 
 
-Message: TypeAlias = Proposed | Settle | Settled | Commit | Refused
+class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=6, gc=False):
+    """Sender to destination: nobody delivers this run."""
+
+    number: int
+
+
+class Fence(msgspec.Struct, array_like=True, frozen=True, tag=7, gc=False):
+    """``member`` is being expelled from ``group``: cancel your runs to it, of views up to ``view``, and send no more.
+
+    ``asks``: by who expels it; say Fenced once all that stood in your queue then is final.
+    """
+
+    group: str
+    member: str
+    view: int
+    asks: bool = False
+
+
+class Fenced(msgspec.Struct, array_like=True, frozen=True, tag=8, gc=False):
+    """Member to who expels: done. ``committed``: the last run of the expelled one that was committed here; 0: none."""
+
+    group: str
+    member: str
+    view: int
+    committed: int
+
+
+class Resolve(msgspec.Struct, array_like=True, frozen=True, tag=9, gc=False):
+    """Who expels to the other members: deliver the expelled one's own runs up to ``committed``, and no later ones."""
+
+    group: str
+    member: str
+    view: int
+    committed: int
+
+
+OfFences: TypeAlias = Fence | Fenced | Resolve
+Message: TypeAlias = Proposed | Settle | Settled | Commit | Refused | Cancel | OfFences

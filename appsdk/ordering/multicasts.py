@@ -17,10 +17,12 @@ from appsdk.calls.failures import refusal
 from appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
 from appsdk.errors import HandlerError, StateError, UsageError
 from appsdk.ordering.checking import arguments_of, problem_of
-from appsdk.ordering.machine import Filed, Ordering, Release, Send, Stage, State
-from appsdk.ordering.messages import Message, Propose, Refused
+from appsdk.ordering.fences import Asked, Ready
+from appsdk.ordering.machine import Ordering, Release, Send
+from appsdk.ordering.messages import Message, Propose, Refused, Scope
 from appsdk.ordering.plain import Plain, as_fork
 from appsdk.ordering.sending import EFFECT, Held, Run, Sending
+from appsdk.ordering.state import Filed, Stage, State
 from protocol.client import CLIENTS
 from protocol.errors import ProtocolError
 from protocol.messages import RpcType, decode_incoming_rpc, decode_message
@@ -30,6 +32,9 @@ from protocol.verdicts import Cause
 
 ORDERED_CALL_SIZE_BYTES_MAX = CALL_SIZE_BYTES_MAX - (1 << 10)  # of one call: it travels in another one
 WHAT = "an ordered multicast"
+
+GROUP_METHODS: dict[type, str] = {Asked: "group_asked", Ready: "group_ready"}
+"""Of :class:`appsdk.patterns.groups.Grouped`: what is called for an action."""
 
 Parts = dict[str, list[bytes]]
 
@@ -88,6 +93,7 @@ class Multicasts:
         self._clients: set[tuple[str, int]] = set()
         self._pushed: Parts = {}
         self._released: list[Filed] = []
+        self._own_calls: list[bytes] = []  # to oneself, behind what is released
         self.proxies: Any = None  # what handlers have been given
         self.run_effect: Callable[[int], None] = lambda number: None
         self.called: Callable[[int], str | None] = lambda number: None
@@ -103,7 +109,7 @@ class Multicasts:
 
     def restore(self, data: bytes | None) -> None:
         """Raises StateError."""
-        self._pushed, self._released = {}, []
+        self._pushed, self._released, self._own_calls = {}, [], []
         if data is None:
             self._ordering = self._sending = None
             self._context.outbox.holder = None
@@ -156,6 +162,10 @@ class Multicasts:
                 {"for": one, "what": "its answer to a multicast of this", "since_ns": sent.since_ns, "count": count}
                 for one in silent
             ]
+        for expulsion in ordering.state.expulsions:
+            what = f"it to go on without {', '.join(expulsion.leaving)} in group {expulsion.group!r}"
+            silent = list(dict.fromkeys(other for _, other in expulsion.waits))
+            found += [{"for": one, "what": what, "since_ns": expulsion.since_ns, "count": 0} for one in silent]
         first = ordering.first()
         if first is not None and first.stage != Stage.COMMITTED and first.sender != ordering.name:
             what = "it to say that its multicast may be delivered"
@@ -164,9 +174,11 @@ class Multicasts:
 
     # --- what handlers send -------------------------------------------------------------------------------------------
 
-    def send(self, name: str, method_id: int, destinations: list[str], calls: list[bytes]) -> None:
+    def send(
+        self, name: str, method_id: int, destinations: list[str], calls: list[bytes], scope: Scope | None = None
+    ) -> None:
         """``calls``: one that all get, or one of each. ``method_id``: of all; negative, and the same for the same
-        methods, where they are of several. Raises UsageError."""
+        methods, where they are of several. ``scope``: of a group. Raises UsageError."""
         size_bytes = max(map(len, calls))
         if size_bytes > ORDERED_CALL_SIZE_BYTES_MAX:
             raise UsageError(
@@ -178,14 +190,24 @@ class Multicasts:
         if context.carries:
             for index, destination in enumerate(destinations):
                 call = calls[index if len(calls) > 1 else 0]
-                context.nodes.passing(destination, arguments_of(call))
+                context.nodes.accounts.passing(destination, arguments_of(call))
         context.outbox.close_open()
         place = context.sequence_id, context.message_index
         if place != sending.place:
             self.flush()
-        sending.multicast(place, method_id, destinations, calls, context.record_time_ns or 0)
+        sending.multicast(place, method_id, destinations, calls, context.record_time_ns or 0, scope)
         if ordering.name in destinations:
             context.slice_end = 0  # what comes behind this message may be behind the multicast
+
+    def expel(self, group: str, member: str, view: int, members: list[str]) -> None:
+        """See :meth:`appsdk.ordering.fences.Fences.expel`. Raises UsageError."""
+        ordering, sending = self._begun()
+        ordering.expel(group, member, view, members, self._context.record_time_ns or 0)
+        self._act(ordering, sending)
+
+    def is_cut(self, scope: Scope, destinations: list[str]) -> bool:
+        """Nothing can be sent to them: one of them is being expelled."""
+        return self._ordering is not None and self._ordering.fences.cuts(scope, destinations)
 
     # --- what the outbox asks -----------------------------------------------------------------------------------------
 
@@ -213,9 +235,15 @@ class Multicasts:
 
     def flush(self) -> None:
         """Between two messages: what the last one has multicast goes out."""
-        if self._sending is not None and self._ordering is not None and self._sending.waiting:
-            self._sending.advance()
-            self._act(self._ordering, self._sending)
+        sending, ordering, context = self._sending, self._ordering, self._context
+        if sending is None or ordering is None or not sending.waiting:
+            return
+        # What made it is that message, also where the next one is begun already: a what-if names it.
+        here = context.sequence_id, context.message_index
+        context.sequence_id, context.message_index = sending.place or here
+        sending.advance()
+        self._act(ordering, sending)
+        context.sequence_id, context.message_index = here
 
     def hold_effect(self, number: int) -> None:
         """It begins now, if it need not wait for multicasts."""
@@ -256,8 +284,7 @@ class Multicasts:
         ordering, sending = self._begun()
         source = self._context.source or ""
         if not ordering.received(source, message):
-            name = type(message).__name__
-            raise self._refused(f"{source!r} sent {name} of run {message.number}, which is not open here")
+            raise self._refused(f"{source!r} sent {message}, and that run is not open here")
         self._act(ordering, sending)
 
     def executed(self, executed: Executed) -> None:
@@ -317,6 +344,8 @@ class Multicasts:
                         self._send(action)
                     elif isinstance(action, Release):
                         self._release(action.filed)
+                    elif isinstance(action, Asked | Ready):
+                        self._tell_group(action)
             sending.advance()
             if not ordering.actions:
                 break
@@ -331,6 +360,13 @@ class Multicasts:
             _write_ordered(parts, msgspec.structs.astuple(propose))
         else:
             _write_ordering(parts, (action.message,))
+
+    def _tell_group(self, action: Asked | Ready) -> None:
+        """By a call to oneself: what is known of groups is the state of handlers."""
+        handler = self._context.tasks.definition.handlers.get(GROUP_METHODS[type(action)])
+        if handler is not None:
+            write = make_writer(WHAT, handler.method_id, RpcType.FORK)
+            write(self._own_calls, msgspec.structs.astuple(action))
 
     def _leave(self, held: Held) -> None:
         ordering = self._ordering
@@ -358,6 +394,9 @@ class Multicasts:
             released, self._released = self._released, []
             runs = [(one.sender, one.number, one.timestamp, len(one.calls)) for one in released if one.sender]
             _write_executed(self._pushed[""], (len(released), runs))
+        if self._own_calls:
+            self._pushed.setdefault("", []).extend(self._own_calls)
+            self._own_calls = []
         pushed, self._pushed = self._pushed, {}
         for destination, parts in pushed.items():
             outbox.push(destination, parts)

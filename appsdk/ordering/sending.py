@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from appsdk.ordering.machine import Ordering
+from appsdk.ordering.messages import Scope
 
 RUNS_IN_FLIGHT_MAX = 8  # more are not faster, as what waits joins into larger ones
 RUN_SIZE_BYTES_MAX = 64 << 10
@@ -29,6 +30,7 @@ class Run(msgspec.Struct, array_like=True, tag=0):
     calls: list[list[bytes]]  # one list that all get, or one of each
     size_bytes: int
     since_ns: int
+    scope: Scope | None = None
 
 
 class Held(msgspec.Struct, array_like=True, tag=1):
@@ -63,7 +65,13 @@ class Sending:
         return bool(self.waiting) or state.standing < state.sent_count
 
     def multicast(
-        self, place: Any, method_id: int, destinations: list[str], calls: list[bytes], now_ns: int = 0
+        self,
+        place: Any,
+        method_id: int,
+        destinations: list[str],
+        calls: list[bytes],
+        now_ns: int = 0,
+        scope: Scope | None = None,
     ) -> None:
         """``place``: which input is handled. Where a run ends is the same at each replay: with the input, or later.
 
@@ -78,6 +86,7 @@ class Sending:
             isinstance(last, Run)
             and last.method_id == method_id
             and last.destinations == destinations
+            and last.scope == scope
             and len(last.calls) == len(calls)
             and last.size_bytes + size_bytes <= RUN_SIZE_BYTES_MAX
         ):
@@ -85,7 +94,7 @@ class Sending:
                 theirs.append(call)
             last.size_bytes += size_bytes
         else:
-            self.waiting.append(Run(method_id, destinations, [[call] for call in calls], size_bytes, now_ns))
+            self.waiting.append(Run(method_id, destinations, [[call] for call in calls], size_bytes, now_ns, scope))
 
     def hold(self, destination: str, parts: list[bytes], effect: int = 0) -> None:
         """They wait behind all that was sent so far."""
@@ -115,6 +124,8 @@ class Sending:
                     self.waiting.append(one)
                 else:
                     self._leave(one)
+            elif ordering.fences.cuts(one.scope, one.destinations):
+                continue  # as those that were on their way and are cancelled
             elif (
                 run_stays
                 or state.sent_count - state.standing >= RUNS_IN_FLIGHT_MAX
@@ -123,4 +134,4 @@ class Sending:
                 run_stays = True
                 self.waiting.append(one)
             else:
-                last_number = ordering.multicast(one.method_id, one.destinations, one.calls, one.since_ns)
+                last_number = ordering.multicast(one.method_id, one.destinations, one.calls, one.since_ns, one.scope)

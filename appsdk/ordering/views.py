@@ -13,21 +13,21 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-Kind: TypeAlias = Literal["join", "leave"]
+Kind: TypeAlias = Literal["join", "leave", "expel"]
 
 
 class View(msgspec.Struct, array_like=True, frozen=True):
     number: int
     members: tuple[str, ...]
 
-    def after(self, kind: Kind, member: str) -> View:
-        others = tuple(one for one in self.members if one != member)
-        return View(self.number + 1, (*others, member) if kind == "join" else others)
+    def after(self, kind: Kind, *changed: str) -> View:
+        others = tuple(one for one in self.members if one not in changed)
+        return View(self.number + 1, (*others, *changed) if kind == "join" else others)
 
-    @property
-    def teller(self) -> str:
-        """Which member tells a sender what became of its message: all know the same."""
-        return self.members[0]
+    def teller_of(self, sender: str) -> str:
+        """Which member tells ``sender`` what became of its message: all know the same. Another, if there is one: what
+        a sender says itself may be unknown to all others when it is expelled."""
+        return next((one for one in self.members if one != sender), sender)
 
 
 class Membership(msgspec.Struct, array_like=True):
@@ -35,11 +35,15 @@ class Membership(msgspec.Struct, array_like=True):
 
     ``joining``: what the view is if the change that ``own`` joins with was not stale. ``own`` can't tell, as it has not
     seen what came before. The others can; and whatever comes for that view says so.
+
+    ``cut``: the numbers of the first and the last view of which ``own`` can't tell what is executed, as it was expelled
+    meanwhile; the others can.
     """
 
     own: str
     view: View
     joining: View | None = None
+    cut: tuple[int, int] = (0, 0)
 
     @property
     def is_member(self) -> bool:
@@ -50,17 +54,26 @@ class Membership(msgspec.Struct, array_like=True):
         self._joined(number)
         return self.is_member and self.view.number == number
 
-    def change(self, base: View, kind: Kind, member: str) -> bool:
+    def expelled(self, number: int, view: View) -> None:
+        """Out of the order: it was from the view ``number``; ``view`` is the present one."""
+        if self.is_member and self.view.number <= number:
+            self.cut = self.view.number, number
+            self.view, self.joining = view, None
+
+    def is_cut(self, number: int) -> bool:
+        return self.cut[0] <= number <= self.cut[1]
+
+    def change(self, base: View, kind: Kind, *changed: str) -> bool:
         """In the order: a change made from ``base``; whether it counts. Of one's own join only others know that."""
         if self.joining == base:  # by its number alone it might be another change's, which counted in place of that
             self._joined(base.number)
-        after = base.after(kind, member)
+        after = base.after(kind, *changed)
         if self.own in base.members:
             if self.view.number != base.number:
                 return False
             self.view = after
             return True
-        if kind == "join" and member == self.own and not self.is_member and after.number > self.view.number:
+        if kind == "join" and self.own in changed and not self.is_member and after.number > self.view.number:
             self.joining = after
         return False
 
@@ -118,4 +131,14 @@ class Outgoing(msgspec.Struct, array_like=True):
         if newest is None:
             return []
         self.view = newest
+        return list(self.unconfirmed)
+
+    def renewed(self, member: str, number: int, view: View, source: str, executed: int) -> list[Message]:
+        """``member`` was expelled from the view ``number``, says the member ``source``, which has ``executed`` up to
+        there of what was sent to :attr:`view`. All else was cancelled or stale: what is to be sent to ``view``."""
+        members = self.view.members
+        if self.view.number > number or member not in members or source not in members:
+            return []
+        self.unconfirmed = [one for one in self.unconfirmed if one.number > executed]
+        self.view = view
         return list(self.unconfirmed)

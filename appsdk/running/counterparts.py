@@ -102,6 +102,9 @@ class TracedTasks(Tasks):
             return not self.context.source or call.what.endswith(f" of {self.context.source}")
         return super()._was_called(call)
 
+    def _may_hold_handles(self, call: Any) -> bool:
+        return isinstance(call, Counterpart) or super()._may_hold_handles(call)
+
     def _resolve(self, operation: Any, raised: bool, value: bytes) -> None:
         if isinstance(operation, Counterpart):
             operation.outcome = (raised, value)

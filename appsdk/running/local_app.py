@@ -77,7 +77,7 @@ class LocalApp:
             compares_queries=True,
             make_delivery=make_delivery,
         )
-        self.dispatcher.context.nodes.outsiders = outsiders
+        self.dispatcher.context.nodes.accounts.outsiders = outsiders
         # The clock is the record's; before there is one, the context's own: it is not to look at the real one.
         self.dispatcher.context.record_time_ns = now_ns
         self.output = bytearray()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import os
 import signal
 import socket
@@ -310,6 +311,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"start the debugger at the handler of this record's message; default: ${BREAK_VARIABLE}",
     )
     options = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what handlers print is seen as they do, also in a file
     try:
         how = run_options(strict=options.strict, trace=options.trace, stop=options.stop)
     except ImmortalError as error:

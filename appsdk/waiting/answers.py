@@ -59,7 +59,7 @@ class Answers:
             front = "" if call.to == own_name else own_name, call.number
             messages.append(encode_call(write, (*front, *call.target.wrapped(call.sent or ()))))
         method_id = common_method_id(call.target.method_id for call in calls)
-        self._context.multicasts.send(name, method_id, [call.to for call in calls], messages)
+        self._context.multicasts.send(name, method_id, [call.to for call in calls], messages, calls[0].scope)
 
     def _sender(self, destination: str, handler: Handler[Any, Any], kind: RpcKind) -> Send:
         key = (destination, handler.method_id, kind)

@@ -72,11 +72,11 @@ class Host:
 
         Raises HandlerError, UsageError.
         """
-        if isinstance(operation, MulticastCall):
+        if type(operation) is Call:
+            self.answers.send_call(operation, operation.arguments)
+        elif isinstance(operation, MulticastCall):
             operation.sent = operation.arguments
             self.answers.send_multicast(operation.all_of_it)
-        elif isinstance(operation, Call):
-            self.answers.send_call(operation, operation.arguments)
         elif isinstance(operation, Step):
             # Copies go in and come out, as at a rebuild: what the state holds is not to be in anybody else's hands.
             target = operation.target

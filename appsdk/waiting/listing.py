@@ -32,7 +32,8 @@ STEPS_MAX = 1000  # of one handler that are told, the last
 
 
 def describe_all(tasks: Tasks) -> Values:
-    """The oldest HANDLERS_COUNT_MAX; ``count``: of all. ``multicasts``: whom the instance waits for, if it does."""
+    """The oldest HANDLERS_COUNT_MAX; ``count``: of all. ``multicasts``: whom the instance waits for, if it does.
+    ``groups``: those that its class declares, if it takes part in any."""
     found: list[Task | SavedTask] = sorted(
         [*tasks.all_waiting, *tasks.limits.queued.values()], key=attrgetter("number")
     )
@@ -40,6 +41,8 @@ def describe_all(tasks: Tasks) -> Values:
     values["handlers"] = [_any_described(tasks, one) for one in found[:HANDLERS_COUNT_MAX]]
     if multicasts := tasks.context.multicasts.describe():
         values["multicasts"] = multicasts
+    if (groups := getattr(tasks.instance, "_immortal_groups", None)) is not None:
+        values["groups"] = groups()
     return values
 
 

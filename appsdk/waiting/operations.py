@@ -10,6 +10,7 @@ from typing import Any
 
 from appsdk.calls.codec import ArgumentCodec, encoder, unencodable
 from appsdk.handlers.decorators import Handler
+from appsdk.ordering.messages import Scope
 from appsdk.state.journal import TIMER, Described, Pending, decode_raised
 from appsdk.waiting.waits import Fibers, Wait
 from protocol.checksum import crc64
@@ -177,14 +178,21 @@ class Call(_HandlerOperation):
 class MulticastCall(Call):
     """One of the calls of a multicast, which begins with the last of them: ``all_of_it``. ``to``: whom by name."""
 
-    __slots__ = ("all_of_it", "sent", "to")
+    __slots__ = ("all_of_it", "scope", "sent", "to")
 
     def __init__(
-        self, task: Owner, target: Target, to: str, arguments: tuple[Any, ...], all_of_it: list[MulticastCall]
+        self,
+        task: Owner,
+        target: Target,
+        to: str,
+        arguments: tuple[Any, ...],
+        all_of_it: list[MulticastCall],
+        scope: Scope | None = None,
     ) -> None:
         super().__init__(task, target, arguments)
         self.what = f"ordered call {to}.{target.called.name}"
         self.to = to
+        self.scope = scope
         self.all_of_it = all_of_it
         self.sent: tuple[Any, ...] | None = None  # its arguments, once it has begun
         all_of_it.append(self)

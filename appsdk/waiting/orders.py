@@ -1,4 +1,4 @@
-"""What an operator orders a handler that waits: to be cancelled, or to have an event.
+"""What an operator orders: a handler that waits to be cancelled or to have an event, a member of a group to go.
 
 An order comes in by the log, so each replay obeys it at the same place. What it has come to is kept for whoever asks.
 """
@@ -23,7 +23,8 @@ class Orders:
     """Those of one instance. Outcomes are plain values: ``done`` says whether the order was carried out.
 
     ``waiting``: the handler of a number, if it waits. ``cancel`` (task, reason, who) and ``give`` (event, value) let it
-    go on. ``give_up`` (number, reason): a call that waits for its turn, by the name of its handler.
+    go on. ``give_up`` (number, reason): a call that waits for its turn, by the name of its handler. ``expel`` (group,
+    member).
     """
 
     def __init__(
@@ -33,12 +34,14 @@ class Orders:
         cancel: Callable[[Task, str, str], None],
         give: Callable[[Event, bytes], None],
         give_up: Callable[[int, str], str | None],
+        expel: Callable[[str, str], tuple[bool, str]],
     ) -> None:
         self._context = context
         self._waiting = waiting
         self._cancel = cancel
         self._give = give
         self._give_up = give_up
+        self._expel = expel
         self._outcomes: dict[tuple[int, int], dict[str, Any]] = {}
 
     def outcome(self, sequence_id: int, message_index: int) -> dict[str, Any]:
@@ -55,6 +58,8 @@ class Orders:
             del self._outcomes[next(iter(self._outcomes))]
 
     def _obey(self, order: Order) -> tuple[bool, str]:
+        if order.verb == "expel":
+            return self._expel(str(msgspec.msgpack.decode(order.value)), order.text)
         task = self._waiting(order.task)
         if task is None and order.verb == "cancel" and (name := self._give_up(order.task, order.text)) is not None:
             return True, f"{name} was cancelled before its turn"

@@ -28,6 +28,7 @@ from appsdk.handlers.log import HandlerLog, LogAttribute
 from appsdk.handlers.multicast import Destination, NodeHandles, common_handler, destinations_of, make_multicast_fork
 from appsdk.handlers.proxy import find_handler
 from appsdk.handlers.schedules import TIME_NS_MAX
+from appsdk.ordering.messages import Scope
 from appsdk.waiting.effects import Effect
 from appsdk.waiting.nodes import NodeTarget
 from appsdk.waiting.operations import Call, Event, MulticastCall, Step, Target, Timer
@@ -253,27 +254,32 @@ class TaskPeer:
 
 
 class TaskMulticast:
-    """Several instances: an attribute for each handler that all have."""
+    """Several instances: an attribute for each handler that all have. ``scope``: where they are members of a group."""
 
-    __slots__ = ("_destinations", "_immortal_task")
+    __slots__ = ("_destinations", "_immortal_task", "_scope")
 
-    def __init__(self, task: Task, destinations: list[Destination]) -> None:
+    def __init__(self, task: Task, destinations: list[Destination], scope: Scope | None = None) -> None:
         self._immortal_task = task
         self._destinations = destinations
+        self._scope = scope
 
     def __getattr__(self, name: str) -> TaskMulticastMethod:
         if name.startswith("__"):
             raise AttributeError(name)
-        return TaskMulticastMethod(self._immortal_task, self._destinations, common_handler(self._destinations, name))
+        handler = common_handler(self._destinations, name)
+        return TaskMulticastMethod(self._immortal_task, self._destinations, handler, self._scope)
 
 
 class TaskMulticastMethod:
     """Calling it gives all answers to await, in the order of the destinations."""
 
-    __slots__ = ("_destinations", "_handler", "_task")
+    __slots__ = ("_destinations", "_handler", "_scope", "_task")
 
-    def __init__(self, task: Task, destinations: list[Destination], handler: Handler[Any, Any]) -> None:
+    def __init__(
+        self, task: Task, destinations: list[Destination], handler: Handler[Any, Any], scope: Scope | None
+    ) -> None:
         self._task = task
+        self._scope = scope
         self._destinations = destinations
         self._handler = handler
 
@@ -290,14 +296,15 @@ class TaskMulticastMethod:
                 target = task.tasks.target("" if to == own_name else to, handler, handler)
             bound = target.codec.bind(arguments, keywords)
             _ = target.codec.decode_result  # raises here, where the call is made
-            MulticastCall(task, target, to, bound, calls)
+            MulticastCall(task, target, to, bound, calls, self._scope)
         return Gather(task, list(calls))
 
     all = __call__
 
     def fork(self, *arguments: Any, **keywords: Any) -> None:
         if not self._task.is_silent:
-            make_multicast_fork(self._task.tasks.context, self._destinations, self._handler)(*arguments, **keywords)
+            context = self._task.tasks.context
+            make_multicast_fork(context, self._destinations, self._handler, self._scope)(*arguments, **keywords)
 
 
 class _Namespaces:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec.structs import astuple
 
 from appsdk.calls.codec import encoder
 from appsdk.calls.context import QUERY_RUNS, Context
@@ -23,6 +24,7 @@ from appsdk.calls.outbox import make_writer
 from appsdk.errors import AS_RPC, Cancelled, HandlerError, QueryError, UsageError
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, Handler
 from appsdk.handlers.definition import Definition
+from appsdk.ordering.messages import Scope
 from appsdk.state.journal import WAYS_OUT, Entry, JournalError, SavedTask, SavedTasks, declared_name, encode_raised
 from appsdk.types.handles import MARK
 from appsdk.waiting.clock import Clock, Deadline
@@ -30,7 +32,7 @@ from appsdk.waiting.effects import EffectResult
 from appsdk.waiting.host import Host
 from appsdk.waiting.limits import Limits
 from appsdk.waiting.nodes import make_node_call
-from appsdk.waiting.operations import NOTHING, Call, Event, Timer
+from appsdk.waiting.operations import NOTHING, Call, Event, MulticastCall, Timer
 from appsdk.waiting.orders import Orders
 from appsdk.waiting.signals import encode_signal
 from appsdk.waiting.task import Task
@@ -81,7 +83,7 @@ class Tasks(Host):
         context.multicasts.run_effect = self.effects.unheld
         context.multicasts.called = self._called
         context.nodes.make_call = make_node_call
-        self.orders = Orders(context, self.waiting, self._cancel, self._give, self._give_up)
+        self.orders = Orders(context, self.waiting, self._cancel, self._give, self._give_up, self._expel)
 
     def make_self(self, task: Any) -> TaskSelf:
         return TaskSelf(task)
@@ -405,13 +407,31 @@ class Tasks(Host):
                     text = f"an answer of {self.context.source!r} to call {number}, which went to somebody else"
                     raise self._wrong_answer(Cause.SENDER, text)
                 return
-            if MARK in data and self._failed_wait is None:
-                self.context.nodes.arrived(data)
+            if (kind is _RAISED or self._may_hold_handles(call)) and MARK in data and self._failed_wait is None:
+                self.context.nodes.accounts.arrived(data)
             self._resolve(call, kind is _RAISED, value)
             if self._queue:
                 self.drain()
         elif MARK in data and self._failed_wait is None:
-            self.context.nodes.not_taken(data)
+            self.context.nodes.accounts.not_taken(data)
+
+    def expelled(self, scope: Scope, member: str, source: str, value: bytes) -> None:
+        """``member`` has been expelled, says ``source``, another member, behind all of its answers before that: who
+        waits for the answer of ``member`` to a call of a multicast gets ``value`` in its place. What ``source`` has not
+        answered was cancelled, and has ``value`` as all of its answers."""
+        done: set[int] = set()
+        for call in list(self.calls.values()):
+            if not isinstance(call, MulticastCall) or call.scope is None or not call.scope.reaches(*astuple(scope)):
+                continue
+            of = {one.to: one for one in call.all_of_it}
+            if member not in of or call.number in done:
+                continue
+            is_cancelled = source not in of or of[source].number in self.calls
+            ended = of.values() if is_cancelled else [of[member]]
+            for one in ended:
+                if self.calls.get(one.number) is one:
+                    done.add(one.number)
+                    self._queue.append(partial(self._resolve, one, False, value))
 
     def _called(self, number: int) -> str | None:
         """To whom the open call of that number went."""
@@ -422,6 +442,9 @@ class Tasks(Host):
         """Whether the answer that is handled is from whom ``call`` went to. What the instance says itself is."""
         source = self.context.source
         return not source or source == call.target.destination
+
+    def _may_hold_handles(self, call: Call) -> bool:
+        return call.target.codec.result_may_hold_handles
 
     def _wrong_answer(self, cause: Cause, text: str) -> HandlerError:
         context = self.context
@@ -444,6 +467,13 @@ class Tasks(Host):
         """Raises HandlerError."""
         self.orders.obey(order)
         self.drain()
+
+    def _expel(self, group: str, member: str) -> tuple[bool, str]:
+        expel = getattr(self.instance, "_immortal_expel", None)
+        if expel is None:
+            return False, f"{self.definition.name} takes part in no groups"
+        found: tuple[bool, str] = expel(group, member)
+        return found
 
     def cancel_call(self, caller: str, number: int, cancelled: int, reason: str) -> None:
         """``caller`` cancels an earlier call of its own, and is told whether that still waited. Raises HandlerError."""

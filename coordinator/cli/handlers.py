@@ -64,7 +64,7 @@ def _list(settings: InstanceSettings, as_json: bool) -> None:
         echo_json({"count": answer["count"], "handlers": found} | ({"multicasts": multicasts} if multicasts else {}))
         return
     for one in multicasts:
-        echo(printable(f"since {_second(one['since'])} it waits for {one['for']}: {one['what']} ({one['count']} wait)"))
+        echo(waits_in_words(one))
     if not found:
         echo(f"no handler of {settings.name} waits")
     else:
@@ -189,6 +189,11 @@ def with_times(value: Any) -> Any:
         return value
     times = {key[:-3]: time_text(one) for key, one in value.items() if key.endswith("_ns")}
     return {key: with_times(one) for key, one in value.items()} | times
+
+
+def waits_in_words(one: Values) -> str:
+    """Of an ordered multicast, with times."""
+    return printable(f"since {_second(one['since'])} it waits for {one['for']}: {one['what']} ({one['count']} wait)")
 
 
 def _second(time: str) -> str:

@@ -9,7 +9,7 @@ import click
 from coordinator.cli.common import name_argument, operator_name, pass_registry
 from coordinator.instances.registry import Registry
 from coordinator.operator import control
-from protocol.command_line import FailedError, echo
+from protocol.command_line import FailedError, echo, echo_json, json_option
 from protocol.shown import printable
 
 Values = dict[str, Any]
@@ -17,21 +17,31 @@ Values = dict[str, Any]
 
 @click.command()
 @name_argument
+@json_option
 @pass_registry
-def pause(registry: Registry, name: str) -> None:
+def pause(registry: Registry, name: str, as_json: bool) -> None:
     """Let a running instance take no more input: it is logged, and waits until the instance is resumed.
 
     What the app was given before, it finishes. A restart ends the pause.
     """
-    echo(printable(f"{name}: {paused_in_words(_ask(registry, name, 'pause'))}"))
+    answer = _ask(registry, name, "pause")
+    if as_json:
+        echo_json({"name": name, "changed": answer["changed"], "paused": answer["paused"]})
+    else:
+        echo(printable(f"{name}: {paused_in_words(answer)}"))
 
 
 @click.command()
 @name_argument
+@json_option
 @pass_registry
-def resume(registry: Registry, name: str) -> None:
+def resume(registry: Registry, name: str, as_json: bool) -> None:
     """Let an instance that is paused go on with what its log has for it."""
-    echo(printable(f"{name}: {resumed_in_words(_ask(registry, name, 'resume'))}"))
+    answer = _ask(registry, name, "resume")
+    if as_json:
+        echo_json({"name": name, "changed": answer["changed"], "was_paused": answer["paused"]})
+    else:
+        echo(printable(f"{name}: {resumed_in_words(answer)}"))
 
 
 def _ask(registry: Registry, name: str, verb: str) -> Values:

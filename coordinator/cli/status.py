@@ -30,6 +30,7 @@ NOT_STARTED = "not started yet"
 STOPPED = "stopped"
 STARTING = "starting"
 ASKED_AT_ONCE_MAX = 8
+APP_TIMEOUT_S = 2.0
 SLOW_COMMIT_MS = 50  # a disk that syncs takes 0.1 to 10 ms
 
 
@@ -72,9 +73,21 @@ def _live_status(settings: InstanceSettings) -> dict[str, Any] | None:
     if found is None:
         return None
     try:
-        return {"pid": found.pid, **control.query(settings.folder, "status")}
+        row = {"pid": found.pid, **control.query(settings.folder, "status")}
     except control.NotRunningError:
         return None  # it stopped just now
+    return row | ({} if row.get("app_silent_s") else _multicasts(settings))
+
+
+def _multicasts(settings: InstanceSettings) -> dict[str, Any]:
+    """Whom the instance waits for with ordered multicasts. Only its app knows that; who does not say does not wait."""
+    try:
+        found = control.query(settings.folder, "handlers", APP_TIMEOUT_S).get("multicasts")
+    except (ImmortalError, OSError):
+        return {}
+    from coordinator.cli.handlers import with_times
+
+    return {"multicasts": [with_times(one) for one in found]} if found else {}
 
 
 def _keys(folder: Path) -> dict[str, Any]:
@@ -246,6 +259,10 @@ def problems(row: dict[str, Any]) -> list[str]:
 
         by = f"paused by {paused['by']} since {time_text(paused['since_ns'])}"
         found.append(f"{row['name']}: {by}; what comes in is logged, and waits ('immortal resume {row['name']}')")
+    for one in row.get("multicasts", ()):
+        from coordinator.cli.handlers import waits_in_words
+
+        found.append(f"{row['name']}: {waits_in_words(one)}")
     if (row.get("log") or {}).get("full"):
         found.append(f"{row['name']}: no input is taken from peers, and no impulses: {row['log']['full']}")
     if row.get("log_silent_s") is not None:

@@ -15,11 +15,13 @@ from coordinator.cli.what_if_report import Report
 from coordinator.core.output_check import Divergence, OutputDivergenceError
 from coordinator.instances import own_logs
 from coordinator.instances.registry import Registry
-from protocol.command_line import FailedError, echo, echo_json, json_option
+from coordinator.log import LogReader
+from protocol.command_line import FailedError, counted, echo, echo_json, json_option
 from replay import OWN_VERSION, AppCommand
 from replay.apps import default_app
-from replay.compare import Side
-from replay.what_if import plan_what_if, run_what_if
+from replay.compare import Kind, Side
+from replay.findings import POSITIONS_MAX
+from replay.what_if import WhatIf, plan_what_if, run_what_if
 
 
 class _Version(click.ParamType):  # type: ignore[type-arg]
@@ -63,6 +65,7 @@ class _Version(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--limit", type=click.IntRange(min=1), default=10, show_default=True, help="At most so many differences in full."
 )
+@click.option("--cone", "with_cone", is_flag=True, help="Follow what differs into other services, by replays of these.")
 @trust_pickle_option
 @json_option
 @pass_registry
@@ -76,6 +79,7 @@ def what_if(
     last_sequence_id: int | None,
     upgrade_to: int | None,
     limit: int,
+    with_cone: bool,
     trust_pickle: bool,
     as_json: bool,
 ) -> None:
@@ -111,7 +115,8 @@ def what_if(
                 )
         except OutputDivergenceError as error:
             raise FailedError(_divergence_text(error.divergence, name, old_app)) from None
-        report = Report(name, apps, outcome, reader, limit, blob_paths)
+        cone = cone_of(registry, name, outcome, reader) if with_cone else None
+        report = Report(name, apps, outcome, reader, limit, blob_paths, cone)
         for warning in report.warnings:
             echo(warning, err=True)
         if as_json:
@@ -120,6 +125,19 @@ def what_if(
             for line in report.lines():
                 echo(line)
     sys.exit(report.exit_status)
+
+
+def cone_of(registry: Registry, name: str, outcome: WhatIf, reader: LogReader) -> dict[str, Any]:
+    """What followed from the calls that differ, as :func:`sight.cone.values`."""
+    from sight.cone import follow, values
+
+    findings = outcome.findings
+    found = follow(registry, name, findings.positions, reader)
+    if not findings.has_all_positions:
+        found.notes.append(f"of the calls that differ the first {POSITIONS_MAX:,} that were found are followed")
+    if added := findings.count(Kind.ADDED):
+        found.notes.append(f"{counted(added, 'call')} would come in addition: no log says what would follow from that")
+    return values(found)
 
 
 def _divergence_text(divergence: Divergence, name: str, old_app: str) -> str:

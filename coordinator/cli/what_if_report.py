@@ -32,7 +32,9 @@ _FATE_WORDS = {Fate.WORKS: "would not fail", Fate.FAILS: "would fail", Fate.DIFF
 
 
 class Report:
-    """``blob_paths``: the states at the end. ``reader``: the log, for the inputs of the differences that are shown."""
+    """``blob_paths``: the states at the end. ``reader``: the log, for the inputs of the differences that are shown.
+    ``cone``: as :func:`sight.cone.values` has it, if it was asked for.
+    """
 
     def __init__(
         self,
@@ -42,7 +44,9 @@ class Report:
         reader: RecordSource,
         limit: int,
         blob_paths: Mapping[Side, Path],
+        cone: Values | None = None,
     ) -> None:
+        self._cone = cone
         self._name = name
         self._apps = apps
         self._outcome = outcome
@@ -163,6 +167,7 @@ class Report:
             "state_has_more": len(self.state) > self._limit,
             "state_problem": self.state_problem,
             "notes": outcome.notes,
+            "cone": self._cone,
         }
 
     def _most(self, count: str) -> int:
@@ -239,6 +244,11 @@ class Report:
         if self.state or self.state_problem:
             yield ""
             yield from self._state_lines()
+        if self._cone is not None:
+            from sight.cone import lines as cone_lines
+
+            yield ""
+            yield from cone_lines(self._cone)
         yield ""
         yield self._verdict()
 

@@ -43,7 +43,7 @@ from protocol.client import (
     logged_calls,
 )
 from protocol.errors import ProtocolError
-from protocol.extensions import AppDescription
+from protocol.extensions import QUERIES, AppDescription
 from protocol.messages import decode_messages
 from protocol.trace_context import is_trace_context, split_name
 from protocol.trailer import BatchKind, BatchSource
@@ -150,7 +150,8 @@ class Clients:
             for (destination, method_id), name in description.methods.items()
             if destination == ONESELF and method_id >= 0
         }
-        self._methods = encode_methods(own)
+        queries = {method_id for destination, method_id in description.methods if destination == QUERIES}
+        self._methods = encode_methods(own, queries & own.keys())
 
     # --- what clients say --------------------------------------------------------------------------------------------
 

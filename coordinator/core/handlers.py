@@ -70,8 +70,7 @@ class Handlers:
         order = event.order
         group = self.impulses.log_own(1, encode_order(order))
         index = sum([batch.count for batch in group.batches[:-1]])
-        what = f"{order.verb} of the handler {order.task}: {order.text}"
-        group.transaction.audit.append(AuditEntry(self.turn.now_ns, order.who, what))
+        group.transaction.audit.append(AuditEntry(self.turn.now_ns, order.who, order.in_words()))
         self._ordered.append(_Ordered(event.token, self.impulses.open_sequence_id, index))
 
     def _problem(self) -> str:

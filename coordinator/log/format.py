@@ -120,7 +120,7 @@ class StoredHeader:
 def name_key(name: str) -> bytes:
     """The key of an instance's name: UTF-8, then a zero byte."""
     raw = name.encode()
-    if len(raw) > NAME_SIZE_BYTES_MAX or b"\0" in raw:
+    if len(raw) > NAME_SIZE_BYTES_MAX or "\0" in name:
         fail(f"{name!r} is no instance name: at most {NAME_SIZE_BYTES_MAX} bytes, no zero byte")
     return raw + b"\0"
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from msgspec.structs import fields
 
 from coordinator.core.notices import Notice
+from coordinator.notices.execution_wait import EXECUTION_WAIT, HANDLER
 from coordinator.notices.lines import LOG_LEVELS
 from coordinator.notices.metrics import NOTICES, PHASE, STATUS, TIMES, UP
 from coordinator.notices.sink import Line
@@ -47,6 +48,7 @@ def metrics_table() -> Iterator[str]:
         rows.append((name, "counter" if counts else "gauge", one.label, one.text))
     rows.append((f"{NOTICES[0]}_total", "counter", "notice, level", NOTICES[1]))
     rows += [(time.name, "histogram", "", time.text) for time in TIMES]
+    rows += [(EXECUTION_WAIT[0], "histogram", "", EXECUTION_WAIT[1]), (HANDLER[0], "histogram", "method", HANDLER[1])]
     yield from _rows(("metric", "kind", "labels", "what"), rows)
 
 

@@ -12,6 +12,7 @@ A verb of the control socket and its JSON object become an event for the core. `
     cancel         {"task": 12, "reason": "...", "who": "..."}
     retry-effect   {"task": 12, "who": "..."}: its effects that wait for their next attempt
     signal         {"task": 12, "event": "...", "value": JSON, "who": "..."}
+    expel          {"group": "...", "member": "...", "who": "..."}
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ VERBS = (
     "cancel",
     "retry-effect",
     "signal",
+    "expel",
 )
 WHO_CHARACTERS_MAX = 200
 
@@ -92,6 +94,12 @@ class _Signal(msgspec.Struct, forbid_unknown_fields=True):
     who: str = "an operator"
 
 
+class _Expel(msgspec.Struct, forbid_unknown_fields=True):
+    group: str
+    member: str
+    who: str = "an operator"
+
+
 _LETTERS = msgspec.json.Decoder(_Letters)
 _SKIP = msgspec.json.Decoder(_Skip)
 _PEER = msgspec.json.Decoder(_Peer)
@@ -100,6 +108,7 @@ _HANDLERS = msgspec.json.Decoder(_Handlers)
 _CANCEL = msgspec.json.Decoder(_Cancel)
 _RETRY = msgspec.json.Decoder(_Retry)
 _SIGNAL = msgspec.json.Decoder(_Signal)
+_EXPEL = msgspec.json.Decoder(_Expel)
 
 
 def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, kept: Iterable[MessageKey]) -> ev.Event:
@@ -127,6 +136,10 @@ def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, k
             signal = _SIGNAL.decode(argument)
             value = msgspec.Raw(msgspec.msgpack.encode(signal.value))
             return ev.HandlerOrdered(Order("signal", signal.task, signal.event, signal.who, value), token)
+        if verb == "expel":
+            expel = _EXPEL.decode(argument)
+            value = msgspec.Raw(msgspec.msgpack.encode(expel.group))
+            return ev.HandlerOrdered(Order("expel", 0, expel.member, expel.who, value), token)
         letters = _LETTERS.decode(argument)
     except msgspec.MsgspecError as error:
         raise VerbError(f"what came behind {verb!r} can't be read: {error}") from None

@@ -20,6 +20,7 @@ from coordinator.web.messages import LIMIT_MAX, At, Message, Page, Times, Wanted
 from coordinator.web.rendering import page
 from coordinator.web.requests import checked_pattern, number_of, place_in, settings_of, site_of, text_of
 from coordinator.web.site import Site
+from sight.trace.spans import handler_id
 
 LIMIT = 100
 SHOWN_CHARACTERS_MAX = 20_000  # of the arguments on a page; all of them are a link
@@ -124,7 +125,7 @@ def _page(
 
 def message(request: Request) -> Response:
     site, settings = site_of(request), settings_of(request)
-    found, record = _message(request, site, settings)
+    found, record, committer_id = _message(request, site, settings)
     shown = _pretty(found)
     _, note = site.logs.methods(settings)
     return page(
@@ -134,6 +135,7 @@ def message(request: Request) -> Response:
         name=settings.name,
         one=found,
         record=record,
+        span=handler_id(settings.name, committer_id, found.sequence_id, found.index),
         source=source_in_words(found),
         shown=shown[:SHOWN_CHARACTERS_MAX].split("\n"),
         left=max(0, len(shown) - SHOWN_CHARACTERS_MAX),
@@ -147,7 +149,7 @@ def message(request: Request) -> Response:
 def arguments(request: Request) -> Response:
     """All of them, as a file."""
     site, settings = site_of(request), settings_of(request)
-    found, _ = _message(request, site, settings)
+    found, *_ = _message(request, site, settings)
     name = f"{settings.name}-{found.sequence_id}-{found.index}.json"
     return Response(
         found.text.encode("utf-8", "backslashreplace"),
@@ -156,16 +158,18 @@ def arguments(request: Request) -> Response:
     )
 
 
-def _message(request: Request, site: Site, settings: InstanceSettings) -> tuple[Message, dict[str, Any]]:
+def _message(request: Request, site: Site, settings: InstanceSettings) -> tuple[Message, dict[str, Any], int]:
+    """Also the committer ID of its log."""
     at = request.path_params["record"], request.path_params["index"]
     methods, _ = site.logs.methods(settings)
     with site.logs.reader(settings) as reader:
         first, last = reader.ends()
+        committer_id = reader.identity.committer_id
         found, record = message_at(reader, methods, at) if at[0] <= last else (None, None)
     if found is None or record is None:
         why = f"it holds records {first} to {last}" if not first <= at[0] <= last else "that record has fewer messages"
         raise WebError(f"the log of {settings.name} has no message {at[1]} of record {at[0]}: {why}", 404)
-    return found, record
+    return found, record, committer_id
 
 
 def _pretty(one: Message) -> str:

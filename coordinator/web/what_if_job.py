@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from coordinator.cli.what_if import cone_of
 from coordinator.cli.what_if_report import Report
 from coordinator.core.output_check import OutputDivergenceError
 from coordinator.instances import own_logs
@@ -41,11 +42,13 @@ class Order(msgspec.Struct, frozen=True):
     upgrade: bool = False
     code: str = ""
     limit: int = 100
+    cone: bool = False
 
 
 def run(order: Order, progress: Any) -> dict[str, Any]:
     """What `immortal what-if --json` prints, and its last line as "verdict". Raises ImmortalError."""
-    settings = Registry(order.home).load(order.name)
+    registry = Registry(order.home)
+    settings = registry.load(order.name)
     with own_logs.open_reader(settings) as reader, tempfile.TemporaryDirectory(prefix="immortal-") as folder:
         route = plan_what_if(reader, checkpoint_id=order.checkpoint_id, last_sequence_id=order.last)
         old_app = order.old_app or default_app(order.name, settings.app, reader.summary(), route.last_version)
@@ -63,7 +66,8 @@ def run(order: Order, progress: Any) -> dict[str, Any]:
             blob_paths=blob_paths,
             progress=progress,
         )
-        report = Report(order.name, apps, outcome, reader, order.limit, blob_paths)
+        cone = cone_of(registry, order.name, outcome, reader) if order.cone else None
+        report = Report(order.name, apps, outcome, reader, order.limit, blob_paths, cone)
         lines = list(report.lines())
         return {**report.values(), "verdict": lines[-1], "lines": lines, "warnings": report.warnings}
 

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from statistics import median
+
 from appsdk import Immortal, peer, query, rpc
 
 DESTINATIONS_MAX = 16
+
+
+class Stopwatch:
+    """No part of the state: a replay measures nothing."""
+
+    def __init__(self) -> None:
+        self.latencies_ns: list[int] = []
+        self.clock_ns = time.perf_counter_ns
+
+    def note(self, latency_ns: int) -> None:
+        self.latencies_ns.append(latency_ns)
+
+
+_stopwatch = Stopwatch()
 
 
 class Sink(Immortal):
@@ -49,16 +66,26 @@ class Fan(Immortal):
     @rpc
     async def ask(self, count: int, destinations: int, ordered: bool) -> None:
         """One after the other."""
-        sinks = self.sinks(destinations)
+        sinks, clock_ns, note = self.sinks(destinations), _stopwatch.clock_ns, _stopwatch.note
         for number in range(count):
+            begun_ns = clock_ns()
             if ordered:
                 await self.multicast(sinks).note.all(number)
             else:
                 await self.gather(*(sink.note(number) for sink in sinks))
+            note(clock_ns() - begun_ns)
 
     @rpc
     async def ask_one(self, count: int) -> None:
         """Plain awaited calls of one destination."""
-        (sink,) = self.sinks(1)
+        (sink,), clock_ns, note = self.sinks(1), _stopwatch.clock_ns, _stopwatch.note
         for number in range(count):
+            begun_ns = clock_ns()
             await sink.note(number)
+            note(clock_ns() - begun_ns)
+
+    @query
+    def p50_us(self) -> float:
+        """Of what was awaited since it was asked last."""
+        latencies_ns, _stopwatch.latencies_ns = _stopwatch.latencies_ns, []
+        return median(latencies_ns or [0]) / 1000

@@ -8,20 +8,26 @@ from __future__ import annotations
 import mmap
 import struct
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from coordinator.config import InstanceSettings
 from protocol.extensions import Origin
+from protocol.trailer import Trailer
 from replay import AppCommand, ReplayPlan, plan_route, run_replay
 from replay.apps import default_app
 from replay.result import Sink
 from sight.errors import SightError
 from sight.trace.messages import Source
+from sight.trace.waits import Drawn, Telling, Waits
 
 _ROW = struct.Struct("<qqi")  # from this position on: record, message; record -1: nobody knows
 _UNKNOWN = -1
+_SIZE = struct.Struct("<I")
 
 
 class ReplayedCauses:
@@ -31,6 +37,7 @@ class ReplayedCauses:
         self._folder = folder
         self._committers: dict[str, int] = {}
         self._streams: dict[tuple[str, str], mmap.mmap] = {}
+        self._waits: dict[str, Waits] = {}
 
     def learn(self, source: Source, settings: InstanceSettings) -> list[str]:
         """Replay a log, and keep what its messages made; gives what should be known of it, in words.
@@ -54,6 +61,7 @@ class ReplayedCauses:
                 f" {result.failure.message_index}: {result.failure.text}"
             )
         self._committers[instance] = reader.identity.committer_id
+        self._waits[instance] = Waits(partial(next, _drawn_in(sink.drawn), None))
         for destination, path in sink.paths.items():
             with path.open("rb") as file:
                 self._streams[instance, destination] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -69,6 +77,22 @@ class ReplayedCauses:
             return None
         _, record, message = _ROW.unpack_from(rows, row * _ROW.size)
         return None if record == _UNKNOWN else (self._committers[caller], record, message)
+
+    def made_by(self, caller: str, places: Container[tuple[int, int]]) -> dict[str, list[tuple[int, int]]]:
+        """By receiver, what these messages (record, message) have made: the first and the last of positions."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for (sender, receiver), rows in self._streams.items():
+            if sender == caller:
+                made = found[receiver] = []
+                before: tuple[int, int, int] | None = None
+                for row in _ROW.iter_unpack(rows):
+                    if before is not None and before[1:] in places and row[0] > before[0]:
+                        made.append((before[0], row[0] - 1))
+                    before = row
+        return found
+
+    def waits(self, instance: str) -> Waits | None:
+        return self._waits.get(instance)
 
     def close(self) -> None:
         for rows in self._streams.values():
@@ -92,6 +116,18 @@ class _CausesSink(Sink):
         self._instance = instance
         self._files: dict[str, BinaryIO] = {}
         self.paths: dict[str, Path] = {}
+        self.drawn = folder / f"{instance}-drawn"
+        self._drawn = self.drawn.open("wb")
+        self._telling = Telling()
+
+    def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
+        self._telling.record(sequence_id, trailer.time_ns)
+
+    def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
+        drawn = self._telling.numbers(sequence_id, data, complete=complete)
+        if drawn is not None:
+            packed = msgspec.msgpack.encode(drawn)
+            self._drawn.write(_SIZE.pack(len(packed)) + packed)
 
     def outputs(
         self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
@@ -118,5 +154,12 @@ class _CausesSink(Sink):
         file.write(_ROW.pack(position, record, message))
 
     def close(self) -> None:
-        for file in self._files.values():
+        for file in (*self._files.values(), self._drawn):
             file.close()
+
+
+def _drawn_in(path: Path) -> Iterator[Drawn]:
+    """As it is asked for: what a replay told of a log of any length."""
+    with path.open("rb") as file:
+        while front := file.read(_SIZE.size):
+            yield msgspec.msgpack.decode(file.read(*_SIZE.unpack(front)), type=Drawn)

@@ -20,6 +20,7 @@ from sight.trace.live import LiveLog
 from sight.trace.messages import Executed, Source, by_time
 from sight.trace.otlp import Send, send_all
 from sight.trace.spans import Span, Spans, handler_id
+from sight.trace.waits import Waits
 
 POLL_S = 0.2
 GRACE_S = 5.0
@@ -176,6 +177,10 @@ class LiveFollower:
         cause = None if log is None else log.cause(receiver, position)[1]
         return None if log is None or cause is None else (log.committer_id, *cause)
 
+    def waits(self, instance: str) -> Waits | None:
+        log = self._logs.get(instance)
+        return None if log is None else log.waits
+
     def run(self) -> None:
         """Until it is to end. Raises what ends a replay, OSError."""
         for log in self._logs.values():
@@ -216,6 +221,10 @@ class LiveFollower:
         return False
 
     def _is_ready(self, message: Executed) -> bool:
+        own = self._logs[message.instance]
+        is_wait = message.effect is not None or message.told_ns is not None
+        if is_wait and not own.knows_waits(message.sequence_id):
+            return False
         log = self._logs.get(message.caller)
         if log is None or message.kind != BatchKind.STREAM:
             return True

@@ -6,6 +6,7 @@ So a message comes together with its cause, if the caller's log is followed too;
 
 from __future__ import annotations
 
+import sys
 import threading
 from bisect import bisect_right
 from collections import defaultdict, deque
@@ -21,6 +22,7 @@ from replay.apps import default_app
 from replay.result import Sink
 from sight.errors import SightError
 from sight.trace.messages import Executed, Source, executed
+from sight.trace.waits import Drawn, Telling, Waits
 
 ROWS_MAX = 200_000  # of a stream: of older calls nobody knows the cause
 _UNKNOWN = -1
@@ -64,6 +66,10 @@ class LiveLog(Sink):
         self._lock = threading.Lock()
         self._messages: deque[Executed] = deque()
         self._made: dict[str, _Made] = defaultdict(_Made)
+        self._telling = Telling()
+        self._drawn: deque[Drawn] = deque(maxlen=ROWS_MAX)
+        self.waits = Waits(self._take_drawn)
+        self._told = self.begins - 1  # up to this record it is known what began
         self._over = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"replay of {source.instance}", daemon=True)
@@ -98,6 +104,13 @@ class LiveLog(Sink):
             row = bisect_right(made.positions, position) - 1
             return True, None if row < 0 or made.origins[row][0] == _UNKNOWN else made.origins[row]
 
+    def knows_waits(self, sequence_id: int) -> bool:
+        """Whether it is known by now what began before that record."""
+        return self._told >= sequence_id - 1
+
+    def _take_drawn(self) -> Drawn | None:
+        return self._drawn.popleft() if self._drawn else None
+
     def _run(self) -> None:
         try:
             result = run_replay(self.source.reader, self._route, self._command, self, stop=self._over.is_set)
@@ -109,7 +122,18 @@ class LiveLog(Sink):
 
     # --- what the replay says, in its thread --------------------------------------------------------------------------
 
+    def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
+        if sequence_id is None:  # an app that tells none
+            self._told = sys.maxsize
+            return
+        drawn = self._telling.numbers(sequence_id, data, complete=complete)
+        if drawn is not None:
+            self._drawn.append(drawn)
+        if complete:
+            self._told = sequence_id
+
     def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
+        self._telling.record(sequence_id, trailer.time_ns)
         if sequence_id < self.begins:
             return
         record = read_record(value, sequence_id, self.committer_id, whole=True)

@@ -14,6 +14,7 @@ from pipeline.plain import PlainRecord, read_record
 from protocol.messages import IncomingRpc, RpcKind, RpcType
 from protocol.trailer import BatchKind
 
+CLOCK_METHOD_ID, EFFECT_METHOD_ID = -2, -3  # of the SDK
 CLIENTS = "clients"
 OUTSIDE = "outside"
 """As a caller: who sent impulses, or the initial message."""
@@ -44,7 +45,8 @@ class Executed:
     Two machines have two clocks: what was sent after it came, by these, counts as sent when it came.
 
     ``waiter``: (who waits for its answer, the number of the call there). ``answers``: (who answered, to whom, the
-    number). ``trace_context``: that a client gave, or "". ``width_ns``: its share of the time until the next record;
+    number). ``effect``: the number of the effect whose result it is. ``told_ns``: what a message of the clock says.
+    ``trace_context``: that a client gave, or "". ``width_ns``: its share of the time until the next record;
     None where nothing says it.
     """
 
@@ -63,6 +65,8 @@ class Executed:
     waiter: tuple[str, int] | None = None
     answers: tuple[str, str, int] | None = None
     trace_context: str = ""
+    effect: int | None = None
+    told_ns: int | None = None
 
     @property
     def place(self) -> tuple[int, int]:
@@ -116,6 +120,8 @@ def executed(source: Source, record: PlainRecord, next_ns: int | None) -> Iterat
             None if rpc is None or kind == BatchKind.INITIAL else _waiter(rpc, instance),
             answers,
             message.source.trace_context,
+            _own_number(rpc, EFFECT_METHOD_ID),
+            _own_number(rpc, CLOCK_METHOD_ID),
         )
 
 
@@ -137,6 +143,11 @@ def _waiter(rpc: IncomingRpc, instance: str) -> tuple[str, int] | None:
         return msgspec.msgpack.decode(caller, type=str) or instance, msgspec.msgpack.decode(number, type=int)
     except (msgspec.MsgspecError, ValueError):
         return None
+
+
+def _own_number(rpc: IncomingRpc | None, method_id: int) -> int | None:
+    """The first argument of a message of the instance to itself; None for another message."""
+    return _number(rpc) if rpc is not None and (rpc.kind, rpc.method_id) == (RpcKind.CALL, method_id) else None
 
 
 def _number(rpc: IncomingRpc) -> int | None:

@@ -21,7 +21,7 @@ from sight.trace.spans import Span
 
 SPANS_MAX = 512  # in a request
 TIMEOUT_S = 30.0
-_PRODUCER, _CONSUMER = 4, 5  # SpanKind
+_KINDS = {"call": 4, "handler": 5, "effect": 3, "timer": 1}  # producer, consumer, client, internal
 _TRACES_PATH = "/v1/traces"
 
 Send = Callable[[bytes], None]
@@ -63,7 +63,7 @@ def _span(span: Span) -> dict[str, Any]:
         "spanId": span.span_id,
         **parent,
         "name": span.name,
-        "kind": _PRODUCER if span.is_call else _CONSUMER,
+        "kind": _KINDS[span.kind],
         "startTimeUnixNano": str(span.start_ns),  # 64-bit numbers are strings there
         "endTimeUnixNano": str(span.end_ns),
         "attributes": _attributes(span.attributes),

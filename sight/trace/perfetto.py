@@ -24,6 +24,7 @@ from sight.trace.spans import Span, Spans
 WIDTH_NS_MAX = 10_000
 BATCH_WIDTH_NS = 1_000
 _HANDLED = 1  # the thread with what an instance handled
+_CATEGORIES = {"call": "on its way", "handler": "waited for", "effect": "effect", "timer": "timer"}
 _DAY_NS = 86_400_000_000_000
 
 Event = dict[str, Any]
@@ -104,7 +105,7 @@ class _TraceEvents:
         if span.end_ns <= span.start_ns:
             return
         front = {
-            "cat": "on its way" if span.is_call else "waited for",
+            "cat": _CATEGORIES[span.kind],
             "name": span.name,
             "id": span.span_id,
             "pid": self._process(span.instance),

@@ -3,6 +3,8 @@
     call     from when its sender sent it to when it was durable at its receiver
     handler  from there to when its answer was sent, where somebody waited for one and the answer is in a log that is
              read; otherwise it has no length, since a log does not say how long a handler ran
+    effect   from the record at which its handler began it, which a replay says, to when its result was sent
+    timer    from there to when a message of the clock in the log said that it was due
 
 IDs follow from (instance, its log, record, message) alone. So whoever makes spans of the same message twice makes the
 same span, and a span leads back to its message.
@@ -14,10 +16,12 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, Protocol
+from urllib.parse import quote
 
 from protocol.trace_context import ids_of
 from sight.trace.messages import Executed
+from sight.trace.waits import Begun, Waits
 
 OPEN_CALLS_MAX = 100_000  # that wait for their answers; of more the oldest end without
 TRACES_KNOWN_MAX = 1_000_000  # handlers whose trace is known to what they call
@@ -25,11 +29,11 @@ TRACES_KNOWN_MAX = 1_000_000  # handlers whose trace is known to what they call
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``is_call``: a call on its way, else what a handler did with it. Times are ns since 1970, UTC."""
+    """``kind``: see above. Times are ns since 1970, UTC."""
 
     instance: str
     name: str
-    is_call: bool
+    kind: Literal["call", "handler", "effect", "timer"]
     trace_id: str
     span_id: str
     parent_id: str | None
@@ -44,9 +48,17 @@ class Causes(Protocol):
     def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
         """(the caller's committer ID, record, message); None where it isn't known."""
 
+    def waits(self, instance: str) -> Waits | None:
+        """What its handlers wait for; None where that isn't known."""
+
 
 def handler_id(instance: str, committer_id: int, sequence_id: int, index: int) -> str:
     return _digest("handler", instance, committer_id, sequence_id, index, size_bytes=8)
+
+
+def moment_path(instance: str, sequence_id: int, index: int) -> str:
+    """Where `immortal web` shows it."""
+    return f"/i/{quote(instance, safe='')}/travel?at={sequence_id}:{index}"
 
 
 def _digest(*parts: object, size_bytes: int) -> str:
@@ -61,6 +73,7 @@ class Spans:
         self._causes = causes
         self._open: OrderedDict[tuple[str, str, int], Span] = OrderedDict()  # by receiver, caller, number
         self._traces: OrderedDict[str, str] = OrderedDict()  # of a handler's span
+        self._seen_since_ns: dict[str, int] = {}  # of each instance, the time of the first message
 
     def all_of(self, messages: Iterable[Executed]) -> Iterator[Span]:
         for message in messages:
@@ -76,9 +89,15 @@ class Spans:
         """What is complete with this message: not yet its handler, where somebody waits for that."""
         if message.answers is not None and (waited := self._open.pop(message.answers, None)) is not None:
             yield replace(waited, end_ns=max(message.sent_ns, waited.start_ns))
+        self._seen_since_ns.setdefault(message.instance, message.time_ns)
         own = message.instance, message.committer_id, message.sequence_id, message.index
         span_id, call_id = handler_id(*own), _digest("call", *own, size_bytes=8)
         parent_id, trace_id = self._cause(message)
+        if message.effect is not None and (effect := self._effect(message, message.effect)) is not None:
+            parent_id, trace_id = effect.span_id, effect.trace_id
+            yield effect
+        if message.told_ns is not None:
+            yield from self._timers(message, message.told_ns)
         trace_id = trace_id or _digest("trace", *own, size_bytes=16)
         if self._causes is not None:
             self._traces[span_id] = trace_id
@@ -91,11 +110,12 @@ class Spans:
             "immortal.message": message.index,
             "immortal.position": message.position,
             "immortal.arguments_size_bytes": message.size_bytes,
+            "immortal.moment": moment_path(message.instance, message.sequence_id, message.index),
         }
         yield Span(
             message.caller,
             f"{message.method} on its way" if message.answers else f"call {message.method}",
-            True,
+            "call",
             trace_id,
             call_id,
             parent_id,
@@ -104,7 +124,7 @@ class Spans:
             attributes,
         )
         handler = Span(
-            message.instance, message.method, False, trace_id, span_id, call_id, message.time_ns, message.time_ns,
+            message.instance, message.method, "handler", trace_id, span_id, call_id, message.time_ns, message.time_ns,
             attributes,
         )  # fmt: skip
         if message.waiter is None:
@@ -117,6 +137,40 @@ class Spans:
     def knows(self, span_id: str) -> bool:
         """Whether what that handler called can be in its trace."""
         return span_id in self._traces
+
+    def _effect(self, message: Executed, number: int) -> Span | None:
+        waits = None if self._causes is None else self._causes.waits(message.instance)
+        begun = None if waits is None else waits.effect(number, message.sequence_id)
+        return None if begun is None else self._wait("effect", begun, message, message.sent_ns)
+
+    def _timers(self, message: Executed, told_ns: int) -> Iterator[Span]:
+        waits = None if self._causes is None else self._causes.waits(message.instance)
+        since_ns = self._seen_since_ns[message.instance]
+        for begun in () if waits is None else waits.timers(since_ns, told_ns, message.sequence_id):
+            yield self._wait("timer", begun, message, message.time_ns)
+
+    def _wait(self, kind: Literal["effect", "timer"], begun: Begun, message: Executed, end_ns: int) -> Span:
+        own = message.instance, message.committer_id, begun.number
+        parent_id = None if begun.handler is None else handler_id(*own[:2], *begun.handler)
+        trace_id = None if parent_id is None else self._traces.get(parent_id)
+        attributes: dict[str, str | int] = {
+            "immortal.instance": message.instance,
+            "immortal.began_record": begun.sequence_id,
+            "immortal.record": message.sequence_id,
+            "immortal.message": message.index,
+            "immortal.moment": moment_path(message.instance, message.sequence_id, message.index),
+        }
+        return Span(
+            message.instance,
+            f"effect {begun.name}" if kind == "effect" else "timer",
+            kind,
+            trace_id or _digest("trace of wait", *own, size_bytes=16),
+            _digest("wait", *own, size_bytes=8),
+            parent_id if trace_id is not None else None,
+            begun.time_ns,
+            max(begun.time_ns, end_ns),
+            attributes,
+        )
 
     def _cause(self, message: Executed) -> tuple[str | None, str | None]:
         """(the span that the call was made in, of a handler or of a client, its trace)."""

@@ -434,7 +434,7 @@ def test_a_server_drops_what_is_no_frame_and_goes_on(caplog: pytest.LogCaptureFi
 
 
 def test_who_sends_too_much_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "FRAME_SIZE_BYTES_MAX", 1 << 20)
+    monkeypatch.setitem(server_module._OPTIONS, zmq.MAXMSGSIZE, 1 << 20)
     with pool_of(echo) as server, zmq.Context() as context, context.socket(zmq.DEALER) as eve:
         eve.setsockopt(zmq.LINGER, 0)
         monitor = eve.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -587,20 +587,20 @@ def test_a_key_that_has_expired_and_one_of_two_names(home: Path) -> None:
     text = file.read_text()
     file.write_text("; made: 2020-01-01, expires: 2020-02-01\n" + "\n".join(text.splitlines()[-1:]) + "\n")
     with pool_of(echo, identity="vault", callers=["ada"], home=home) as server:
-        assert server._callers is not None
+        assert server._listener.callers is not None
         (key,) = text.splitlines()[-1:]
-        assert server._callers.name_of(key) is None
+        assert server._listener.callers.name_of(key) is None
     file.write_text(text)
     (home / "eve" / "public_keys").write_text(text)
     with pool_of(echo, identity="vault", callers=["ada", "eve"], home=home) as server:
-        assert server._callers is not None
-        assert server._callers.name_of(key) is None
+        assert server._listener.callers is not None
+        assert server._listener.callers.name_of(key) is None
 
 
 @pytest.mark.parametrize(
     ("endpoint", "options", "text"),
     [
-        ("tcp://*:*", {}, "is not on this machine only: give the server keys"),
+        ("tcp://*:*", {}, "is not on this machine only: it needs keys, with identity=NAME"),
         ("tcp://127.0.0.1:*", {"callers": ["ada"]}, "need keys of this server"),
         ("tcp://127.0.0.1:*", {"identity": "nobody"}, "'nobody' has no keys in"),
         ("tcp://127.0.0.1:*", {"identity": "vault", "callers": ["nobody"]}, "there are no keys of it in"),

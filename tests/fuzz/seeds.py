@@ -78,7 +78,7 @@ TO_APP = (
 REQUESTS = encode_request(3, b"\x91\1") + encode_request(300000, b"\x92\xa1x\xc0")
 CLIENT_FRAMES = (
     ClientFrame(ClientFrameType.HELLO, "c", "a"),
-    ClientFrame(ClientFrameType.WELCOME, "c", "a", 77, 5, 4, 0, NOW_NS, encode_methods({3: "A.b", 300000: "A.c"})),
+    ClientFrame(ClientFrameType.WELCOME, "c", "a", 77, 5, 4, 0, NOW_NS, encode_methods({3: "A.b", 300000: "A.c"}, [3])),
     ClientFrame(ClientFrameType.REQUEST, "c", "a", 0, 6, 5, 2, NOW_NS, REQUESTS),
     ClientFrame(
         ClientFrameType.REPLY,

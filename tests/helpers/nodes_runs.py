@@ -206,7 +206,7 @@ def _machines(env: Environment, name: str) -> tuple[Any, Any]:
     app = env._world.nodes[name].local_app
     assert app is not None
     nodes = app.dispatcher.context.nodes
-    return nodes._owner, nodes._holder
+    return nodes.accounts.owner, nodes.accounts.holder
 
 
 def _check_order(name: str, seen: list[str], members: dict[str, Instance[Member]], passed: set[str]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from appsdk.nodes.accounts import Accounts
 from appsdk.nodes.counting import Grant, Holder, Owner
 from appsdk.nodes.messages import Key
 from appsdk.nodes.nodes import Nodes
@@ -24,17 +25,17 @@ def test_handles_are_counted_and_ended_in_order_under_faults() -> None:
     assert released > SEEDS / 4
 
 
-def _not_given_back(self: Nodes, data: bytes) -> None:
-    self.context.carries = False
+def _not_given_back(self: Accounts, data: bytes) -> None:
+    self._context.carries = False
 
 
 def _end_at_once(self: Nodes, key: Key, how: str) -> None:
     """The owner does not wait for its queue."""
-    self._owner.begin_end(key)
-    self._nodes.pop(self._owner.grants[key].node, None)
-    self._owner.grants[key].told.clear()
-    self._owner.end(key, how)
-    self._act()
+    self.accounts.owner.begin_end(key)
+    self.living.remove(self.accounts.owner.grants[key].node)
+    self.accounts.owner.grants[key].told.clear()
+    self.accounts.owner.end(key, how)
+    self.accounts.act()
 
 
 def _forgotten(self: Holder, owner: str, key: Key, how: str) -> bool:
@@ -47,7 +48,7 @@ def _never_free(grant: Grant) -> bool:
 
 
 BUGS: dict[str, tuple[Any, str, Any]] = {
-    "copies of failed calls are lost": (Nodes, "not_taken", _not_given_back),
+    "copies of failed calls are lost": (Accounts, "not_taken", _not_given_back),
     "the end is not ordered": (Nodes, "_end", _end_at_once),
     "who is told of an end forgets it": (Holder, "ended", _forgotten),
     "what is over is never forgotten": (Owner, "_is_free", staticmethod(_never_free)),

@@ -6,9 +6,10 @@ from itertools import count
 
 import pytest
 
-from appsdk.ordering.machine import Filed, Key, Ordering, Sent
+from appsdk.ordering.machine import Key, Ordering
 from appsdk.ordering.messages import Timestamp
 from appsdk.ordering.multicasts import Multicasts
+from appsdk.ordering.state import Filed, Sent
 from tests.helpers.ordering_runs import BrokenOrderError, run_seed
 
 SEEDS = 60

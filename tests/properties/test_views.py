@@ -56,7 +56,7 @@ class World:
                 _, view, sender, number = what
                 if is_current := member.is_current(view.number):
                     self.seen[name].append((sender, number))
-                if name == view.teller:
+                if name == view.teller_of(sender):
                     newest = None if is_current else member.view
                     self.told.setdefault((name, sender), []).append((number, view.number, newest))
             else:

@@ -40,10 +40,12 @@ def pairs(draw: st.DrawFn) -> tuple[Made, Made]:
 
 def pieces(draw: st.DrawFn, made: Made) -> list[Outputs]:
     batches = []
+    position = 1
     while made:
         count = draw(st.integers(1, len(made)))
-        batches.append(Outputs([(key, 0) for key, _ in made[:count]], b"".join(message for _, message in made[:count])))
-        made = made[count:]
+        payload = b"".join(message for _, message in made[:count])
+        batches.append(Outputs([(key, 0) for key, _ in made[:count]], payload, position))
+        made, position = made[count:], position + count
     return batches
 
 
@@ -98,6 +100,7 @@ def test_the_differences_lead_from_the_old_run_to_the_new_one(
     found, comparison = play(steps, 1 << 20)
     assert comparison.equal_count + sum(each.old is not None for each in found) == len(old)
     assert comparison.equal_count + sum(each.new is not None for each in found) == len(new)
+    assert all(old[each.position - 1][1] == each.old for each in found if each.old is not None)
     for each in found:
         assert each.old != each.new
         assert (each.kind is Kind.ADDED) == (each.old is None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import re
@@ -50,7 +51,7 @@ import os
 import sys
 from datetime import timedelta
 
-from appsdk import Immortal, rpc
+from appsdk import Immortal, query, rpc
 
 
 class Ledger(Immortal):
@@ -76,6 +77,10 @@ class Ledger(Immortal):
     @rpc
     def process_id(self) -> int:
         return os.getpid()
+
+    @query
+    def count(self, above: str = "") -> int:
+        return sum(entry > above for entry in self.entries)
 """
 
 
@@ -346,7 +351,7 @@ def test_an_instance_elsewhere_is_only_known_by_its_endpoint(folder: Path) -> No
 
 def test_what_can_not_be_done_says_so(ledger: Run) -> None:
     with connect("ledger") as client:
-        with pytest.raises(CallRefused, match=r"no handler 'nothing' \(its handlers: add, all, later, process_id\)"):
+        with pytest.raises(CallRefused, match=r"no handler 'nothing' \(its handlers: add, all, count, later, process"):
             client.nothing()
         with pytest.raises(CallRefused, match=r"Ledger.add: parameter 'entry': Expected .str., got .int."):
             client.add(5)
@@ -447,6 +452,61 @@ def test_asyncio(ledger: Run) -> None:
             await client.add("closed")
 
     asyncio.run(main())
+
+
+def test_queries_by_name(ledger: Run) -> None:
+    with connect("ledger") as client:
+        client.add("a")
+        client.add("b")
+        assert client.query.count("a") == 1
+        assert with_timeout(client, 20).query.count("") == 2
+        with pytest.raises(CallRefused, match=r"'add' of 'ledger' is no query \(its queries: count\)"):
+            client.query.add("c")
+        with pytest.raises(CallRefused, match=r"'ledger' has no query 'nothing' \(its queries: count\)"):
+            client.query.nothing()
+        with pytest.raises(CallRefused, match="has no handler 'query'"):
+            client.query()
+        assert client.count("") == 2
+
+
+def test_queries_with_the_class(ledger: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(folder))
+    service = importlib.import_module("ledger").Ledger
+    monkeypatch.delitem(sys.modules, "ledger")
+    with connect(service, "ledger") as client:
+        client.add("a")
+        assert client.query.count(above="") == 1
+        with pytest.raises(AttributeError, match=r"Ledger.add is no query \(the queries: count\)"):
+            client.query.add("b")
+        with pytest.raises(AttributeError, match=r"no query 'nothing' \(its queries: count\)"):
+            client.query.nothing()
+
+    async def awaited() -> Any:
+        async with connect(service, "ledger") as client:
+            return await client.query.count("")
+
+    assert asyncio.run(awaited()) == 1
+
+
+def test_a_handler_of_ones_own_that_is_called_query(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(folder))
+    (folder / "asked.py").write_text(
+        "from appsdk import Immortal, query\n\n\nclass Asked(Immortal):\n"
+        "    @query\n    def query(self, what: str) -> str:\n        return what\n"
+    )
+    service = importlib.import_module("asked").Asked
+    monkeypatch.delitem(sys.modules, "asked")
+    immortal(folder, "register", "asked", "--peer", "tcp://127.0.0.1:*")
+    run = Run(folder, "asked", "asked:Asked")
+    try:
+        run.line("ready")
+        with connect("asked") as client:
+            assert client.query("a") == "a"
+            assert client.query.query("b") == "b"
+        with connect(service, "asked") as client:
+            assert client.query("c") == "c"
+    finally:
+        run.kill()
 
 
 def test_the_next_endpoint_is_tried(folder: Path, ledger: Run) -> None:

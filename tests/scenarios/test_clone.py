@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from appsdk.client import CallRefused
 from appsdk.client import connect as connect_client
-from appsdk.patterns.clone import CloneError, Ended, NotEntitled, Table, connect, limits
+from appsdk.patterns.clone import CloneError, Ended, NotEntitled, Place, Table, connect, limits
 from tests.helpers.cli import HOME, Run, immortal
 
 ROOT = Path(__file__).parents[2]
@@ -31,8 +32,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def running_table(folder: Path) -> Iterator[Run]:
-    immortal(folder, "register", "prices", "--peer", "tcp://127.0.0.1:*")
+def running_table(folder: Path, *, registered: bool = False) -> Iterator[Run]:
+    if not registered:
+        immortal(folder, "register", "prices", "--peer", "tcp://127.0.0.1:*")
     run = Run(folder, "prices", "appsdk.patterns.clone:Table", "--restart")
     try:
         run.line("ready")
@@ -202,6 +204,32 @@ def test_with_keys_each_sees_what_it_is_entitled_to(tmp_path: Path) -> None:
                 connect("prices", int, home=home, identity="alice", publishers=[f"bob@{place}"]) as far,
             ):
                 assert dict(far) == {"b/1": 2}, "filtered at the forwarder as well"
+
+
+def test_a_reader_may_call_what_finds_publishers_and_nothing_else(tmp_path: Path) -> None:
+    home = tmp_path / HOME
+    immortal(tmp_path, "register", "prices", "--peer", "tcp://127.0.0.1:*")
+    immortal(tmp_path, "keys", "prices", "--make")
+    for name in ("alice", "bob"):
+        immortal(tmp_path, "keys", name, "--make", "--client")
+    allowed = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)[0]
+    settings = home / "prices.toml"
+    settings.write_text(settings.read_text() + allowed)
+    with (
+        running_table(tmp_path, registered=True),
+        connect("prices", int, home=home, identity="alice") as alice,
+        connect("prices", int, home=home, identity="bob") as bob,
+        connect_client(Table, "prices", home=home, identity="alice") as table,
+    ):
+        number = bob.put("a", 17)
+        alice.wait(number)
+        assert alice["a"] == 17
+        with pytest.raises(CallRefused):
+            alice.put("a", 18)
+        with pytest.raises(CallRefused):
+            table.entitle("alice", [""])
+        with pytest.raises(CallRefused):
+            table.forwarder_says("f", Place("tcp://127.0.0.1:1"), [], [], ["writers, wait"], True)
 
 
 @pytest.mark.parametrize(

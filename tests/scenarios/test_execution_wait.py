@@ -53,11 +53,25 @@ def test_it_says_how_far_the_app_is_behind(tmp_path: Path, monkeypatch: pytest.M
             below = max([value for bound, value in up_to.items() if bound <= beyond_s], default=0.0)
             return up_to[float("inf")] - below
 
+        def timed(what: str) -> float:
+            with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
+                text = answer.read().decode()
+            return sum(
+                one.value
+                for family in text_string_to_metric_families(text)
+                for one in family.samples
+                if one.name == f"immortal_handler_seconds_{what}" and one.labels["method"] == "Worker.work"
+            )
+
         until(lambda: samples() >= 1)
         with connect("worker") as worker:
             for _ in range(30):
                 worker.work.fork()
             until(lambda: samples(beyond_s=0.25) >= 1)
+            for _ in range(5):
+                worker.work()
+            until(lambda: timed("count") >= 1)
+            assert timed("sum") / timed("count") >= 0.1
         assert run.stop() == 0
     finally:
         run.kill()

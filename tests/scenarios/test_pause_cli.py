@@ -79,6 +79,10 @@ def test_a_pause_holds_calls_back_and_a_restart_ends_it(tmp_path: Path) -> None:
             assert client.sell() == 1
             assert "shop: paused; what comes in is logged" in immortal(tmp_path, "pause", "shop")
             assert "it is paused already, by " in immortal(tmp_path, "pause", "shop")
+            again = json.loads(immortal(tmp_path, "pause", "shop", "--json"))
+            assert (again["name"], again["changed"]) == ("shop", False)
+            assert again["paused"]["by"]
+            assert again["paused"]["since_ns"] > 0
             got: list[int] = []
             calling = threading.Thread(target=lambda: got.append(client.sell()))
             calling.start()
@@ -88,6 +92,8 @@ def test_a_pause_holds_calls_back_and_a_restart_ends_it(tmp_path: Path) -> None:
             assert "immortal resume shop" in said
             assert got == []
             assert "shop: resumed; it was paused by " in immortal(tmp_path, "resume", "shop")
+            nothing = json.loads(immortal(tmp_path, "resume", "shop", "--json"))
+            assert nothing == {"name": "shop", "changed": False, "was_paused": None}
             calling.join(DEADLINE_S)
             assert got == [2]
         assert "it was not paused" in immortal(tmp_path, "resume", "shop")

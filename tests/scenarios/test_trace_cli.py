@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.cli import DEADLINE_S, HOME, command_line, immortal
+from tests.helpers.cli import DEADLINE_S, HOME, Run, command_line, immortal
 from tests.helpers.fleet import flip_byte
 from tests.helpers.sight_fleet import make_fleet
 
@@ -118,6 +118,94 @@ def test_a_call_leads_to_its_handler_and_causes_to_their_effects(folder: Path) -
     assert len(set(lines)) == len(WORDS)
     waited = [span for span in spans.values() if span["name"] == "Counter.count"]
     assert all(int(span["endTimeUnixNano"]) > int(span["startTimeUnixNano"]) for span in waited)
+
+
+SHOP = """
+from datetime import timedelta
+
+from appsdk import Immortal, rpc
+
+
+def charge(cents: int) -> str:
+    return f"receipt {cents}"
+
+
+class Shop(Immortal):
+    receipts: list[str]
+
+    def __init__(self) -> None:
+        self.receipts = []
+
+    @rpc
+    async def buy(self, cents: int) -> None:
+        await self.sleep(timedelta(milliseconds=30))
+        await self.note(await self.effect(charge, cents))
+
+    @rpc
+    def note(self, receipt: str) -> None:
+        self.receipts.append(receipt)
+        self.noted.fork(receipt)
+
+    @rpc
+    def noted(self, receipt: str) -> None:
+        pass
+"""
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two customers have bought; the instance has stopped."""
+    folder = tmp_path_factory.mktemp("shop")
+    (folder / "shop.py").write_text(SHOP)
+    immortal(folder, "register", "shop", "--peer", "tcp://127.0.0.1:*", "--app", "shop:Shop")
+    run = Run(folder, "shop")
+    try:
+        run.line("ready")
+        for cents in ("5", "6"):
+            immortal(folder, "call", "shop", "buy", cents)
+        immortal(folder, "stop", "shop")
+    finally:
+        run.kill()
+    return folder
+
+
+def test_effects_and_timers_have_spans_with_the_handler_that_began_them(shop: Path) -> None:
+    found = otlp(shop, "waits.jsonl", "shop", "--causes")
+    assert otlp(shop, "again.jsonl", "shop", "--causes") == found
+    spans = {span["spanId"]: span for span in found}
+    assert len(spans) == len(found)
+    buys = {span["spanId"]: span["traceId"] for span in found if span["name"] == "Shop.buy"}
+    assert len(buys) == len(set(buys.values())) == 2
+    for name in ("timer", "effect charge"):
+        some = [span for span in found if span["name"] == name]
+        assert {span["parentSpanId"]: span["traceId"] for span in some} == buys
+        for span in some:
+            assert int(span["endTimeUnixNano"]) >= int(span["startTimeUnixNano"])
+            assert attribute(span, "began_record") < attribute(span, "record")
+            assert attribute(span, "moment") == f"/i/shop/travel?at={attribute(span, 'record')}:0"
+    timers = [span for span in found if span["name"] == "timer"]
+    assert all(int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"]) >= 30_000_000 for span in timers)
+    noted = [span for span in found if span["name"] == "Shop.noted"]
+    assert {span["traceId"] for span in noted} == set(buys.values())  # what came of the effect is in the trace
+    assert not any(span["name"] in ("timer", "effect charge") for span in otlp(shop, "plain.jsonl", "shop"))
+    first, second = sorted(timers, key=lambda span: attribute(span, "record"))
+    begins = str(attribute(first, "record") + 1)
+    later = {span["spanId"] for span in otlp(shop, "later.jsonl", "shop", "--causes", "--from", begins)}
+    assert second["spanId"] in later
+    assert first["spanId"] not in later
+
+
+def test_a_collector_is_sent_effects_and_timers(shop: Path) -> None:
+    expected = otlp(shop, "expected.jsonl", "shop", "--causes")
+    options = ("--from", "2000-01-01", "--causes")
+    with Collector(200) as collector:
+        command = command_line("trace", "follow", "shop", "--otlp", collector.url, *options)
+        with subprocess.Popen(command, cwd=shop) as following:
+            # no log has the answers that clients got, so those handlers are sent as it ends
+            collector.wait_for(lambda spans: len(spans) == len(expected) - 2)
+            following.send_signal(signal.SIGTERM)
+        assert following.returncode == 0
+        assert sorted(collector.spans, key=lambda span: span["spanId"]) == expected
 
 
 def test_ids_are_the_same_each_time_and_lead_back(folder: Path) -> None:

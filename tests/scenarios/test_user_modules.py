@@ -18,7 +18,7 @@ from appsdk import Immortal, on_primary
 class Service(Immortal):
     @on_primary
     def say(self, impulses) -> None:
-        print("it runs:", {value}, flush=True)
+        print("it runs:", {value})  # seen while it runs
 """
 Start = Callable[..., Run]
 

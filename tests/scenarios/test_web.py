@@ -37,7 +37,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from appsdk import Immortal, Retry, impulse, peer, rpc
+from appsdk import Immortal, Retry, impulse, peer, query, rpc
 
 LONG = timedelta(hours=9)
 
@@ -76,6 +76,10 @@ class Desk(Immortal):
         self.titles[title[:80]] = self.titles.get(title[:80], 0) + amount
         self.ledger.book.fork(title, amount)
         return self.count
+
+    @query
+    def amount(self, title: str) -> dict[str, int]:
+        return {title: self.titles.get(title, 0)}
 
     @rpc
     def begin(self, who: str) -> None:
@@ -483,6 +487,8 @@ def test_what_if_other_code_had_handled_it(shown: Browser, fleet: Fleet) -> None
     booked = page.locator("h3:has-text('Differences') + table tr", has_text="'book 3'").first
     assert booked.get_by_role("listitem").all_inner_texts() == ["'book 3'", "3", "'book 3'", "2"]
     assert (booked.locator("del").inner_text(), booked.locator("ins").inner_text()) == ("3", "2")
+    followed = page.locator("h3:has-text('What followed') + table tbody tr", has_text="ledger")
+    assert "Ledger.book" in followed.inner_text()
     looks_right(shown, "what-if-result")
     first.get_by_role("link").click()
     page.wait_for_url("**/travel?at=*")
@@ -504,6 +510,24 @@ def test_what_if_other_code_had_handled_it(shown: Browser, fleet: Fleet) -> None
     status, text, _ = shown.server.ask("/i/desk/what-if/000000000000")
     assert (status, "there is no what-if" in text) == (404, True)
     assert shown.server.ask("/i/desk/what-if/..%2f..%2fdesk")[0] == 404
+
+
+def test_queries_of_an_instance_that_runs(shown: Browser) -> None:
+    page = shown.go("/i/desk")
+    page.get_by_role("link", name="Queries").click()
+    page.get_by_label("Arguments").fill('["<b>none"]')
+    page.get_by_role("button", name="Ask").click()
+    assert json.loads(page.locator("#answer").inner_text()) == {"<b>none": 0}
+    looks_right(shown, "query")
+    for arguments, problem in (("5", "a list of all arguments"), ("[", "is no list"), ("[1]", "Expected `str`")):
+        page.get_by_label("Arguments").fill(arguments)
+        page.get_by_role("button", name="Ask").click()
+        page.get_by_role("alert").get_by_text(problem).wait_for()
+    token = csrf_of(shown.server.ask("/i/desk/queries")[1])
+    asked = shown.server.ask("/i/desk/queries", "POST", f"csrf={token}&query=add&arguments=[%22a%22,1]")
+    assert "is no query (its queries: amount)" in asked[1].replace("&#39;", "'")
+    assert shown.server.ask("/i/desk/queries", "POST", "query=amount")[0] == 403
+    assert "Its class has none" in shown.server.ask("/i/ledger/queries")[1]
 
 
 def test_a_page_that_only_shows(shown: Browser) -> None:

@@ -30,10 +30,11 @@ from appsdk import (
     rpc,
     upgrades,
 )
-from appsdk.client import with_key, with_timeout
+from appsdk.client import connect, with_key, with_timeout
 from appsdk.embedded import run, start
 from appsdk.integrations.asgi import ImmortalMiddleware, Service, progress
 from appsdk.integrations.pydantic_ai import ImmortalDurability, in_handler, run_agent, run_step
+from appsdk.patterns.groups import Grouped, group
 from appsdk.testing import Environment, Instance, Pending, assert_replays, crash_everywhere
 
 
@@ -76,6 +77,17 @@ class Bank(Immortal):
     @query(raises=[InsufficientFundsError], id=7)
     def total(self, above: int = 0) -> int:
         return sum(self.accounts.values())
+
+
+def asks() -> None:
+    with connect(Bank, "bank") as bank:
+        assert_type(bank.query.total(above=3), int)
+        assert_type(with_timeout(bank, 2.0).query.balance("ann"), int)
+
+
+async def asks_and_waits() -> None:
+    async with connect(Bank, "bank") as bank:
+        assert_type(await bank.query.total(3), int)
 
 
 class Teller(Immortal):
@@ -302,3 +314,26 @@ class Trader(Immortal):
         assert_type(await self.multicast([order]).fill.all(1), tuple[int, ...])
         assert_type(await self.exchange.open("x"), Handle[Order])
         return await order.fill(4)
+
+
+class Floor(Grouped):
+    prices = group(lambda: Floor, "prices", members=["b1", "b2"])
+
+    @rpc
+    def place(self, order: str, count: int = 1) -> int:
+        self.prices.place.fork(order, count=2)
+        return count
+
+    @rpc
+    async def enter(self) -> None:
+        assert_type(await self.prices.join(), None)
+        assert_type(await self.prices.place.all("x"), tuple[int, ...])
+        assert_type(await self.prices.leave(), None)
+
+
+class Broker(Grouped):
+    prices = group(Floor, "prices", members=["b1", "b2"])
+
+    @rpc
+    def trade(self, order: str) -> None:
+        self.prices.place.fork(order)

@@ -13,6 +13,7 @@ from appsdk.embedded import run, start
 from appsdk.integrations.asgi import Service, progress
 from appsdk.integrations.pydantic_ai import ImmortalDurability, run_agent
 from appsdk.patterns import clone, harmony, pirate, queue
+from appsdk.patterns.groups import Grouped, group
 from appsdk.testing import Environment, assert_replays, crash_everywhere
 
 
@@ -105,6 +106,8 @@ class Teller2(Immortal):
 
 def from_outside() -> None:
     with connect(Bank, "bank") as bank:
+        bank.query.balance(5)  # wrong: an int for a str
+        bank.query.nothing()  # wrong: no such query
         bank.debit.fork(5)  # wrong: an int for a str
         bank.debit("ann", "5")  # wrong: a str for an int
         bank.credit("ann")  # wrong: no such method
@@ -265,3 +268,19 @@ class Exchange(Immortal, nodes=(Order,)):
     async def ask(self, given: Handle[Order]) -> None:
         text: str = await given.fill(1)  # wrong: another type
         print(text)
+
+
+class Floor(Grouped):
+    prices = group(lambda: Floor, "prices", members=["b1", "b2"])
+    banks = group(Bank, "banks", members=["b1"])  # wrong: not below Grouped
+
+    @rpc
+    def place(self, order: str) -> int:
+        self.prices.place.fork(5)  # wrong: an int for a str
+        self.prices.sell.fork("x")  # wrong: no such handler
+        return 1
+
+    @rpc
+    async def enter(self) -> None:
+        text: str = await self.prices.place.all("x")  # wrong: another type
+        await self.prices.join(text)  # wrong: too many

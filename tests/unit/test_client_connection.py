@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from protocol.client import (
     encode_replies,
 )
 from protocol.handlers import CANCEL_CALL_METHOD_ID
+from protocol.messages import decode_name
+from protocol.varint import decode_zigzag_int
 
 T = ClientFrameType
 COMMITTER_ID = 77
@@ -56,8 +59,10 @@ class Talk:
         self.connection.submit(made, key)
         return made
 
-    def welcome(self, number: int = 0, methods: dict[int, str] | None = None, **fields: Any) -> None:
-        payload = encode_methods({3: "A.add"} if methods is None else methods)
+    def welcome(
+        self, number: int = 0, methods: dict[int, str] | None = None, queries: Collection[int] = (), **fields: Any
+    ) -> None:
+        payload = encode_methods({3: "A.add"} if methods is None else methods, queries)
         self.say(T.WELCOME, number=number, time_ns=COORDINATOR_TIME_NS, payload=payload, **fields)
 
 
@@ -292,6 +297,38 @@ def test_names_of_methods() -> None:
     talk.welcome(1, methods={3: "A.add", 4: "A.subtract"}) if "HELLO" in talk.types else None
     assert "REQUEST" in talk.types
     assert late.method == 4
+
+
+def test_names_of_queries() -> None:
+    talk = opened()
+    talk.welcome(methods={3: "A.add", 4: "A.total"}, queries=[4])
+    query, plain, no_query, unknown = (talk.call(one) for one in ("@query.total", "total", "@query.add", "@query.x"))
+    (frame,) = talk.sent
+    assert (frame.count, query.method, plain.method) == (2, 4, 4)
+    assert "'add' of 'a' is no query (its queries: total): it is called without .query" in str(no_query.outcome)
+    assert "'a' has no query 'x' (its queries: total)" in str(unknown.outcome)
+    nothing = talk.call("subtract")
+    assert talk.types == []
+    assert "no handler 'subtract' (its handlers: add, total)" in str(nothing.outcome)
+
+
+def test_an_instance_that_names_no_queries() -> None:
+    talk = opened()
+    call = talk.call("@query.add")
+    assert talk.types == []
+    assert isinstance(call.outcome, CallRefused)
+    assert "is no query (it marks none with @query, or is of an earlier version)" in str(call.outcome)
+
+
+def test_a_client_that_knows_no_queries_takes_the_names() -> None:
+    """Of two names of a method it takes the second one, as it is written here for earlier versions."""
+    payload = encode_methods({3: "A.add", 4: "A.total"}, [4])
+    count, offset = decode_zigzag_int(payload, 0)
+    names: dict[int, str] = {}
+    for _ in range(count):
+        method_id, offset = decode_zigzag_int(payload, offset)
+        names[method_id], offset = decode_name(payload, offset)
+    assert names == {3: "A.add", 4: "A.total"}
 
 
 def test_when_idle_there_are_heartbeats() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from appsdk.patterns.clone import Entitlement, limits
 from appsdk.patterns.clone.entries import Entries
 from appsdk.patterns.clone.frames import (
+    MAGIC,
+    POLICIES,
     Activate,
     Activated,
     Answer,
@@ -27,14 +32,38 @@ from appsdk.patterns.clone.frames import (
     decode_request,
     encode,
 )
+from appsdk.patterns.clone.own import take_presences
 from appsdk.patterns.clone.publishing import Publishing
 from appsdk.patterns.clone.records import Row
 from appsdk.patterns.clone.records import encode as encode_value
+from protocol.checksum import crc64
 from protocol.errors import RemoteProtocolError
 
 S = limits.SECOND_NS
 MARK = limits.MARK_BYTES_MIN
 ROUTE = b"client"
+_TEXT = st.text(st.characters(codec="utf-8"), max_size=5)  # what UTF-8 has no bytes for can't be sent
+_NUMBERS = st.integers(-(1 << 63), (1 << 64) - 1) | st.integers(-1, 5)
+_SUBTREES = st.lists(st.sampled_from(["", "@", "@present", "@entitled", "a", "b", "a//b", "/"]) | _TEXT)
+_REQUESTS = st.one_of(
+    st.builds(
+        Activate,
+        stream=_NUMBERS,
+        subtrees=_SUBTREES,
+        table=st.sampled_from(["", "table", "other"]),
+        number=_NUMBERS,
+        had=_SUBTREES,
+        window_bytes=_NUMBERS | st.just(limits.WINDOW_BYTES_MIN),
+        mark_bytes=_NUMBERS | st.just(limits.MARK_BYTES_MIN),
+        policy=st.sampled_from(POLICIES),
+        label=_TEXT,
+        relay=st.booleans(),
+    ),
+    st.builds(Received, _NUMBERS, _NUMBERS),
+    st.builds(Deactivate, _NUMBERS),
+    st.builds(Ping, _NUMBERS),
+    st.builds(Look),
+)
 
 
 class Driven:
@@ -51,9 +80,10 @@ class Driven:
         self.number += len(rows)
         self.publishing.publish(rows)
 
-    def entitle(self, name: str, *subtrees: str, relay: bool = False) -> None:
+    def entitle(self, name: str, *subtrees: str, **options: bool) -> None:
         self.number += 1
-        self.publishing.publish([Row(f"@entitled/{name}", self.number, encode_value(Entitlement(subtrees, relay)))])
+        entitlement = Entitlement(subtrees, **options)
+        self.publishing.publish([Row(f"@entitled/{name}", self.number, encode_value(entitlement))])
 
     def activate(self, route: bytes = ROUTE, name: str = "", **options: Any) -> list[Answer]:
         asked = {
@@ -131,7 +161,7 @@ def test_one_that_would_rather_end_ends() -> None:
     assert "high-water mark is 4 KiB" in last.reason
     assert len(driven.publishing) == 1, "the other one has its own policy"
     assert driven.publishing.report().ended_slow == 1
-    assert driven.publishing.left == ["p.1"]
+    assert list(driven.publishing.joined) == ["p.2"]
 
 
 def test_one_that_blocks_holds_up_writers_loses_nothing_and_not_for_ever() -> None:
@@ -164,9 +194,11 @@ def test_where_nobody_may_block_it_is_refused() -> None:
         ({"window_bytes": 1}, "a window of 1 bytes: 4096 to"),
         ({"mark_bytes": 1 << 40}, "a high-water mark of"),
         ({"label": "x" * 129}, "a label of more than 128"),
+        ({"label": "\x1b[2J"}, "printable text was expected"),
         ({"number": -1}, "update -1"),
         ({"subtrees": ["a//b"]}, "printable parts"),
         ({"subtrees": [str(index) for index in range(101)]}, "at most 100"),
+        ({"subtrees": [f"{index:x>200}" for index in range(21)]}, "subtrees of 4200 bytes: at most 4096"),
         ({"subtrees": []}, "may see nothing of no subtree at all"),
         ({"subtrees": ["@entitled"]}, "may see nothing of '@entitled'"),
     ],
@@ -193,7 +225,8 @@ def test_the_end_of_a_stream_is_acknowledged() -> None:
     driven = Driven()
     driven.activate()
     assert driven.say(Deactivate(1)) == [Deactivated(1)]
-    assert [one.stream for one in driven.publishing.joined] == driven.publishing.left == ["p.1"]
+    assert not driven.publishing.joined, "who came and went before anybody was told is not told of"
+    assert not driven.publishing.left
     driven.change("a")
     assert driven.flush() == []
     assert driven.say(Deactivate(1)) == [Deactivated(1)], "it was asked again"
@@ -235,6 +268,51 @@ def test_with_entitlements_each_sees_its_own_and_changes_are_at_once() -> None:
     driven.entitle("ann")
     assert "may see nothing" in reason(driven.flush(b"ann"))
     assert "may not look" in reason(driven.say(Look(), b"ann", "ann"))
+
+
+def test_only_those_that_are_entitled_to_hold_up_writers_do() -> None:
+    driven = Driven(owner="table")
+    driven.entitle("ann", "")
+    driven.entitle("ledger", "", may_block=True)
+    driven.entitle("edge", relay=True)
+    assert "'ann' may not hold up writers" in reason(driven.activate(b"ann", "ann", policy="block"))
+    assert isinstance(driven.activate(b"ann", "ann")[0], Activated)
+    assert isinstance(driven.activate(b"edge", "edge", relay=True, policy="block")[0], Activated)
+    assert isinstance(driven.activate(b"owner", "table", policy="block")[0], Activated)
+    assert isinstance(driven.activate(b"ledger", "ledger", policy="block")[0], Activated)
+    driven.entitle("ledger", "")
+    assert "'ledger' may not hold up writers" in reason(driven.flush(b"ledger")), "at once"
+
+
+def test_who_went_before_anybody_was_told_leaves_nothing_to_tell() -> None:
+    driven = Driven()
+    for _ in range(5):
+        driven.activate()
+    assert list(driven.publishing.joined) == ["p.5"]
+    assert take_presences(driven.publishing)[0][0].stream == "p.5"
+    driven.activate()
+    assert take_presences(driven.publishing)[1] == ["p.5"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), _REQUESTS), max_size=12))
+def test_no_request_stops_a_publisher(requests: list[tuple[int, Any]]) -> None:
+    """What a client says is well-formed, and else as it likes."""
+    driven = Driven()
+    driven.entitle("a", "b", may_block=True)
+    driven.change("a", "b/c")
+    for who, request in requests:
+        driven.now_ns += S // 3
+        driven.say(request, bytes([who]), ("", "a", "b")[who])
+        driven.change("b/c", size_bytes=3000)
+    assert len(driven.publishing) <= 3
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_no_frame_stops_a_publisher(body: bytes, has_check: bool) -> None:
+    data = MAGIC + body
+    with suppress(RemoteProtocolError):
+        decode_request(data + crc64(data).to_bytes(8, "big") if has_check else data)
 
 
 def test_operators_see_each_client_but_not_all_the_time() -> None:

@@ -51,8 +51,7 @@ def test_each_change_has_its_number(table: Instance[Table]) -> None:
     assert put(table, Change("a", value(1)), Change("a/b", value(2))) == Written(2, True)
     assert put(table, Change("a", None), Change("never/there", None)).number == 4
     assert keys(table) == ["a/b"]
-    assert table.call(Table.get, "a/b") == value(2)
-    assert table.call(Table.get, "a") is None
+    assert table.state.entries.rows["a/b"].value == value(2)
     assert table.state.entries.gone == {"a": 3, "never/there": 4}
 
 
@@ -130,6 +129,19 @@ def test_who_is_there_are_rows_as_well(table: Instance[Table]) -> None:
     assert table.call(Table.places) == []
 
 
+def test_only_who_is_entitled_to_is_named_as_a_place(table: Instance[Table]) -> None:
+    """Clients believe the keys of a place."""
+    place = Place("tcp://127.0.0.1:2", "mallory", 0)
+    arguments = ("m", place, [], [], [], True)
+    table.call(Table.entitle, "mallory", ["a"])
+    with pytest.raises(ValueError, match="'mallory' is no forwarder here: entitle it with relay=True"):
+        table.call(Table.forwarder_says, *arguments)
+    assert table.call(Table.places) == []
+    table.call(Table.entitle, "mallory", [], True)
+    table.call(Table.forwarder_says, *arguments)
+    assert table.call(Table.places) == [place]
+
+
 def test_a_silent_forwarder_is_gone_with_its_clients(immortal_env: Environment, table: Instance[Table]) -> None:
     says(table, "dead", [Presence("dead.1", "", "", "dead")], begins=True)
     says(table, "alive", [Presence("alive.1", "", "", "alive")], begins=True)
@@ -170,7 +182,6 @@ def test_who_is_entitled(table: Instance[Table]) -> None:
     table.call(Table.entitle, "ann", ["a", "a/b", "@present"])
     table.call(Table.entitle, "*", [])
     assert table.call(Table.entitled) == {"ann": Entitlement(("@present", "a")), "*": Entitlement(())}
-    assert table.call(Table.get, "@entitled/ann") is None, "that is nobody's business"
     assert table.call(Table.disentitle, "*")
     assert not table.call(Table.disentitle, "*")
     for name, subtrees, text in (

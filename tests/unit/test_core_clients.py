@@ -20,7 +20,7 @@ from protocol.client import (
     encode_numbers,
     encode_request,
 )
-from protocol.extensions import AppDescription, encode_app_description
+from protocol.extensions import QUERIES, AppDescription, encode_app_description
 from protocol.messages import RpcKind, encode_incoming_rpc, encode_message, encode_outgoing_rpc
 from protocol.record import decode_header
 from protocol.trailer import BatchKind, BatchSource, decode_trailer
@@ -379,15 +379,16 @@ def test_what_is_no_call_is_refused_whole(payload: bytes) -> None:
 
 def test_hello_tells_the_methods_the_position_and_the_time() -> None:
     driven = started()
-    description = AppDescription(1, {("", 3): "Counter.add", ("", -1): "Counter.initial", ("b", 4): "B.other"})
+    methods = {("", 3): "Counter.add", ("", 5): "Counter.total", (QUERIES, 5): "Counter.total"}
+    description = AppDescription(1, {**methods, ("", -1): "Counter.initial", ("b", 4): "B.other"})
     driven.data(encode_app_description(description))
     driven.handle(request("t", 1, call(1)))
     (welcome,) = [effect.frame for effect in driven.handle(hello("t")) if isinstance(effect, ef.ReplyToClient)]
     assert (welcome.frame_type, welcome.number, welcome.time_ns) == (ClientFrameType.WELCOME, 1, driven.now_ns)
-    assert decode_methods(welcome.payload) == {3: "Counter.add"}
+    assert decode_methods(welcome.payload) == ({3: "Counter.add", 5: "Counter.total"}, {5})
     driven.close()  # the methods are known still
     (welcome,) = [effect.frame for effect in driven.handle(hello("t")) if isinstance(effect, ef.ReplyToClient)]
-    assert decode_methods(welcome.payload) == {3: "Counter.add"}
+    assert decode_methods(welcome.payload) == ({3: "Counter.add", 5: "Counter.total"}, {5})
 
 
 def test_only_a_welcome_tells_the_time() -> None:

@@ -7,7 +7,14 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from coordinator.notices.execution_wait import INTERVAL_S, PAUSE_FACTOR, WAIT_S_MAX, ExecutionWait
+from coordinator.notices.execution_wait import (
+    INTERVAL_S,
+    METHOD_CHARACTERS_MAX,
+    METHODS_MAX,
+    PAUSE_FACTOR,
+    WAIT_S_MAX,
+    ExecutionWait,
+)
 from protocol.errors import ImmortalError
 
 
@@ -18,6 +25,7 @@ class Scene:
         self.now_s = 100.0
         self.asked: list[str] = []
         self.takes_s = takes_s
+        self.times: list[tuple[str, int]] = []
         self._backlog = list(backlog)
         self._status_s = status_s
         self._given = {"app_connected": True, "handling": None} | status
@@ -33,11 +41,15 @@ class Scene:
         self.now_s += min(self.takes_s, timeout_s)
         if self.takes_s > timeout_s:
             raise ImmortalError("no answer in time")
-        return {"handler": None}
+        return {"handler": None, "times": self.times}
 
     def wait(self, seconds: float) -> bool:
         self.now_s += seconds
         return False
+
+    def handler(self, what: str, method: str) -> float | None:
+        labels = {"instance_name": "a", "method": method}
+        return self._registry.get_sample_value(f"immortal_handler_seconds_{what}", labels)
 
     @property
     def observed(self) -> tuple[float, float]:
@@ -102,3 +114,20 @@ def test_a_coordinator_that_refuses_is_no_sample() -> None:
     scene = Refusing(0)
     assert scene.sampler.sample() == INTERVAL_S
     assert scene.observed == (0, 0)
+
+
+def test_handler_times_come_with_the_answer() -> None:
+    scene = Scene(0)
+    scene.times = [("Shop.buy", 2_000_000), ("Shop.buy", 3_000_000), ("other", -5)]
+    scene.sampler.sample()
+    assert scene.handler("count", "Shop.buy") == 2
+    assert scene.handler("sum", "Shop.buy") == 0.005
+    assert scene.handler("sum", "other") == 0
+
+
+def test_an_app_that_names_ever_new_methods_has_no_more_labels() -> None:
+    scene = Scene(0)
+    scene.times = [(f"method {number}".ljust(300, "x"), 1) for number in range(METHODS_MAX + 50)]
+    scene.sampler.sample()
+    assert scene.handler("count", "other") == 50
+    assert scene.handler("count", "method 7".ljust(METHOD_CHARACTERS_MAX, "x")) == 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from appsdk.ordering.machine import Filed, Key, Ordering, Sent
-from appsdk.ordering.messages import Timestamp
+from appsdk.ordering.machine import Key, Ordering
+from appsdk.ordering.messages import Scope, Timestamp
+from appsdk.ordering.state import Filed, Sent
 from tests.helpers.ordering_world import Script, ViolationError, explore, multicast, plain
 
 TO_TWO: Script = {"s": (multicast("a", "b"),), "t": (multicast("a", "b"),)}
@@ -59,8 +60,15 @@ class FinalInAnyOrder(Ordering):
 class EarlyStanding(Ordering):
     """A call of the sender leaves before the blocks of its multicast stand."""
 
-    def multicast(self, method_id: int, destinations: list[str], calls: list[list[bytes]], now_ns: int = 0) -> int:
-        number = super().multicast(method_id, destinations, calls, now_ns)
+    def multicast(
+        self,
+        method_id: int,
+        destinations: list[str],
+        calls: list[list[bytes]],
+        now_ns: int = 0,
+        scope: Scope | None = None,
+    ) -> int:
+        number = super().multicast(method_id, destinations, calls, now_ns, scope)
         self.state.standing = max(number, self.state.standing)
         return number
 

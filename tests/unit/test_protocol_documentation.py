@@ -196,6 +196,7 @@ BYTES = {
     "that call as the app gets it": logged_calls(CLIENT_CALL, 1, "web", 7),
     "the app's answer, to ~": encode_incoming_rpc(3, 0, b"\x93\xa4~web\x07\x09", RpcKind.RETURNED_VALUE),
     "names of methods: 3 is Counter.add": encode_methods({3: "Counter.add"}),
+    "... and with a query, 4": encode_methods({3: "Counter.add", 4: "Counter.total"}, [4]),
 }
 
 

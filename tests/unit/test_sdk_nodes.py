@@ -313,7 +313,7 @@ def test_who_guesses_is_refused() -> None:
         def guess(self, key: bytes) -> None:
             nodes: Any = self._immortal_context.nodes
             handler: Any = Order._immortal_node.handlers["fill"]
-            nodes._sender("exchange", NODE_METHOD_ID)(nodes.wrapped([key], handler, (5,)))
+            nodes.accounts.sender("exchange", NODE_METHOD_ID)(nodes.wrapped([key], handler, (5,)))
 
     with Environment(fail_alone=True) as env:
         exchange, broker, _ = start(env)
@@ -565,7 +565,7 @@ def test_a_hook_that_fails_is_a_dead_letter_and_the_end_holds() -> None:
             a.call(Hub.give)
         app = env._world.nodes["b"].local_app
         assert app is not None
-        assert app.dispatcher.context.nodes._owner.grants == {}  # given back all the same
+        assert app.dispatcher.context.nodes.accounts.owner.grants == {}  # given back all the same
 
 
 def test_what_can_not_be_done_is_said() -> None:
@@ -714,7 +714,7 @@ def test_nodes_and_handles_are_shown_without_keys() -> None:
         for one, cls in [(exchange, Exchange), (broker, Broker)]:
             app = env._world.nodes[one.name].local_app
             assert app is not None
-            keys |= {grant.key for grant in app.dispatcher.context.nodes._owner.grants.values()}
+            keys |= {grant.key for grant in app.dispatcher.context.nodes.accounts.owner.grants.values()}
             state = inspect_state(definition_of(cls), b"".join(app.dispatcher._life.encode())).state
             shown.append(state)
         assert shown[0]["$nodes"] == [{"$number": 1, "$class": "Order", "filled": 3, "note": "gold"}]
@@ -746,4 +746,4 @@ def test_a_handle_that_comes_behind_its_end_leads_nowhere_and_the_hook_is_called
         other.call(Broker.drop)  # of what is over it does nothing
         app = env._world.nodes["exchange"].local_app
         assert app is not None
-        assert app.dispatcher.context.nodes._owner.grants == {}
+        assert app.dispatcher.context.nodes.accounts.owner.grants == {}

@@ -88,7 +88,7 @@ def test_destinations_are_apart() -> None:
 def test_one_insertion_is_one_addition() -> None:
     old = [call(text) for text in "abcdef"]
     assert compare(old, [*old[:2], call("x"), *old[2:]]) == [Difference(Kind.ADDED, "b", (5, 0), None, call("x"))]
-    assert compare([*old[:2], call("x"), *old[2:]], old) == [Difference(Kind.MISSING, "b", (5, 0), call("x"), None)]
+    assert compare([*old[:2], call("x"), *old[2:]], old) == [Difference(Kind.MISSING, "b", (5, 0), call("x"), None, 3)]
 
 
 def test_calls_of_the_same_method_are_taken_to_be_each_others() -> None:
@@ -100,7 +100,9 @@ def test_calls_of_the_same_method_are_taken_to_be_each_others() -> None:
 
 
 def test_another_method_in_the_same_place_is_a_change() -> None:
-    assert compare([call("a")], [call("a", LOG)]) == [Difference(Kind.CHANGED, "b", (5, 0), call("a"), call("a", LOG))]
+    assert compare([call("a")], [call("a", LOG)]) == [
+        Difference(Kind.CHANGED, "b", (5, 0), call("a"), call("a", LOG), 1)
+    ]
 
 
 def test_an_input_that_makes_more_than_a_window_holds() -> None:

@@ -126,7 +126,5 @@ class RequestProxy(Proxy):
         super().__init__(made, definition, name, timeout_s, None, trace_context=calls.trace_context)
         self._immortal_calls = calls
 
-    def __getattr__(self, name: str) -> ProxyMethod:
-        made = super().__getattr__(name)
-        made._method = _NotedMethod(made._method, self._immortal_calls)
-        return made
+    def _immortal_method(self, method: Method) -> ProxyMethod:
+        return super()._immortal_method(_NotedMethod(method, self._immortal_calls))

@@ -15,16 +15,17 @@ import zmq
 from appsdk.client import CallRefused, ClientError, connect, with_timeout
 from appsdk.patterns.clone import limits
 from appsdk.patterns.clone.entries import Entries
-from appsdk.patterns.clone.errors import CloneError
+from appsdk.patterns.clone.errors import CloneError, TableFull
 from appsdk.patterns.clone.frames import Policy
 from appsdk.patterns.clone.own import has_keys, take_presences
 from appsdk.patterns.clone.places import Access, Places
-from appsdk.patterns.clone.publisher import Publisher, home_of, logger
+from appsdk.patterns.clone.publisher import Publisher, logger
 from appsdk.patterns.clone.publishing import Publishing
 from appsdk.patterns.clone.records import Place, Presence, Row
 from appsdk.patterns.clone.replica import News, Options, Replica
 from appsdk.patterns.clone.subscriber import Subscriber
 from appsdk.patterns.clone.table import Table
+from appsdk.patterns.listening import home_of
 
 _RETRY_S = 0.5
 _CALL_S = 2.5
@@ -174,13 +175,15 @@ class Forwarder:
         with self._lock:
             if self._wants_all:
                 self._wants_all = False
-                publishing.joined, publishing.left = [], []
+                publishing.joined, publishing.left = {}, []
                 self._all = publishing.present()
                 self._joined, self._left = [], []
             else:
                 joined, left = take_presences(publishing)
                 self._joined += joined
                 self._left += left
+                if len(self._joined) + len(self._left) > limits.STREAMS_MAX:  # the table is away
+                    self._wants_all = True
             held = publishing.held_by
             has_news = bool(self._joined or self._left or self._all is not None or held != self._held)
             self._held, self._streams = held, len(publishing)
@@ -212,6 +215,9 @@ class Forwarder:
                 told = True
             except CallRefused as error:
                 logger.error("forwarder %s: %r is no table of this version: %s", self.id, self._access.table, error)
+            except (TableFull, ValueError) as error:
+                self._wants_all = True
+                logger.error("forwarder %s: the table refuses it: %s", self.id, error)
             except ClientError as error:
                 if self._stopping:
                     return

@@ -24,6 +24,7 @@ ROOM_S = 5.0  # for which a writer that is held up waits, before it asks again
 # --- of a publisher, and of forwarders --------------------------------------------------------------------------------
 
 SUBTREES_MAX = 100  # of one client
+SUBTREES_SIZE_BYTES_MAX = 4096  # of all of them: they are in the row that says who is there
 STREAMS_MAX = 10_000  # clients of one publisher; more is what forwarders are for
 REQUEST_SIZE_BYTES_MAX = 64 << 10  # of one frame of a client
 PART_SIZE_BYTES_MAX = 64 << 10  # of one frame to a client, but for a single larger value

@@ -13,9 +13,10 @@ from appsdk.client.errors import NotConnectable
 from appsdk.client.places import pair_of
 from appsdk.patterns.clone import limits
 from appsdk.patterns.clone.feeds import Feed, open_feed
-from appsdk.patterns.clone.publisher import Publisher, home_of
+from appsdk.patterns.clone.publisher import Publisher
 from appsdk.patterns.clone.publishing import Publishing
 from appsdk.patterns.clone.records import Place, Presence
+from appsdk.patterns.listening import home_of
 
 _SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
 _PRESENCES_MAX = 1000  # of one message
@@ -99,7 +100,7 @@ def _place(publisher: Publisher, streams: int, blocking_s: float) -> Place:
 
 def take_presences(publishing: Publishing) -> tuple[list[Presence], list[str]]:
     """Who came and who went, as many as one message takes: those that went were there before."""
-    joined, publishing.joined = publishing.joined[:_PRESENCES_MAX], publishing.joined[_PRESENCES_MAX:]
+    joined = [publishing.joined.pop(stream) for stream in list(publishing.joined)[:_PRESENCES_MAX]]
     if publishing.joined:
         return joined, []
     left, publishing.left = publishing.left[:_PRESENCES_MAX], publishing.left[_PRESENCES_MAX:]

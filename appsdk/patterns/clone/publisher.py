@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from pathlib import Path
 
 import zmq
 
-from appsdk.client.errors import NotConnectable
-from appsdk.client.places import HOME_DEFAULT, HOME_VARIABLE, is_local, pair_of
-from appsdk.patterns.callers import Callers, Guard
 from appsdk.patterns.clone import limits
 from appsdk.patterns.clone.errors import CloneError
 from appsdk.patterns.clone.frames import Refused, decode_request, encode
 from appsdk.patterns.clone.publishing import Publishing
+from appsdk.patterns.listening import Listener, ListenError
 from protocol.errors import RemoteProtocolError
 from protocol.rate_limit import RateLimit
 
@@ -24,10 +21,13 @@ logger = logging.getLogger("immortal.clone")
 _NOBLOCK = int(zmq.NOBLOCK)
 _QUEUED_MAX = 65_536  # frames to one client inside ZeroMQ: its window is what bounds them
 _TURN_FRAMES_MAX = 1000  # that are taken in before others have their turn
-
-
-def home_of(home: str | os.PathLike[str] | None) -> Path:
-    return Path(home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT)
+_OPTIONS = {
+    zmq.MAXMSGSIZE: limits.REQUEST_SIZE_BYTES_MAX,
+    zmq.SNDHWM: _QUEUED_MAX,
+    zmq.BACKLOG: limits.BACKLOG,
+    zmq.ROUTER_MANDATORY: 1,
+    zmq.HANDSHAKE_IVL: limits.HANDSHAKE_TIMEOUT_MS,
+}
 
 
 class Publisher:
@@ -43,58 +43,12 @@ class Publisher:
         self.malformed = 0  # frames that were dropped
         self._flushed_s = self._pause_s = 0.0
         self._warnings = RateLimit(burst=1)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._guard: Guard | None = None
-        self._callers: Callers | None = None
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         try:
-            if identity:
-                self._secure(home, identity)
-            elif not insecure and not _is_local(endpoint):
-                raise CloneError(
-                    f"{endpoint} is not on this machine only: it needs keys ('immortal keys NAME --make'), or "
-                    f"insecure=True, which lets everybody read"
-                )
-            self.endpoint = self._bind(endpoint)
-        except BaseException:
-            self.close()
-            raise
-
-    def _secure(self, home: Path, identity: str) -> None:
-        try:
-            pair = pair_of(home / identity, identity)
-        except (NotConnectable, PermissionError) as error:
-            raise CloneError(f"the keys of {identity!r} can't be used: {error}") from None
-        if pair is None:
-            raise CloneError(
-                f"{identity!r} has no keys in {home / identity}: 'immortal keys {identity} --make --client' makes them"
-            )
-        self._callers = Callers(home, None)
-        self._guard = Guard(self._context, pair, self._callers)
-        self._guard.protect(self._socket)
-
-    def _bind(self, endpoint: str) -> str:
-        for option, value in (
-            (zmq.MAXMSGSIZE, limits.REQUEST_SIZE_BYTES_MAX),
-            (zmq.SNDHWM, _QUEUED_MAX),
-            (zmq.BACKLOG, limits.BACKLOG),
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.HANDSHAKE_IVL, limits.HANDSHAKE_TIMEOUT_MS),
-            (zmq.TCP_KEEPALIVE, 1),
-            (zmq.IPV6, int("[" in endpoint)),
-        ):
-            self._socket.setsockopt(option, value)
-        port = endpoint.rpartition(":")[2]
-        if port.isdigit() and int(port) > 65535:
-            raise CloneError(f"can't listen at {endpoint!r}: ports end at 65535")  # ZeroMQ would take another
-        try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            raise CloneError(
-                f"can't listen at {endpoint!r}: {error.strerror}; tcp://ADDRESS:PORT of this machine (PORT may be *) "
-                f"was expected"
-            ) from None
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+            self._listener = Listener(endpoint, _OPTIONS, home=home, identity=identity, insecure=insecure)
+        except ListenError as error:
+            raise CloneError(str(error)) from None
+        self.endpoint = self._listener.endpoint
+        self._socket = self._listener.socket
 
     def fileno(self) -> int:
         """What to wait for; it tells of news once: :meth:`receive` takes them all."""
@@ -113,14 +67,11 @@ class Publisher:
         return False
 
     def _received(self, parts: list[zmq.Frame], now_ns: int) -> None:
-        name = ""
-        if self._callers is not None:
-            key = parts[0].get("User-Id")
-            found = self._callers.name_of(key if isinstance(key, str) else "")
-            if found is None:
-                self._drop(f"a message with the key {key}, which may not talk here any more")
-                return
-            name = found
+        try:
+            name = self._listener.caller_of(parts[0])
+        except PermissionError as error:
+            self._drop(str(error))
+            return
         if len(parts) != 2:
             self._drop(f"a message of {len(parts) - 1} parts, 1 was expected")
             return
@@ -180,15 +131,4 @@ class Publisher:
         return True
 
     def close(self) -> None:
-        self._socket.close(linger=limits.CLOSE_LINGER_MS)
-        if self._guard is not None:
-            self._guard.close()
-        self._context.term()
-
-
-def _is_local(endpoint: str) -> bool:
-    """Raises CloneError for what is no endpoint."""
-    try:
-        return is_local(endpoint.removesuffix("*") + "0" if endpoint.endswith(":*") else endpoint)
-    except NotConnectable as error:
-        raise CloneError(str(error)) from None
+        self._listener.close(limits.CLOSE_LINGER_MS)

@@ -47,8 +47,8 @@ class Publishing:
         self.table = table
         self.entries = entries
         self.outgoing: list[tuple[bytes, bytes]] = []
-        self.joined: list[Presence] = []
-        self.left: list[str] = []
+        self.joined: dict[str, Presence] = {}  # by the stream's ID
+        self.left: list[str] = []  # streams that were told to have joined
         self.ended_slow = 0
         self.ended_silent = 0
         self._blocking_s = blocking_s
@@ -148,6 +148,9 @@ class Publishing:
             reason = _may_not(name, subtrees, relay=asked.relay)
             self._say(route, Refused(asked.stream, reason, again=False))
             return
+        if asked.policy == "block" and not self._entitlements.may_block(name):
+            self._say(route, Refused(asked.stream, _may_not_block(name), again=False))
+            return
         has_copy = asked.table == self.table and asked.number > 0
         after = asked.number if has_copy and tuple(asked.had) == visible else EVERYTHING
         if has_copy and asked.number > self.entries.number:
@@ -164,7 +167,7 @@ class Publishing:
         stream = Stream(f"{self.name}.{self._count}", route, name, asked, view, after, now_ns)
         self._streams[route] = stream
         self._say(route, Activated(asked.stream, self.table, list(visible), self.entries.forgotten))
-        self.joined.append(Presence(stream.id, name, asked.label, self.name, visible))
+        self.joined[stream.id] = Presence(stream.id, name, asked.label, self.name, visible)
         self._dirty = True
 
     def lost(self, route: bytes) -> None:
@@ -259,6 +262,9 @@ class Publishing:
             asked = stream.asked
             subtrees = check_subtrees(asked.subtrees)
             visible = self._entitlements.visible(stream.name, subtrees, relay=asked.relay)
+            if visible and asked.policy == "block" and not self._entitlements.may_block(stream.name):
+                self._end(stream, _may_not_block(stream.name), again=False)
+                continue
             if visible == stream.view.visible:
                 continue
             if not visible:
@@ -291,7 +297,8 @@ class Publishing:
         del self._streams[stream.route]
         self._stop_walking(stream)
         self._views.leave(stream.view)
-        self.left.append(stream.id)
+        if self.joined.pop(stream.id, None) is None:  # else nobody has heard of it
+            self.left.append(stream.id)
 
     def _stop_walking(self, stream: Stream) -> None:
         stream.walk = None
@@ -318,14 +325,26 @@ def _check(asked: Activate, *, may_block: bool) -> None:
         )
     if len(asked.label.encode("utf-8", "surrogatepass")) > limits.LABEL_SIZE_BYTES_MAX:
         raise ValueError(f"a label of more than {limits.LABEL_SIZE_BYTES_MAX} bytes")
+    if not asked.label.isprintable():
+        raise ValueError(f"label {asked.label!r}: printable text was expected")
     if asked.number < 0:
         raise ValueError(f"update {asked.number}: they are numbered from 1 on")
     if asked.policy == "block" and not may_block:
         raise ValueError("policy 'block': nobody may hold up writers here; ask for 'drop' or 'disconnect'")
 
 
+def _may_not_block(name: str) -> str:
+    return (
+        f"{_who(name)} may not hold up writers: ask for 'drop' or 'disconnect', or have it entitled with may_block=True"
+    )
+
+
+def _who(name: str) -> str:
+    return repr(name) if name else "who shows no key"
+
+
 def _may_not(name: str, subtrees: Iterable[str], *, relay: bool) -> str:
-    who = repr(name) if name else "who shows no key"
+    who = _who(name)
     if relay:
         return f"{who} is no forwarder here: entitle it with relay=True"
     return f"{who} may see nothing of {', '.join(map(repr, subtrees)) or 'no subtree at all'}"

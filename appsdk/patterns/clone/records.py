@@ -44,10 +44,14 @@ class Written(msgspec.Struct, frozen=True):
 
 
 class Entitlement(msgspec.Struct, frozen=True):
-    """``relay``: it is a forwarder, which sees all, and asks for what its clients may see."""
+    """``relay``: it is a forwarder, which sees all, and asks for what its clients may see.
+
+    ``may_block``: it may hold up writers.
+    """
 
     subtrees: tuple[str, ...] = ()
     relay: bool = False
+    may_block: bool = False
 
 
 class Place(msgspec.Struct, frozen=True):

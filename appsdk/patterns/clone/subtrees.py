@@ -50,6 +50,12 @@ def check_subtrees(subtrees: Iterable[str]) -> tuple[str, ...]:
     for subtree in found:
         if subtree not in ALL:
             check_key(subtree)
+    size_bytes = sum(len(subtree.encode()) for subtree in found)
+    if size_bytes > limits.SUBTREES_SIZE_BYTES_MAX:
+        raise ValueError(
+            f"subtrees of {size_bytes} bytes: at most {limits.SUBTREES_SIZE_BYTES_MAX} are possible; ask for what has "
+            f"them all"
+        )
     return reduced(found)
 
 
@@ -107,3 +113,10 @@ class Entitlements:
             return True
         known = self._by_name.get(name)
         return known is not None and known.relay
+
+    def may_block(self, name: str) -> bool:
+        """Hold up writers. A forwarder may: it does so for those of its clients that may."""
+        if not self._by_name or name == self._owner:
+            return True
+        known = self._by_name.get(name) or self._by_name.get(EVERYBODY)
+        return known is not None and (known.may_block or known.relay)

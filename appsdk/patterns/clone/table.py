@@ -124,10 +124,11 @@ class Table(Immortal):
         return True
 
     @rpc(raises=[ValueError, TableFull])
-    def entitle(self, name: str, subtrees: list[str], relay: bool = False) -> None:
+    def entitle(self, name: str, subtrees: list[str], relay: bool = False, may_block: bool = False) -> None:
         """Who shows the key of ``name`` sees these subtrees, and nothing else; "*": who has no line of its own.
 
-        ``relay``: it is a forwarder. Once somebody is entitled, others see nothing.
+        ``relay``: it is a forwarder. ``may_block``: it may hold up writers. Once somebody is entitled, others see
+        nothing.
         """
         if name != EVERYBODY:
             check_key(name)
@@ -144,7 +145,7 @@ class Table(Immortal):
         ):
             raise TableFull(f"{limits.ENTITLED_MAX} names are entitled, which is as many as may be")
         with self._publishing() as rows:
-            self._change(rows, key, encode(Entitlement(reduced, relay)), 0)
+            self._change(rows, key, encode(Entitlement(reduced, relay, may_block)), 0)
 
     @rpc
     def disentitle(self, name: str) -> bool:
@@ -164,12 +165,6 @@ class Table(Immortal):
         return sorted(
             (one.place for one in self.forwarders.values() if one.place.endpoint), key=lambda one: one.streams
         )
-
-    @query
-    def get(self, key: str) -> bytes | None:
-        """The value, MessagePack; None: there is no such key."""
-        row = None if key.startswith(ENTITLED) else self.entries.rows.get(key)
-        return None if row is None else row.value
 
     @query
     def entitled(self) -> dict[str, Entitlement]:
@@ -211,17 +206,27 @@ class Table(Immortal):
     def publisher_says(self, joined: list[Presence], left: list[str], held_by: list[str], place: Place) -> None:
         self._hear(_OWN, place, joined, left, held_by)
 
-    @rpc(raises=[TableFull])
+    @rpc(raises=[TableFull, ValueError])
     def forwarder_says(
         self, forwarder: str, place: Place, joined: list[Presence], left: list[str], held_by: list[str], begins: bool
     ) -> None:
         """Once a second. ``begins``: it tells of all its streams anew."""
         if forwarder not in self.forwarders and len(self.forwarders) >= limits.FORWARDERS_MAX:
             raise TableFull(f"there are {limits.FORWARDERS_MAX} forwarders, which is as many as may be")
+        self._check_identity(place.identity)
         if begins:
             with self._publishing() as rows:
                 self._lose(rows, forwarder)
         self._hear(forwarder, place, joined, left, held_by)
+
+    def _check_identity(self, name: str) -> None:
+        """Clients believe who shows these keys. Raises ValueError."""
+        if name and name != self._immortal_context.instance_name and not self._may_relay(name):
+            raise ValueError(f"{name!r} is no forwarder here: entitle it with relay=True")
+
+    def _may_relay(self, name: str) -> bool:
+        row = self.entries.rows.get(f"{ENTITLED}/{name}")
+        return row is not None and row.value is not None and msgspec.msgpack.decode(row.value, type=Entitlement).relay
 
     @rpc
     def forwarder_ends(self, forwarder: str) -> None:

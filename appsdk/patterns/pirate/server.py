@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import zmq
 
-from appsdk.client.errors import NotConnectable
-from appsdk.client.places import HOME_DEFAULT, HOME_VARIABLE, is_local, pair_of
-from appsdk.patterns.callers import Callers, Guard, NoKeysError
+from appsdk.patterns.listening import Listener, ListenError, home_of
 from appsdk.patterns.pirate.errors import ServerError
 from appsdk.patterns.pirate.frames import FRAME_SIZE_BYTES_MAX, Frame, Kind, decode_frame, encode_frame
 from appsdk.patterns.pirate.limits import (
@@ -43,6 +39,11 @@ from protocol.rate_limit import RateLimit
 logger = logging.getLogger("appsdk.pirate")
 
 _NOBLOCK = int(zmq.NOBLOCK)
+_OPTIONS = {
+    zmq.MAXMSGSIZE: FRAME_SIZE_BYTES_MAX,
+    zmq.SNDHWM: REPLIES_QUEUED_MAX,
+    zmq.HANDSHAKE_IVL: HANDSHAKE_TIMEOUT_MS,
+}
 _Key = tuple[str, str, int]  # name of the caller's key, client ID, number
 
 
@@ -130,67 +131,23 @@ class Server:
         self._closing = False
         self._warnings = RateLimit(burst=1)
         self.malformed = 0  # frames that were dropped
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._guard: Guard | None = None
-        self._callers: Callers | None = None
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._store: ReplyStore | None = None
         try:
-            if identity:
-                self._secure(Path(home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT), identity, callers)
-            elif not insecure and not _is_local(endpoint):
-                raise ServerError(
-                    f"{endpoint} is not on this machine only: give the server keys, with identity=NAME and "
-                    f"callers=[NAMES] (insecure=True lets everybody call)"
-                )
+            self._listener = Listener(
+                endpoint, _OPTIONS, home=home_of(home), identity=identity or "", names=callers, insecure=insecure
+            )
+        except ListenError as error:
+            raise ServerError(str(error)) from None
+        try:
             self._store = None if store is None else ReplyStore(store)
-            self.endpoint = self._bind(endpoint)
         except BaseException:
-            self._release()
+            self._listener.close(0)
             raise
+        self.endpoint = self._listener.endpoint
+        self._socket = self._listener.socket
         self._store_id = b"" if self._store is None else self._store.store_id
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve_socket, name=f"pirate at {self.endpoint}", daemon=True)
         self._thread.start()
-
-    def _secure(self, home: Path, identity: str, names: Sequence[str]) -> None:
-        try:
-            pair = pair_of(home / identity, identity)
-        except (NotConnectable, PermissionError) as error:
-            raise ServerError(f"the keys of {identity!r} can't be used: {error}") from None
-        if pair is None:
-            raise ServerError(
-                f"{identity!r} has no keys in {home / identity}: 'immortal keys {identity} --make --client' makes them"
-            )
-        try:
-            self._callers = Callers(home, [identity, *names])
-        except NoKeysError as error:
-            raise ServerError(str(error)) from None
-        self._guard = Guard(self._context, pair, self._callers)
-        self._guard.protect(self._socket)
-
-    def _bind(self, endpoint: str) -> str:
-        for option, value in (
-            (zmq.MAXMSGSIZE, FRAME_SIZE_BYTES_MAX),
-            (zmq.SNDHWM, REPLIES_QUEUED_MAX),
-            (zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS),
-            (zmq.TCP_KEEPALIVE, 1),
-            (zmq.IPV6, int("[" in endpoint)),
-        ):
-            self._socket.setsockopt(option, value)
-        port = endpoint.rpartition(":")[2]
-        if port.isdigit() and int(port) > 65535:
-            raise ServerError(f"can't listen at {endpoint!r}: ports end at 65535")  # ZeroMQ would take another
-        if _somebody_listens(endpoint):
-            raise ServerError(f"can't listen at {endpoint!r}: it is in use")  # ZeroMQ would take it from its owner
-        try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            raise ServerError(
-                f"can't listen at {endpoint!r}: {error.strerror}; tcp://ADDRESS:PORT of this machine (PORT may be *), "
-                f"or ipc://PATH was expected"
-            ) from None
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     # --- work: the thread that calls run() ---------------------------------------------------------------------------
 
@@ -307,14 +264,11 @@ class Server:
             self._received(parts)
 
     def _received(self, parts: list[zmq.Frame]) -> None:
-        caller = ""
-        if self._callers is not None:
-            key = parts[0].get("User-Id")
-            name = self._callers.name_of(key if isinstance(key, str) else "")
-            if name is None:
-                self._drop(f"a message with the key {key}, which may not call here any more")
-                return
-            caller = name
+        try:
+            caller = self._listener.caller_of(parts[0])
+        except PermissionError as error:
+            self._drop(str(error))
+            return
         if len(parts) != 2:
             self._drop(f"a message of {len(parts) - 1} parts or more, 1 was expected")
             return
@@ -392,34 +346,7 @@ class Server:
     def _release(self) -> None:
         if not self._running:
             self._close_store()
-        self._socket.close(linger=CLOSE_LINGER_MS)
-        if self._guard is not None:
-            self._guard.close()
-        self._context.term()
-
-
-def _is_local(endpoint: str) -> bool:
-    """Raises ServerError for what is no endpoint."""
-    try:
-        return is_local(endpoint.removesuffix("*") + "0" if endpoint.endswith(":*") else endpoint)
-    except NotConnectable as error:
-        raise ServerError(str(error)) from None
-
-
-def _somebody_listens(endpoint: str) -> bool:
-    """At this Unix socket; False for other endpoints."""
-    path = endpoint.removeprefix("ipc://")
-    if path == endpoint:
-        return False
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(0.0)
-        try:
-            probe.connect("\0" + path[1:] if path.startswith("@") else path)
-        except BlockingIOError:
-            return True  # its backlog is full
-        except OSError:
-            return False
-        return True
+        self._listener.close(CLOSE_LINGER_MS)
 
 
 def serve(

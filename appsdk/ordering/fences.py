@@ -1,0 +1,240 @@
+"""How a dead member is expelled from a group, the part below the views; `docs/ORDERING.md` says why it is right.
+
+A *fence* is a group, a member and the number of a view: no run of that group to that member, of views up to that one,
+is committed any more by a sender that knows of it. Who expels sets the fence at all other members. Once they have said
+Fenced, each run that was committed with the member is in front of all that is sent from there on. Part of
+:class:`appsdk.ordering.machine.Ordering`: no I/O, no time, no randomness.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from appsdk.ordering.messages import Fence, Fenced, OfFences, Resolve, Scope
+from appsdk.ordering.state import Expulsion, FenceState, Filed, Sent, Stage, State
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """``sender``, others or oneself, cancels runs: tell it the view without ``member``, once there is one."""
+
+    group: str
+    member: str
+    view: int
+    sender: str
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """Send the change that expels ``leaving`` from that view to its other members."""
+
+    group: str
+    view: int
+    leaving: list[str]
+
+
+class Ordering(Protocol):
+    """What fences need of :class:`appsdk.ordering.machine.Ordering`."""
+
+    name: str
+    state: State
+    actions: list[Any]
+
+    @property
+    def sent(self) -> list[Sent]: ...
+    def runs(self) -> list[Filed]: ...
+    def tell(self, destination: str, message: OfFences) -> None: ...
+    def cancel(self, sent: Sent) -> None: ...
+    def drop(self, sender: str, number: int) -> None: ...
+    def commit_as_it_is(self, filed: Filed) -> None: ...
+
+
+class Fences:
+    """Those that one instance knows."""
+
+    def __init__(self, ordering: Ordering) -> None:
+        self._ordering = ordering
+
+    # --- as a sender --------------------------------------------------------------------------------------------------
+
+    def cuts(self, scope: Scope | None, destinations: list[str]) -> bool:
+        """A run to them is not to be sent, or to be cancelled."""
+        return scope is not None and any(
+            scope.reaches(one.group, one.view) and one.member in destinations for one in self._ordering.state.fences
+        )
+
+    # --- as a destination ---------------------------------------------------------------------------------------------
+
+    def may_propose(self, sender: str, scope: Scope) -> bool:
+        """Before its run is filed; the sender hears of fences before it hears of the place. False: it is expelled."""
+        may = True
+        for fence in self._ordering.state.fences:
+            if scope.reaches(fence.group, fence.view):
+                self._tell(fence, sender)
+                may = may and sender != fence.member
+        return may
+
+    def ignores(self, sender: str, number: int) -> bool:
+        """What ``sender`` decides about its run ``number`` counts no more: the others decide, or have decided."""
+        ordering = self._ordering
+        for fence in ordering.state.fences:
+            if fence.member != sender:
+                continue
+            if number in fence.decided:
+                return True
+            if not fence.is_resolved and any(one.number == number for one in self._of_member(fence)):
+                return True
+        return False
+
+    def _of_member(self, fence: FenceState) -> list[Filed]:
+        return [one for one in self._in_queue(fence) if one.sender == fence.member]
+
+    def _in_queue(self, fence: FenceState) -> list[Filed]:
+        """Runs that it is about and that may still change."""
+        return [
+            one
+            for one in self._ordering.runs()
+            if one.scope is not None and one.scope.reaches(fence.group, fence.view) and one.stage != Stage.COMMITTED
+        ]
+
+    def _tell(self, fence: FenceState, sender: str) -> None:
+        if sender not in fence.told and sender != self._ordering.name:
+            fence.told.append(sender)
+            self._ordering.tell(sender, Fence(fence.group, fence.member, fence.view))
+            self._ordering.actions.append(Asked(fence.group, fence.member, fence.view, sender))
+
+    # --- both ---------------------------------------------------------------------------------------------------------
+
+    def received(self, source: str, message: OfFences) -> None:
+        if isinstance(message, Fence):
+            fence = self._learn(message.group, message.member, message.view)
+            if message.asks:
+                self._ask(fence, source, message)
+        elif isinstance(message, Fenced):
+            self._fenced(source, message)
+        else:
+            fence = self._learn(message.group, message.member, message.view)
+            self._resolve(fence, message)
+
+    def _learn(self, group: str, member: str, view: int) -> FenceState:
+        """It holds from here on: cancel one's own runs, and tell the senders of those that are in the queue."""
+        ordering, state = self._ordering, self._ordering.state
+        fence = next((one for one in state.fences if (one.group, one.member) == (group, member)), None)
+        if fence is None:
+            fence = FenceState(group, member, -1)
+            state.fences.append(fence)
+        if view <= fence.view:
+            return fence
+        fence.view, fence.is_resolved, fence.told = view, False, []
+        own = [one for one in ordering.sent if self.cuts(one.scope, one.destinations)]
+        for sent in own:
+            ordering.cancel(sent)
+        if own:
+            ordering.actions.append(Asked(group, member, view, ordering.name))
+        for filed in self._in_queue(fence):
+            self._tell(fence, filed.sender)
+        self._join(fence)
+        return fence
+
+    def _ask(self, fence: FenceState, asker: str, message: Fence) -> None:
+        if asker not in fence.askers:
+            fence.askers.append(asker)
+            fence.told.append(asker)
+        found = [
+            (one.sender, one.number)
+            for one in self._in_queue(fence)
+            if one.stage == Stage.BLOCK and one.sender != fence.member
+        ]
+        fence.open += [one for one in found if one not in fence.open]
+
+    def progress(self) -> None:
+        """What is final is not waited for any more."""
+        for fence in self._ordering.state.fences:
+            if not fence.askers:
+                continue
+            blocks = {(one.sender, one.number) for one in self._in_queue(fence) if one.stage == Stage.BLOCK}
+            fence.open = [one for one in fence.open if one in blocks]
+            if fence.open:
+                continue
+            askers, fence.askers = fence.askers, []
+            committed = self._ordering.state.committed.get(fence.member, 0)
+            said = Fenced(fence.group, fence.member, fence.view, committed)
+            for asker in askers:
+                if asker == self._ordering.name:
+                    self._fenced(asker, said)
+                else:
+                    self._ordering.tell(asker, said)
+
+    def _resolve(self, fence: FenceState, message: Resolve) -> None:
+        """The member's own runs: what any other member has seen committed is, all else is not."""
+        if fence.is_resolved or fence.view != message.view:
+            return
+        fence.is_resolved = True
+        for filed in self._of_member(fence):
+            fence.decided.append(filed.number)
+            if filed.number <= message.committed:
+                self._ordering.commit_as_it_is(filed)
+            else:
+                self._ordering.drop(filed.sender, filed.number)
+
+    # --- who expels ---------------------------------------------------------------------------------------------------
+
+    def expel(self, group: str, member: str, view: int, members: list[str], now_ns: int = 0) -> None:
+        """Expel ``member`` from ``members``, which are those of ``view``. Ready follows, once all others have said
+        Fenced; or nothing, if this instance is expelled itself."""
+        state, name = self._ordering.state, self._ordering.name
+        own = next((one for one in state.expulsions if one.group == group), None)
+        if own is not None and own.view < view:
+            state.expulsions.remove(own)
+            own = None
+        if own is None:
+            own = Expulsion(group, view, list(members), since_ns=now_ns)
+            state.expulsions.append(own)
+        fenced = [one.member for one in state.fences if one.group == group and one.view >= own.view]
+        for one in (member, *fenced):
+            if one in own.members and one not in own.leaving and one != name:
+                own.leaving.append(one)
+                self._begin(own, one)
+        own.waits = [(one, other) for one, other in own.waits if other not in own.leaving]
+
+    def _begin(self, own: Expulsion, member: str) -> None:
+        name = self._ordering.name
+        for other in own.members:
+            if other == member:
+                continue
+            own.waits.append((member, other))
+            message = Fence(own.group, member, own.view, True)
+            if other == name:
+                self._ask(self._learn(own.group, member, own.view), name, message)
+            elif other not in own.leaving:
+                self._ordering.tell(other, message)
+
+    def _join(self, fence: FenceState) -> None:
+        """Somebody expels ``fence.member`` as well: it does not answer any more."""
+        state = self._ordering.state
+        for own in [one for one in state.expulsions if one.group == fence.group]:
+            if fence.member == self._ordering.name:
+                state.expulsions.remove(own)
+            elif fence.member in own.members and fence.member not in own.leaving:
+                self.expel(own.group, fence.member, own.view, own.members, own.since_ns)
+
+    def _fenced(self, source: str, message: Fenced) -> None:
+        own = next((one for one in self._ordering.state.expulsions if one.group == message.group), None)
+        if own is None or (message.member, source) not in own.waits or message.view < own.view:
+            return
+        own.waits.remove((message.member, source))
+        own.committed[message.member] = max(own.committed.get(message.member, 0), message.committed)
+        self._go_on(own)
+
+    def _go_on(self, own: Expulsion) -> None:
+        if own.waits:
+            return
+        ordering = self._ordering
+        ordering.state.expulsions.remove(own)
+        for member in own.leaving:
+            message = Resolve(own.group, member, own.view, own.committed.get(member, 0))
+            self._resolve(self._learn(own.group, member, own.view), message)
+            for other in own.members:
+                if other not in own.leaving and other != ordering.name:
+                    ordering.tell(other, message)
+        ordering.actions.append(Ready(own.group, own.view, own.leaving))

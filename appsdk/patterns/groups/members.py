@@ -1,0 +1,288 @@
+"""What members of groups, and who sends to them, tell each other: handlers, at their places in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from appsdk.calls.codec import encoder
+from appsdk.handlers.decorators import rpc
+from appsdk.handlers.definition import definition_of
+from appsdk.handlers.multicast import Multicast
+from appsdk.handlers.proxy import make_fork
+from appsdk.immortal import Immortal
+from appsdk.ordering.messages import Scope
+from appsdk.ordering.views import Kind, Membership, Message, Outgoing, View
+from appsdk.patterns.groups.declared import Group, group_of, groups_of
+
+
+class Answer(msgspec.Struct, array_like=True, frozen=True):
+    """Of a member; ``view``: what it is there now."""
+
+    is_executed: bool
+    view: View
+    result: bytes = b""
+
+
+class Handled(msgspec.Struct, array_like=True, frozen=True):
+    """Of one sender: its last message that was executed here, and to which view; who tells it of its last one."""
+
+    executed: int
+    view: int
+    teller: str
+
+
+class Known(msgspec.Struct, array_like=True):
+    """What an instance knows of a group.
+
+    ``newest``: a view that it was told of, which may be ahead of its place in the order. ``asking``: (sender, member,
+    number of a view): who waits for the view without that member. ``expelling``: whom this instance expels.
+    """
+
+    membership: Membership
+    outgoing: Outgoing
+    newest: View
+    handled: dict[str, Handled] = {}
+    asking: list[tuple[str, str, int]] = []
+    expelling: list[str] = []
+
+    @property
+    def own(self) -> str:
+        return self.membership.own
+
+    @property
+    def view(self) -> View:
+        """The newest that is known."""
+        return max(self.membership.view, self.newest, key=number_of)
+
+
+class Grouped(Immortal):
+    """The base class of members of groups, and of who sends to them. Its handlers are how they talk to each other."""
+
+    groups_known: dict[str, Known] | None = None
+
+    if TYPE_CHECKING:  # of self.<group>, which is to a type checker the class of its members
+
+        @classmethod
+        def join(cls) -> Awaitable[None]: ...
+
+        @classmethod
+        def leave(cls) -> Awaitable[None]: ...
+
+    def on_expelled(self, name: str) -> None:
+        """This instance is no member of the group ``name`` any more, others say; for classes to override."""
+
+    @rpc
+    def group_known(self, name: str) -> tuple[str, View]:
+        """This instance's name, and the newest view of the group that it knows."""
+        known = self._group(name)[1]
+        return known.own, known.view
+
+    @rpc
+    def group_learn(self, name: str, view: View) -> View:
+        """What a member has answered. What is sent next goes there, or to a newer view."""
+        known = self._group(name)[1]
+        known.membership.learn(view)
+        return max(view, known.view, key=number_of)
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    @rpc
+    def group_send(self, name: str, method: str, arguments: bytes) -> None:
+        source, known = self._group(name)
+        self._group_multicast(source, known, known.outgoing.send(method, arguments, known.view))
+
+    @rpc
+    def group_told(self, name: str, number: int, view_number: int, newest: View | None) -> None:
+        source, known = self._group(name)
+        if newest is not None:
+            known.membership.learn(newest)
+        for message in known.outgoing.told(number, view_number, newest):
+            self._group_multicast(source, known, message)
+
+    @rpc
+    def group_deliver(self, name: str, view_number: int, message: Message, sender: str, teller: str) -> Answer:
+        """A message to the group, at its place in the order. ``teller``: which member tells the sender; "": none."""
+        source, known = self._group(name)
+        membership = known.membership
+        is_current = membership.is_current(view_number)
+        view = membership.view
+        result = b""
+        if is_current:
+            handler = source.handler(message.method, definition_of(Grouped).handlers)
+            codec = definition_of(type(self)).codec(definition_of(type(self)).handlers[handler.name])
+            call: Callable[..., Any] = getattr(self, handler.name)
+            result = encoder.encode(call(*codec.decode(message.arguments)))
+        if teller:
+            before = known.handled.get(sender, Handled(0, 0, teller))
+            executed = (message.number, view_number) if is_current else (before.executed, before.view)
+            known.handled[sender] = Handled(*executed, teller)
+        if teller == known.own and not membership.is_cut(view_number):
+            newest = None if is_current else view
+            if sender == known.own:
+                self.group_told(name, message.number, view_number, newest)
+            else:
+                self._group_tell(sender, "group_told", name, message.number, view_number, newest)
+        return Answer(is_current, view, result)
+
+    def _group_multicast(self, source: Group, known: Known, message: Message) -> None:
+        own, view = known.own, known.outgoing.view
+        self._group_members(source, own, view.number, view.members).group_deliver.fork(
+            source.name, view.number, message, own, view.teller_of(own)
+        )
+
+    def _group_members(self, source: Group, own: str, view: int, members: Iterable[str]) -> Any:
+        """A multicast to them."""
+        definition = definition_of(type(self))
+        destinations = source.destinations(own, definition, members)
+        return Multicast(self._immortal_context, destinations, Scope(source.name, view))
+
+    def _group_tell(self, to: str, method: str, *arguments: Any) -> None:
+        """``to``: another, or this instance itself, behind all that it has said to itself before."""
+        to = "" if to == self._immortal_context.instance_name else to
+        make_fork(self._immortal_context, to, definition_of(Grouped).handlers[method])(*arguments)
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
+    @rpc
+    def group_change(self, name: str, base: View, kind: Kind, changed: list[str], by: str) -> Answer:
+        """A change of membership, at its place in the order."""
+        known = self._group(name)[1]
+        counts = known.membership.change(base, kind, *changed)
+        view = known.membership.view
+        known.expelling = [one for one in known.expelling if one in view.members and known.membership.is_member]
+        if counts and kind == "expel":
+            self._group_renew_all(name, known, base, changed)
+        if by == known.own and kind == "expel":
+            self._group_expel_again(name, known)
+        return Answer(counts, view)
+
+    def _group_expel_again(self, name: str, known: Known) -> None:
+        view = known.membership.view
+        for member in known.expelling:
+            self._immortal_context.multicasts.expel(name, member, view.number, list(view.members))
+
+    @rpc
+    def group_ready(self, name: str, view_number: int, leaving: list[str]) -> None:
+        """By itself: all others send nothing more to ``leaving``."""
+        source, known = self._group(name)
+        view = known.membership.view
+        others = [one for one in view.members if one not in leaving]
+        is_cut = self._immortal_context.multicasts.is_cut(Scope(name, view.number), others)
+        if view.number != view_number or is_cut:  # another change was first, or another one is expelled as well
+            self._group_expel_again(name, known)
+        else:
+            members = self._group_members(source, known.own, view.number, others)
+            members.group_change.fork(name, view, "expel", leaving, known.own)
+
+    @rpc
+    def group_asked(self, name: str, member: str, view_number: int, sender: str) -> None:
+        """By itself: ``sender`` cancels what it has sent to the views up to that one, and waits for another."""
+        known = self._group(name)[1]
+        if member not in known.membership.view.members:
+            self._group_renew(name, known, member, view_number, sender)
+        elif sender != known.own:
+            known.asking.append((sender, member, view_number))
+        else:
+            self._group_expel_again(name, known)  # its own change may be among what was cancelled
+
+    @rpc
+    def group_renew(
+        self, name: str, member: str, view_number: int, view: View, source: str, executed: tuple[int, int]
+    ) -> None:
+        """``member`` was expelled from that view, says ``source``. ``executed``: (this sender's last message that it
+        has executed, the view that this was sent to)."""
+        declared, known = self._group(name)
+        known.newest = max(known.newest, view, key=number_of)
+        if member == known.own and known.membership.is_member:
+            known.membership.expelled(view_number, view)
+            if not known.membership.is_member:
+                self.on_expelled(name)
+        else:
+            known.membership.learn(view)
+        outgoing = known.outgoing
+        number = executed[0] if executed[1] == outgoing.view.number else 0
+        again = outgoing.renewed(member, view_number, known.view, source, number)
+        for message in again:
+            self._group_multicast(declared, known, message)
+        answer = encoder.encode(Answer(False, known.view))
+        self._immortal_context.tasks.expelled(Scope(name, view_number), member, source, answer)
+
+    def _group_renew_all(self, name: str, known: Known, base: View, expelled: list[str]) -> None:
+        """All who wait for it, or for who is expelled; the first member tells those as well."""
+        view, own = known.membership.view, known.own
+        for member in expelled:
+            waiting = {sender: number for sender, asked, number in known.asking if asked == member}
+            told = [sender for sender, one in known.handled.items() if one.teller == member]
+            first = [member] if view.members[0] == own else []
+            for sender in dict.fromkeys([*waiting, *told, own, *first]):
+                self._group_renew(name, known, member, waiting.get(sender, base.number), sender)
+        known.asking = [one for one in known.asking if one[1] not in expelled]
+
+    def _group_renew(self, name: str, known: Known, member: str, view_number: int, sender: str) -> None:
+        view, own = known.membership.view, known.own
+        handled = known.handled.get(sender, Handled(0, 0, ""))
+        executed = handled.executed, handled.view
+        self._group_tell(sender, "group_renew", name, member, view_number, view, own, executed)
+
+    # --- operators ----------------------------------------------------------------------------------------------------
+
+    def _immortal_expel(self, name: str, member: str) -> tuple[bool, str]:
+        """Begin to expel ``member``; whether that is possible, and in words. An order, which no block holds up."""
+        if name not in groups_of(type(self)):
+            return False, f"{type(self).__qualname__} declares no group {name!r}"
+        known = self._group(name)[1]
+        view, own = known.membership.view, known.own
+        members = ", ".join(view.members)
+        if own not in view.members:
+            return False, f"{own!r} is no member of {name!r} itself: {members} are, as far as it knows"
+        if member == own:
+            return False, f"{own!r} does not expel itself: another member does, or it leaves"
+        if member not in view.members:
+            return False, f"{member!r} is no member of {name!r}: {members} are"
+        if member not in known.expelling:
+            known.expelling.append(member)
+        self._group_expel_again(name, known)
+        return True, f"{member} is being expelled from {name}"
+
+    # --- what there is ------------------------------------------------------------------------------------------------
+
+    def _group(self, name: str) -> tuple[Group, Known]:
+        """Raises UsageError."""
+        source = group_of(type(self), name)
+        if self.groups_known is None:
+            self.groups_known = {}
+        known = self.groups_known.get(name)
+        if known is None:
+            own, first = self._immortal_context.instance_name, source.first
+            known = self.groups_known[name] = Known(Membership(own, first), Outgoing(first), first)
+        return source, known
+
+    def _immortal_groups(self) -> list[dict[str, Any]]:
+        """Those that the class declares, in plain values; for :mod:`appsdk.waiting.listing`."""
+        found = []
+        for name, source in groups_of(type(self)).items():
+            known = (self.groups_known or {}).get(name)
+            membership = Membership("", source.first) if known is None else known.membership
+            own = self._immortal_context.instance_name
+            found.append(
+                {
+                    "name": name,
+                    "view": membership.view.number if known is None else known.view.number,
+                    "members": list(membership.view.members if known is None else known.view.members),
+                    "is_member": own in membership.view.members,
+                    "expelling": [] if known is None else known.expelling,
+                    "unconfirmed": 0 if known is None else len(known.outgoing.unconfirmed),
+                }
+            )
+        return found
+
+
+def number_of(view: View) -> int:
+    return view.number
+
+
+def newest_of(answers: Iterable[Answer]) -> View:
+    return max((one.view for one in answers), key=number_of)

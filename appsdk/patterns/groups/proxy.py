@@ -1,0 +1,126 @@
+"""``self.prices``: a group as handlers see it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar, overload
+
+from appsdk.calls.codec import bind_arguments, encoder, unencodable
+from appsdk.errors import UsageError
+from appsdk.handlers.decorators import Handler
+from appsdk.handlers.definition import definition_of
+from appsdk.ordering.messages import Scope
+from appsdk.ordering.views import Kind, Message, View
+from appsdk.patterns.groups.declared import Group
+from appsdk.patterns.groups.members import Answer, Grouped, newest_of
+from appsdk.waiting.task_self import TaskMulticast, TaskSelf
+
+G = TypeVar("G", bound=Grouped)
+
+
+@overload
+def group(target: type[G], name: str, members: Iterable[str]) -> type[G]: ...
+@overload
+def group(target: str, name: str, members: Iterable[str]) -> Any: ...
+@overload
+def group(target: Callable[[], type[G]], name: str, members: Iterable[str]) -> type[G]: ...
+def group(target: object, name: str, members: Iterable[str]) -> Any:
+    """The group ``name`` of instances of the class ``target`` (given as for :func:`appsdk.peer`), in the class body.
+
+    ``members``: its first ones, the same in all classes and for ever; later ones join. Raises DefinitionError.
+    """
+    return Group(target, name, members, GroupProxy, lambda cls: issubclass(cls, Grouped))
+
+
+class GroupProxy:
+    """A group, as handlers see it: an attribute for each handler of its members."""
+
+    def __init__(self, source: Group, instance: Any) -> None:
+        self._immortal_made_from = source, instance
+
+    def __getattr__(self, name: str) -> GroupMethod:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        source, instance = self._immortal_made_from
+        return GroupMethod(source, instance, source.handler(name, definition_of(Grouped).handlers))
+
+    def join(self) -> Awaitable[None]:
+        """``await self.prices.join()``: this instance is a member from a place in the order on. Raises UsageError."""
+        return _change(*self._immortal_made_from, "join")
+
+    def leave(self) -> Awaitable[None]:
+        """``await self.prices.leave()``. Raises UsageError; ValueError for the last member."""
+        return _change(*self._immortal_made_from, "leave")
+
+
+class GroupMethod:
+    """A handler of all members: ``fork`` sends a call to them, ``await ....all(...)`` gives all answers."""
+
+    def __init__(self, source: Group, instance: Any, handler: Handler[Any, Any]) -> None:
+        self._source = source
+        self._instance = instance
+        self._handler = handler
+
+    def fork(self, *arguments: Any, **keywords: Any) -> None:
+        """Raises TypeError, UsageError."""
+        encoded = self._encode(arguments, keywords)
+        if is_task(self._instance):
+            self._instance.group_send.fork(self._source.name, self._handler.name, encoded)
+        else:
+            self._instance.group_send(self._source.name, self._handler.name, encoded)
+
+    def all(self, *arguments: Any, **keywords: Any) -> Awaitable[tuple[Any, ...]]:
+        """In the order of the members. Raises TypeError, UsageError."""
+        _require_task(self._instance, f"self.<group>.{self._handler.name}.all")
+        return self._ask(self._encode(arguments, keywords))
+
+    async def _ask(self, encoded: bytes) -> tuple[Any, ...]:
+        source, instance, name = self._source, self._instance, self._handler.name
+        decode = source.definition.codec(self._handler).decode_result
+        own, view = await instance.group_known(source.name)
+        while True:
+            members = _to_members(source, instance, own, view)
+            answers: tuple[Answer, ...]
+            answers = await members.group_deliver.all(source.name, view.number, Message(0, name, encoded), own, "")
+            if executed := [one for one in answers if one.is_executed]:  # all alike, but for who is expelled meanwhile
+                return tuple(decode(one.result) for one in executed)
+            view = await instance.group_learn(source.name, newest_of(answers))
+
+    def _encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
+        name, signature = self._handler.function.__qualname__, self._handler.signature
+        bound = bind_arguments(name, signature, arguments, keywords)
+        try:
+            return encoder.encode(bound)
+        except Exception as error:
+            raise unencodable(name, signature.parameters, bound, error) from None
+
+
+async def _change(source: Group, instance: Any, kind: Kind) -> None:
+    _require_task(instance, f"self.<group>.{kind}")
+    if not issubclass(instance.__class__, source.definition.cls):
+        cls, members = instance.__class__.__qualname__, source.definition.name
+        raise UsageError(f"group {source.name!r}: a {cls} can't {kind}: its members are of the class {members}")
+    own, view = await instance.group_known(source.name)
+    while (own in view.members) != (kind == "join"):
+        if kind == "leave" and view.members == (own,):
+            raise ValueError(f"group {source.name!r}: {own!r} is its last member and can't leave: another must join")
+        everybody = _to_members(source, instance, own, View(view.number, view.after("join", own).members))  # it is last
+        changed = await everybody.group_change.all(source.name, view, kind, [own], own)
+        view = await instance.group_learn(source.name, newest_of(changed[: None if kind == "leave" else -1]))
+
+
+def _to_members(source: Group, instance: Any, own: str, view: View) -> Any:
+    """A multicast to them, of an async handler."""
+    task = instance._immortal_task
+    destinations = source.destinations(own, task.tasks.definition, view.members)
+    return TaskMulticast(task, destinations, Scope(source.name, view.number))
+
+
+def is_task(instance: Any) -> bool:
+    """Whether it is the self of an async handler, which says that it has the class of the app."""
+    return type(instance) is TaskSelf
+
+
+def _require_task(instance: Any, what: str) -> None:
+    if not is_task(instance):
+        raise UsageError(f"{what}(...): only async handlers wait: move it into an 'async def' handler")
