@@ -435,7 +435,7 @@ def test_status_of_a_running_instance(letters: InstanceSettings, monkeypatch: py
         "verdicts": {"refused": 0, "undone": 2},
         "suspect": {"sequence_id": 312, "message_index": -1, "runs_count": 1},
     }
-    monkeypatch.setattr(control, "query", lambda folder, verb: status)
+    monkeypatch.setattr(control, "query", lambda folder, verb, *timeout_s: status)
     monkeypatch.setattr(control, "running", lambda folder: control.ControlFile(pid=1, control="", started_ns=0))
     said = immortal(letters, "status", "counter").output
     assert "handling Counter.no\\x1b[2J \\x9b\\u202e for 31 s, record 312, called by shop\n" in said

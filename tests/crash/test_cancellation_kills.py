@@ -67,6 +67,7 @@ def runs(folder: Path) -> Iterator[list[Run]]:
 def start(runs: list[Run], folder: Path) -> Run:
     runs.append(Run(folder, "orders", "orders:Orders", "--restart"))
     runs[-1].line("orders are")
+    runs[-1].line("ready")  # before, it says nothing of its handlers
     return runs[-1]
 
 

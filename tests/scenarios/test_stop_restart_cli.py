@@ -74,7 +74,7 @@ def test_a_restart_runs_the_code_as_it_is_now(folder: Path, start: Start) -> Non
     (folder / "old.py").write_text(OLD.replace("old:", "mended:"))
     told = immortal(folder, "restart", "counter")
     after = status(folder)
-    assert told == f"counter is up again: version 1, process {after['pid']}\n"
+    assert told.splitlines()[0] == f"counter is up again: version 1, process {after['pid']}"
     assert after["pid"] != before["pid"]
     assert after["supervisor_pid"] == run.process.pid
     assert run.line("mended:") == "mended: {'The': 2, 'the': 2, 'END': 2}"
@@ -109,8 +109,9 @@ def test_a_restart_with_broken_code_ends_and_says_so(folder: Path, start: Start)
     run = start("old:Counter", "--restart")
     run.line("old: {'The': 1")
     (folder / "old.py").write_text("1 / 0\n")
-    told = immortal(folder, "restart", "counter", status=1)
-    assert told == "error: counter was stopped, and has not come up again; the lines of 'immortal run' say why\n"
+    *waits, said = immortal(folder, "restart", "counter", status=1).splitlines()
+    assert said == "error: counter was stopped, and has not come up again; the lines of 'immortal run' say why"
+    assert all(line.startswith("counter: waits for ") for line in waits), waits  # on a busy machine
     assert run.ended() == 1
     assert run.count("ZeroDivisionError") == 1
 
