@@ -62,7 +62,8 @@ def postgres(folder: Path) -> Iterator[str]:
                 stderr=log,
             )
         try:
-            _wait(lambda: (sockets / ".s.PGSQL.5432").exists(), server, home / "log", "PostgreSQL")
+            ready = [str(programs / "pg_isready"), "-q", "-h", str(sockets)]  # its socket is there before
+            _wait(lambda: subprocess.run(ready, check=False).returncode == 0, server, home / "log", "PostgreSQL")
             yield f"postgresql://bench@/postgres?host={sockets}"
         finally:
             _stop(server, data / "postmaster.pid")
