@@ -24,6 +24,8 @@ class Store(Immortal, checkpoint="fork"):
     @impulse
     def put(self, key: int) -> None:
         self.texts[key] = f"{key:1000}"
+        if len(self.texts) in (5_000, 20_000):
+            print("holds", len(self.texts), flush=True)
 
     @on_primary
     def feed(self, impulses: Impulses) -> None:
@@ -31,8 +33,6 @@ class Store(Immortal, checkpoint="fork"):
         end = len(self.texts) + 20_000
         for key in range(len(self.texts), end):
             impulses.put(key)
-            if key == end - 10_000:
-                print("half", flush=True)
         impulses.flush()
         print("fed", flush=True)
 """
@@ -44,10 +44,11 @@ def test_checkpoints_while_calls_come_in(tmp_path: Path) -> None:
     run = Run(tmp_path, "store", "store:Store", "--restart")
     try:
         first = run.line(" has ").split()
-        run.line("half")
+        run.line("holds 5000")
         taken = json.loads(immortal(tmp_path, "checkpoint", "store", "--json"))
         assert taken["size_bytes"] > 1_000_000
         run.line("fed")
+        run.line("holds 20000")
         later = json.loads(immortal(tmp_path, "checkpoint", "store", "--json"))
         assert later["size_bytes"] > 20_000_000
         run.line("forked", 2)
