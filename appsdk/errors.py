@@ -61,7 +61,15 @@ class UsageError(AppError):
 
 
 class QueryError(UsageError):
-    """A ``@query`` method has changed the state, or tried to call, signal or draw; the message says what it did."""
+    """A ``@query`` method has changed the state (``changed``), or tried to call, signal or draw; the message says what
+    it did."""
+
+    changed = False
+
+
+class QueryTooLong(BaseException):
+    """Raised in a query that is not logged, wherever it is: it has kept the handlers waiting for too long. It is below
+    BaseException: a query that goes on behind each exception goes on behind no other."""
 
 
 AS_RPC = "make the method an @rpc, or leave this out"

@@ -6,10 +6,13 @@ REQUEST   client -> coordinator   ``count`` calls, with consecutive numbers from
 REPLY     coordinator -> client   what ``count`` of them came to
 PING      client -> coordinator   what has become of these ``count`` numbers?
 PONG      coordinator -> client   the last number taken of this client
-REFUSED   coordinator -> client   why not, in words
+REFUSED   coordinator -> client   why not, in words; with a number, of the QUERY with that number
+QUERY     client -> coordinator   one call of a method that only reads, which is not logged
+ANSWER    coordinator -> client   what the query with that number came to
 
 A client numbers its requests from 1. The coordinator takes the next number and no other, so a request that is sent
-again is never done again. To an app the client is a caller called ``~ID``, who waits for an answer.
+again is never done again. To an app the client is a caller called ``~ID``, who waits for an answer. Queries have
+numbers of their own, by which a client knows their answers; one that is sent again may be asked again.
 """
 
 from __future__ import annotations
@@ -56,9 +59,11 @@ class ClientFrameType(IntEnum):
     PING = 5
     PONG = 6
     REFUSED = 7
+    QUERY = 8
+    ANSWER = 9
 
 
-KNOWN_TO_COORDINATORS = "this coordinator takes version 1, types 1 (Hello), 3 (Request) and 5 (Ping)"
+KNOWN_TO_COORDINATORS = "this coordinator takes version 1, types 1 (Hello), 3 (Request), 5 (Ping) and 8 (Query)"
 
 
 class ClientCode(IntEnum):
@@ -72,6 +77,7 @@ class ClientCode(IntEnum):
     FORGOTTEN = 5  # the client was unused for so long, or others so many, that its numbers are not known any more
     NOT_YOURS = 6  # another caller's keys have used the client's ID first: nothing was taken
     UNKNOWN = 7  # the frame's type, or its version: the reason says which are known
+    LOGGED_ONLY = 8  # the app takes no queries beside its log: a request for the same method is answered
 
 
 class ReplyKind(IntEnum):
@@ -88,7 +94,8 @@ class ReplyKind(IntEnum):
 class ClientFrame:
     """One frame. Fields that a type does not use are 0 or empty.
 
-    ``number``: of the first request (REQUEST), or the last one taken (WELCOME, PONG, REPLY). ``acknowledged``: replies
+    ``number``: of the first request (REQUEST), the last one taken (WELCOME, PONG, REPLY), or of the query (QUERY,
+    ANSWER, and REFUSED; 0 there where it is no query that is refused). ``acknowledged``: replies
     up to it are of no interest to the client any more. ``time_ns``: in a REQUEST when it was first sent, by the
     coordinator's clock as the client knows it from the WELCOME. ``reason``: in a REQUEST the trace context of its calls
     (:mod:`protocol.trace_context`), or nothing; a coordinator that knows none passes over it.
@@ -185,6 +192,10 @@ def decode_client_frame(data: bytes) -> ClientFrame:
             )
         if len(payload) > PAYLOAD_SIZE_BYTES_MAX:
             raise LimitExceededError("a request", len(payload), PAYLOAD_SIZE_BYTES_MAX)
+    if known_type is ClientFrameType.QUERY and (number < 1 or not 0 < len(payload) <= PAYLOAD_SIZE_BYTES_MAX):
+        raise RemoteProtocolError(
+            f"a query with the number {number}, {len(payload)} bytes: 1 and up, 1 to {PAYLOAD_SIZE_BYTES_MAX} bytes"
+        )
     if known_type is ClientFrameType.PING and (count > ASKED_MAX or len(payload) != count * _NUMBER.size):
         raise RemoteProtocolError(f"a PING for {count} numbers (at most {ASKED_MAX}) has {len(payload)} bytes")
     return ClientFrame(
@@ -245,6 +256,20 @@ def logged_calls(payload: bytes, count: int, client_id: str, first_number: int, 
     if offset != len(payload):
         raise RemoteProtocolError(f"a request of {count} calls has {len(payload) - offset} bytes too many")
     return b"".join(parts)
+
+
+def decode_query_call(payload: bytes) -> tuple[int, bytes]:
+    """Of the one call of a QUERY: the method ID, and the arguments. Raises RemoteProtocolError."""
+    message_type, start, end = decode_message(payload, 0)
+    if message_type != MessageType.RPC or payload[start : start + 1] != _CALL or end != len(payload):
+        raise RemoteProtocolError("a query is exactly one call")
+    method_id, method_end = decode_zigzag_int(payload, start + 1)
+    if method_id < 0:
+        raise RemoteProtocolError(f"a query calls method {method_id}: negative ones are the system's")
+    if method_end + 1 >= end or payload[method_end] != RpcType.ASYNC:
+        raise RemoteProtocolError("a query is a call that waits for an answer")
+    _array(payload, method_end + 1, end)
+    return method_id, payload[method_end + 1 :]
 
 
 @dataclass(frozen=True, slots=True)

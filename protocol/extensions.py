@@ -39,6 +39,7 @@ ALL_EXTENSIONS = frozenset(
         MessageType.SOURCES,
         MessageType.APP_TIME,
         MessageType.HANDLERS_ASKED,
+        MessageType.QUERY_ASKED,
     }
 )
 """Those of a coordinator and its app."""
@@ -46,7 +47,7 @@ ALL_EXTENSIONS = frozenset(
 REPORTS = frozenset({MessageType.VERDICT, MessageType.HANDLING, MessageType.LEAVING, MessageType.RETRY_REFUSED})
 """What an app may say once it was sent Verdicts: no Hello asks for them."""
 
-ANSWERS = frozenset({MessageType.HANDLERS})
+ANSWERS = frozenset({MessageType.HANDLERS, MessageType.QUERY_ANSWERED})
 """What an app may say once it was asked: no Hello asks for them."""
 
 TRACE_EXTENSIONS = frozenset({MessageType.ORIGINS, MessageType.HANDLER_FAILED, MessageType.NUMBERS})

@@ -63,6 +63,8 @@ class MessageType(IntEnum):
     APP_TIME = 90
     HANDLERS_ASKED = 91
     HANDLERS = 92
+    QUERY_ASKED = 93
+    QUERY_ANSWERED = 94
 
 
 class RpcKind(IntEnum):

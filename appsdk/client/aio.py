@@ -71,6 +71,15 @@ class AsyncClient:
         self._process_soon()  # once for all calls that are made in this turn of the loop
         return await self._wait(method, call, replied, timeout_s)
 
+    async def query(self, method: Method, arguments: bytes, timeout_s: float | None) -> Any:
+        """What the query returned, which is not logged where the instance can do that. Raises as :meth:`call`."""
+        replied: asyncio.Future[None] = self._loop.create_future()
+        call = Call(method.method, arguments, lambda call: _end(replied))
+        self._require_open()
+        self._connection.query(call)
+        self._process_soon()
+        return await self._wait(method, call, replied, timeout_s, partial(self.query, method, arguments))
+
     # --- requests that have a handle ---------------------------------------------------------------------------------
 
     async def start(
@@ -112,7 +121,15 @@ class AsyncClient:
         if self._closed:
             raise ClientClosed(f"the client of {self._connection.instance!r} is closed")
 
-    async def _wait(self, method: Method, call: Call, replied: asyncio.Future[None], timeout_s: float | None) -> Any:
+    async def _wait(
+        self,
+        method: Method,
+        call: Call,
+        replied: asyncio.Future[None],
+        timeout_s: float | None,
+        again: Callable[[float | None], Any] | None = None,
+    ) -> Any:
+        """``again``: what waits for the same once more; None: as this does."""
         if not replied.done():
             timer = None if timeout_s is None else self._loop.call_later(timeout_s, _end, replied)
             try:
@@ -127,7 +144,7 @@ class AsyncClient:
         if outcome is None:
             self._connection.withdraw(call)
             text = timeout_text(self._transport, method.name, call, timeout_s or 0.0)
-            raise CallTimeout(text, call, lambda timeout_s: self._again(method, call, timeout_s))
+            raise CallTimeout(text, call, again or partial(self._again, method, call))
         if isinstance(outcome, ClientError):
             raise outcome
         return method.value(outcome)

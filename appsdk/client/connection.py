@@ -21,6 +21,7 @@ from appsdk.client.limits import (
     SILENCE_CALLING_S,
     SILENCE_S,
 )
+from appsdk.client.queries import Queries
 from appsdk.client.results import query_name, query_of
 from protocol.client import (
     ClientCode,
@@ -58,6 +59,7 @@ class Connection:
             renew=None if client_id is not None else random_client_id,
         )
         self._lanes: dict[str, Lane] = {self._main.client_id: self._main}
+        self._queries = Queries(instance, self.submit)
         self._methods: dict[str, int] = {}  # by name; queries also by that of a NamedQuery
         self._methods_at_s: float | None = None
         self._names_needed = False
@@ -90,6 +92,10 @@ class Connection:
         else:
             lane.add(call)
 
+    def query(self, call: Call) -> None:
+        """Ask it as soon as it can be, beside the log where the instance takes that."""
+        self._queries.add(call)
+
     def _lane_of(self, key: str) -> Lane:
         client_id = KEY_PREFIX + key
         if (lane := self._lanes.get(client_id)) is None:
@@ -112,10 +118,12 @@ class Connection:
 
     def withdraw(self, call: Call) -> bool:
         """Forget a call that was not sent yet; whether that was so."""
+        self._queries.withdraw(call)
         return all(lane.withdraw(call) for lane in self._lanes.values())
 
     def refuse(self, error: ClientError) -> None:
-        """End the calls that were not sent yet."""
+        """End the calls that were not sent yet, and queries: of those none is done by being sent."""
+        self._queries.close(error)
         for lane in list(self._lanes.values()):
             lane.refuse_waiting(error)
             if lane is not self._main and lane.is_idle:
@@ -135,6 +143,7 @@ class Connection:
         self._idle_due_s = now_s
 
     def close(self, error: ClientError) -> None:
+        self._queries.close(error)
         for lane in list(self._lanes.values()):
             lane.fail(error)
 
@@ -155,6 +164,9 @@ class Connection:
             self._heard_s, self._asked_s = now_s, None
             if frame.frame_type is ClientFrameType.UNKNOWN:
                 return  # of a later build: it can do without this client's knowing it
+            if self._queries.received(frame, now_s):
+                self.problem = self._queries.problem or "there is no reply yet"
+                return
             lane = self._lanes.get(frame.client_id)
             if lane is None:
                 return
@@ -188,6 +200,7 @@ class Connection:
             self._talking = True
             self.problem = "there is no reply yet"
             self._resend = dict.fromkeys(self._lanes, 0)
+            self._queries.greeted()
 
     def _ponged(self, lane: Lane, frame: ClientFrame, now_s: float) -> None:
         self.heartbeats += 1
@@ -275,6 +288,10 @@ class Connection:
                 yield from lane.again(lane.resend_behind)
             if lane.poll_due_s is not None and now_s >= lane.poll_due_s:
                 yield self._asked(lane.ping(now_s), now_s)
+        query_due_s = self._queries.due_s
+        if query_due_s is not None and now_s >= query_due_s and now_s - self._heard_s >= BUSY_S:
+            yield self._asked(self._main.ping(now_s), now_s)  # the query itself may take long
+        yield from self._queries.frames(self.client_id, lambda call: self._resolve(call, now_s), now_s)
         if self._names_needed and now_s >= self._hello_due_s:
             self._hello_due_s = now_s + METHODS_POLL_S
             yield self._asked(self._hello_frame(), now_s)
@@ -340,6 +357,8 @@ class Connection:
         if self._asked_s is not None:
             due_s.append(self._asked_s + self._silence_s)
         if self._talking:
+            if (query_due_s := self._queries.due_s) is not None:
+                due_s.append(query_due_s)
             for lane in self._lanes.values():
                 due_s += [at_s for at_s in (lane.poll_due_s, lane.resend_due_s) if at_s is not None]
         return min(due_s)

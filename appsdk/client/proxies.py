@@ -66,6 +66,9 @@ class Proxy:
     def _immortal_method(self, method: Method) -> ProxyMethod:
         return ProxyMethod(self, method)
 
+    def _immortal_query(self, method: Method) -> ProxyMethod:
+        return QueryMethod(self, method)
+
     @cached_property
     def query(self) -> Any:
         """Its queries, and no other handlers; of a class with a handler of that name, that."""
@@ -102,6 +105,16 @@ class ProxyMethod:
         self._client.fork(self._method, self._method.encode(arguments, keywords), self._key, *self._trace)
 
 
+class QueryMethod(ProxyMethod):
+    """``counter.query.total()``: asked between two handlers, and not logged. With a key it is a request, as all calls
+    are: that is done once, and so has its place in the log."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if self._key is not None:
+            return super().__call__(*arguments, **keywords)
+        return self._client.query(self._method, self._method.encode(arguments, keywords), self._timeout_s)
+
+
 class Queries:
     """``counter.query``: the handlers that are queries, and no others."""
 
@@ -113,7 +126,7 @@ class Queries:
             raise AttributeError(name)
         _, definition, *_ = self._immortal_proxy._immortal_parts
         method = NamedQuery(name) if definition is None else typed_query(definition, name)
-        made = self._immortal_proxy._immortal_method(method)
+        made = self._immortal_proxy._immortal_query(method)
         setattr(self, name, made)
         return made
 

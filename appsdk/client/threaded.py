@@ -71,6 +71,17 @@ class Client:
         os.eventfd_write(self._wake, 1)
         return self._wait(method, call, replied, timeout_s)
 
+    def query(self, method: Method, arguments: bytes, timeout_s: float | None) -> Any:
+        """What the query returned, which is not logged where the instance can do that. Raises as :meth:`call`."""
+        replied = threading.Lock()
+        replied.acquire()
+        call = Call(method.method, arguments, lambda call: replied.release())
+        with self._lock:
+            self._require_open()
+            self._connection.query(call)
+        os.eventfd_write(self._wake, 1)
+        return self._wait(method, call, replied, timeout_s, partial(self.query, method, arguments))
+
     # --- requests that have a handle ---------------------------------------------------------------------------------
 
     def start(
@@ -113,25 +124,36 @@ class Client:
         if self._closing:
             raise ClientClosed(f"the client of {self._connection.instance!r} is closed")
 
-    def _wait(self, method: Method, call: Call, replied: threading.Lock, timeout_s: float | None) -> Any:
+    def _wait(
+        self,
+        method: Method,
+        call: Call,
+        replied: threading.Lock,
+        timeout_s: float | None,
+        again: Callable[[float | None], Any] | None = None,
+    ) -> Any:
+        """``again``: what waits for the same once more; None: as this does."""
         if replied.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
             replied.release()  # for who asks again
         else:
-            self._give_up(method, call, replied, timeout_s)
+            again = again or partial(self._wait, method, call, replied)
+            self._give_up(method, call, timeout_s, again)
         outcome = call.outcome
         if isinstance(outcome, ClientError):
             raise outcome
         assert outcome is not None
         return method.value(outcome)
 
-    def _give_up(self, method: Method, call: Call, replied: threading.Lock, timeout_s: float | None) -> None:
+    def _give_up(
+        self, method: Method, call: Call, timeout_s: float | None, again: Callable[[float | None], Any]
+    ) -> None:
         """Raises CallTimeout, unless the reply comes at the same moment."""
         with self._lock:
             if call.outcome is not None:
                 return
             self._connection.withdraw(call)
             text = timeout_text(self._transport, method.name, call, timeout_s or 0.0)
-        raise CallTimeout(text, call, lambda timeout_s: self._wait(method, call, replied, timeout_s))
+        raise CallTimeout(text, call, again)
 
     def _run(self) -> None:
         descriptor = self._transport.fileno()

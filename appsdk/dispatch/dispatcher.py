@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from appsdk.calls.context import Context
 from appsdk.calls.failures import method_of
 from appsdk.calls.outbox import Chunk, Outbox, encode_call, make_writer
+from appsdk.dispatch.asking import answer_query
 from appsdk.dispatch.delivery import Delivery
 from appsdk.dispatch.events import (
     BecamePrimary,
@@ -79,6 +80,7 @@ from protocol.messages import (
     encode_checkpoint,
     encode_message,
 )
+from protocol.queries import QueryQuestion, decode_query, encode_query_answer
 from protocol.readers import BlobData, BlobStart, Record, RecordReader
 from protocol.record import CONTROL_SEQUENCE_ID
 from protocol.varint import encode_zigzag
@@ -91,6 +93,7 @@ from protocol.verdicts import (
     encode_handling,
 )
 
+MESSAGE_INDEX_MAX = (1 << 31) - 1  # of a record: above any that there is
 SLICE_SIZE_BYTES = 64 << 10  # of input, handled before the transport may send: keeps both ends at work
 
 
@@ -278,6 +281,9 @@ class Dispatcher:
             elif message_type == MessageType.HANDLERS_ASKED:
                 self._tell_handlers(decode_question(data))
                 yield OutputReady()
+            elif message_type == MessageType.QUERY_ASKED:
+                self._answer_query(decode_query(data))
+                yield OutputReady()
             elif message_type == MessageType.IMPULSES_ACCEPTED:
                 self._extended = True
                 self.outbox.impulses.accept(decode_impulses_accepted(data))
@@ -302,6 +308,14 @@ class Dispatcher:
         else:
             value = describe_all(self.tasks)
         self.outbox.report(encode_answer(HandlersAnswer(question.ticket, value)))
+
+    def _answer_query(self, question: QueryQuestion) -> None:
+        if self.instance is None or not self._primary:
+            raise RemoteProtocolError("a query came before the app was told that it is primary")
+        answer = answer_query(question, self.definition, self.instance, self.context, self.tasks)
+        self.outbox.report(encode_query_answer(answer))
+        if answer.changed:
+            self._back_to_log()
 
     def _tell_time(self, time: AppTime) -> None:
         self.time = time
@@ -508,6 +522,24 @@ class Dispatcher:
         for handled in copy.tail:
             for _ in self._record(handled):
                 pass
+
+    def _back_to_log(self) -> None:
+        """The state is none that the records so far make: make it anew from them. Raises RecoveryNeeded."""
+        copy, sequence_id = self._copies.current, self._life.next_sequence_id
+        self.outbox.mark()
+        if copy is None:
+            raise RecoveryNeeded("a query has changed the state: the app is recovered from its log, without that")
+        self._copies.failed()
+        self._failures.repeat_all(sequence_id, self._delivery)
+        self.outbox.back_to_copy()
+        self.tasks.effects.pause()
+        self.tasks.queries.passed = sequence_id - 1, MESSAGE_INDEX_MAX
+        self._life.go_back(copy.blob)
+        for handled in copy.tail:
+            for _ in self._record(handled):
+                pass
+        self._failures.settle(self._delivery)
+        self.tasks.effects.resume()
 
     def _copy_again(self) -> None:
         """Much log lies behind the last copy."""

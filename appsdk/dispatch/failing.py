@@ -174,6 +174,11 @@ class Failures:
         if row.count >= FAILED_IN_A_ROW_MAX or row.repeated_size_bytes >= REPEATED_SIZE_BYTES_MAX:
             self._tripped.add(method_id)
 
+    def repeat_all(self, sequence_id: int, delivery: Delivery) -> None:
+        """The app goes over all records before that one once more, none of which has failed anew."""
+        self._repeating = sequence_id, 0, 0, 0
+        delivery.trip(())
+
     def _has_succeeded(self, method_id: int, records: Sequence[Record], after: MessageKey, until: MessageKey) -> bool:
         """Some call of the method between these two has come to its end; or much else has, as it is kept no more."""
         if not records or records[0].header.sequence_id > after[0] + 1:

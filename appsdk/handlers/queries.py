@@ -6,14 +6,18 @@ answers to wait for are no ``def`` handler's anyway; impulses no handler's.) A c
 - An attribute that is another object than before: always, in service and in each replay.
 - What has changed inside an attribute (``self.items.append(...)``): by its bytes, before and after. In tests and
   ``immortal verify`` around each query. In service that would cost more than the query where the state is large, so
-  there it has a budget (:data:`COMPARED_BYTES_PER_QUERY`), and only queries that are handled for the first time are
-  compared: a replay has to let pass what once passed.
+  there it has a budget, and only queries that are handled for the first time are compared: a replay has to let pass
+  what once passed. A query that is not logged has a larger budget: no replay does again what it has changed.
 
-Such a query fails, and the state is put back as for any message whose failure is undone.
+Such a query fails, and the state is put back: as for any message whose failure is undone or, where the query is not
+logged, by what the log says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from appsdk.calls.context import QUERY_RUNS, Context
@@ -23,29 +27,50 @@ from appsdk.state.schema import StateSchema
 
 COMPARED_BYTES_PER_QUERY = 8 << 10
 """Of a state's bytes, made before and after: all queries are compared where it has 4 KiB, each 256th at 1 MiB."""
+UNLOGGED_COMPARED_BYTES_PER_QUERY = 64 << 10
+"""... of those that are not logged: all where it has 32 KiB, each 32nd at 1 MiB."""
 COMPARED_SIZE_BYTES_MAX = 1 << 20
 """... and none of a state that was larger than this at its last copy: to encode it once would be felt."""
 
 _UNSET = object()
 
 
+@dataclass(slots=True)
+class _Budget:
+    """Of bytes that may be compared. ``compared``: method IDs; the first query of each is compared whatever is owed."""
+
+    bytes_per_query: int
+    owed_bytes: int = 0
+    compared: set[int] = field(default_factory=set)
+
+    def allows(self, method_id: int) -> bool:
+        """Of one query more."""
+        self.owed_bytes = max(0, self.owed_bytes - self.bytes_per_query)
+        return not self.owed_bytes or method_id not in self.compared
+
+    def note(self, method_id: int, size_bytes: int) -> None:
+        self.compared.add(method_id)
+        self.owed_bytes += size_bytes
+
+
 class Queries:
     """Those of one instance. ``is_live``: the log was replayed, and what comes now was never handled before.
 
     ``passed``: (record, message) up to which it was, all the same, as the app goes over it again behind a failure.
-    ``compares_all``: around each query, also where a replay handles it once more. ``state_size_bytes``: what the state
-    had when it was last encoded.
+    ``bound``: runs one that is not logged, for no longer than it may. ``compares_all``: around each query, also where a
+    replay handles it once more. ``state_size_bytes``: what the state had when it was last encoded.
     """
 
     def __init__(self, context: Context) -> None:
         self.is_live = False
         self.passed = (-1, 0)
+        self.bound: Callable[[Callable[[], Any]], Any] = lambda query: query()
         self.compares_all = False
         self.state_size_bytes = 0
         self._context = context
         self._schema: StateSchema | None = None
-        self._compared: set[int] = set()  # method IDs: the first query of each is compared whatever is owed
-        self._owed_bytes = 0
+        self._logged = _Budget(COMPARED_BYTES_PER_QUERY)
+        self._unlogged = _Budget(UNLOGGED_COMPARED_BYTES_PER_QUERY)
 
     def use(self, schema: StateSchema) -> None:
         """From here on this is the state."""
@@ -53,22 +78,37 @@ class Queries:
 
     def run(self, handler: Handler[Any, Any], instance: Any, *arguments: Any) -> Any:
         """What the query returns. Raises what it raises, and QueryError where it has changed the state."""
+        return self._run(handler, instance, partial(handler.function, instance, *arguments), self._due(handler))
+
+    def run_unlogged(self, handler: Handler[Any, Any], instance: Any, arguments: tuple[Any, ...]) -> Any:
+        """As :meth:`run`, between two messages: nothing of it is in the log."""
+        is_small = self.state_size_bytes <= COMPARED_SIZE_BYTES_MAX
+        is_due = self.compares_all or (is_small and self._unlogged.allows(handler.method_id))
+        function = partial(handler.function, instance, *arguments)
+        return self._run(handler, instance, lambda: self.bound(function), self._unlogged if is_due else None)
+
+    def _run(
+        self, handler: Handler[Any, Any], instance: Any, function: Callable[[], Any], budget: _Budget | None
+    ) -> Any:
         context, attributes = self._context, vars(instance)
         before = attributes.copy()
-        forms = self._forms(instance) if self._is_due(handler) else None
+        forms = None if budget is None else self._forms(instance)
         thread_id, context.handling_thread_id = context.handling_thread_id, QUERY_RUNS
         try:
-            return handler.function(instance, *arguments)
+            return function()
         finally:
             context.handling_thread_id = thread_id
             changed = self._set_anew(before, attributes)
-            if not changed and forms is not None:
-                changed = self._changed(handler, instance, forms)
+            if not changed and budget is not None and forms is not None:
+                budget.note(handler.method_id, 2 * sum(map(len, forms.values())))
+                changed = self._changed(instance, forms)
             if changed:
-                raise QueryError(
+                error = QueryError(
                     f"{handler.function.__qualname__} is a query, which only reads, and has changed "
                     f"{', '.join(changed)}: make it an @rpc method, or let it work on a copy"
                 )
+                error.changed = True
+                raise error
 
     def _set_anew(self, before: dict[str, Any], attributes: dict[str, Any]) -> list[str]:
         schema = self._schema
@@ -80,15 +120,15 @@ class Queries:
             if before.get(name, _UNSET) is not attributes.get(name, _UNSET) and name not in schema.transient
         ]
 
-    def _is_due(self, handler: Handler[Any, Any]) -> bool:
+    def _due(self, handler: Handler[Any, Any]) -> _Budget | None:
+        """What the comparison of a logged query counts to; None: it is not compared."""
         if self.compares_all:
-            return True
+            return self._logged
         context = self._context
         is_new = self.is_live and (context.sequence_id, context.message_index) > self.passed
         if not is_new or self.state_size_bytes > COMPARED_SIZE_BYTES_MAX:
-            return False
-        self._owed_bytes = max(0, self._owed_bytes - COMPARED_BYTES_PER_QUERY)
-        return not self._owed_bytes or handler.method_id not in self._compared
+            return None
+        return self._logged if self._logged.allows(handler.method_id) else None
 
     def _forms(self, instance: Any) -> dict[str, bytes] | None:
         """None where it can't be encoded: the next checkpoint says why."""
@@ -99,10 +139,8 @@ class Queries:
         except Exception:
             return None
 
-    def _changed(self, handler: Handler[Any, Any], instance: Any, before: dict[str, bytes]) -> list[str]:
+    def _changed(self, instance: Any, before: dict[str, bytes]) -> list[str]:
         after = self._forms(instance)
-        self._compared.add(handler.method_id)
-        self._owed_bytes += 2 * sum(map(len, before.values()))
         if after is None:
             return ["what its state holds: it can't be saved any more"]
         return [f"self.{name}" if name else "its state" for name in before if before[name] != after.get(name)]

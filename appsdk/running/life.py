@@ -22,6 +22,7 @@ from appsdk.handlers.proxy import Impulses
 from appsdk.running import tracing
 from appsdk.running.app_loop import AppLoop
 from appsdk.running.options import EFFECTS_VARIABLE, OptionError, RunOptions
+from appsdk.running.query_limit import QueryLimit
 from appsdk.running.watchdog import Watchdog
 from protocol.shown import printable_message
 from protocol.verdicts import Verdict
@@ -67,12 +68,15 @@ class AppLife:
         # A run that is looked at tells whoever looks, in its own way.
         failed: Callable[[Verdict], None] = (lambda verdict: None) if trace else reporter.failed
         self.loop = AppLoop(self.dispatcher, coordinator, self._start_hooks, failed)
+        limit = QueryLimit()
+        self.dispatcher.tasks.queries.bound = limit.run
         self._watchdog = Watchdog(
             lambda: self.dispatcher.now_handling,
             say_beside,
             None if stop is not None else definition.handler_time_limit,
             lambda text: say(definition.name, text),
             is_left if stop is None else lambda: False,
+            query_limit=limit,
         )
 
     def start(self) -> None:

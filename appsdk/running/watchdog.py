@@ -16,8 +16,10 @@ from datetime import timedelta
 
 import msgspec
 
-from appsdk.errors import EXIT_FAILED
+from appsdk.errors import EXIT_FAILED, EXIT_RECOVER
 from appsdk.running.debugger import in_debugger
+from appsdk.running.query_limit import QueryLimit
+from protocol.messages import MessageType, encode_message
 from protocol.verdicts import Handling, encode_handling
 
 LOOK_INTERVAL_S = 0.5
@@ -42,6 +44,7 @@ class Watchdog:
         end: Callable[[int], object] = os._exit,
         clock_s: Callable[[], float] = time.monotonic,
         is_debugged: Callable[[], bool] | None = None,
+        query_limit: QueryLimit | None = None,
     ) -> None:
         self._now_handling = now_handling
         self._say = say
@@ -52,6 +55,7 @@ class Watchdog:
         self._clock_s = clock_s
         handlers = threading.get_ident()
         self._is_debugged = is_debugged or (lambda: in_debugger(handlers))
+        self._query_limit = query_limit
         self._looked_s = clock_s()
         self._handling: Handling | None = None
         self._since_s = 0.0
@@ -78,6 +82,7 @@ class Watchdog:
 
     def look(self) -> None:
         """Once: tell, or end the process, where it is time for that."""
+        self._look_at_query()
         handling, now_s = self._now_handling(), self._clock_s()
         since_look_s, self._looked_s = now_s - self._looked_s, now_s
         if self._told is not None and handling != self._told and self._say(encode_handling(_COME_BACK)):
@@ -108,3 +113,15 @@ class Watchdog:
             )
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
             self._end(EXIT_FAILED)
+
+    def _look_at_query(self) -> None:
+        """One that is not logged and does not come back is ended with the process, which says so: no message of the log
+        is suspected of it."""
+        limit = self._query_limit
+        if limit is None or not limit.look(is_debugged=self._is_debugged()):
+            return
+        text = "a query that is not logged does not come back: the app is recovered from its log, without that"
+        self._warn(text)
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+        self._say(encode_message(MessageType.LEAVING, text.encode()))
+        self._end(EXIT_RECOVER)

@@ -28,17 +28,26 @@ from protocol.shown import printable_json_text
     help="How long to wait for the reply.",
 )
 @click.option("--key", help="With it the call is one request, however often the command is run.")
+@click.option("--query", is_flag=True, help="METHOD is a @query: it is asked between two handlers, and not logged.")
 @pass_registry
 def call(
-    registry: Registry, name: str, method: str, arguments: tuple[str, ...], timeout: float, key: str | None
+    registry: Registry,
+    name: str,
+    method: str,
+    arguments: tuple[str, ...],
+    timeout: float,
+    key: str | None,
+    query: bool,
 ) -> None:
     """Call METHOD of an instance, and print what it returns, as JSON.
 
     Each ARGUMENT is JSON; what is none is taken as text: immortal call counter add 5 word '["a", "b"]'
     """
+    if query and key is not None:
+        raise click.UsageError("a query takes no --key: it is asked anew each time, and changes nothing")
     endpoints = () if registry.path(name).exists() else (registry.resolve(name),)  # which says what there is
     with connect(name, home=registry.home, timeout=timeout, endpoints=endpoints) as instance:
-        target: Any = instance if key is None else _keyed(instance, key)
+        target: Any = instance.query if query else instance if key is None else _keyed(instance, key)
         try:
             value = getattr(target, method)(*(_argument(text) for text in arguments))
         except CallRaised as error:

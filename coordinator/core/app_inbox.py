@@ -18,6 +18,7 @@ from coordinator.core.impulses import Impulses
 from coordinator.core.lifecycle import Lifecycle
 from coordinator.core.log_room import LogRoom
 from coordinator.core.notices import AppBrokeProtocol
+from coordinator.core.queries import Queries
 from coordinator.core.session import SENDS_IMPULSES, AppSession, Phase
 from coordinator.core.stopping import Stopping
 from coordinator.core.streams.intake import Intake
@@ -51,6 +52,7 @@ class AppInbox:
         failing: Failing,
         operator: Operator,
         handlers: Handlers,
+        queries: Queries,
         lifecycle: Lifecycle,
         taking: CheckpointTaking,
         upgrades: Upgrades,
@@ -84,6 +86,7 @@ class AppInbox:
             MessageType.UPGRADE_FAILED: upgrades.failed,
             MessageType.RETRY_REFUSED: self._retry_refused,
             MessageType.HANDLERS: handlers.told,
+            MessageType.QUERY_ANSWERED: queries.told,
         }
 
     def received(self, event: ev.AppData) -> None:

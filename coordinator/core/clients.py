@@ -53,6 +53,7 @@ FORGOTTEN_PER_REQUEST = 2  # so that a request's cost stays small; more than one
 REPLY_FRONT_SIZE_BYTES = 16  # number, kind and size, at most
 LOOKING_BYTES = 4  # for each byte of a PING: to look takes as long as to tell so many
 REPLY_OVERHEAD_BYTES = 200  # of Python's objects around a reply, or around the number of one that is gone
+_FROM_CLIENTS = (ClientFrameType.HELLO, ClientFrameType.REQUEST, ClientFrameType.PING, ClientFrameType.QUERY)
 _GONE = bytes((ReplyKind.GONE,))
 _LOST = bytes((ReplyKind.LOST,))
 
@@ -157,9 +158,7 @@ class Clients:
 
     def received(self, token: Token, frame: ClientFrame, now_ns: int, caller: str = "") -> None:
         """A frame has come, by the key of ``caller``. Each is answered at once, but for requests that are taken."""
-        refusal = self._refusal(frame, caller)
-        if refusal is not None:
-            self._say(token, frame, ClientFrameType.REFUSED, code=refusal[0], reason=refusal[1])
+        if self.refuses(token, frame, caller):
             return
         client = self._clients.get(frame.client_id)
         if client is not None:
@@ -191,6 +190,26 @@ class Clients:
             self._release(frame.client_id, client, min(frame.acknowledged, number))
         self._say(token, frame, ClientFrameType.PONG, number=number, acknowledged=released)
 
+    def refuses(self, token: Token, frame: ClientFrame, caller: str) -> bool:
+        """Whether the frame can't be looked at at all; then the client is told why."""
+        refusal = self._refusal(frame, caller)
+        if refusal is not None:
+            self.refuse(token, frame, *refusal)
+        return refusal is not None
+
+    def refuse(self, token: Token, frame: ClientFrame, code: ClientCode, reason: str) -> None:
+        """The number says which query is meant; it is 0 where it is none."""
+        number = frame.number if frame.frame_type is ClientFrameType.QUERY else 0
+        self._say(token, frame, ClientFrameType.REFUSED, number=number, code=code, reason=reason)
+
+    def answer_query(self, token: Token, frame: ClientFrame, reply: Reply) -> None:
+        payload = encode_replies((reply,))
+        self._say(token, frame, ClientFrameType.ANSWER, number=frame.number, count=1, payload=payload)
+
+    def open_of(self, caller: str) -> int:
+        """How many requests of that caller are not answered yet."""
+        return self._open_by[caller]
+
     def _asks(self, frame: ClientFrame, client: Client, now_ns: int) -> None:
         """A PING: to look is not free either, and counts as what it brings."""
         again = client.again = client.again or Allowance(self._limits.client_again_bytes, now_ns)
@@ -210,7 +229,7 @@ class Clients:
             return ClientCode.NOT_READY, f"{self._name!r} has not completed its first start"
         if not self.accepting:
             return ClientCode.NOT_READY, f"{self._name!r} is stopping"
-        if frame.frame_type not in (ClientFrameType.HELLO, ClientFrameType.REQUEST, ClientFrameType.PING):
+        if frame.frame_type not in _FROM_CLIENTS:
             return ClientCode.MALFORMED, f"unexpected frame {frame.frame_type.name}"
         if split_name(frame.client_id)[1]:
             return ClientCode.MALFORMED, "the client's ID ends like the trace context of a request"
@@ -226,7 +245,7 @@ class Clients:
         first_new = known.number + 1
         if client is None and 0 < frame.time_ns <= self._forgotten_ns:
             reason = f"{self._name!r} does not know any more whether client {frame.client_id!r} has called it before"
-            self._say(token, frame, ClientFrameType.REFUSED, code=ClientCode.FORGOTTEN, reason=reason)
+            self.refuse(token, frame, ClientCode.FORGOTTEN, reason)
             return
         if frame.number > first_new:  # what is between was lost on the way; or this is not the log that it was
             self._say(token, frame, ClientFrameType.PONG, number=known.number, acknowledged=known.released)
@@ -247,7 +266,7 @@ class Clients:
         try:
             calls = logged_calls(frame.payload, frame.count, frame.client_id, frame.number, repeated)
         except ProtocolError as error:
-            self._say(token, frame, ClientFrameType.REFUSED, code=ClientCode.MALFORMED, reason=str(error))
+            self.refuse(token, frame, ClientCode.MALFORMED, str(error))
             return
         new = frame.count - repeated
         source = BatchSource(
@@ -509,6 +528,7 @@ class Clients:
         *,
         number: int = 0,
         acknowledged: int = 0,
+        count: int = 0,
         time_ns: int = 0,
         payload: bytes = b"",
         code: ClientCode = ClientCode.NONE,
@@ -521,7 +541,7 @@ class Clients:
             self._committer_id,
             number,
             acknowledged,
-            0,
+            count,
             time_ns,
             payload,
             code,

@@ -263,12 +263,16 @@ class Failing:
             verdict = Verdict(*key, VerdictKind.REFUSED, "", text, Cause.FORBIDDEN, method=method, caller=who_waits)
             self.verdicts.give(verdict, group=group)
             given.append(verdict)
-        if not self.forbidden[caller]:
-            self._report(notices.CallForbidden(given[0].text))
-        self.forbidden[caller] += len(refused)
+        self.note_forbidden(caller, len(refused), given[0].text)
         if self._told:  # else with all others, before the app's first record
             for message in encode_verdicts(given):
                 self._send(MessageType.VERDICTS, message)
+
+    def note_forbidden(self, caller: str, count: int, text: str) -> None:
+        """``caller`` has made so many more calls that it may not make."""
+        if not self.forbidden[caller]:
+            self._report(notices.CallForbidden(text))
+        self.forbidden[caller] += count
 
     def _tell_long(self, now_ns: int, *, stopping: bool) -> None:
         least_s = 0.001 if stopping else self.limits.long_handler_s

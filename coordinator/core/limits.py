@@ -161,6 +161,22 @@ class Limits:
     requests_open_max: int = 65_536
     """Requests taken and not answered; beyond it clients are told to wait. The app is far behind then."""
 
+    queries_open_max: int = 1024
+    """Queries that are not logged, taken and not answered; beyond it clients are told to ask again later."""
+
+    caller_queries_max: int = 64
+    """... and of one caller, or one client where callers have no keys."""
+
+    queries_bytes: int = 16 * MIB
+    """... and in bytes: what they are asked with."""
+
+    queries_at_app_max: int = 4
+    """Queries that the app has been given: a record that comes waits for no more than these. Two keep it at work, the
+    others what is on its way."""
+
+    query_barred_ns: int = 60_000_000_000
+    """A query that has changed the state is not asked again for so long: each time costs the app a replay."""
+
     replies_gather_bytes: int = 1 * MIB
     """Replies that wait for the next commit; above this they ask for one."""
 

@@ -39,6 +39,7 @@ from coordinator.core.log_access import LogAccess
 from coordinator.core.log_room import LogRoom
 from coordinator.core.pausing import Pausing
 from coordinator.core.permissions import Permission
+from coordinator.core.queries import Queries
 from coordinator.core.recovery import Recovery
 from coordinator.core.replay_check import ReplayPolicy
 from coordinator.core.resets import Resets
@@ -111,6 +112,7 @@ class Machine:
         self._operator = Operator(failing, verdicts, self._impulses, self._log_room, self._versions, turn)
         self._pausing = pausing = Pausing(name, session, turn)
         self._waiting = handlers = Handlers(name, session, outbox, self._impulses, self._log_room, pausing, turn)
+        self._queries = Queries(name, limits, session, outbox, self._clients, intake, failing, peers, turn)
         self._resets = Resets(log, peers, epoch, turn)
         self._stopping = stopping = Stopping(outbox, turn)
         self._back_pressure = BackPressure(
@@ -183,6 +185,7 @@ class Machine:
             failing,
             self._operator,
             handlers,
+            self._queries,
             self._lifecycle,
             self._taking,
             self._upgrades,
@@ -283,6 +286,8 @@ class Machine:
             self._feeding.feed()
         if self._waiting.waits:
             self._waiting.go_on()
+        if self._queries.waits:
+            self._queries.go_on()
         if self._impulses.held_bytes:
             self._inbox.let_impulses_in()
         if peers.turns.waiting_bytes:
@@ -452,6 +457,7 @@ class Machine:
         self._failing.app_lost(stopping=stopping.asked, all_heard=not self._back_pressure.paused)
         self._operator.app_lost()
         self._waiting.app_lost()
+        self._queries.app_lost()
         session.advance(Step.APP_LOST)
         session.connect()
         self._log.forget_app()
@@ -477,6 +483,9 @@ class Machine:
 
     def _client_frame_received(self, event: ev.ClientFrameReceived) -> None:
         now_ns = self._turn.now_ns
+        if event.frame.frame_type is ClientFrameType.QUERY:
+            self._queries.received(event.token, event.frame, event.caller)
+            return
         if event.frame.frame_type is ClientFrameType.REQUEST:
             self._peers.turns.heard(CLIENTS, now_ns)
         self._clients.received(event.token, event.frame, now_ns, event.caller)

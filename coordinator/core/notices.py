@@ -323,6 +323,17 @@ class CallForbidden(Notice):
     reason: str
 
 
+class QueryChangedState(Notice):
+    """A query that is not logged has changed the state; the app makes it anew from the log."""
+
+    level = "warning"
+    template = (
+        "the query {method} has changed the state, which no log explains: the app makes it anew from the log, and the "
+        "query is refused for a minute; make it an @rpc method, or let it work on a copy"
+    )
+    method: str
+
+
 class HandlerTakesLong(Notice):
     """A handler does not come back."""
 

@@ -120,6 +120,10 @@ class Permissions:
         """``caller`` may call queries, and the app says of no method that it is one."""
         return QUERIES in (self._given.get(caller, ANYTHING).methods or ()) and not self._queries
 
+    def is_query(self, method_id: int) -> bool:
+        """The app says that the method only reads."""
+        return method_id in self._queries
+
     def limits(self, caller: str) -> bool:
         """It may not call all methods."""
         return caller in self._allowed
@@ -186,13 +190,14 @@ class Permissions:
             if method_id == ORDERED_METHOD_ID and calls[start] == RpcKind.CALL:
                 method_id = ordered_method(calls, start, end)
             if method_id not in allowed and calls[start] == RpcKind.CALL:
-                found.append((index, self._name_of(method_id)))
+                found.append((index, self.name_of(method_id)))
         return found
 
     def methods_of(self, calls: bytes, indices: Sequence[int]) -> list[tuple[int, str]]:
         """Of packed RPC messages those with these indices: (index, what its method is called)."""
         messages = list(decode_messages(calls)) if indices else []
-        return [(index, self._name_of(decode_zigzag_int(calls, messages[index][1] + 1)[0])) for index in indices]
+        return [(index, self.name_of(decode_zigzag_int(calls, messages[index][1] + 1)[0])) for index in indices]
 
-    def _name_of(self, method_id: int) -> str:
+    def name_of(self, method_id: int) -> str:
+        """What the method is called, as far as the app says so."""
         return (self._names or {}).get(method_id) or f"method {method_id}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from appsdk.client.aio import AsyncClient
@@ -79,9 +79,19 @@ class RequestClient:
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
     ) -> Any:
         key = key or self._calls.key(self._service, method.name)
+        return await self._made(lambda: self._client().call(method, arguments, timeout_s, key, trace_context))
+
+    async def query(self, method: Method, arguments: bytes, timeout_s: float | None) -> Any:
+        """In a request that may come twice, and is to be the same then, a query is a call like any other."""
+        key = self._calls.key(self._service, method.name)
+        if key is not None:
+            return await self._made(lambda: self._client().call(method, arguments, timeout_s, key))
+        return await self._made(lambda: self._client().query(method, arguments, timeout_s))
+
+    async def _made(self, make: Callable[[], Awaitable[Any]]) -> Any:
         with self._room:
             try:
-                return await self._client().call(method, arguments, timeout_s, key, trace_context)
+                return await make()
             except Exception as error:
                 if not isinstance(error, ClientError):  # it is the handler's own
                     self._calls.declared.append(error)
@@ -128,3 +138,6 @@ class RequestProxy(Proxy):
 
     def _immortal_method(self, method: Method) -> ProxyMethod:
         return super()._immortal_method(_NotedMethod(method, self._immortal_calls))
+
+    def _immortal_query(self, method: Method) -> ProxyMethod:
+        return super()._immortal_query(_NotedMethod(method, self._immortal_calls))

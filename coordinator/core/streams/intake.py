@@ -67,8 +67,7 @@ class Intake:
             return
         refused: dict[int, tuple[str, str]] = {}  # index -> (method, why)
         for index, method in self.permissions.forbidden(caller, calls):
-            why = f"; its app marks no method as {QUERIES}" if self.permissions.lacks_queries(caller) else ""
-            refused[index] = method, f"{caller!r} may not call {method!r} of {self._name!r}{why}"
+            refused[index] = method, self.why_forbidden(caller, method)
         if who_waits == caller:  # a peer
             limit = self.open_calls.limit(caller)
             beyond = self.open_calls.taken(caller, calls, failing.log.open_sequence_id)
@@ -77,6 +76,10 @@ class Intake:
                 refused.setdefault(index, (method, why))
         if refused:
             failing.refuse(group, [(index, *refused[index]) for index in sorted(refused)], caller, who_waits)
+
+    def why_forbidden(self, caller: str, method: str) -> str:
+        why = f"; its app marks no method as {QUERIES}" if self.permissions.lacks_queries(caller) else ""
+        return f"{caller!r} may not call {method!r} of {self._name!r}{why}"
 
     def replayed(self, sequence_id: int, record: memoryview, batches: Sequence[BatchSource]) -> None:
         """A recovery replays a ``record``, whose trailer has ``batches``."""

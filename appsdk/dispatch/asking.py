@@ -1,0 +1,95 @@
+"""Queries that are not logged: run between two records, on the state as it is then.
+
+What one returns or raises goes to who asked, as that of a call. Whatever else happens in one must leave no trace, as no
+replay does it again; what does is found as far as :mod:`appsdk.handlers.queries` says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from appsdk.calls.codec import ArgumentCodec
+from appsdk.calls.context import Context
+from appsdk.calls.failures import encode_failed, encode_refused, failure_of, misfit_text
+from appsdk.errors import QueryError, QueryTooLong
+from appsdk.handlers.decorators import Handler
+from appsdk.handlers.definition import Definition
+from appsdk.state.journal import declared_name, encode_raised
+from appsdk.waiting.tasks import Tasks
+from protocol.client import ReplyKind
+from protocol.queries import ANSWER_SIZE_BYTES_MAX, QueryAnswer, QueryQuestion
+
+_ARRAY_FRONT_SIZE_BYTES = 1  # a reply that was raised has lost the front of its array of three
+
+
+class _RefusedError(Exception):
+    """The query can't be called; the text says why."""
+
+
+def answer_query(
+    question: QueryQuestion, definition: Definition, instance: Any, context: Context, tasks: Tasks
+) -> QueryAnswer:
+    """``changed``: the state must be made anew from the log before anything else is handled."""
+    record_time_ns, source, message_index = context.record_time_ns, context.source, context.message_index
+    context.record_time_ns = max(question.time_ns, record_time_ns or 0)
+    context.source = ""
+    try:
+        kind, value, changed = _run(question, definition, instance, tasks)
+    finally:
+        context.record_time_ns, context.source, context.message_index = record_time_ns, source, message_index
+        context.carries = False  # nothing was sent that could hold a handle
+    if len(value) > ANSWER_SIZE_BYTES_MAX:
+        text = f"the answer has {len(value)} bytes, at most {ANSWER_SIZE_BYTES_MAX} are possible: ask for it in parts"
+        kind, value = _raised(encode_refused(text))
+    return QueryAnswer(question.ticket, kind, value, changed)
+
+
+def _run(question: QueryQuestion, definition: Definition, instance: Any, tasks: Tasks) -> tuple[int, bytes, bool]:
+    try:
+        handler, arguments = _found(question, definition)
+    except _RefusedError as refused:
+        return *_raised(encode_refused(str(refused))), False
+    changed = False
+    try:
+        value = tasks.queries.run_unlogged(handler, instance, arguments)
+        return *_returned(value, tasks.handler_runs.result(handler, value)), False
+    except (Exception, SystemExit, QueryTooLong) as error:
+        changed = isinstance(error, QueryError) and error.changed
+        if (declared := declared_name(handler.raises, error)) is not None:
+            try:
+                return *_raised(encode_raised(declared, error)), changed
+            except Exception as problem:  # what it holds can't be sent
+                error = problem
+        # Without a place in the log there is nothing to refer to.
+        failure = failure_of(
+            "undo",
+            handler.function.__qualname__,
+            handler.method_id,
+            error,
+            shares_trace=definition.share_tracebacks,
+        )
+        return *_raised(encode_failed(failure.type_name, failure.text, "")), changed
+
+
+def _found(question: QueryQuestion, definition: Definition) -> tuple[Handler[Any, Any], tuple[Any, ...]]:
+    """The query, and its arguments. Raises _RefusedError."""
+    handler = definition.by_method_id.get(question.method_id)
+    if handler is None or not handler.is_query:
+        raise _RefusedError(f"{definition.name} has no query with the method ID {question.method_id}")
+    codec: ArgumentCodec = definition.codec(handler)
+    if codec.may_hold_handles or codec.result_may_hold_handles:
+        raise _RefusedError(
+            f"{codec.name} takes or returns handles, and who holds one is in the log: call it without .query"
+        )
+    try:
+        return handler, codec.decode(question.arguments)
+    except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
+        raise _RefusedError(misfit_text(codec, error, question.arguments, 0)) from None
+
+
+def _returned(value: object, encoded: bytes) -> tuple[int, bytes]:
+    return (ReplyKind.NOTHING, b"") if value is None else (ReplyKind.VALUE, encoded)
+
+
+def _raised(encoded: bytes) -> tuple[int, bytes]:
+    return ReplyKind.RAISED, encoded[_ARRAY_FRONT_SIZE_BYTES:]

@@ -1,0 +1,74 @@
+"""Queries that are not logged: what the coordinator asks of its app, between two records, and what the app says.
+
+`docs/WIRE.md`, part 7; as clients ask and hear it, part 9.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.client import PAYLOAD_SIZE_BYTES_MAX
+from protocol.errors import RemoteProtocolError
+from protocol.messages import MessageType, encode_message
+
+ANSWER_SIZE_BYTES_MAX = PAYLOAD_SIZE_BYTES_MAX
+"""Of the value of an answer. The coordinator holds it in memory, and no window of replies bounds how many there are."""
+
+
+class QueryQuestion(msgspec.Struct, array_like=True, frozen=True):
+    """``ticket``: the coordinator's, for the answer. ``arguments``: a MessagePack array, the method's own.
+
+    ``time_ns``: that of the instance, ns since the Unix epoch.
+    """
+
+    ticket: int
+    method_id: int
+    arguments: bytes
+    time_ns: int
+
+
+class QueryAnswer(msgspec.Struct, array_like=True, frozen=True):
+    """``kind`` and ``value``: as in a reply to a client (:class:`protocol.client.Reply`), RETURNED or RAISED.
+
+    ``changed``: the query has changed the state, which is made anew from the log: it is better not asked again soon.
+    """
+
+    ticket: int
+    kind: int
+    value: bytes = b""
+    changed: bool = False
+
+
+_decode_question = msgspec.msgpack.Decoder(QueryQuestion).decode
+_decode_answer = msgspec.msgpack.Decoder(QueryAnswer).decode
+
+
+def encode_query(question: QueryQuestion) -> bytes:
+    """A whole QueryAsked message."""
+    return encode_message(MessageType.QUERY_ASKED, msgspec.msgpack.encode(question))
+
+
+def decode_query(data: bytes) -> QueryQuestion:
+    """Raises RemoteProtocolError."""
+    try:
+        return _decode_question(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"a QueryAsked can't be read: {error}") from None
+
+
+def encode_query_answer(answer: QueryAnswer) -> bytes:
+    """A whole QueryAnswered message. Raises LocalProtocolError for one that is too large."""
+    return encode_message(MessageType.QUERY_ANSWERED, msgspec.msgpack.encode(answer))
+
+
+def decode_query_answer(data: bytes) -> QueryAnswer:
+    """Raises RemoteProtocolError."""
+    try:
+        answer = _decode_answer(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"a QueryAnswered can't be read: {error}") from None
+    if len(answer.value) > ANSWER_SIZE_BYTES_MAX:
+        raise RemoteProtocolError(
+            f"a QueryAnswered holds {len(answer.value)} bytes, at most {ANSWER_SIZE_BYTES_MAX} are allowed"
+        )
+    return answer

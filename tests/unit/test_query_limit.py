@@ -1,0 +1,109 @@
+"""A query that is not logged has its time: Python code is ended where it is, other code with the process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from appsdk.errors import EXIT_RECOVER, QueryTooLong
+from appsdk.running.query_limit import GRACE_S, QueryLimit
+from appsdk.running.watchdog import Watchdog
+from protocol.messages import MessageType
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def looking(limit: QueryLimit, ended: threading.Event) -> threading.Thread:
+    def look() -> None:
+        while not ended.is_set():
+            limit.look()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    return thread
+
+
+def test_one_that_runs_for_ever_is_ended() -> None:
+    limit, ended = QueryLimit(limit_s=0.05), threading.Event()
+    thread = looking(limit, ended)
+
+    def for_ever() -> None:
+        while True:
+            try:
+                sum(range(100))
+            except Exception:
+                continue
+
+    try:
+        with pytest.raises(QueryTooLong, match=r"for 0.05 s"):
+            limit.run(for_ever)
+        assert limit.run(lambda: 5) == 5, "the next one has its own time"
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_one_that_ends_at_the_same_moment_is_over() -> None:
+    """Whichever comes first: the exception is raised in the query or nowhere."""
+    clock = Clock()
+    limit = QueryLimit(limit_s=1.0, clock_s=clock)
+    limit_passed: list[bool] = []
+
+    def told_at_its_end() -> int:
+        clock.now_s += 2.0
+        other = threading.Thread(target=lambda: limit_passed.append(limit.look()))
+        other.start()
+        other.join()
+        return 5
+
+    for _ in range(200):
+        with pytest.raises(QueryTooLong):
+            limit.run(told_at_its_end)
+        assert sum(range(1000)) == 499500, "nothing comes behind it"
+    assert limit_passed == [False] * 200
+
+
+def test_one_that_can_not_be_reached_ends_the_process_which_says_so() -> None:
+    clock, said, ended = Clock(), list[bytes](), list[int]()
+    limit = QueryLimit(limit_s=1.0, clock_s=clock)
+    warned: list[str] = []
+    say: Callable[[bytes], bool] = lambda message: said.append(message) is None  # noqa: E731
+    debugged = [False]
+    watchdog = Watchdog(
+        lambda: None,
+        say,
+        None,
+        warned.append,
+        end=ended.append,
+        clock_s=clock,
+        is_debugged=lambda: debugged[0],
+        query_limit=limit,
+    )
+
+    def look() -> None:
+        other = threading.Thread(target=watchdog.look)
+        other.start()
+        other.join()
+
+    def held() -> None:
+        debugged[0] = True
+        clock.now_s += 100.0
+        look()
+        assert ended == [], "somebody looks at it"
+        debugged[0] = False
+        clock.now_s += 1.0 + GRACE_S
+        look()
+
+    with pytest.raises(QueryTooLong):
+        limit.run(held)
+    assert ended == [EXIT_RECOVER]
+    assert said[0][1] == MessageType.LEAVING or MessageType.LEAVING in said[0][:3]
+    assert "does not come back" in warned[0]
