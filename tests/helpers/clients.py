@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from appsdk import Immortal, rpc
+from appsdk import Immortal, query, rpc
 from appsdk.client.connection import Connection
 from appsdk.client.lane import Call
 from appsdk.dispatch.dispatcher import Dispatcher
@@ -52,6 +52,10 @@ class Ledger(Immortal):
         self.entries.append(token)
         raise Refused(len(self.entries))
 
+    @query
+    def seen(self) -> list[int]:
+        return self.entries
+
     @rpc
     async def add_later(self, token: int) -> int:
         return await self.relay(token)
@@ -96,6 +100,7 @@ class World:
         self.to_coordinator: list[tuple[int, bytes]] = []  # (client, frame) on their way
         self.to_clients: list[tuple[int, bytes]] = []
         self.connections: dict[int, Connection] = {}
+        self.queries: list[Call] = []  # that were asked, beside the log
         self.app: Dispatcher | None = None
         self._begin()
 
@@ -159,6 +164,11 @@ class World:
         made = Call(method, msgspec.msgpack.encode((token,)), lambda call: None)
         self.connections[number].submit(made, key)
         return made
+
+    def ask(self, number: int) -> None:
+        made = Call("@query.seen", b"\x90", lambda call: None)
+        self.connections[number].query(made)
+        self.queries.append(made)
 
     def client_turn(self, number: int) -> None:
         connection = self.connections[number]

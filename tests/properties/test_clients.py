@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -67,6 +68,8 @@ def play(world: World, moves: list[tuple[int, int]]) -> tuple[list[Call], dict[i
             world.to_coordinator.pop(0)
         elif choice == 4 and world.to_clients:
             world.to_clients.pop(0)
+        elif choice >= 5:
+            world.ask(choice % 3)
     return calls, keyed, tokens
 
 
@@ -94,6 +97,23 @@ def test_each_request_is_done_once(moves: list[tuple[int, int]]) -> None:
     assert world.entries == [*entries, 9999]
     replies = {call.number: call.outcome for call in named}
     assert {call.number: call.outcome for call in again} == replies
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(MOVES)
+def test_what_a_query_shows_no_crash_takes_back(moves: list[tuple[int, int]]) -> None:
+    """And it shows all that clients have had replies of. The state only grows, so each answer is a beginning of it."""
+    world = World()
+    calls, _, _ = play(world, moves)
+    world.settle(calls)
+    world.ask(0)
+    world.settle(world.queries)
+    shown = []
+    for query in world.queries:
+        assert isinstance(query.outcome, Reply)
+        shown.append(msgspec.msgpack.decode(query.outcome.value))
+    assert shown[-1] == world.entries
+    assert all(one == shown[-1][: len(one)] for one in shown)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

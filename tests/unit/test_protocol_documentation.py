@@ -67,6 +67,7 @@ from protocol.messages import (
     encode_outgoing_rpc,
 )
 from protocol.peer import FrameType, PeerFrame, RefusedCode, encode_frame
+from protocol.queries import QueryAnswer, QueryQuestion, encode_query, encode_query_answer
 from protocol.record import encode_record
 from protocol.senders import ROWS
 from protocol.varint import encode_zigzag
@@ -148,6 +149,10 @@ BYTES = {
     "Handlers: to question 7, none of that number waits": handlers.encode_answer(
         handlers.HandlersAnswer(7, {"handler": None})
     ),
+    "QueryAsked: query 7, method 4 without arguments, at 1700000000000000000": encode_query(
+        QueryQuestion(7, 4, b"\x90", TIME_NS)
+    ),
+    "QueryAnswered: query 7 returned 9": encode_query_answer(QueryAnswer(7, ReplyKind.VALUE, b"\x09")),
     "Leaving, no": encode_message(MessageType.LEAVING, b"no"),
     "Challenge with the nonce 00 01 ... 1f": encode_challenge(HANDSHAKE.app_nonce),
     "Proof of the coordinator of counter with the nonce 20 21 ... 3f, secret ab, Unix socket": encode_answer(
@@ -192,6 +197,18 @@ BYTES = {
     ),
     "Pong: 7 was the last one taken": encode_client_frame(
         client_frame(ClientFrameType.PONG, committer_id=COMMITTER, number=7, acknowledged=5)
+    ),
+    "Query 3 of web: method 4 without arguments": encode_client_frame(
+        client_frame(ClientFrameType.QUERY, number=3, count=1, payload=encode_request(4, b"\x90"))
+    ),
+    "Answer: query 3 returned 9": encode_client_frame(
+        client_frame(
+            ClientFrameType.ANSWER,
+            committer_id=COMMITTER,
+            number=3,
+            count=1,
+            payload=encode_replies([Reply(3, ReplyKind.VALUE, b"\x09")]),
+        )
     ),
     "that call as the app gets it": logged_calls(CLIENT_CALL, 1, "web", 7),
     "the app's answer, to ~": encode_incoming_rpc(3, 0, b"\x93\xa4~web\x07\x09", RpcKind.RETURNED_VALUE),
