@@ -1,10 +1,10 @@
-"""All instances as of a second ago: asked once for all who look."""
+"""All instances as of a second ago: asked once for all who look, who wait for no instance that takes long."""
 
 from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ FRESH_S = 1.0
 STOPPED_FRESH_S = 15.0  # what does not run is read from its log, and changes when it is started
 ASKED_AT_ONCE_MAX = 8
 RATE_SPAN_S = 5.0
+FIRST_WAIT_S = 0.1  # of a page, for instances that nothing is known of yet: what comes later it is sent by itself
 
 RUNNING = ("normal", "taking a checkpoint")
 
@@ -46,28 +47,34 @@ class Fleet:
     def __init__(self, registry: Registry, logs: Logs) -> None:
         self._registry = registry
         self._logs = logs
-        self._lock = threading.Lock()  # around _rows and _looked_s
-        self._refreshing = threading.Lock()
-        self._rows: list[Row] | None = None
-        self._looked_s = 0.0
+        self._looking = threading.Condition()  # around the next three; told when a look is over
+        self._rows: dict[str, Row] = {}  # the last that is known of each
+        self._looked_s = -FRESH_S
+        self._background: threading.Thread | None = None
         self._stopped: dict[str, tuple[float, dict[str, Any]]] = {}
         self._counts: dict[str, list[tuple[float, int]]] = {}  # (when, records), the oldest first
         self._pool = ThreadPoolExecutor(ASKED_AT_ONCE_MAX, "fleet")
-        self._background: threading.Thread | None = None
 
-    def warm_up(self) -> None:
-        self._refresh_soon()
+    def look(self, wait_s: float) -> None:
+        """Ask all again, in the background, if that is more than a second ago, and wait so long at most for it."""
+        with self._looking:
+            if self._background is None and time.monotonic() - self._looked_s >= FRESH_S:
+                self._background = threading.Thread(target=self._look, name="fleet", daemon=True)
+                self._background.start()
+            if wait_s:
+                self._looking.wait_for(lambda: self._background is None, wait_s)
 
-    def rows(self, *, wait: bool = False) -> list[Row]:
-        """In the order of names. Older ones than a second are asked again, in the background unless ``wait``."""
-        with self._lock:
-            rows, age_s = self._rows, time.monotonic() - self._looked_s
-        if rows is None or (wait and age_s > FRESH_S):
-            self._refresh()
-        elif age_s > FRESH_S:
-            self._refresh_soon()
-        with self._lock:
-            return list(self._rows or ())
+    def rows(self) -> list[Row]:
+        """In the order of names, as they were known last. One of which nothing is known yet says so."""
+        try:
+            names = self._registry.names()
+        except ImmortalError:  # the folder can't be read now
+            return []
+        with self._looking:
+            is_first = not all(name in self._rows for name in names)
+        self.look(FIRST_WAIT_S if is_first else 0.0)
+        with self._looking:
+            return [self._rows.get(name) or _unknown(name) for name in names]
 
     def row(self, name: str) -> Row:
         """One, asked now. Raises RegistryError where it is not registered."""
@@ -77,24 +84,23 @@ class Fleet:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _refresh_soon(self) -> None:
-        with self._lock:
-            if self._background is None or not self._background.is_alive():
-                self._background = threading.Thread(target=self._refresh, name="fleet", daemon=True)
-                self._background.start()
+    def _look(self) -> None:
+        try:
+            names = self._registry.names()
+            for done in [self._pool.submit(self._note, name) for name in names]:
+                done.result()
+        except (ImmortalError, RuntimeError, CancelledError):  # the folder can't be read now; the pool was closed
+            names = []
+        with self._looking:
+            self._rows = {name: self._rows[name] for name in names if name in self._rows}
+            self._counts = {name: self._counts[name] for name in names if name in self._counts}
+            self._looked_s, self._background = time.monotonic(), None
+            self._looking.notify_all()
 
-    def _refresh(self) -> None:
-        with self._refreshing:
-            if self._rows is not None and time.monotonic() - self._looked_s < FRESH_S:
-                return  # another thread has done it meanwhile
-            try:
-                names = self._registry.names()
-                rows = list(self._pool.map(self._row, names))
-            except (ImmortalError, RuntimeError):  # the folder can't be read now; the pool was closed
-                names, rows = [], []
-            with self._lock:
-                self._rows, self._looked_s = rows, time.monotonic()
-                self._counts = {name: self._counts[name] for name in names if name in self._counts}
+    def _note(self, name: str) -> None:
+        row = self._row(name)
+        with self._looking:
+            self._rows[name] = row
 
     def _row(self, name: str) -> Row:
         status = self._status(name)
@@ -158,3 +164,7 @@ def _tone(status: dict[str, Any]) -> str:
     if phase in (STOPPED, NOT_STARTED):
         return "off"
     return "good" if phase in RUNNING else "busy"
+
+
+def _unknown(name: str) -> Row:
+    return Row(name, "asked just now", "busy", "", "", None, "", None, "", "", "", [], {})

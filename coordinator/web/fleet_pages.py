@@ -13,12 +13,13 @@ from starlette.routing import BaseRoute, Route
 
 from coordinator.web.fleet import Row
 from coordinator.web.guard import COOKIE_NAME, LOGIN_PATH
-from coordinator.web.live import stream
+from coordinator.web.live import LOOK_S, stream
 from coordinator.web.rendering import page, render
 from coordinator.web.requests import site_of, text_of
 from coordinator.web.site import Site
 
 COOKIE_AGE_S = 30 * 86400
+WARM_UP_S = 1.0  # for the first look at all instances, before the page says where it is
 
 
 def routes() -> list[BaseRoute]:
@@ -27,6 +28,14 @@ def routes() -> list[BaseRoute]:
         Route("/live/fleet", fleet_live),
         Route(LOGIN_PATH, login),
     ]
+
+
+def warm_up(site: Site) -> None:
+    """The first look, and what the first page takes beside it."""
+    site.fleet.look(0.0)
+    page("login.html", site=site, wrong=False)
+    page("fleet.html", site=site, **_shown(site.fleet.rows(), "", ""))
+    site.fleet.look(WARM_UP_S)
 
 
 def login(request: Request) -> Response:
@@ -54,7 +63,7 @@ def fleet_live(request: Request) -> EventSourceResponse:
 
     def look() -> Iterator[tuple[str, str]]:
         nonlocal names
-        site.fleet.rows(wait=True)
+        site.fleet.look(LOOK_S)
         view = _view(site, request)
         before, names = names, [row.name for row in view["rows"]]
         yield "tiles", render("_tiles.html", **view)
@@ -67,8 +76,10 @@ def fleet_live(request: Request) -> EventSourceResponse:
 
 
 def _view(site: Site, request: Request) -> dict[str, Any]:
-    show, wanted = text_of(request, "show"), text_of(request, "q")
-    rows = site.fleet.rows()
+    return _shown(site.fleet.rows(), text_of(request, "show"), text_of(request, "q"))
+
+
+def _shown(rows: list[Row], show: str, wanted: str) -> dict[str, Any]:
     counts = Counter(_group(row) for row in rows)
     shown = [
         row

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import ssl
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +15,13 @@ import uvicorn
 from coordinator.instances.registry import Registry
 from coordinator.web.app import make_app
 from coordinator.web.errors import WebError
+from coordinator.web.fleet_pages import warm_up
 from coordinator.web.site import Site
 from coordinator.web.token import Token
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 CONNECTIONS_MAX = 256
+SWITCH_INTERVAL_S = 0.0005  # an answer is not to wait for all threads that look at instances, 5 ms for each
 STOP_S = 2  # for answers that are on their way, and streams that never end
 
 
@@ -57,8 +60,9 @@ def serve(
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     server = uvicorn.Server(config)
     shown = f"[{host}]" if ":" in host else host
-    site.start()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
+        warm_up(site)
         ready(f"{scheme}://{shown}:{taken}")
         server.run(sockets=[listener])
     except KeyboardInterrupt:

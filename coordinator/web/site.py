@@ -29,9 +29,6 @@ class Site:
         """Raises UnknownInstanceError, ConfigError."""
         return self.registry.load(name)
 
-    def start(self) -> None:
-        self.fleet.warm_up()
-
     def close(self) -> None:
         self.fleet.close()
         self.travel.close()

@@ -1,0 +1,81 @@
+"""What a page knows of all instances: it waits for none that takes long, and learns of it later."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from coordinator.instances.registry import Registry
+from coordinator.operator import control
+from coordinator.operator.control_server import ControlServer
+from coordinator.web.fleet import Fleet
+from coordinator.web.logs import Logs
+
+DEADLINE_S = 30.0
+ANSWER = {"name": "slow", "phase": "normal", "outputs": {}, "checkpoint": None, "sequence_id": 4}
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    made = Registry(tmp_path)
+    for name in ("slow", "stopped"):
+        made.register(name, peer="tcp://127.0.0.1:*")
+    return made
+
+
+@contextmanager
+def slow(registry: Registry) -> Iterator[threading.Event]:
+    """An instance that runs, and answers once it is told to."""
+    folder = registry.load("slow").folder
+    server, answers, ended = ControlServer(folder), threading.Event(), threading.Event()
+    control.announce(folder, server.listen())
+
+    def serve() -> None:
+        answers.wait()
+        while not ended.is_set():
+            for asked in server.process():
+                asked.answer(ANSWER if asked.verb == "status" else {})
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        answers.set()
+        ended.set()
+        thread.join()
+        server.close()
+
+
+def test_the_first_page_waits_for_no_instance_that_takes_long(registry: Registry) -> None:
+    fleet = Fleet(registry, Logs())
+    with slow(registry) as answers:
+        assert fleet.rows()[0].phase == "asked just now", "it has not answered, and will not before this has come"
+        until(lambda: fleet.rows()[1].phase == "not started yet")
+        assert fleet.rows()[0].phase == "asked just now"
+        answers.set()
+        until(lambda: fleet.rows()[0].phase == "normal")
+        fleet.look(30.0)
+        assert [row.name for row in fleet.rows()] == ["slow", "stopped"]
+    fleet.close()
+
+
+def test_who_comes_and_who_goes(registry: Registry) -> None:
+    fleet = Fleet(registry, Logs())
+    fleet.look(30.0)
+    registry.register("added", peer="tcp://127.0.0.1:*")
+    assert [row.name for row in fleet.rows()] == ["added", "slow", "stopped"]
+    (registry.home / "stopped.toml").unlink()
+    assert [row.name for row in fleet.rows()] == ["added", "slow"]
+    fleet.close()
