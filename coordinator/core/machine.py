@@ -583,7 +583,7 @@ class Machine:
             "impulses": self._impulses.count,
             "held_back": dict(self._intake.permissions.held_back),
             "open_calls": self._intake.open_calls.counts,
-            "clients": self._clients.describe(),
+            "clients": self._clients.describe() | self._queries.describe(),
             "version": self._versions.current,
             "upgrade_to": self._versions.upgrade_to,
         }

@@ -77,11 +77,6 @@ class Queries:
     _barred: dict[int, int] = field(default_factory=dict)  # method IDs, until when
 
     @property
-    def open_count(self) -> int:
-        """Taken, and not answered."""
-        return len(self._open)
-
-    @property
     def waits(self) -> bool:
         """There may be something for :meth:`go_on`."""
         return bool(self._waiting or self._held)
@@ -108,7 +103,7 @@ class Queries:
 
     def _refusal(self, frame: ClientFrame, caller: str) -> tuple[ClientCode, str] | None:
         session, permissions, now_ns = self.session, self.intake.permissions, self.turn.now_ns
-        if session.phase not in WORKS:
+        if session.phase not in WORKS or session.fed_sequence_id < 0:  # an app is primary behind its first record
             text = f"the app of {self.name!r} does not work now (phase: {session.phase.value}): ask again once it does"
             return ClientCode.NOT_READY, text
         if MessageType.QUERY_ASKED not in session.extensions:
@@ -188,6 +183,10 @@ class Queries:
         self._open_by[query.asker] -= 1
         if not self._open_by[query.asker]:
             del self._open_by[query.asker]
+
+    def describe(self) -> dict[str, int]:
+        """For the status."""
+        return {"open_queries": len(self._open), "answered_queries": self.answered_count}
 
     def app_lost(self) -> None:
         """Nobody is there to answer: clients ask the next app. What would have been told may have been of no log."""

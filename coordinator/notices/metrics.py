@@ -83,6 +83,7 @@ STATUS = (
     StatusMetric("immortal_commit_seconds", "What a commit to the log takes, of late", "commit_ms", unit=1e-3),
     StatusMetric("immortal_clients", "Clients of which the instance knows", "clients.known"),
     StatusMetric("immortal_clients_open_requests", "Requests of clients not answered", "clients.open_requests"),
+    StatusMetric("immortal_clients_open_queries", "Queries of clients not answered", "clients.open_queries"),
     StatusMetric("immortal_clients_replies", "Replies kept for clients", "clients.replies"),
     StatusMetric("immortal_clients_replies_bytes", "Size of the replies kept for clients", "clients.replies_bytes"),
     StatusMetric(

@@ -52,10 +52,6 @@ class Ledger(Immortal):
         self.entries.append(token)
         raise Refused(len(self.entries))
 
-    @query
-    def seen(self) -> list[int]:
-        return self.entries
-
     @rpc
     async def add_later(self, token: int) -> int:
         return await self.relay(token)
@@ -63,6 +59,12 @@ class Ledger(Immortal):
     @rpc
     async def relay(self, token: int) -> int:
         return await self.add(token)
+
+
+class ShownLedger(Ledger):
+    @query
+    def seen(self) -> list[int]:
+        return self.entries
 
 
 def request(token: object, number: int, *calls: bytes, client_id: str = "c", **fields: Any) -> ev.ClientFrameReceived:
@@ -133,7 +135,7 @@ class World:
         if self.app is None:
             self.driven.app_bytes.clear()
             self._handle(ev.AppConnected())
-            self.app = Dispatcher(definition_of(Ledger), lambda: bytes(16))
+            self.app = Dispatcher(definition_of(ShownLedger), lambda: bytes(16))
         data = bytes(self.driven.app_bytes)
         self.driven.app_bytes.clear()
         self.app.receive_data(data)

@@ -127,7 +127,7 @@ def test_a_client_cannot_grow_the_numbers_behind_an_open_request_without_bound()
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "what"), [(1, 8, "a frame of type 8"), (0, 0xC2, "a frame of version 2")], ids=["type", "version"]
+    ("at", "value", "what"), [(1, 10, "a frame of type 10"), (0, 0xC2, "a frame of version 2")], ids=["type", "version"]
 )
 def test_a_client_of_a_later_build_is_told_once_what_is_known(at: int, value: int, what: str) -> None:
     data = bytearray(encode_client_frame(ClientFrame(ClientFrameType.HELLO, "c", "a")))
@@ -138,7 +138,7 @@ def test_a_client_of_a_later_build_is_told_once_what_is_known(at: int, value: in
     effects = driven.handle(ev.ClientFrameReceived("t", decode_client_frame(bytes(data))))
     (answer,) = [effect.frame for effect in effects if isinstance(effect, ef.ReplyToClient)]
     assert (answer.frame_type, answer.code) == (ClientFrameType.REFUSED, ClientCode.UNKNOWN)
-    known = "this coordinator takes version 1, types 1 (Hello), 3 (Request) and 5 (Ping)"
+    known = "this coordinator takes version 1, types 1 (Hello), 3 (Request), 5 (Ping) and 8 (Query)"
     assert answer.reason == f"{what} is not known here: {known}"
 
 

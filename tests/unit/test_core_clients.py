@@ -200,7 +200,9 @@ def test_acknowledged_replies_go() -> None:
         driven.data(answer(number, number))
     driven.handle(request("t", 3, call(3), acknowledged=2))
     assert driven.store.clients().replies == {}
-    assert driven.machine.status(0)["clients"] == {"known": 1, "open_requests": 1, "replies": 0, "replies_bytes": 0}
+    assert driven.machine.status(0)["clients"] == {
+        "known": 1, "open_requests": 1, "replies": 0, "replies_bytes": 0, "open_queries": 0, "answered_queries": 0,
+    }  # fmt: skip
     assert said(driven.handle(request("t", 1, call(1))))[0] == ("t", "REPLY", {1: (0, b"")})
 
 

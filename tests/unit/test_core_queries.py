@@ -75,6 +75,7 @@ def test_a_query_goes_to_the_app_and_its_answer_to_who_asked_and_nothing_to_the_
     driven = working()
     before = driven.machine.status(NOW_NS)["sequence_id"]
     driven.handle(query("t", 7))
+    assert driven.machine.status(NOW_NS)["clients"]["open_queries"] == 1  # type: ignore[index]
     (question,) = asked(driven)
     assert (question.method_id, question.arguments, question.time_ns) == (4, NO_ARGUMENTS, NOW_NS)
     assert told(driven.data(answer(question))) == [("t", 7, 5)]
