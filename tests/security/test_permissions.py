@@ -1052,9 +1052,11 @@ def test_who_may_query_can_query_and_nothing_else_of_real_processes(
     """Peers and clients; over a crash of both processes; and each replay does the same."""
     for name in ("counter", "shop"):
         immortal(folder, "register", name, "--peer", "tcp://127.0.0.1:*")
-    immortal(folder, "keys", "web", "--make", "--client")
+    for name in ("web", "writer"):
+        immortal(folder, "keys", name, "--make", "--client")
     settings = folder / HOME / "counter.toml"
-    settings.write_text(settings.read_text() + '\n[allow]\nshop = ["@query"]\nweb = ["@query"]\n')
+    allowed = '[allow]\nshop = ["@query"]\nweb = ["@query"]\nwriter = ["add"]\n'
+    settings.write_text(f"{settings.read_text()}\n{allowed}")
     counter, shop = runs("counter", "shop:Counter"), runs("shop", "shop:Shop")
     counter.line("ready")
     shop.line("ready")
@@ -1073,7 +1075,13 @@ def test_who_may_query_can_query_and_nothing_else_of_real_processes(
                 client.add()
             with pytest.raises(CalleeFailed, match=cheated):
                 client.cheat()
-            assert client.total() == 1
+            assert client.total() == client.query.total() == 1
+            with pytest.raises(CalleeFailed, match=cheated):
+                client.query.cheat()
+            assert client.total() == client.query.total() == 1
+        refused = pytest.raises(CallRefused, match="'writer' may not call 'total' of 'counter'")
+        with connect("counter", identity="writer") as client, refused:
+            client.query.total()
         counter.kill()
         counter = runs("counter", "shop:Counter")
         counter.line("ready")
