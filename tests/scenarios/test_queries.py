@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 
 from appsdk.client import CalleeFailed, CallRefused, CallTimeout, connect, start, with_key, with_timeout
 from coordinator.operator import control
-from tests.helpers.cli import HOME, Run, immortal
+from tests.helpers.cli import DEADLINE_S, HOME, Run, immortal
 
 APP = """
 import os
@@ -189,8 +190,9 @@ def test_while_a_handler_runs_a_query_waits_and_says_so(folder: Path, ledger: Ru
     held.touch()
     with connect("ledger") as client, connect("ledger") as other:
         client.hold.fork(str(held))
+        deadline_s = time.monotonic() + DEADLINE_S
         while last_record(folder) < 1:
-            pass
+            assert time.monotonic() < deadline_s
         with pytest.raises(CallTimeout, match="no reply of 'ledger'") as caught:
             with_timeout(other, 0.5).query.count()
         held.unlink()
