@@ -115,13 +115,14 @@ class Watchdog:
             self._end(EXIT_FAILED)
 
     def _look_at_query(self) -> None:
-        """One that is not logged and does not come back is ended with the process, which says so: no message of the log
-        is suspected of it."""
+        """One that is not logged and does not come back is ended with the process, once that is said: no message of the
+        log is suspected of it. An embedded app can't say it, and its process is not its own to end."""
         limit = self._query_limit
         if limit is None or not limit.look(is_debugged=self._is_debugged()):
             return
         text = "a query that is not logged does not come back: the app is recovered from its log, without that"
+        if not self._say(encode_message(MessageType.LEAVING, text.encode())):
+            return
         self._warn(text)
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-        self._say(encode_message(MessageType.LEAVING, text.encode()))
         self._end(EXIT_RECOVER)
