@@ -9,6 +9,8 @@ from appsdk.client.transport import Transport
 def timeout_text(transport: Transport, method: str, call: Call, timeout_s: float) -> str:
     instance = transport.connection.instance
     front = f"{method}: no reply of {instance!r} at {transport.endpoint} within {timeout_s:g} s: {transport.problem}"
+    if not call.sent and call.message:  # a query beside the log, which has no number there
+        return f"{front}; a query changes nothing, and may be asked again"
     if not call.sent:
         return f"{front}; the request was never sent, and will not be"
     return (
