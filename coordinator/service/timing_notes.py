@@ -28,7 +28,9 @@ ARRIVALS_MAX = 1_000  # of one source, not logged yet
 
 
 @dataclass(slots=True)
-class _Submitted:
+class Submitted:
+    """A commit with that record was asked for."""
+
     ticket: int
     sequence_id: int
     committer_id: int
@@ -39,25 +41,31 @@ class _Submitted:
 
 
 @dataclass(slots=True)
-class _Durable:
+class Durable:
+    """So is the commit with that ticket, and all before it."""
+
     ticket: int
     time_ns: int
 
 
 @dataclass(slots=True)
-class _Given:
+class Given:
+    """The app was sent that record."""
+
     sequence_id: int
     time_ns: int
 
 
 @dataclass(slots=True)
-class _Arrived:
+class Arrived:
+    """Messages of that source came, up to ``last_position``."""
+
     source: tuple[int, str]  # kind, name
     last_position: int
     time_ns: int
 
 
-_Seen = _Submitted | _Durable | _Given | _Arrived
+Seen = Submitted | Durable | Given | Arrived
 
 
 class TimingNotes:
@@ -76,7 +84,7 @@ class TimingNotes:
         self._clock_ns = clock_ns
         self._records = Records()
         self._writer = SegmentWriter(folder / FOLDER_NAME, COORDINATOR, limit_bytes, say)
-        self._noting: Noting[_Seen] = Noting(self._write)
+        self._noting: Noting[Seen] = Noting(self._write)
 
     def observe(self, effect: ef.Effect) -> None:
         """An effect, just before it is carried out."""
@@ -86,7 +94,7 @@ class TimingNotes:
                 header = decode_header(value)
                 trailer = bytes(memoryview(value)[header.size_bytes :])
                 self._noting.put(
-                    _Submitted(effect.ticket, sequence_id, header.committer_id, now_ns, trailer, header.check)
+                    Submitted(effect.ticket, sequence_id, header.committer_id, now_ns, trailer, header.check)
                 )
         elif type(effect) is ef.SendToApp and len(effect.data) >= HEADER_SIZE_BYTES:
             try:
@@ -94,22 +102,22 @@ class TimingNotes:
             except ProtocolError:  # a part of a checkpoint
                 return
             if header.sequence_id >= 0 and header.size_bytes == len(effect.data):
-                self._noting.put(_Given(header.sequence_id, self._clock_ns()))
+                self._noting.put(Given(header.sequence_id, self._clock_ns()))
 
     def durable(self, ticket: int) -> None:
         """From any thread: the commit of ``ticket`` is, and all before it."""
-        self._noting.put(_Durable(ticket, self._clock_ns()))
+        self._noting.put(Durable(ticket, self._clock_ns()))
 
     def arrived(self, event: ev.Event) -> None:
         """An event, as it comes in."""
         if type(event) is ev.PeerFrameReceived and event.frame.frame_type is FrameType.BATCH:
             frame = event.frame
             source = int(BatchKind.STREAM), frame.sender
-            self._noting.put(_Arrived(source, frame.position + frame.count - 1, self._clock_ns()))
+            self._noting.put(Arrived(source, frame.position + frame.count - 1, self._clock_ns()))
         elif type(event) is ev.ClientFrameReceived and event.frame.frame_type is ClientFrameType.REQUEST:
             request = event.frame
             source = int(BatchKind.CLIENT), CLIENTS + request.client_id
-            self._noting.put(_Arrived(source, request.number + request.count - 1, self._clock_ns()))
+            self._noting.put(Arrived(source, request.number + request.count - 1, self._clock_ns()))
 
     def close(self) -> None:
         """Write what was seen."""
@@ -117,7 +125,7 @@ class TimingNotes:
         self._put_down(self._records.rest())
         self._writer.close()
 
-    def _write(self, seen: list[_Seen]) -> None:
+    def _write(self, seen: list[Seen]) -> None:
         for one in seen:
             self._put_down(self._records.take(one))
 
@@ -131,17 +139,17 @@ class Records:
 
     def __init__(self) -> None:
         self.committer_id = 0
-        self._waiting: OrderedDict[int, _Submitted] = OrderedDict()  # by sequence ID
-        self._undurable: deque[_Submitted] = deque()
-        self._arrivals: OrderedDict[tuple[int, str], deque[_Arrived]] = OrderedDict()
+        self._waiting: OrderedDict[int, Submitted] = OrderedDict()  # by sequence ID
+        self._undurable: deque[Submitted] = deque()
+        self._arrivals: OrderedDict[tuple[int, str], deque[Arrived]] = OrderedDict()
 
-    def take(self, seen: _Seen) -> list[TimingRow]:
-        if isinstance(seen, _Submitted):
+    def take(self, seen: Seen) -> list[TimingRow]:
+        if isinstance(seen, Submitted):
             return self._submitted(seen)
-        if isinstance(seen, _Durable):
+        if isinstance(seen, Durable):
             while self._undurable and self._undurable[0].ticket <= seen.ticket:
                 self._undurable.popleft().durable_ns = seen.time_ns
-        elif isinstance(seen, _Arrived):
+        elif isinstance(seen, Arrived):
             self._arrived(seen)
         elif seen.sequence_id in self._waiting:
             return self._up_to(seen.sequence_id, seen.time_ns)
@@ -151,7 +159,7 @@ class Records:
         """Of records that the app was not given."""
         return [row for one in self._take_waiting(len(self._waiting)) for row in self._rows(one, 0)]
 
-    def _submitted(self, seen: _Submitted) -> list[TimingRow]:
+    def _submitted(self, seen: Submitted) -> list[TimingRow]:
         rows: list[TimingRow] = []
         if seen.sequence_id in self._waiting:  # once more, as the log did not answer
             return rows
@@ -162,7 +170,7 @@ class Records:
         self._undurable.append(seen)
         return rows
 
-    def _arrived(self, seen: _Arrived) -> None:
+    def _arrived(self, seen: Arrived) -> None:
         known = self._arrivals.get(seen.source)
         if known is None:
             known = self._arrivals[seen.source] = deque(maxlen=ARRIVALS_MAX)
@@ -181,10 +189,10 @@ class Records:
                 break
         return rows
 
-    def _take_waiting(self, count: int) -> list[_Submitted]:
+    def _take_waiting(self, count: int) -> list[Submitted]:
         return [self._waiting.popitem(last=False)[1] for _ in range(count)]
 
-    def _rows(self, one: _Submitted, given_ns: int) -> list[TimingRow]:
+    def _rows(self, one: Submitted, given_ns: int) -> list[TimingRow]:
         rows = [TimingRow(one.sequence_id, 0, TimingKind.COMMIT, one.time_ns, one.durable_ns, given_ns)]
         try:
             batches = decode_trailer(one.trailer, one.check).batches

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator import fault_points
+from tests.helpers.browser import WebServer
 from tests.helpers.cli import HOME, Run, immortal
 from tests.scenarios.test_trace_cli import attribute, otlp, perfetto
 
@@ -48,12 +51,14 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shop")
     plan = folder / "plan"
     (folder / "shop.py").write_text(SHOP)
-    immortal(folder, "register", "shop", "--peer", "tcp://127.0.0.1:*", "--app", "shop:Shop", "--timings-limit-mb", "8")
+    options = ("--peer", "tcp://127.0.0.1:*", "--app", "shop:Shop", "--keep-checkpoints", "all")
+    immortal(folder, "register", "shop", *options, "--timings-limit-mb", "8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(fault_points.VARIABLE, str(plan))
         run = Run(folder, "shop")
     try:
         run.line("ready")
+        immortal(folder, "call", "shop", "buy", "0")  # what a first start commits is done by then
         (folder / "new").write_text(f"1 delay={DISK_S} before commit")
         os.replace(folder / "new", plan)
         immortal(folder, "call", "shop", "buy", "3")
@@ -90,14 +95,16 @@ def test_a_slow_disk_and_a_busy_handler_are_seen(shop: Path) -> None:
         assert commit["traceId"] == queue["traceId"] == spans[queue["parentSpanId"]]["traceId"]
         assert int(queue["startTimeUnixNano"]) <= int(commit["startTimeUnixNano"])
         assert int(commit["endTimeUnixNano"]) <= int(queue["endTimeUnixNano"])
-    (buy, _) = [span for span in found if span["name"] == "Shop.buy"]
+    _, buy, _ = sorted(
+        (span for span in found if span["name"] == "Shop.buy"), key=lambda span: int(span["startTimeUnixNano"])
+    )
     assert length_ns(queues[attribute(buy, "record"), attribute(buy, "message")]) >= DISK_S * 1e9
     packs = sorted(
         (span for span in found if span["name"] == "Shop.pack"), key=lambda span: int(span["startTimeUnixNano"])
     )
     assert len(packs) == 3
     assert all(length_ns(pack) >= HANDLER_S * 1e9 for pack in packs)
-    for before, after in zip(packs, packs[1:], strict=False):
+    for before, after in pairwise(packs):
         assert int(before["endTimeUnixNano"]) <= int(after["startTimeUnixNano"])
     waits = [length_ns(queues[attribute(pack, "record"), attribute(pack, "message")]) for pack in packs]
     assert waits[2] - waits[0] >= HANDLER_S * 1e9
@@ -162,7 +169,9 @@ def test_damaged_notes_are_passed_over_with_a_word(shop: Path) -> None:
 
 def test_they_go_with_the_instance(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(SHOP)
-    immortal(tmp_path, "register", "shop", "--peer", "tcp://127.0.0.1:*", "--app", "shop:Shop", "--timings-limit-mb", "1")
+    immortal(
+        tmp_path, "register", "shop", "--peer", "tcp://127.0.0.1:*", "--app", "shop:Shop", "--timings-limit-mb", "1"
+    )
     run = Run(tmp_path, "shop")
     try:
         run.line("ready")
@@ -172,3 +181,19 @@ def test_they_go_with_the_instance(tmp_path: Path) -> None:
     assert list((tmp_path / HOME / "shop" / "timings").iterdir())
     immortal(tmp_path, "unregister", "shop")
     assert not (tmp_path / HOME / "shop" / "timings").exists()
+
+
+def test_the_page_of_a_message_says_it(shop: Path) -> None:
+    found = otlp(shop, "paged.jsonl", "shop")
+    pack = next(span for span in found if span["name"] == "Shop.pack")
+    server = WebServer(shop)
+    try:
+        status, text, _ = server.ask(f"/i/shop/m/{attribute(pack, 'record')}/{attribute(pack, 'message')}")
+        _, first, _ = server.ask("/i/shop/m/0/0")
+    finally:
+        server.stop()
+    assert status == 200
+    lengths = dict(re.findall(r"<dt>(Queue|Disk|Handler)</dt><dd>([\d.]+ \S+)</dd>", text))
+    assert lengths.keys() == {"Queue", "Disk", "Handler"}
+    assert float(lengths["Handler"].removesuffix(" ms")) >= HANDLER_S * 1e3
+    assert "<dt>Disk</dt>" in first
