@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from protocol.private_files import FILE_MODE, make_folder
-from protocol.timings import HEADER_SIZE_BYTES, ROW_SIZE_BYTES, TimingRow, encode_row, encode_segment_header
+from protocol.timings import HEADER_SIZE_BYTES, ROW_SIZE_BYTES, PlainRow, encode_row, encode_segment_header
 
 FOLDER_NAME = "timings"
 COORDINATOR, APP = "coordinator", "app"
@@ -56,19 +56,21 @@ class SegmentWriter:
         self._size_bytes = self._header_crc = 0
         self._failed = False
 
-    def write(self, committer_id: int, rows: Iterable[TimingRow]) -> None:
+    def write(self, committer_id: int, rows: Iterable[PlainRow]) -> None:
         """Rows of the log of ``committer_id``, in the order of its records."""
         encoded: list[bytes] = []
+        room = self._room if committer_id == self._committer_id else 0  # for so many rows
+        last, header_crc = self._last_sequence_id, self._header_crc
         try:
             for row in () if self._failed else rows:
-                size_bytes = self._size_bytes + ROW_SIZE_BYTES * (len(encoded) + 1)
-                is_next = self._committer_id == committer_id and row.sequence_id >= self._last_sequence_id
-                if not is_next or size_bytes > self._segment_bytes:
+                if row[0] < last or len(encoded) >= room:
                     self._append(encoded)
                     self._begin(committer_id)
                     encoded.clear()
-                self._last_sequence_id = row.sequence_id
-                encoded.append(encode_row(row, self._header_crc))
+                    room, header_crc = self._room, self._header_crc
+                last = row[0]
+                encoded.append(encode_row(row, header_crc))
+            self._last_sequence_id = last
             self._append(encoded)
         except (OSError, struct.error) as error:
             self._failed = True
@@ -78,6 +80,10 @@ class SegmentWriter:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+    @property
+    def _room(self) -> int:
+        return (self._segment_bytes - self._size_bytes) // ROW_SIZE_BYTES
 
     def _append(self, encoded: list[bytes]) -> None:
         data = memoryview(b"".join(encoded))
@@ -99,7 +105,7 @@ class SegmentWriter:
         self._forget_old(there)
         header = encode_segment_header(committer_id)
         self._header_crc = zlib.crc32(header)
-        self._committer_id, self._last_sequence_id, self._size_bytes = committer_id, -1, 0
+        self._committer_id, self._size_bytes = committer_id, 0
         self._append([header])
 
     def _forget_old(self, there: list[Path]) -> None:

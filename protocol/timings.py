@@ -56,7 +56,11 @@ def decode_segment_header(data: bytes) -> int | None:
     return committer_id if magic == MAGIC and not nothing and 1 <= committer_id <= COMMITTER_ID_MAX else None
 
 
-def encode_row(row: TimingRow, header_crc: int) -> bytes:
+PlainRow = tuple[int, int, int, int, int, int]
+"""The fields of a :class:`TimingRow`, which is one: who makes many makes these, in a third of the time."""
+
+
+def encode_row(row: PlainRow, header_crc: int) -> bytes:
     """``header_crc``: the CRC-32 of the segment's header."""
     body = _ROW.pack(*row)
     return body + _CRC.pack(zlib.crc32(body, header_crc))

@@ -16,9 +16,10 @@ from appsdk.calls.context import Context
 from appsdk.dispatch.delivery import Delivery, Entry
 from appsdk.handlers.definition import Definition
 from protocol.timing_files import APP, Noting, SegmentWriter
-from protocol.timings import TimingKind, TimingRow
+from protocol.timings import PlainRow, TimingKind
 
-_Handled = tuple[int, int, int, int, int]  # committer ID, record, message, when it began and when it was over, in ns
+_KIND = int(TimingKind.HANDLED)
+_Handled = tuple[int, PlainRow]  # by committer ID
 
 
 class HandlerTimings:
@@ -34,13 +35,14 @@ class HandlerTimings:
         self.clock_ns = clock_ns
         self._writer = SegmentWriter(folder, APP, limit_bytes, say)
         self._noting: Noting[_Handled] = Noting(self._write)
+        self._put = self._noting.put
         self._noted = -1, -1  # what is made undone and executed again was noted
 
     def note(self, committer_id: int, place: tuple[int, int], began_ns: int) -> None:
         """The handler of the message at ``place``, its record and index, is over now."""
         if place > self._noted:
             self._noted = place
-            self._noting.put((committer_id, *place, began_ns, self.clock_ns()))
+            self._put((committer_id, (*place, _KIND, began_ns, self.clock_ns(), 0)))
 
     def make_delivery(self, definition: Definition, context: Context) -> Delivery:
         return _TimedDelivery(definition, context, self)
@@ -52,9 +54,7 @@ class HandlerTimings:
 
     def _write(self, handled: list[_Handled]) -> None:
         for committer_id, some in groupby(handled, key=itemgetter(0)):
-            kind = TimingKind.HANDLED
-            rows = (TimingRow(record, message, kind, began, over) for _, record, message, began, over in some)
-            self._writer.write(committer_id, rows)
+            self._writer.write(committer_id, (row for _, row in some))
 
 
 class _TimedDelivery(Delivery):

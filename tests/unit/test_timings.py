@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appsdk.running.options import TIMINGS_VARIABLE, OptionError, run_options
-from coordinator.service.timing_notes import Arrived, Durable, Given, Records, Submitted
+from coordinator.service.timing_notes import Arrived, Durable, Given, Records, Seen, Submitted
 from protocol.record import decode_header, encode_record
 from protocol.timing_files import (
     APP,
@@ -233,7 +233,7 @@ def stream(first: int, count: int, name: str = "a") -> BatchSource:
 
 def test_batches_find_when_they_came() -> None:
     records, source = Records(), (int(BatchKind.STREAM), "a")
-    seen = [
+    seen: list[Seen] = [
         Arrived(source, 2, 100),
         Arrived(source, 5, 200),
         Arrived(source, 5, 250),  # sent again
