@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 from coordinator import fault_points
 from tests.helpers.browser import WebServer
-from tests.helpers.cli import HOME, Run, immortal
+from tests.helpers.cli import DEADLINE_S, HOME, Run, immortal
 from tests.scenarios.test_trace_cli import attribute, otlp, perfetto
 
 MS = 1_000_000
@@ -197,3 +199,59 @@ def test_the_page_of_a_message_says_it(shop: Path) -> None:
     assert lengths.keys() == {"Queue", "Disk", "Handler"}
     assert float(lengths["Handler"].removesuffix(" ms")) >= HANDLER_S * 1e3
     assert "<dt>Disk</dt>" in first
+
+
+POST = """
+from appsdk import Immortal, peer, rpc
+from appsdk.client import connect
+from appsdk.embedded import start
+
+
+class Box(Immortal):
+    letters: int
+
+    def __init__(self) -> None:
+        self.letters = 0
+
+    @rpc
+    def put(self, letter: str) -> None:
+        self.letters += 1
+
+    @rpc
+    def count(self) -> int:
+        return self.letters
+
+
+class Post(Immortal):
+    box = peer(Box, "box")
+
+    @rpc
+    def send(self, count: int) -> int:
+        for number in range(count):
+            self.box.put.fork(str(number))
+        return count
+
+
+if __name__ == "__main__":
+    with start(Box, "box", timings_limit_mb=4), start(Post, "post", timings_limit_mb=4):
+        with connect("post") as post, connect("box") as box:
+            assert post.send(3) == 3
+            while box.count() < 3:
+                pass
+"""
+
+
+def test_calls_between_services_that_are_one_process(tmp_path: Path) -> None:
+    (tmp_path / "post.py").write_text(POST)
+    environment = {**os.environ, "IMMORTAL_HOME": HOME, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "post.py"], cwd=tmp_path, env=environment, check=True, timeout=2 * DEADLINE_S)
+    found = otlp(tmp_path, "post.jsonl", "post", "box")
+    puts = [span for span in found if span["name"] == "Box.put"]
+    assert len(puts) == 3
+    for put in puts:
+        below = [span for span in found if span.get("parentSpanId") == put["parentSpanId"]]
+        (queue,) = [span for span in below if span["name"] == "queue"]
+        (commit,) = [span for span in found if span.get("parentSpanId") == queue["spanId"]]
+        assert commit["name"] == "commit"
+        assert int(queue["endTimeUnixNano"]) == int(put["startTimeUnixNano"]) < int(put["endTimeUnixNano"])
+        assert int(queue["startTimeUnixNano"]) <= int(commit["startTimeUnixNano"])
