@@ -74,7 +74,6 @@ def export(
         for source in sources:
             folder = registry.load(source.instance).folder / FOLDER_NAME
             source.timings = Timings(folder, source.reader.identity.committer_id)
-            stack.callback(source.timings.close)
         known = _causes(registry, sources, stack) if causes else None
         spans = Spans(known)
         messages = by_time(sources)

@@ -182,11 +182,7 @@ def _noted(
     settings: InstanceSettings, committer_id: int, found: Message, record: Mapping[str, Any]
 ) -> list[tuple[str, int]]:
     """What the instance noted of it beside the log: (what, how long in ns)."""
-    timings = Timings(settings.folder / FOLDER_NAME, committer_id)
-    try:
-        of_record = timings.of(found.sequence_id)
-    finally:
-        timings.close()
+    of_record = Timings(settings.folder / FOLDER_NAME, committer_id).of(found.sequence_id)
     if of_record is None:
         return []
     begins = accumulate((batch["count"] for batch in record.get("sources", ())), initial=0)

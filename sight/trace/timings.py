@@ -5,7 +5,8 @@ They stand beside the log, and count for less: what is damaged, lost, or of anot
 
 from __future__ import annotations
 
-import mmap
+import os
+import stat
 import sys
 import zlib
 from bisect import bisect_left
@@ -23,6 +24,7 @@ from protocol.timings import (
     decode_segment_header,
 )
 
+BLOCK_ROWS = 64  # that are read at once
 DAMAGED_RUN_MAX = 1_000  # rows in a row: of a segment with more nothing is used
 SPAN_NS_MAX = 7 * 86_400 * 10**9  # two notes of one message that are further apart do not belong together
 
@@ -90,11 +92,6 @@ class Timings:
             self._known = sequence_id, self._read(sequence_id)
         return self._known[1]
 
-    def close(self) -> None:
-        for some in self._segments.values():
-            for segment in some:
-                segment.close()
-
     def _open(self, folder: Path, whose: str, committer_id: int) -> Iterator[_Segment]:
         """The newest first."""
         for path in reversed(segments(folder, whose)):
@@ -107,8 +104,6 @@ class Timings:
                 self.problems.append(f"{path} holds no times of an instance")
             if segment.committer_id == committer_id:
                 yield segment
-            else:
-                segment.close()
 
     def _read(self, sequence_id: int) -> RecordTiming | None:
         rows = self._rows(COORDINATOR, sequence_id)
@@ -130,10 +125,9 @@ class Timings:
         for segment in list(self._segments[whose]):
             try:
                 rows = segment.rows(sequence_id)
-            except ValueError as error:
+            except (OSError, ValueError) as error:
                 self.problems.append(f"{segment.path} is damaged: {error}")
                 self._segments[whose].remove(segment)
-                segment.close()
                 continue
             if segment.is_news:
                 segment.is_news = False
@@ -152,19 +146,15 @@ class _Segment:
         self.path = path
         self.is_news = False  # a damaged row was met, for the first time
         self._met_damage = False
-        self._data: mmap.mmap | None = None
-        with path.open("rb") as file:
-            header = file.read(HEADER_SIZE_BYTES)
-            self.committer_id = decode_segment_header(header)
-            self.size_bytes = file.seek(0, 2)
-            if self.committer_id is not None:
-                self._data = mmap.mmap(file.fileno(), self.size_bytes, access=mmap.ACCESS_READ)
+        self._block, self._rows = -1, b""  # those of a block, which were read last
+        header = self._read(0, HEADER_SIZE_BYTES)
+        self.committer_id, self.size_bytes = decode_segment_header(header), path.stat().st_size
         self._header_crc = zlib.crc32(header)
         self._count = max(self.size_bytes - HEADER_SIZE_BYTES, 0) // ROW_SIZE_BYTES
         self._at = 0  # of the record that was looked for last: the next one is close to it
 
     def rows(self, sequence_id: int) -> list[TimingRow]:
-        """Those of that record. Raises ValueError for a segment that is damaged all over."""
+        """Those of that record. Raises OSError, and ValueError for a segment that is damaged all over."""
         at = self._first_from(sequence_id)
         found: list[TimingRow] = []
         damaged = 0
@@ -184,9 +174,15 @@ class _Segment:
     def begins_with(self, row: TimingRow) -> bool:
         return self._row(0) == row
 
-    def close(self) -> None:
-        if self._data is not None:
-            self._data.close()
+    def _read(self, offset: int, size_bytes: int) -> bytes:
+        """No file is held open, since there may be many, or mapped, since a disk that fails is to be an error."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ValueError("it is no file")
+            return os.pread(descriptor, size_bytes, offset)
+        finally:
+            os.close(descriptor)
 
     def _first_from(self, sequence_id: int) -> int:
         """The first row of that record or of a later one."""
@@ -209,8 +205,12 @@ class _Segment:
         return sys.maxsize
 
     def _row(self, at: int) -> TimingRow | None:
-        start = HEADER_SIZE_BYTES + at * ROW_SIZE_BYTES
-        row = None if self._data is None else decode_row(self._data[start : start + ROW_SIZE_BYTES], self._header_crc)
+        block, start = at // BLOCK_ROWS, at % BLOCK_ROWS * ROW_SIZE_BYTES
+        if block != self._block:
+            offset = HEADER_SIZE_BYTES + block * BLOCK_ROWS * ROW_SIZE_BYTES
+            self._rows = self._read(offset, BLOCK_ROWS * ROW_SIZE_BYTES)
+            self._block = block
+        row = decode_row(self._rows[start : start + ROW_SIZE_BYTES], self._header_crc)
         if row is None and not self._met_damage:
             self._met_damage = self.is_news = True
         return row
