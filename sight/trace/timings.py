@@ -12,6 +12,7 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from protocol.timing_files import APP, COORDINATOR, segments
@@ -151,12 +152,14 @@ class _Segment:
         self.committer_id, self.size_bytes = decode_segment_header(header), path.stat().st_size
         self._header_crc = zlib.crc32(header)
         self._count = max(self.size_bytes - HEADER_SIZE_BYTES, 0) // ROW_SIZE_BYTES
-        self._at = 0  # of the record that was looked for last: the next one is close to it
+        self._at = 0  # behind the rows that were found last: the next ones are close to it
 
     def rows(self, sequence_id: int) -> list[TimingRow]:
         """Those of that record. Raises OSError, and ValueError for a segment that is damaged all over."""
-        at = self._first_from(sequence_id)
         found: list[TimingRow] = []
+        if not self._count or not self._bounds[0] <= sequence_id <= self._bounds[1]:
+            return found
+        at = self._first_from(sequence_id)
         damaged = 0
         while at < self._count:
             row = self._row(at)
@@ -167,9 +170,16 @@ class _Segment:
             elif row.sequence_id == sequence_id:
                 found.append(row)
                 damaged = 0
+                self._at = at
             else:
                 break
         return found
+
+    @cached_property
+    def _bounds(self) -> tuple[int, int]:
+        """The first record and the last one; beyond all where the last row is damaged."""
+        last = self._row(self._count - 1)
+        return self._sequence_id(0), sys.maxsize if last is None else last.sequence_id
 
     def begins_with(self, row: TimingRow) -> bool:
         return self._row(0) == row
