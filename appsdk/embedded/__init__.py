@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,6 +31,7 @@ from coordinator.operator import control
 from coordinator.peers.security import check_start
 from coordinator.service.runtime import Coordinator, run_coordinator
 from protocol.errors import ImmortalError
+from protocol.timing_files import FOLDER_NAME
 
 if TYPE_CHECKING:
     from appsdk.immortal import Immortal
@@ -78,7 +80,10 @@ class _Instance:
 
     def _make_app(self, coordinator: Coordinator, settings: InstanceSettings, log: Notices, epoll: Any) -> EmbeddedApp:
         self.coordinator = coordinator
-        self.app = EmbeddedApp(self.definition, self.options, epoll, coordinator.request_stop)
+        options = self.options
+        if settings.timings_limit_mb:
+            options = replace(options, timings=(settings.folder / FOLDER_NAME, settings.timings_limit_mb << 19))
+        self.app = EmbeddedApp(self.definition, options, epoll, coordinator.request_stop)
         return self.app
 
 

@@ -7,9 +7,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from appsdk.calls.context import SEED_SIZE_BYTES
+from appsdk.calls.context import SEED_SIZE_BYTES, Context
 from appsdk.calls.report import FailureReporter, user_traceback
 from appsdk.dispatch.delivery import Delivery
 from appsdk.dispatch.dispatcher import Dispatcher
@@ -26,6 +26,9 @@ from appsdk.running.query_limit import QueryLimit
 from appsdk.running.watchdog import Watchdog
 from protocol.shown import printable_message
 from protocol.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from appsdk.running.timed import HandlerTimings
 
 
 class AppLife:
@@ -57,7 +60,7 @@ class AppLife:
             lambda: os.urandom(SEED_SIZE_BYTES),
             wake,
             effects=effects,
-            make_delivery=Delivery if stop is None else stop.make_delivery,
+            make_delivery=self._make_delivery(definition, options),
             keeps_large_copies=options.rewound or trace,  # a replay that is looked at is not started again
             compares_queries=options.checks_queries and trace,  # to a recovery they are as right as in service
         )
@@ -79,6 +82,18 @@ class AppLife:
             query_limit=limit,
         )
 
+    def _make_delivery(self, definition: Definition, options: RunOptions) -> Callable[[Definition, Context], Delivery]:
+        self._timings: HandlerTimings | None = None
+        if options.stop is not None:
+            return options.stop.make_delivery
+        if options.timings is None or options.trace:
+            return Delivery
+        from appsdk.running.timed import HandlerTimings
+
+        folder, limit_bytes = options.timings
+        self._timings = HandlerTimings(folder, limit_bytes, lambda text: say(definition.name, text))
+        return self._timings.make_delivery
+
     def start(self) -> None:
         """What was given to :meth:`__init__` may be called from here on."""
         self._watchdog.start()
@@ -95,6 +110,8 @@ class AppLife:
         if self._effects is not None:
             self._effects.stop()
         self.loop.close()
+        if self._timings is not None:
+            self._timings.close()
 
     def _start_hooks(self) -> None:
         definition, instance = self.dispatcher.definition, self.dispatcher.instance

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -17,6 +18,7 @@ CHECK_QUERIES_VARIABLE = "IMMORTAL_CHECK_QUERIES"
 BREAK_VARIABLE = "IMMORTAL_BREAK"
 EFFECTS_VARIABLE = "IMMORTAL_EFFECTS"
 REWOUND_VARIABLE = "IMMORTAL_REWOUND"
+TIMINGS_VARIABLE = "IMMORTAL_TIMINGS"
 
 
 class OptionError(AppError):
@@ -30,7 +32,8 @@ class RunOptions:
     """``strict``: no start with findings of :mod:`appsdk.determinism.check`. ``trace``: say what made each call.
     ``checks_queries``: with ``trace``, the state is compared around each query. ``stop``: where to start the debugger.
     ``rewound``: a call has failed in the life before, and may again: the state is kept in memory once more, however
-    large it is. ``effects``: in place of which functions others run, both as "module:function"."""
+    large it is. ``effects``: in place of which functions others run, both as "module:function". ``timings``: where to
+    note when handlers ran, and how many bytes of that are kept; None: nowhere."""
 
     strict: bool = False
     trace: bool = False
@@ -38,6 +41,7 @@ class RunOptions:
     stop: Breakpoint | None = None
     rewound: bool = False
     effects: Mapping[str, str] = field(default_factory=dict)
+    timings: tuple[Path, int] | None = None
 
 
 def run_options(
@@ -53,6 +57,7 @@ def run_options(
         stop=_breakpoint(where, stop) if stop else None,
         rewound=_flag(environment, REWOUND_VARIABLE),
         effects=_effects(environment),
+        timings=_timings(environment),
     )
 
 
@@ -67,6 +72,16 @@ def _effects(environment: Mapping[str, str]) -> Mapping[str, str]:
             f"{EFFECTS_VARIABLE}={text!r}: a JSON object was expected, such as"
             f' {{"shop:charge": "fakes:charge"}}: {error}'
         ) from None
+
+
+def _timings(environment: Mapping[str, str]) -> tuple[Path, int] | None:
+    text = environment.get(TIMINGS_VARIABLE, "")
+    if not text:
+        return None
+    limit_bytes, _, folder = text.partition(":")
+    if not (limit_bytes.isdecimal() and folder):
+        raise OptionError(f"{TIMINGS_VARIABLE}={text!r}: BYTES:FOLDER was expected, as 'immortal run' sets it")
+    return Path(folder), int(limit_bytes)
 
 
 def _flag(environment: Mapping[str, str], name: str) -> bool:

@@ -18,6 +18,7 @@ from coordinator.cli.moments import Moment, Time
 from coordinator.instances import own_logs
 from coordinator.instances.registry import Registry
 from protocol.command_line import Commands, FailedError, counted, echo
+from protocol.timing_files import FOLDER_NAME
 
 if TYPE_CHECKING:
     from sight.trace.causes import ReplayedCauses
@@ -66,9 +67,13 @@ def export(
     from sight.trace import perfetto as perfetto_form
     from sight.trace.messages import by_time
     from sight.trace.spans import Spans
+    from sight.trace.timings import Timings
 
     with ExitStack() as stack:
         sources = [_source(registry, name, first, last, stack) for name in names]
+        for source in sources:
+            folder = registry.load(source.instance).folder / FOLDER_NAME
+            source.timings = Timings(folder, source.reader.identity.committer_id)
         known = _causes(registry, sources, stack) if causes else None
         spans = Spans(known)
         messages = by_time(sources)
@@ -83,6 +88,9 @@ def export(
             with _new_file(Path(otlp)) as binary:
                 count = otlp_form.send_all(spans.all_of(messages), otlp_form.into_file(binary))
             echo(f"{counted(count, 'span')} in {otlp}")
+    for source in sources:
+        for problem in source.timings.problems if source.timings is not None else ():
+            echo(f"note: {source.instance}: {problem}", err=True)
     problems = [problem for source in sources for problem in source.problems]
     for problem in problems[:_PROBLEMS_SHOWN_MAX]:
         echo(f"left out: {problem}", err=True)

@@ -195,6 +195,11 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         File | None, says("The metrics are served with TLS, by this certificate and metrics_key_file.")
     ] = None
     metrics_key_file: Annotated[File | None, says("The key of metrics_certificate_file.")] = None
+    timings_limit_mb: Annotated[
+        int,
+        whole(0, 1 << 20, "MiB"),
+        says("Keep so much of when input came, was durable and was handled, for traces; 0: none is noted."),
+    ] = 0
     app: Annotated[App | None, says("What 'immortal run' runs; it writes down the one of the last run.")] = None
     tuning: Annotated[Tuning, says("Limits that few will ever change.")] = field(default_factory=Tuning)
     peers: Annotated[Mapping[str, Endpoint], says("Where peers are that are no part of the registry, by name.")] = (

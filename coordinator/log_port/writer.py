@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -39,7 +40,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
     """Writes through ``store``; what is done arrives as events in :meth:`take_done`.
 
     ``fileno()`` is readable when the thread has finished something. Trimming keeps the newest ``keep_checkpoints``; see
-    :meth:`LogStore.trim`. ``times``: is told what each commit took, from either thread.
+    :meth:`LogStore.trim`. ``times``: is told what each commit took, ``was_committed`` its ticket, from either thread.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         keep_checkpoints: int | None,
         inline_size_bytes_max: int,
         times: Sink | None = None,
+        was_committed: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__()
         self._store = store
         self._times = times
+        self._was_committed = was_committed
         self._keep_checkpoints = keep_checkpoints
         self._keep_since_ns: int | None = None
         self._inline_size_bytes_max = -1 if store.is_remote else inline_size_bytes_max
@@ -135,6 +138,8 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
                     self.commit_s += (took_s - self.commit_s) * COMMIT_MEAN_WEIGHT
                     if self._times is not None:
                         self._times.take(CommitTimed(took_s))
+                    if self._was_committed is not None:
+                        self._was_committed(job.ticket)
                     if armed:
                         _reach_commit(job.transaction, _AFTER)
                     return Committed(job.ticket)

@@ -17,6 +17,7 @@ from coordinator.instances.registry import Registry, RegistryError
 from coordinator.log.open import log_exists, place_of
 from coordinator.operator import control
 from coordinator.peers import keys
+from protocol.timing_files import FOLDER_NAME
 
 
 def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> str:
@@ -34,6 +35,7 @@ def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> st
         folder = registry.home / name
         control.refuse_running(folder)
         shutil.rmtree(folder / own_logs.COLUMNS_FOLDER_NAME, ignore_errors=True)
+        shutil.rmtree(folder / FOLDER_NAME, ignore_errors=True)
         if delete_log and settings is not None:
             delete_log_of(settings)
         with contextlib.suppress(LogUnavailableError):  # then they stay, with the log

@@ -11,10 +11,12 @@ from pathlib import Path
 
 from coordinator.app import secret as app_secret
 from coordinator.config import AppAuth, InstanceSettings, override
+from protocol.timing_files import FOLDER_NAME
 
 APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 APP_LOG_FORMAT_VARIABLE = "IMMORTAL_LOG_FORMAT"
 APP_LOG_LEVEL_VARIABLE = "IMMORTAL_LOG_LEVEL"
+APP_TIMINGS_VARIABLE = "IMMORTAL_TIMINGS"
 PYTHON = (sys.executable, "-P")  # no file in the current folder takes the place of a module of Python's or ours
 
 
@@ -85,6 +87,8 @@ def app_command(
         environment[APP_LOG_FORMAT_VARIABLE] = log_format
     if log_level:
         environment[APP_LOG_LEVEL_VARIABLE] = log_level
+    if settings.timings_limit_mb:
+        environment[APP_TIMINGS_VARIABLE] = f"{settings.timings_limit_mb << 19}:{settings.folder / FOLDER_NAME}"
     if settings.app_auth is not AppAuth.NONE:
         environment[app_secret.SECRET_FILE_VARIABLE] = str(app_secret.path(settings.folder))
     return Command([*PYTHON, "-m", "appsdk", app, *(["--strict"] if strict else [])], environment)

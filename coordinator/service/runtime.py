@@ -64,6 +64,7 @@ from protocol.errors import ImmortalError
 
 if TYPE_CHECKING:
     from coordinator.log_port.follower import LogFollower, Places
+    from coordinator.service.timing_notes import TimingNotes
 
 STOP_TIMEOUT_S = 25.0  # for the last checkpoint; the supervisor waits 30
 FAREWELL_TIMEOUT_S = 1.0  # for the last bytes to the app
@@ -136,11 +137,12 @@ class Coordinator:
         self._peers_due_ns: int | None = None
         self._inbox: list[ev.Event] = []
         post = self._inbox.append
+        self._timings = self._make_timings()
         self._epoll = select.epoll()
         self._app: AppSide = (
             AppEndpoint(place, log, self._epoll) if make_app is None else make_app(self, place, log, self._epoll)
         )
-        self._peers = PeerEndpoint(settings, registry, log, post)
+        self._peers = PeerEndpoint(settings, registry, log, post if self._timings is None else self._post_timed)
         keep_ns = None if settings.keep_log_days is None else settings.keep_log_days * DAY_NS
         self._log_endpoint = LogEndpoint(
             store,
@@ -158,7 +160,16 @@ class Coordinator:
             machine, self._app, self._peers, self._log_endpoint, self._clock, self._auditor, post
         )
         self.peer_reset_done, self.operator_answered = self._operator.peer_reset_done, self._operator.operator_answered
-        self._driver = Driver(machine, self._inbox, self._app, self._peers, self._log_endpoint, self._clock, self)
+        self._driver = Driver(
+            machine,
+            self._inbox,
+            self._app,
+            self._peers,
+            self._log_endpoint,
+            self._clock,
+            self,
+            None if self._timings is None else self._timings.observe,
+        )
         self._peers_fileno, self._log_fileno = self._peers.fileno(), self._log_endpoint.fileno()
         self._control_fileno = self._control.fileno()
         self._epoll.register(self._control_fileno, select.EPOLLIN)
@@ -225,6 +236,19 @@ class Coordinator:
         if self._was_ready:  # it followed
             control.report_ready()
 
+    def _make_timings(self) -> TimingNotes | None:
+        limit_mb = self._settings.timings_limit_mb
+        if not limit_mb:
+            return None
+        from coordinator.service.timing_notes import TimingNotes
+
+        return TimingNotes(self._settings.folder, limit_mb * MIB // 2, self._log.warning)
+
+    def _post_timed(self, event: ev.Event) -> None:
+        if self._timings is not None:
+            self._timings.arrived(event)
+        self._inbox.append(event)
+
     def _make_writer(self, store: LogStore) -> LogWriter:
         times = None if self._metrics is None else self._metrics.sink
         if times is not None and isinstance(store, RowLogStore):
@@ -234,6 +258,7 @@ class Coordinator:
             keep_checkpoints=self._settings.keep_checkpoints,
             inline_size_bytes_max=self._settings.tuning.commit_inline_kib_max << 10,
             times=times,
+            was_committed=None if self._timings is None else self._timings.durable,
         )
 
     def _was_granted(self, store: LogStore) -> None:
@@ -363,6 +388,8 @@ class Coordinator:
         self._log_endpoint.close()
         if self._place is not self._settings and self._log_endpoint.store is not None:
             self._log_endpoint.store.close()
+        if self._timings is not None:
+            self._timings.close()
         self._clock.close()
         self._app.close()
         self._peers.close()

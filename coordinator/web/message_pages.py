@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 from urllib.parse import urlencode
 
@@ -20,7 +22,9 @@ from coordinator.web.messages import LIMIT_MAX, At, Message, Page, Times, Wanted
 from coordinator.web.rendering import page
 from coordinator.web.requests import checked_pattern, number_of, place_in, settings_of, site_of, text_of
 from coordinator.web.site import Site
+from protocol.timing_files import FOLDER_NAME
 from sight.trace.spans import handler_id
+from sight.trace.timings import Timings
 
 LIMIT = 100
 SHOWN_CHARACTERS_MAX = 20_000  # of the arguments on a page; all of them are a link
@@ -126,6 +130,7 @@ def _page(
 def message(request: Request) -> Response:
     site, settings = site_of(request), settings_of(request)
     found, record, committer_id = _message(request, site, settings)
+    noted = _noted(settings, committer_id, found, record)
     shown = _pretty(found)
     _, note = site.logs.methods(settings)
     return page(
@@ -136,6 +141,7 @@ def message(request: Request) -> Response:
         one=found,
         record=record,
         span=handler_id(settings.name, committer_id, found.sequence_id, found.index),
+        noted=noted,
         source=source_in_words(found),
         shown=shown[:SHOWN_CHARACTERS_MAX].split("\n"),
         left=max(0, len(shown) - SHOWN_CHARACTERS_MAX),
@@ -170,6 +176,24 @@ def _message(request: Request, site: Site, settings: InstanceSettings) -> tuple[
         why = f"it holds records {first} to {last}" if not first <= at[0] <= last else "that record has fewer messages"
         raise WebError(f"the log of {settings.name} has no message {at[1]} of record {at[0]}: {why}", 404)
     return found, record, committer_id
+
+
+def _noted(
+    settings: InstanceSettings, committer_id: int, found: Message, record: Mapping[str, Any]
+) -> list[tuple[str, int]]:
+    """What the instance noted of it beside the log: (what, how long in ns)."""
+    of_record = Timings(settings.folder / FOLDER_NAME, committer_id).of(found.sequence_id)
+    if of_record is None:
+        return []
+    begins = accumulate((batch["count"] for batch in record.get("sources", ())), initial=0)
+    first = max(begin for begin in begins if begin <= found.index)  # of its batch
+    timing = of_record.of(found.index, first, found.time_ns, None if found.source else found.sent_ns)
+    ends = {
+        "Queue": (timing.arrived_ns, timing.began_ns or timing.given_ns),
+        "Disk": (timing.submitted_ns, timing.durable_ns),
+        "Handler": (timing.began_ns, timing.ended_ns),
+    }
+    return [(what, end - begin) for what, (begin, end) in ends.items() if begin is not None and end is not None]
 
 
 def _pretty(one: Message) -> str:

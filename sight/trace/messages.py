@@ -10,9 +10,10 @@ import msgspec
 
 from coordinator.core.words import Methods, method_name
 from coordinator.log import LogReader
-from pipeline.plain import PlainRecord, read_record
+from pipeline.plain import PlainMessage, PlainRecord, read_record
 from protocol.messages import IncomingRpc, RpcKind, RpcType
 from protocol.trailer import BatchKind
+from sight.trace.timings import MessageTiming, RecordTiming, Timings
 
 CLOCK_METHOD_ID, EFFECT_METHOD_ID = -2, -3  # of the SDK
 CLIENTS = "clients"
@@ -32,6 +33,8 @@ class Source:
     last: int | None = None
     problems: list[str] = field(default_factory=list)
     """Records that were left out, in words."""
+    timings: Timings | None = None
+    """What was noted beside the log."""
 
     @property
     def instance(self) -> str:
@@ -47,7 +50,7 @@ class Executed:
     ``waiter``: (who waits for its answer, the number of the call there). ``answers``: (who answered, to whom, the
     number). ``effect``: the number of the effect whose result it is. ``told_ns``: what a message of the clock says.
     ``trace_context``: that a client gave, or "". ``width_ns``: its share of the time until the next record;
-    None where nothing says it.
+    None where nothing says it. ``timing``: what was noted of it, if anything.
     """
 
     instance: str
@@ -67,6 +70,7 @@ class Executed:
     trace_context: str = ""
     effect: int | None = None
     told_ns: int | None = None
+    timing: MessageTiming | None = None
 
     @property
     def place(self) -> tuple[int, int]:
@@ -98,6 +102,7 @@ def executed(source: Source, record: PlainRecord, next_ns: int | None) -> Iterat
     """The messages of one record. ``next_ns``: the time of the next one."""
     instance, time_ns = source.instance, record.trailer.time_ns
     share = None if next_ns is None else max(next_ns - time_ns, 0) // max(len(record.messages), 1)
+    timing = None if source.timings is None else source.timings.of(record.header.sequence_id)
     for index, message in enumerate(record.messages):
         kind, rpc = message.source.kind, message.rpc
         caller = message.source.name or instance
@@ -122,7 +127,15 @@ def executed(source: Source, record: PlainRecord, next_ns: int | None) -> Iterat
             message.source.trace_context,
             _own_number(rpc, EFFECT_METHOD_ID),
             _own_number(rpc, CLOCK_METHOD_ID),
+            None if timing is None else _timing(timing, message, index, time_ns),
         )
+
+
+def _timing(timing: RecordTiming, message: PlainMessage, index: int, time_ns: int) -> MessageTiming:
+    batch = message.source
+    is_own = batch.kind in (BatchKind.IMPULSES, BatchKind.INITIAL) or not batch.name
+    first_of_batch = index - (message.position - batch.first_position)
+    return timing.of(index, first_of_batch, time_ns, batch.send_time_ns if is_own else None)
 
 
 def _name(kind: int, rpc: IncomingRpc | None, methods: Methods) -> str:

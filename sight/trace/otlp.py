@@ -21,7 +21,15 @@ from sight.trace.spans import Span
 
 SPANS_MAX = 512  # in a request
 TIMEOUT_S = 30.0
-_KINDS = {"call": 4, "handler": 5, "effect": 3, "timer": 1}  # producer, consumer, client, internal
+_INTERNAL, _CLIENT, _PRODUCER, _CONSUMER = 1, 3, 4, 5
+_KINDS = {
+    "call": _PRODUCER,
+    "handler": _CONSUMER,
+    "effect": _CLIENT,
+    "timer": _INTERNAL,
+    "queue": _INTERNAL,
+    "commit": _INTERNAL,
+}
 _TRACES_PATH = "/v1/traces"
 
 Send = Callable[[bytes], None]

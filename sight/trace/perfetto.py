@@ -2,10 +2,10 @@
 
 Each instance is a process with a lane "handled", a slice for each message, and a lane "to NAME" for each receiver, a
 slice for each batch that it sent there; arrows lead from that to each of its messages. Spans that have a length are
-bars of their own: the way of each call, and handlers that somebody waited for.
+bars of their own: the way of each call, handlers that somebody waited for, and what was noted of queues and commits.
 
 A log does not say how long a handler ran: a slice of "handled" takes its share of the time until the next record, at
-most WIDTH_NS_MAX.
+most WIDTH_NS_MAX. Where it was noted when the handler ran, the slice shows that.
 
 It is the JSON form, since that is written as it comes; Perfetto sorts it.
 """
@@ -24,7 +24,14 @@ from sight.trace.spans import Span, Spans
 WIDTH_NS_MAX = 10_000
 BATCH_WIDTH_NS = 1_000
 _HANDLED = 1  # the thread with what an instance handled
-_CATEGORIES = {"call": "on its way", "handler": "waited for", "effect": "effect", "timer": "timer"}
+_CATEGORIES = {
+    "call": "on its way",
+    "handler": "waited for",
+    "effect": "effect",
+    "timer": "timer",
+    "queue": "queue",
+    "commit": "commit",
+}
 _DAY_NS = 86_400_000_000_000
 
 Event = dict[str, Any]
@@ -62,6 +69,7 @@ class _TraceEvents:
         self._lanes: dict[str | tuple[str, str], int] = {}  # an instance's process, a stream's thread
         self._names: list[Event] = []
         self._batch_at: dict[tuple[str, str], int] = {}
+        self._committed: dict[str, int] = {}  # the last record of each instance whose commit is shown
         self._record_end: dict[str, tuple[int, int]] = {}  # (record, where its next message is shown)
 
     @property
@@ -78,10 +86,13 @@ class _TraceEvents:
         if self._zero_ns is None:
             # Doubles hold no ns since 1970. What was sent more than a day before is shown as sent then.
             self._zero_ns = message.time_ns // _DAY_NS * _DAY_NS - _DAY_NS
+        timing = message.timing
         width_ns = max(min(WIDTH_NS_MAX if message.width_ns is None else message.width_ns, WIDTH_NS_MAX), 1)
         record, at_ns = self._record_end.get(message.instance, (-1, 0))
         if record != message.sequence_id:
             at_ns = message.time_ns
+        if timing is not None and timing.began_ns is not None:
+            at_ns, width_ns = timing.began_ns, max((timing.ended_ns or 0) - timing.began_ns, 1)
         self._record_end[message.instance] = message.sequence_id, at_ns + width_ns
         receiver = {"pid": self._process(message.instance), "tid": _HANDLED}
         stream = message.caller, message.instance
@@ -102,8 +113,13 @@ class _TraceEvents:
         yield {"ph": "f", "bp": "e", **arrow, **self._at(at_ns), **receiver}
 
     def bar(self, span: Span) -> Iterator[Event]:
-        if span.end_ns <= span.start_ns:
+        if span.end_ns <= span.start_ns or (span.kind == "handler" and not span.is_answered):
             return
+        if span.kind == "commit":  # one for all messages of a record
+            record = int(span.attributes["immortal.record"])
+            if self._committed.get(span.instance) == record:
+                return
+            self._committed[span.instance] = record
         front = {
             "cat": _CATEGORIES[span.kind],
             "name": span.name,

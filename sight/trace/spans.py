@@ -6,6 +6,12 @@
     effect   from the record at which its handler began it, which a replay says, to when its result was sent
     timer    from there to when a message of the clock in the log said that it was due
 
+Where the instance notes times (:mod:`sight.trace.timings`) a handler goes from when it began to when it returned, or
+was answered, and there are two more:
+
+    queue    from when a message came in to when its handler began, or it was given to the app if that notes nothing
+    commit   from when its record was handed to the log to when it was durable
+
 IDs follow from (instance, its log, record, message) alone. So whoever makes spans of the same message twice makes the
 same span, and a span leads back to its message.
 """
@@ -21,6 +27,7 @@ from urllib.parse import quote
 
 from protocol.trace_context import ids_of
 from sight.trace.messages import Executed
+from sight.trace.timings import MessageTiming
 from sight.trace.waits import Begun, Waits
 
 OPEN_CALLS_MAX = 100_000  # that wait for their answers; of more the oldest end without
@@ -33,13 +40,14 @@ class Span:
 
     instance: str
     name: str
-    kind: Literal["call", "handler", "effect", "timer"]
+    kind: Literal["call", "handler", "effect", "timer", "queue", "commit"]
     trace_id: str
     span_id: str
     parent_id: str | None
     start_ns: int
     end_ns: int
     attributes: Mapping[str, str | int] = field(default_factory=dict)
+    is_answered: bool = False  # a handler's end is when its answer was sent
 
 
 class Causes(Protocol):
@@ -88,7 +96,7 @@ class Spans:
     def of(self, message: Executed) -> Iterator[Span]:
         """What is complete with this message: not yet its handler, where somebody waits for that."""
         if message.answers is not None and (waited := self._open.pop(message.answers, None)) is not None:
-            yield replace(waited, end_ns=max(message.sent_ns, waited.start_ns))
+            yield replace(waited, end_ns=max(message.sent_ns, waited.start_ns), is_answered=True)
         self._seen_since_ns.setdefault(message.instance, message.time_ns)
         own = message.instance, message.committer_id, message.sequence_id, message.index
         span_id, call_id = handler_id(*own), _digest("call", *own, size_bytes=8)
@@ -112,6 +120,9 @@ class Spans:
             "immortal.arguments_size_bytes": message.size_bytes,
             "immortal.moment": moment_path(message.instance, message.sequence_id, message.index),
         }
+        timing = message.timing
+        arrived_ns = None if timing is None else timing.arrived_ns
+        durable_ns = None if timing is None else timing.durable_ns
         yield Span(
             message.caller,
             f"{message.method} on its way" if message.answers else f"call {message.method}",
@@ -119,20 +130,45 @@ class Spans:
             trace_id,
             call_id,
             parent_id,
-            message.sent_ns,
-            message.time_ns,
+            message.sent_ns if arrived_ns is None else min(message.sent_ns, arrived_ns),
+            durable_ns or message.time_ns,
             attributes,
         )
+        start_ns = end_ns = message.time_ns
+        if timing is not None:
+            start_ns = timing.began_ns or timing.given_ns or timing.durable_ns or start_ns
+            end_ns = timing.ended_ns or start_ns
+            yield from self._noted(message, timing, trace_id, call_id, attributes)
         handler = Span(
-            message.instance, message.method, "handler", trace_id, span_id, call_id, message.time_ns, message.time_ns,
-            attributes,
-        )  # fmt: skip
+            message.instance, message.method, "handler", trace_id, span_id, call_id, start_ns, end_ns, attributes
+        )
         if message.waiter is None:
             yield handler
             return
         self._open[message.instance, *message.waiter] = handler
         if len(self._open) > OPEN_CALLS_MAX:
             yield self._open.popitem(last=False)[1]
+
+    @staticmethod
+    def _noted(
+        message: Executed,
+        timing: MessageTiming,
+        trace_id: str,
+        call_id: str,
+        attributes: Mapping[str, str | int],
+    ) -> Iterator[Span]:
+        """The queue, below the call; the commit, below the queue."""
+        own = message.instance, message.committer_id, message.sequence_id, message.index
+        parent_id, name = call_id, message.instance
+        until_ns = timing.began_ns or timing.given_ns
+        if timing.arrived_ns is not None and until_ns is not None:
+            parent_id = _digest("queue", *own, size_bytes=8)
+            start_ns = timing.arrived_ns
+            yield Span(name, "queue", "queue", trace_id, parent_id, call_id, start_ns, until_ns, attributes)
+        if timing.durable_ns is not None:
+            span_id = _digest("commit", *own, size_bytes=8)
+            times_ns = timing.submitted_ns, timing.durable_ns
+            yield Span(name, "commit", "commit", trace_id, span_id, parent_id, *times_ns, attributes)
 
     def knows(self, span_id: str) -> bool:
         """Whether what that handler called can be in its trace."""

@@ -1,0 +1,214 @@
+"""When each record's input came, was handed to the log, was durable and was given to the app: notes for traces.
+
+The loop only says what it sees, with the time. All else is done on a thread of its own: which record that was, and
+writing it down. The machine knows nothing of it, and no replay does (docs/decisions/0051).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from protocol.client import CLIENTS, ClientFrameType
+from protocol.errors import ProtocolError
+from protocol.peer import FrameType
+from protocol.record import HEADER_SIZE_BYTES, decode_header
+from protocol.timing_files import COORDINATOR, FOLDER_NAME, Noting, SegmentWriter
+from protocol.timings import TimingKind, TimingRow
+from protocol.trailer import BatchKind, decode_trailer
+
+RECORDS_MAX = 10_000  # that the app has not been given: of the oldest beyond it is not noted when it is
+SOURCES_MAX = 10_000
+ARRIVALS_MAX = 1_000  # of one source, not logged yet
+
+
+@dataclass(slots=True)
+class Submitted:
+    """A commit with that record was asked for."""
+
+    ticket: int
+    sequence_id: int
+    committer_id: int
+    time_ns: int
+    trailer: bytes
+    check: int
+    durable_ns: int = 0
+
+
+@dataclass(slots=True)
+class Durable:
+    """So is the commit with that ticket, and all before it."""
+
+    ticket: int
+    time_ns: int
+
+
+@dataclass(slots=True)
+class Given:
+    """The app was sent that record."""
+
+    sequence_id: int
+    time_ns: int
+
+
+@dataclass(slots=True)
+class Arrived:
+    """Messages of that source came, up to ``last_position``."""
+
+    source: tuple[int, str]  # kind, name
+    last_position: int
+    time_ns: int
+
+
+Seen = Submitted | Durable | Given | Arrived
+
+
+class TimingNotes:
+    """Of one running coordinator, in the folder of its instance. Times are of the monotonic clock.
+
+    ``limit_bytes``: of its segments. ``say``: is told where they can't be written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        limit_bytes: int,
+        say: Callable[[str], None],
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._clock_ns = clock_ns
+        self._records = Records()
+        self._writer = SegmentWriter(folder / FOLDER_NAME, COORDINATOR, limit_bytes, say)
+        self._noting: Noting[Seen] = Noting(self._write)
+
+    def observe(self, effect: ef.Effect) -> None:
+        """An effect, just before it is carried out."""
+        if type(effect) is ef.Commit:
+            now_ns = self._clock_ns()
+            for sequence_id, value in effect.transaction.records:
+                header = decode_header(value)
+                trailer = bytes(memoryview(value)[header.size_bytes :])
+                self._noting.put(
+                    Submitted(effect.ticket, sequence_id, header.committer_id, now_ns, trailer, header.check)
+                )
+        elif type(effect) is ef.SendToApp and len(effect.data) >= HEADER_SIZE_BYTES:
+            try:
+                header = decode_header(effect.data)
+            except ProtocolError:  # a part of a checkpoint
+                return
+            if header.sequence_id >= 0 and header.size_bytes == len(effect.data):
+                self._noting.put(Given(header.sequence_id, self._clock_ns()))
+
+    def durable(self, ticket: int) -> None:
+        """From any thread: the commit of ``ticket`` is, and all before it."""
+        self._noting.put(Durable(ticket, self._clock_ns()))
+
+    def arrived(self, event: ev.Event) -> None:
+        """An event, as it comes in."""
+        if type(event) is ev.PeerFrameReceived and event.frame.frame_type is FrameType.BATCH:
+            frame = event.frame
+            source = int(BatchKind.STREAM), frame.sender
+            self._noting.put(Arrived(source, frame.position + frame.count - 1, self._clock_ns()))
+        elif type(event) is ev.ClientFrameReceived and event.frame.frame_type is ClientFrameType.REQUEST:
+            request = event.frame
+            source = int(BatchKind.CLIENT), CLIENTS + request.client_id
+            self._noting.put(Arrived(source, request.number + request.count - 1, self._clock_ns()))
+
+    def close(self) -> None:
+        """Write what was seen."""
+        self._noting.close()
+        self._put_down(self._records.rest())
+        self._writer.close()
+
+    def _write(self, seen: list[Seen]) -> None:
+        for one in seen:
+            self._put_down(self._records.take(one))
+
+    def _put_down(self, rows: list[TimingRow]) -> None:
+        if rows:
+            self._writer.write(self._records.committer_id, rows)
+
+
+class Records:
+    """Rows of what was seen, in the order of records: once the app has a record, or a later one. No I/O."""
+
+    def __init__(self) -> None:
+        self.committer_id = 0
+        self._waiting: OrderedDict[int, Submitted] = OrderedDict()  # by sequence ID
+        self._undurable: deque[Submitted] = deque()
+        self._arrivals: OrderedDict[tuple[int, str], deque[Arrived]] = OrderedDict()
+
+    def take(self, seen: Seen) -> list[TimingRow]:
+        if isinstance(seen, Submitted):
+            return self._submitted(seen)
+        if isinstance(seen, Durable):
+            while self._undurable and self._undurable[0].ticket <= seen.ticket:
+                self._undurable.popleft().durable_ns = seen.time_ns
+        elif isinstance(seen, Arrived):
+            self._arrived(seen)
+        elif seen.sequence_id in self._waiting:
+            return self._up_to(seen.sequence_id, seen.time_ns)
+        return []
+
+    def rest(self) -> list[TimingRow]:
+        """Of records that the app was not given."""
+        return [row for one in self._take_waiting(len(self._waiting)) for row in self._rows(one, 0)]
+
+    def _submitted(self, seen: Submitted) -> list[TimingRow]:
+        rows: list[TimingRow] = []
+        if seen.sequence_id in self._waiting:  # once more, as the log did not answer
+            return rows
+        if len(self._waiting) >= RECORDS_MAX:
+            rows = [row for one in self._take_waiting(1) for row in self._rows(one, 0)]
+        self.committer_id = seen.committer_id
+        self._waiting[seen.sequence_id] = seen
+        self._undurable.append(seen)
+        return rows
+
+    def _arrived(self, seen: Arrived) -> None:
+        known = self._arrivals.get(seen.source)
+        if known is None:
+            known = self._arrivals[seen.source] = deque(maxlen=ARRIVALS_MAX)
+            if len(self._arrivals) > SOURCES_MAX:
+                self._arrivals.popitem(last=False)
+        if not known or known[-1].last_position < seen.last_position:  # else it was sent again
+            known.append(seen)
+
+    def _up_to(self, sequence_id: int, given_ns: int) -> list[TimingRow]:
+        rows: list[TimingRow] = []
+        while self._waiting:
+            (one,) = self._take_waiting(1)
+            is_last = one.sequence_id == sequence_id
+            rows += self._rows(one, given_ns if is_last else 0)
+            if is_last:
+                break
+        return rows
+
+    def _take_waiting(self, count: int) -> list[Submitted]:
+        return [self._waiting.popitem(last=False)[1] for _ in range(count)]
+
+    def _rows(self, one: Submitted, given_ns: int) -> list[TimingRow]:
+        rows = [TimingRow(one.sequence_id, 0, TimingKind.COMMIT, one.time_ns, one.durable_ns, given_ns)]
+        try:
+            batches = decode_trailer(one.trailer, one.check).batches
+        except ProtocolError:  # none that this process has made
+            return rows
+        message = 0
+        for batch in batches:
+            if (arrived_ns := self._arrival(batch.kind, batch.name, batch.first_position)) is not None:
+                rows.append(TimingRow(one.sequence_id, message, TimingKind.ARRIVED, arrived_ns))
+            message += batch.count
+        return rows
+
+    def _arrival(self, kind: int, name: str, first_position: int) -> int | None:
+        known = self._arrivals.get((kind, name))
+        if known is None:
+            return None
+        while known and known[0].last_position < first_position:
+            known.popleft()
+        return known[0].time_ns if known else None
