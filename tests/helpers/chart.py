@@ -21,6 +21,9 @@ from tests.soak.service import wait_for
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "chart"
 WAIT_S = 60.0
+_SETPRIV = ("setpriv", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all")
+# Root without them is a user like any: modes of files count.
+WITHOUT_CAPABILITIES = _SETPRIV if os.geteuid() == 0 and shutil.which("setpriv") else ()
 # In a process of its own: Helm is Go, which has threads and signal handlers.
 _HELM = """
 import json, sys
@@ -70,8 +73,8 @@ class Pod:
     """A pod of the StatefulSet, as the kubelet runs it: the same commands, environment, probes and hooks.
 
     What is mounted is a folder each, ``address`` stands for the pod's own. ``secrets``: by name and key. ``code``: the
-    files of the app's image. Its processes share a namespace, as in the chart. There is nothing that a container alone
-    has: neither its root filesystem nor its user.
+    files of the app's image. Its processes share a namespace, as in the chart, and have no capabilities. What else a
+    container has is left out: its root filesystem and its user.
     """
 
     def __init__(
@@ -114,18 +117,22 @@ class Pod:
     def start_container(self, name: str) -> None:
         """As after it has ended, too. A sidecar is started when its startup probe has said so."""
         container = self.containers[name]
-        argv = self._own(name, [*container["command"], *container.get("args", ())])
+        argv = self._argv(name, *container["command"], *container.get("args", ()))
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 argv, stdout=log, stderr=log, cwd=self._work, env=self._environment(name)
             )
         if "startupProbe" in container:
-            wait_for(lambda: self.probe(name, "startupProbe").returncode == 0, lambda: self.log(name), WAIT_S)
+            wait_for(lambda: self._has_started(name), lambda: self.log(name), WAIT_S)
+
+    def _has_started(self, name: str) -> bool:
+        assert self.processes[name].poll() is None, self.log(name)
+        return self.probe(name, "startupProbe").returncode == 0
 
     def exec(self, name: str, *command: str) -> subprocess.CompletedProcess[str]:
         """As `kubectl exec`."""
         return subprocess.run(
-            self._own(name, command),
+            self._argv(name, *command),
             cwd=self._work,
             env=self._environment(name),
             capture_output=True,
@@ -177,6 +184,11 @@ class Pod:
             file = self._volume(volume) / name
             file.write_text(text)
             file.chmod(0o440)
+
+    def _argv(self, name: str, *command: str) -> list[str]:
+        locked = self.containers[name]["securityContext"]
+        assert (locked["capabilities"], locked["allowPrivilegeEscalation"]) == ({"drop": ["ALL"]}, False)
+        return [*WITHOUT_CAPABILITIES, *self._own(name, command)]
 
     def _own(self, name: str, texts: Any) -> list[str]:
         """``texts`` of a container, with the folders of its volumes in place of where they are mounted there."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import stat
 import urllib.error
@@ -11,7 +9,6 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,7 +37,7 @@ class Counter(Immortal):
 """
 APP = {"app": {"class": "counting:Counter"}}
 CODE = {"counting.py": COUNTER}
-TOKEN = "a token that nobody guesses"  # noqa: S105
+TOKEN = "a-token-that-nobody-guesses"
 
 
 @pytest.fixture
@@ -129,6 +126,7 @@ def test_a_standby_takes_over_and_the_pod_that_was_killed_follows(
 ) -> None:
     immortal(tmp_path, "register", "counter", "--peer", "tcp://127.0.0.1:*")
     pairs = (tmp_path / "home" / "counter" / "keys" / "pairs").read_text()
+    postgres.folder.chmod(0o711)  # its socket is in it, and the pods are not its user
     log = {"postgresql": postgres.url() + f"#{tmp_path.name}", "passwordSecret": "password"}
     objects = render(APP | {"replicas": 2, "log": log, "keysSecret": "keys", "peerPort": a_port()})
     secrets = {"keys": {"pairs": pairs}, "password": {"pgpass": "*:*:*:owner:secret\n"}}
@@ -155,6 +153,12 @@ def test_a_standby_takes_over_and_the_pod_that_was_killed_follows(
     assert (hook.returncode, statuses) == (0, {"coordinator": 0, "app": 0}), hook
     wait_for(lambda: phase(first) == "normal", lambda: first.log("coordinator"), WAIT_S)
     assert add(first, 1) == 7
+
+    second.start()
+    second.until_ready()
+    hook, statuses = second.end()  # one that follows
+    assert (hook.returncode, statuses) == (0, {"coordinator": 0, "app": 128 + signal.SIGTERM}), hook
+    assert add(first, 1) == 8
 
 
 def phase(pod: Pod) -> str:
