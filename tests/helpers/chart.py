@@ -74,7 +74,8 @@ class Pod:
 
     What is mounted is a folder each, ``address`` stands for the pod's own. ``secrets``: by name and key. ``code``: the
     files of the app's image. Its processes share a namespace, as in the chart, and have no capabilities. What else a
-    container has is left out: its root filesystem and its user.
+    container has is left out: its root filesystem and its user. IMMORTAL_IMAGE_BIN names the programs of an environment
+    that was made as the image is, by default those of the tests.
     """
 
     def __init__(
@@ -85,18 +86,24 @@ class Pod:
         address: str = "127.0.0.1",
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="pod-"))  # short: sockets are in it
-        self.spec = of_kind(objects, "StatefulSet")["spec"]["template"]["spec"]
-        self.containers = containers(objects)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._secrets = secrets or {}
+        self._address = address
         self._work = self.folder / "app"
         self._work.mkdir()
+        self.change(objects, code)
+
+    def change(self, objects: list[Object], code: Mapping[str, str]) -> None:
+        """What the next start is of; volumes stay."""
+        self.spec = of_kind(objects, "StatefulSet")["spec"]["template"]["spec"]
+        self.containers = containers(objects)
         for name, text in code.items():
             (self._work / name).write_text(text)
         settings = of_kind(objects, "ConfigMap")["data"]
-        self._fill("settings", {name: text.replace("0.0.0.0", address) for name, text in settings.items()})
+        self._fill("settings", {name: text.replace("0.0.0.0", self._address) for name, text in settings.items()})
         for volume in self.spec["volumes"]:
             for source in volume.get("projected", {}).get("sources", ()):
-                keys = (secrets or {})[source["secret"]["name"]]
+                keys = self._secrets[source["secret"]["name"]]
                 items = source["secret"].get("items") or [{"key": key, "path": key} for key in keys]
                 self._fill(volume["name"], {item["path"]: keys[item["key"]] for item in items})
 
@@ -182,6 +189,7 @@ class Pod:
     def _fill(self, volume: str, files: Mapping[str, str]) -> None:
         for name, text in files.items():
             file = self._volume(volume) / name
+            file.unlink(missing_ok=True)
             file.write_text(text)
             file.chmod(0o440)
 

@@ -35,6 +35,29 @@ class Counter(Immortal):
         self.count += number
         return self.count
 """
+TWICE = """
+import counting
+from appsdk import Immortal, rpc, upgrades
+
+
+@upgrades(counting.Counter)
+class Counter(Immortal):
+    count: int
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @classmethod
+    def upgrade(cls, old: counting.Counter) -> "Counter":
+        new = cls()
+        new.count = old.count
+        return new
+
+    @rpc
+    def add(self, number: int) -> int:
+        self.count += 2 * number
+        return self.count
+"""
 APP = {"app": {"class": "counting:Counter"}}
 CODE = {"counting.py": COUNTER}
 TOKEN = "a-token-that-nobody-guesses"
@@ -105,8 +128,11 @@ def metrics_of(port: int, token: str) -> str:
         return str(answer.read().decode())
 
 
-def test_what_a_volume_has_opened_to_a_group_is_closed_again(pods: ExitStack) -> None:
-    pod = Pod(render(APP | {"peerPort": a_port()}), CODE)
+def test_what_a_volume_has_opened_to_a_group_is_closed_again(pods: ExitStack, tmp_path: Path) -> None:
+    immortal(tmp_path, "register", "counter", "--peer", "tcp://127.0.0.1:*", "--log-key", "file")
+    keys = {name: (tmp_path / "home" / "counter" / "keys" / name).read_text() for name in ("pairs", "log_key")}
+    values = {"peerPort": a_port(), "keysSecret": "keys", "settings": "log_key = 'file'"}
+    pod = Pod(render(APP | values), CODE, {"keys": keys})
     pods.callback(pod.remove)
     pod.start()
     pod.until_ready()
@@ -118,7 +144,25 @@ def test_what_a_volume_has_opened_to_a_group_is_closed_again(pods: ExitStack) ->
     pod.start()
     pod.until_ready()
     assert add(pod, 1) == 6
-    assert stat.S_IMODE((pod.home / "counter" / "keys" / "pairs").stat().st_mode) == 0o600
+    for name, text in keys.items():
+        file = pod.home / "counter" / "keys" / name
+        assert (file.read_text(), stat.S_IMODE(file.stat().st_mode)) == (text, 0o600)
+
+
+def test_an_upgrade_is_asked_for_and_done_by_the_roll_out_of_its_code(pods: ExitStack) -> None:
+    port = a_port()
+    pod = Pod(render(APP | {"peerPort": port}), CODE)
+    pods.callback(pod.remove)
+    pod.start()
+    pod.until_ready()
+    assert add(pod, 5) == 5
+    asked = pod.exec("app", "immortal", "upgrade", "counter", "--to", "2")
+    assert asked.returncode == 0, asked.stderr
+    pod.end()
+    pod.change(render({"app": {"class": "twice:Counter"}, "peerPort": port}), {"twice.py": TWICE})
+    pod.start()
+    pod.until_ready()
+    assert add(pod, 5) == 15
 
 
 def test_a_standby_takes_over_and_the_pod_that_was_killed_follows(

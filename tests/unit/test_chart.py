@@ -137,7 +137,9 @@ def test_each_container_is_locked_and_the_coordinator_is_a_sidecar(objects: list
     assert (pod["securityContext"]["runAsNonRoot"], pod["automountServiceAccountToken"]) == (True, False)
     assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
     declared = {one["name"] for one in pod["volumes"]}
-    declared |= {one["metadata"]["name"] for one in of_kind(objects, "StatefulSet")["spec"].get("volumeClaimTemplates", ())}
+    declared |= {
+        one["metadata"]["name"] for one in of_kind(objects, "StatefulSet")["spec"].get("volumeClaimTemplates", ())
+    }
     assert {mount["name"] for one in containers(objects).values() for mount in one["volumeMounts"]} == declared
 
 
