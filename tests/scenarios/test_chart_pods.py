@@ -128,25 +128,28 @@ def metrics_of(port: int, token: str) -> str:
         return str(answer.read().decode())
 
 
-def test_what_a_volume_has_opened_to_a_group_is_closed_again(pods: ExitStack, tmp_path: Path) -> None:
-    immortal(tmp_path, "register", "counter", "--peer", "tcp://127.0.0.1:*", "--log-key", "file")
-    keys = {name: (tmp_path / "home" / "counter" / "keys" / name).read_text() for name in ("pairs", "log_key")}
-    values = {"peerPort": a_port(), "keysSecret": "keys", "settings": "log_key = 'file'"}
-    pod = Pod(render(APP | values), CODE, {"keys": keys})
+def test_keys_of_a_secret_and_what_a_volume_has_opened_to_a_group(pods: ExitStack) -> None:
+    values = APP | {"peerPort": a_port(), "settings": "log_key = 'file'"}
+    keys: dict[str, str] = {}
+    pod = Pod(render(values), CODE, {"keys": keys})
     pods.callback(pod.remove)
     pod.start()
     pod.until_ready()
     assert add(pod, 5) == 5
     pod.end()
+    folder = pod.home / "counter" / "keys"
+    keys |= {name: (folder / name).read_text() for name in ("pairs", "log_key")}
     for file in (pod.home, *pod.home.rglob("*")):  # as fsGroup does where a driver does not know OnRootMismatch
         if not file.is_socket():
             file.chmod(file.stat().st_mode | (0o2070 if file.is_dir() else 0o060))
+    for name in keys:
+        (folder / name).unlink()  # they come from the Secret from now on
+    pod.change(render(values | {"keysSecret": "keys"}), CODE)
     pod.start()
     pod.until_ready()
     assert add(pod, 1) == 6
     for name, text in keys.items():
-        file = pod.home / "counter" / "keys" / name
-        assert (file.read_text(), stat.S_IMODE(file.stat().st_mode)) == (text, 0o600)
+        assert ((folder / name).read_text(), stat.S_IMODE((folder / name).stat().st_mode)) == (text, 0o600)
 
 
 def test_an_upgrade_is_asked_for_and_done_by_the_roll_out_of_its_code(pods: ExitStack) -> None:

@@ -32,6 +32,7 @@ EVERYTHING: Object = {
         "volumeMounts": [{"name": "cache", "mountPath": "/cache"}],
     },
     "imagePullSecrets": [{"name": "registry"}],
+    "coordinator": {"args": ["--promote"]},
     "keysSecret": "keys",
     "settings": "keep_checkpoints = 'all'\n\n[allow]\ntill = ['sell']\n",
     "log": {"volume": {"storageClass": "fast", "size": "1Gi", "accessMode": "ReadWriteOnce"}},
@@ -141,6 +142,12 @@ def test_each_container_is_locked_and_the_coordinator_is_a_sidecar(objects: list
         one["metadata"]["name"] for one in of_kind(objects, "StatefulSet")["spec"].get("volumeClaimTemplates", ())
     }
     assert {mount["name"] for one in containers(objects).values() for mount in one["volumeMounts"]} == declared
+
+
+def test_more_options_come_behind_those_of_the_chart() -> None:
+    found = {name: containers(render(values))["coordinator"]["args"] for name, values in CASES.items()}
+    own = ["--log-format=json", "--log-level=info"]
+    assert found == {"little": own, "everything": [*own, "--promote"], "standbys": ["--follow", *own]}
 
 
 def test_the_app_stops_within_the_time_that_the_pod_has(objects: list[Object]) -> None:
