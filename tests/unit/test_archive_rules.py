@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("obstore")
 
+import zstandard
 from msgspec.structs import replace
 
 from coordinator.archive.chain import Needs, check_follows, index_of, needs_of
@@ -66,14 +67,17 @@ def moments_of(steps: list[tuple[int, int, bool]]) -> list[Moment]:
 STEPS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6), st.booleans()), min_size=1, max_size=25)
 
 
-@given(STEPS, st.one_of(st.none(), st.floats(0, 30)), st.one_of(st.none(), st.integers(0, 60)), st.integers(0, 30))
+def stored_s_of(moments: list[Moment]) -> list[float]:
+    return [one.time_ns / 1e9 for one in moments]
+
+
+@given(STEPS, st.one_of(st.none(), st.floats(0, 30)), st.one_of(st.none(), st.integers(0, 60)))
 def test_what_is_kept_needs_nothing_that_goes(
-    steps: list[tuple[int, int, bool]], keep_days: float | None, keep_mb: int | None, later_days: int
+    steps: list[tuple[int, int, bool]], keep_days: float | None, keep_mb: int | None
 ) -> None:
     moments = moments_of(steps)
-    now_ns = (len(moments) + later_days) * DAY_NS
     retention = Retention(keep_days, keep_mb)
-    first = retention.first_kept(moments, now_ns)
+    first = retention.first_kept(moments, stored_s_of(moments))
     assert 0 <= first < len(moments)
     oldest = needs_of(moments, first).oldest_index
     left, names = moments[oldest:], names_kept(moments[oldest:])
@@ -82,9 +86,27 @@ def test_what_is_kept_needs_nothing_that_goes(
         assert {one.name for one in needs.parts} <= names
         assert needs == replace_index(needs_of(moments, index), oldest)
     if keep_days is not None and keep_mb is None and first > 0:
-        assert moments[first].taken_ns <= now_ns - int(keep_days * DAY_NS), "a time since then has a moment before it"
+        since_ns = moments[-1].time_ns - int(keep_days * DAY_NS)
+        assert moments[first].time_ns <= since_ns, "a time since then has a moment before it"
     if keep_mb is not None and first < len(moments) - 1:
         assert sum(sizes(left).values()) <= keep_mb * MIB
+
+
+@pytest.mark.parametrize("in_the_store", [False, True])
+@given(st.integers(3, 20), st.floats(1, 30), st.integers(40, 10_000), st.data())
+def test_a_clock_that_jumps_makes_no_moment_old(
+    in_the_store: bool, number: int, keep_days: float, jump_days: int, data: st.DataObject
+) -> None:
+    moments = moments_of([(3, 1, False)] * number)
+    stored_s = stored_s_of(moments)
+    retention = Retention(keep_days)
+    right = retention.first_kept(moments, stored_s)
+    at = data.draw(st.integers(1, number - 1))
+    if in_the_store:
+        stored_s[at:] = [one + jump_days * DAY_NS / 1e9 for one in stored_s[at:]]
+    else:
+        moments[at:] = [replace(one, time_ns=one.time_ns + jump_days * DAY_NS, taken_ns=0) for one in moments[at:]]
+    assert retention.first_kept(moments, stored_s) <= right
 
 
 def replace_index(needs: Needs, oldest: int) -> Needs:
@@ -173,6 +195,17 @@ def test_a_cut_pack_is_damaged(rows: list[tuple[str, bytes, bytes | None]], data
     packed = pack(rows)
     with pytest.raises(DamagedObjectError, match="the object p "):
         unpack(packed[: data.draw(st.integers(0, len(packed) - 1))], "p")
+
+
+def test_a_pack_that_grows_without_end_is_refused() -> None:
+    magic, zstd_magic = pack([])[:8], pack([])[8:12]
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))
+    with pytest.raises(DamagedObjectError, match="the object x does not say its size"):
+        unpack(magic + unsized, "x")
+    one_segment_8_byte_size = b"\xe0"
+    huge = zstd_magic + one_segment_8_byte_size + (1 << 40).to_bytes(8, "little") + unsized[6:]
+    with pytest.raises(DamagedObjectError, match=f"the object x says that {1 << 40} bytes are in it"):
+        unpack(magic + huge, "x")
 
 
 def test_a_name_has_the_epoch_and_comes_once() -> None:
