@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from coordinator.archive.chain import check_follows
 from coordinator.archive.ciphers import Cipher
-from coordinator.archive.errors import ArchiveError, DamagedObjectError
+from coordinator.archive.errors import ArchiveError
 from coordinator.archive.manifests import MOMENTS, Moment, Part, decode_moment, encode_moment, moment_name, object_name
-from coordinator.archive.objects import Objects
 from coordinator.archive.packs import PackedRow, digest, pack, unpack
+from coordinator.objects.errors import DamagedObjectError
+from coordinator.objects.store import Objects
 
 
 class Archive:

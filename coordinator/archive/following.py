@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 from coordinator.archive.archive import Archive
 from coordinator.archive.archiver import SEGMENT_SIZE_BYTES, Archiver
-from coordinator.archive.errors import ArchiveError, ConflictError, StoreError
+from coordinator.archive.errors import ArchiveError, ConflictError
 from coordinator.archive.manifests import Moment
 from coordinator.archive.pruning import prune
 from coordinator.archive.retention import Retention
 from coordinator.core.errors import LogError
 from coordinator.log.reader import LogReader
+from coordinator.objects.errors import ObjectError, StoreError
 
 POLL_S = 0.25  # how often it is looked whether records fill a segment
 RETRY_S_MAX = 30.0
@@ -68,7 +69,7 @@ class Follower:
                     raise
         try:
             self._prune()
-        except ArchiveError as error:
+        except ObjectError as error:
             raise ArchiveError(f"what is new is archived, but nothing old was removed: {error}") from None
         return made
 
@@ -139,7 +140,7 @@ class Follower:
         """What is damaged in what is old already is no reason not to archive what is new."""
         try:
             self._prune()
-        except ArchiveError as error:
+        except ObjectError as error:
             self._say(f"{error}: nothing old is removed; what is new is archived")
 
     def _prune(self) -> None:

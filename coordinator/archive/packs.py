@@ -9,7 +9,7 @@ import msgspec
 import zstandard
 from blake3 import blake3
 
-from coordinator.archive.errors import DamagedObjectError
+from coordinator.objects.errors import DamagedObjectError
 
 PackedRow: TypeAlias = tuple[str, bytes, bytes | None]
 """Table, key, value; None: the row is gone since the moment before."""

@@ -22,7 +22,7 @@ from protocol.errors import ImmortalError
 if TYPE_CHECKING:
     from coordinator.archive.archive import Archive
     from coordinator.archive.manifests import Moment as ArchivedMoment
-    from coordinator.archive.objects import Objects
+    from coordinator.objects.store import Objects
 
 _MIB = 1 << 20
 _KEY_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -120,7 +120,7 @@ def _archive(url: str, name: str, key_file: Path | None, *, make: bool = True) -
 
 def _objects(url: str, *, make: bool) -> Objects:
     try:
-        from coordinator.archive.objects import Objects, store_of
+        from coordinator.objects.store import Objects, store_of
     except ImportError as error:
         raise _missing(error) from None
     return Objects(store_of(url, make=make), url.rstrip("/"))

@@ -15,10 +15,9 @@ from coordinator.archive.archive import Archive
 from coordinator.archive.archiver import Archiver
 from coordinator.archive.chain import index_of
 from coordinator.archive.ciphers import Cipher
-from coordinator.archive.errors import ArchiveError, ConflictError, DamagedObjectError, StoreError
+from coordinator.archive.errors import ArchiveError, ConflictError
 from coordinator.archive.following import Follower, Options
 from coordinator.archive.manifests import MOMENTS, Moment, moment_name
-from coordinator.archive.objects import Objects, Stored, store_of
 from coordinator.archive.pruning import prune
 from coordinator.archive.restoring import restore
 from coordinator.archive.retention import Retention
@@ -29,6 +28,8 @@ from coordinator.log.backup import back_up
 from coordinator.log.cut import LogCutter
 from coordinator.log.format import ALL_TABLES
 from coordinator.log.open import place_of
+from coordinator.objects.errors import DamagedObjectError, StoreError
+from coordinator.objects.store import Objects, Stored, store_of
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_checkpoint, put_record, write_log
 from tests.helpers.postgres import Postgres
 

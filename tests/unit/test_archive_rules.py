@@ -15,7 +15,6 @@ import zstandard
 from msgspec.structs import replace
 
 from coordinator.archive.chain import Needs, check_follows, index_of, needs_of
-from coordinator.archive.errors import ArchiveError, DamagedObjectError
 from coordinator.archive.manifests import (
     ArchivedCheckpoint,
     Moment,
@@ -25,9 +24,10 @@ from coordinator.archive.manifests import (
     encode_moment,
     object_name,
 )
-from coordinator.archive.objects import store_of
 from coordinator.archive.packs import digest, pack, unpack
 from coordinator.archive.retention import Retention, names_kept
+from coordinator.objects.errors import DamagedObjectError, ObjectError
+from coordinator.objects.store import store_of
 
 DAY_NS = 86_400 * 10**9
 MIB = 1 << 20
@@ -157,7 +157,7 @@ def test_the_moment_of_a_time() -> None:
     assert index_of(moments, until_ns=2 * DAY_NS, until_record=None) == 1
     assert index_of(moments, until_ns=3 * DAY_NS - 1, until_record=None) == 1
     assert index_of(moments, until_ns=None, until_record=7) == 1
-    with pytest.raises(ArchiveError, match="ends with record 2"):
+    with pytest.raises(ObjectError, match="ends with record 2"):
         index_of(moments, until_ns=DAY_NS - 1, until_record=None)
 
 
@@ -178,7 +178,7 @@ def test_a_manifest_with_any_flipped_bit_is_damaged(data: st.DataObject) -> None
 
 def test_a_manifest_of_a_newer_version() -> None:
     newer = replace(moment(1, 0, 2, -1), version=2)
-    with pytest.raises(ArchiveError, match="the object m has version 2, this program reads version 1"):
+    with pytest.raises(ObjectError, match="the object m has version 2, this program reads version 1"):
         decode_moment(encode_moment(newer), "m")
 
 
@@ -218,5 +218,5 @@ def test_a_name_has_the_epoch_and_comes_once() -> None:
     "url", ["", "archive", "/archive", "http://host/x", "s3://", "s3:bucket", "file://x", "memory:///x"]
 )
 def test_a_url_that_names_no_store(url: str) -> None:
-    with pytest.raises(ArchiveError, match=r"names no (store|folder)"):
+    with pytest.raises(ObjectError, match=r"names no (store|folder)"):
         store_of(url)
