@@ -26,6 +26,7 @@ HERE = frozenset(
         "dead-letters",
         "group",
         "handlers",
+        "health",
         "keys",
         "log",
         "pause",

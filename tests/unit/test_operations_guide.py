@@ -73,6 +73,7 @@ def test_every_command_of_an_operator_is_in_the_guide() -> None:
         "what-if",
         "upgrade",
         "clock",
+        "health",
         "run",
         "log",
         "recover",

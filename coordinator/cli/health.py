@@ -1,0 +1,49 @@
+"""health: whether an instance lives, and whether it is ready, as an exit status for probes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from coordinator.cli.common import name_argument, pass_registry
+from coordinator.core.session import WORKS, Phase
+from coordinator.instances.follower_places import FOLDER_NAME
+from coordinator.instances.registry import Registry
+from coordinator.operator import control
+from protocol.command_line import FailedError, echo
+
+_READY = frozenset(phase.value for phase in WORKS | {Phase.FOLLOWING})
+
+
+@click.command()
+@name_argument
+@click.option("--live", "only_live", is_flag=True, help="The coordinator answers, whatever its app does.")
+@click.option("--ready", is_flag=True, help="As without an option: it also works, or follows and keeps up.")
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=control.QUERY_TIMEOUT_S,
+    show_default=True,
+    help="How long to wait for the answer.",
+)
+@pass_registry
+def health(registry: Registry, name: str, only_live: bool, ready: bool, timeout_s: float) -> None:
+    """Say whether NAME is well: status 0, or 1 with the reason, for probes.
+
+    Ready is an instance whose app works, and one that follows another process and keeps up. The coordinator alone is
+    looked at, in this home: its peers may be down.
+    """
+    if only_live and ready:
+        raise click.UsageError("--live or --ready, not both")
+    folder = _answering(registry.load(name).folder)
+    phase = str(control.query(folder, "status", timeout_s)["phase"])
+    if not only_live and phase not in _READY:
+        raise FailedError(f"{name} is not ready: {phase}")
+    echo(f"{name} is {'live' if only_live else 'ready'}: {phase}")
+
+
+def _answering(folder: Path) -> Path:
+    """Where the instance is asked; where none runs, its first follower here."""
+    followers = sorted(folder.glob(f"{FOLDER_NAME}/*")) if control.running(folder) is None else ()
+    return next((one for one in followers if control.running(one) is not None), folder)
