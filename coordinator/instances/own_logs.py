@@ -163,7 +163,12 @@ def open_log(settings: InstanceSettings) -> RowLogStore:
         keys = add_key(settings)
     if not exists:
         store = create_log(
-            settings.log, settings.name, keys=keys if wanted else (), allow_data_loss=settings.allow_data_loss
+            settings.log,
+            settings.name,
+            keys=keys if wanted else (),
+            allow_data_loss=settings.allow_data_loss,
+            lease_s=settings.lease_s,
+            endpoint=settings.peer,
         )
     else:
         store = open_log_folder(
@@ -172,6 +177,8 @@ def open_log(settings: InstanceSettings) -> RowLogStore:
             keys=keys if wanted or (keys and _is_authenticated(settings)) else (),
             adopt=not own.any_authenticated,
             allow_data_loss=settings.allow_data_loss,
+            lease_s=settings.lease_s,
+            endpoint=settings.peer,
         )
     try:
         if wanted and store.macs is None:

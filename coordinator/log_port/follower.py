@@ -1,7 +1,7 @@
 """A log that another process writes, as its follower has it: read as it grows, and taken over when its writer is gone.
 
 One thread does all of it, so that nothing here holds up the loop. It looks every LOOK_S whether there is more, and
-whether the lock of the log is free.
+whether the lock of the log is free; a log that can tell of that nudges it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from coordinator.core import effects as ef
@@ -17,12 +18,14 @@ from coordinator.core.errors import DamagedLogError, LogError, LogLockedError, L
 from coordinator.core.interfaces import LogStore, LogSummary
 from coordinator.driver.ports import StoreRead
 from coordinator.driver.reads import failed, problem_of
+from coordinator.log.backend import Following
 from coordinator.log_port.mailbox import Mailbox
 from protocol.errors import ImmortalError
 
 LOOK_S = 0.01
 IDLE_LOOK_S = 0.05  # once nothing was new for a second: 0.5 % of a processor, where LOOK_S takes 2 %
 IDLE_S = 1.0
+STANDBY_LEAVES_S = 1.0  # for who writes the log to be told that it is gone
 
 
 class FollowedLog(Protocol):
@@ -51,6 +54,10 @@ class Places(Protocol):
     def holder(self) -> str | None:
         """Who writes it, in words; None: nobody does."""
 
+    def follow(self, nudge: Callable[[], None]) -> Following | None:
+        """Be known to who writes it, and have ``nudge`` called when that may have changed; None: it has to be looked
+        for."""
+
 
 class LogFollower(Mailbox[ev.Event]):
     """``fileno()`` is readable when there is something in :meth:`take`, or in :meth:`take_store`."""
@@ -65,6 +72,7 @@ class LogFollower(Mailbox[ev.Event]):
         self._holder: str | None = None  # as the machine was told
         self._closing = False
         self._news_s = 0.0  # when there was something new last
+        self._following: Following | None = None
         self._thread = threading.Thread(target=self._run, name="log-follower", daemon=True)
 
     def acquire(self) -> None:
@@ -101,6 +109,7 @@ class LogFollower(Mailbox[ev.Event]):
 
     def _run(self) -> None:
         try:
+            self._following = self._places.follow(lambda: self._asked.put(None))
             while not self._closing:
                 try:
                     if self._take_over():
@@ -117,6 +126,8 @@ class LogFollower(Mailbox[ev.Event]):
         finally:
             if self._reader is not None:
                 self._reader.close()
+            if self._following is not None:
+                self._following.close(STANDBY_LEAVES_S if self._closing else 0.0)
 
     def _tell(self, event: ev.Event) -> None:
         self._news_s = time.monotonic()
@@ -187,6 +198,8 @@ class LogFollower(Mailbox[ev.Event]):
                 self._waiting.append(request)
             else:
                 self._tell(event)
+        if self._following is not None:  # an app that asks for what is not there has all there is
+            self._following.say(is_ready=any(isinstance(request, ef.ReadRecords) for request in self._waiting))
 
 
 def _loaded(reader: FollowedLog) -> ev.Event | None:
