@@ -48,7 +48,9 @@ timeout_option = click.option(
 def stop(registry: Registry, name: str, timeout_s: float) -> None:
     """Stop an instance cleanly, with a checkpoint, and wait until it has ended.
 
-    Where another process follows its log, that one goes on, at once and without a checkpoint. One that does not run is stopped already: status 0.
+    Where another process follows its log, that one goes on, at once and without a checkpoint.
+
+    One that does not run is stopped already: status 0.
     """
     settings = registry.load(name)
     found = control.supervisor(settings.folder) or control.running(settings.folder)

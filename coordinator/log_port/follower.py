@@ -25,6 +25,7 @@ from protocol.errors import ImmortalError
 LOOK_S = 0.01
 IDLE_LOOK_S = 0.05  # once nothing was new for a second: 0.5 % of a processor, where LOOK_S takes 2 %
 IDLE_S = 1.0
+HAD_ALL_S = 1.0  # who has all now and then keeps up, however fast the log grows
 STANDBY_LEAVES_S = 1.0  # for who writes the log to be told that it is gone
 
 
@@ -73,6 +74,7 @@ class LogFollower(Mailbox[ev.Event]):
         self._closing = False
         self._news_s = 0.0  # when there was something new last
         self._following: Following | None = None
+        self._had_all_s = -HAD_ALL_S  # when the app had, or was given, all that the log had
         self._thread = threading.Thread(target=self._run, name="log-follower", daemon=True)
 
     def acquire(self) -> None:
@@ -191,33 +193,35 @@ class LogFollower(Mailbox[ev.Event]):
         self._waiting = []
         for request in waiting:
             try:
-                event = _loaded(reader) if isinstance(request, ef.LoadLog) else _grown(reader, request)
+                event = _loaded(reader) if isinstance(request, ef.LoadLog) else self._grown(reader, request)
             except LogError as error:
                 event = failed(error, request)
             if event is None:
                 self._waiting.append(request)
             else:
                 self._tell(event)
-        if self._following is not None:  # an app that asks for what is not there has all there is
-            self._following.say(is_ready=any(isinstance(request, ef.ReadRecords) for request in self._waiting))
+        if self._following is not None:
+            self._following.say(is_ready=time.monotonic() - self._had_all_s < HAD_ALL_S)
+
+    def _grown(self, reader: FollowedLog, request: ef.ReadRecords) -> ev.Event | None:
+        """The records behind what the follower has, and what the log says once they are in it."""
+        first = request.first_sequence_id
+        last = reader.last_sequence_id()
+        if last == first - 1:
+            self._had_all_s = time.monotonic()
+            return None
+        values: list[bytes] = []
+        if last >= first:
+            try:
+                values = reader.read(first, request.size_bytes_max)
+            except DamagedLogError:
+                if reader.summary().first_sequence_id <= first:  # else it was trimmed away: the summary says so
+                    raise
+        if values and first + len(values) > last:
+            self._had_all_s = time.monotonic()
+        return ev.RecordsRead(values, reader.summary(), request.session)
 
 
 def _loaded(reader: FollowedLog) -> ev.Event | None:
     summary = reader.summary()
     return ev.LogLoaded(summary) if summary.checkpoints else None
-
-
-def _grown(reader: FollowedLog, request: ef.ReadRecords) -> ev.Event | None:
-    """The records behind what the follower has, and what the log says once they are in it."""
-    first = request.first_sequence_id
-    last = reader.last_sequence_id()
-    if last == first - 1:
-        return None
-    values: list[bytes] = []
-    if last >= first:
-        try:
-            values = reader.read(first, request.size_bytes_max)
-        except DamagedLogError:
-            if reader.summary().first_sequence_id <= first:  # else it was trimmed away: the summary says so
-                raise
-    return ev.RecordsRead(values, reader.summary(), request.session)

@@ -41,7 +41,7 @@ class LogPlaces:
         Raises LogLockedError where another process has it, LogError, PickleRefusedError.
         """
         settings, log = self._settings, self._log
-        store = own_logs.open_log(settings)
+        store = own_logs.open_log(settings, self._place)
         try:
             own_logs.take_for_own(settings, store, trust_pickle=self._trust_pickle)
             if store.macs is not None:
