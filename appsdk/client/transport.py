@@ -91,6 +91,8 @@ class Transport:
         reopened = False
         if not connection.is_talking:
             self._look(time.monotonic())
+        elif len(self._places.endpoints) > 1 and self._is_deserted():
+            connection.wants_reopening = True  # at the next endpoint, where the instance may be by now
         while True:
             self._receive()
             now_s = time.monotonic()
@@ -114,6 +116,11 @@ class Transport:
             refusal = self._absence(now_s)
         if refusal:
             self.connection.refuse(NotConnectable(refusal))
+
+    def _is_deserted(self) -> bool:
+        """The connection was broken off, and nobody listens there any more."""
+        self._watch.look()
+        return not self._watch.is_up and self._watch.finds_nobody
 
     def _key_refusal(self, now_s: float) -> str:
         """A new key may not be known there yet: it is shown again, until it was turned away long enough."""
