@@ -100,7 +100,13 @@ def test_a_clean_stop_hands_over_to_who_follows_without_a_checkpoint(house: Hous
     all_is_counted(house)
     taken = [line for line in first.lines if line["message"] == "checkpoint taken"]
     assert [line["checkpoint"] for line in taken] == [before], "none was taken for the stop"
-    assert second.stop() == 0, "nobody follows any more: this one stops as ever"
+    third = house.run("counter")
+    caught_up(house)
+    assert second.stop() == 0
+    house.until(lambda: third.said("recovered"), "at the address of one that had followed itself")
+    assert house.call("counter", "totals") == [CALLS, 0]
+    assert third.stop() == 0, "nobody follows any more: this one stops as ever"
+    assert third.said("checkpoint taken")
 
 
 def test_an_instance_migrates_there_and_back_under_load(house: House) -> None:
