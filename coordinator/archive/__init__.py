@@ -3,12 +3,11 @@
 manifests      what a moment is: the objects it adds, and those it stands on; the bytes that say so
 packs          rows of the log as objects
 ciphers        objects for the holder of a key alone
-objects        the store: create-only puts, and errors in words
 chain          moments one after the other: which objects one of them needs, which of them is meant by a time
 retention      which moments may go
 source         what a log has that an archive has not
 archiver       the next moment, from a log to a store; following: again and again
 restoring      a moment, from a store to a log
 
-Only the command line imports it; the extra ``archive`` has what it needs.
+The store is :mod:`coordinator.objects`. Only the command line imports it; the extra ``archive`` has what it needs.
 """

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from coordinator.archive.chain import check_follows
 from coordinator.archive.ciphers import Cipher
-from coordinator.archive.errors import ArchiveError, DamagedObjectError
+from coordinator.archive.errors import ArchiveError
 from coordinator.archive.manifests import MOMENTS, Moment, Part, decode_moment, encode_moment, moment_name, object_name
-from coordinator.archive.objects import Objects
 from coordinator.archive.packs import PackedRow, digest, pack, unpack
+from coordinator.objects.errors import DamagedObjectError
+from coordinator.objects.store import Objects
 
 
 class Archive:
@@ -23,8 +24,7 @@ class Archive:
 
     def numbers(self) -> list[int]:
         """Of the moments that are there. Raises StoreError."""
-        names = (stored.name.removeprefix(MOMENTS) for stored in self.objects.listed(MOMENTS))
-        return [int(name) for name in names if name.isdecimal()]
+        return [number for number, _ in self._listed()]
 
     def last(self) -> tuple[Moment, str] | None:
         """The newest moment, with the digest of its manifest. Raises ArchiveError, StoreError."""
@@ -33,11 +33,15 @@ class Archive:
 
     def moments(self) -> list[Moment]:
         """All, each the next one of the one before. Raises ArchiveError, StoreError."""
-        names = [moment_name(number) for number in self.numbers()]
+        return [moment for moment, _ in self.dated_moments()]
+
+    def dated_moments(self) -> list[tuple[Moment, float]]:
+        """As above, each with when it was stored: s since the Unix epoch, by the store's clock."""
+        listed = self._listed()
+        names = [moment_name(number) for number, _ in listed]
         found = [self._decoded(name, data) for name, data in zip(names, self.objects.get_all(names), strict=True)]
-        moments = [moment for moment, _ in found]
-        check_follows(moments, [its_digest for _, its_digest in found])
-        return moments
+        check_follows([moment for moment, _ in found], [its_digest for _, its_digest in found])
+        return [(moment, stored_s) for (moment, _), (_, stored_s) in zip(found, listed, strict=True)]
 
     def put_moment(self, moment: Moment) -> str | None:
         """The digest of its manifest; None where another one has that number. Raises StoreError."""
@@ -46,6 +50,11 @@ class Archive:
         if self.objects.put_new(name, data) or self.objects.get(name) == data:
             return digest(data)
         return None
+
+    def _listed(self) -> list[tuple[int, float]]:
+        """Number, and when it was stored."""
+        listed = ((one.name.removeprefix(MOMENTS), one.modified_s) for one in self.objects.listed(MOMENTS))
+        return [(int(name), modified_s) for name, modified_s in listed if name.isdecimal()]
 
     def _read(self, number: int) -> tuple[Moment, str]:
         name = moment_name(number)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.archive.errors import ArchiveError, DamagedObjectError
+from coordinator.archive.errors import ArchiveError
 from coordinator.archive.manifests import Moment, Part, Segment
+from coordinator.objects.errors import DamagedObjectError
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,13 @@
-"""What can go wrong with an archive."""
+"""What can go wrong with an archive, beside its objects."""
 
 from __future__ import annotations
 
-from protocol.errors import ImmortalError
+from coordinator.objects.errors import ObjectError
 
 
-class ArchiveError(ImmortalError):
-    """What was asked cannot be done with this archive: said to the operator, who decides."""
-
-
-class DamagedObjectError(ArchiveError):
-    """An object is missing, or is not what was written."""
+class ArchiveError(ObjectError):
+    """What was asked cannot be done with this archive."""
 
 
 class ConflictError(ArchiveError):
     """Another archiver has written the next moment first."""
-
-
-class StoreError(ImmortalError):
-    """The store is away, refuses, or is full: it may take the same later."""

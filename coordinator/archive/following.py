@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 from coordinator.archive.archive import Archive
 from coordinator.archive.archiver import SEGMENT_SIZE_BYTES, Archiver
-from coordinator.archive.errors import ConflictError, StoreError
+from coordinator.archive.errors import ArchiveError, ConflictError
 from coordinator.archive.manifests import Moment
 from coordinator.archive.pruning import prune
 from coordinator.archive.retention import Retention
 from coordinator.core.errors import LogError
 from coordinator.log.reader import LogReader
+from coordinator.objects.errors import ObjectError, StoreError
 
 POLL_S = 0.25  # how often it is looked whether records fill a segment
 RETRY_S_MAX = 30.0
@@ -66,7 +67,10 @@ class Follower:
             except ConflictError:
                 if is_last_try:
                     raise
-        self._prune()
+        try:
+            self._prune()
+        except ObjectError as error:
+            raise ArchiveError(f"what is new is archived, but nothing old was removed: {error}") from None
         return made
 
     def run(self) -> None:
@@ -103,7 +107,7 @@ class Follower:
                     self._anew = False
                     due_s = now_s + self._options.every_s
                     self._well(archiver, moment)
-                    self._prune()
+                    self._prune_if_sound()
             except StoreError as error:  # what was sent before counts: the same archiver goes on
                 if is_over or self._has_to_wait(error, archiver.at_risk().seconds):
                     return True
@@ -131,6 +135,13 @@ class Follower:
         delay_s = self._delay_s
         self._delay_s = min(2 * delay_s, RETRY_S_MAX)
         return self._wait(delay_s)
+
+    def _prune_if_sound(self) -> None:
+        """What is damaged in what is old already is no reason not to archive what is new."""
+        try:
+            self._prune()
+        except ObjectError as error:
+            self._say(f"{error}: nothing old is removed; what is new is archived")
 
     def _prune(self) -> None:
         if self._options.retention and time.monotonic() - self._pruned_at_s >= PRUNE_EVERY_S:

@@ -15,8 +15,9 @@ import secrets
 import msgspec
 from msgspec import Struct
 
-from coordinator.archive.errors import ArchiveError, DamagedObjectError
+from coordinator.archive.errors import ArchiveError
 from coordinator.archive.packs import digest
+from coordinator.objects.errors import DamagedObjectError
 
 VERSION = 1
 MOMENTS = "moments/"

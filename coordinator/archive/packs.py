@@ -9,13 +9,14 @@ import msgspec
 import zstandard
 from blake3 import blake3
 
-from coordinator.archive.errors import DamagedObjectError
+from coordinator.objects.errors import DamagedObjectError
 
 PackedRow: TypeAlias = tuple[str, bytes, bytes | None]
 """Table, key, value; None: the row is gone since the moment before."""
 _MAGIC = b"IMMPACK1"
 _DIGEST_SIZE_BYTES = 16
 _LEVEL = 3  # of zstd: the disk's pace on one processor
+_SIZE_BYTES_MAX = 1 << 32  # MessagePack has no longer value
 _encode = msgspec.msgpack.Encoder().encode
 _ROWS = msgspec.msgpack.Decoder(list[PackedRow])
 
@@ -30,6 +31,10 @@ def unpack(data: bytes, name: str) -> list[PackedRow]:
     if not data.startswith(_MAGIC):
         raise DamagedObjectError(f"the object {name} begins with {data[:8]!r}, {_MAGIC!r} was expected")
     try:
+        size_bytes = zstandard.frame_content_size(data[len(_MAGIC) :])
+        if not 0 <= size_bytes <= _SIZE_BYTES_MAX:
+            said = "does not say its size" if size_bytes < 0 else f"says that {size_bytes} bytes are in it"
+            raise DamagedObjectError(f"the object {name} {said}: at most {_SIZE_BYTES_MAX} were expected")
         return _ROWS.decode(zstandard.ZstdDecompressor().decompress(data[len(_MAGIC) :]))
     except (zstandard.ZstdError, msgspec.MsgspecError) as error:
         raise DamagedObjectError(f"the object {name} is damaged: {error}") from None

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from coordinator.archive.archive import Archive
 from coordinator.archive.chain import Needs, needs_of
-from coordinator.archive.errors import ArchiveError, DamagedObjectError
+from coordinator.archive.errors import ArchiveError
 from coordinator.archive.manifests import Moment, Part
 from coordinator.archive.packs import PackedRow
 from coordinator.core.errors import LogError
@@ -24,6 +24,7 @@ from coordinator.log.findings import Severity
 from coordinator.log.format import SEQUENCE_KEY
 from coordinator.log.meta import LogIdentity, read_identity
 from coordinator.log.verify import verify_log
+from coordinator.objects.errors import DamagedObjectError
 from protocol.varint import Readable
 
 _IN_SEGMENTS = ("records", "record_seals")

@@ -14,8 +14,8 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """``keep_days``: any moment of so many days can be brought back. ``keep_mb``: at most so many MiB are kept, where
-    the newest moment alone needs no more. With both, whichever keeps less."""
+    """``keep_days``: any moment of so many days before the newest can be brought back. ``keep_mb``: at most so many MiB
+    are kept, where the newest moment alone needs no more. With both, whichever keeps less."""
 
     keep_days: float | None = None
     keep_mb: int | None = None
@@ -23,12 +23,16 @@ class Retention:
     def __bool__(self) -> bool:
         return self.keep_days is not None or self.keep_mb is not None
 
-    def first_kept(self, moments: Sequence[Moment], now_ns: int) -> int:
-        """The index of the oldest moment that is to stay one that can be brought back."""
+    def first_kept(self, moments: Sequence[Moment], stored_s: Sequence[float]) -> int:
+        """The index of the oldest moment that is to stay one that can be brought back.
+
+        ``stored_s``: when the manifest of each was stored, by the store's clock.
+        """
         index = 0
         if self.keep_days is not None:
-            since_ns = now_ns - int(self.keep_days * _DAY_NS)
-            index = max((at for at, moment in enumerate(moments) if moment.taken_ns <= since_ns), default=0)
+            keep_ns = int(self.keep_days * _DAY_NS)
+            ages_ns = _ages_ns(moments, stored_s)
+            index = max((at for at, age_ns in enumerate(ages_ns) if age_ns >= keep_ns), default=0)
         if self.keep_mb is not None:
             index = max(index, self._first_within(moments, self.keep_mb * _MIB))
         return index
@@ -46,6 +50,16 @@ class Retention:
                 break
             first = at
         return first
+
+
+def _ages_ns(moments: Sequence[Moment], stored_s: Sequence[float]) -> list[int]:
+    """How much older than the newest each is: by its records and by the store, whichever says less. No clock that runs
+    now is asked, and of those that did one alone cannot make a moment old: a jump would remove what nobody has twice.
+    """
+    return [
+        min(moments[-1].time_ns - moment.time_ns, int((stored_s[-1] - when_s) * 1e9))
+        for moment, when_s in zip(moments, stored_s, strict=True)
+    ]
 
 
 def names_kept(moments: Sequence[Moment]) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -13,14 +14,15 @@ import click
 from coordinator.cli.common import complete_instance, instance_name, pass_registry, settings_with_log
 from coordinator.cli.moments import Moment, Time
 from coordinator.cli.records import time_text
-from coordinator.config import InstanceSettings
+from coordinator.config import ConfigError, InstanceSettings, check_instance_name
 from coordinator.instances.registry import Registry
 from protocol.command_line import FailedError, counted, echo, echo_json, json_option, size_text
+from protocol.errors import ImmortalError
 
 if TYPE_CHECKING:
     from coordinator.archive.archive import Archive
     from coordinator.archive.manifests import Moment as ArchivedMoment
-    from coordinator.archive.objects import Objects
+    from coordinator.objects.store import Objects
 
 _MIB = 1 << 20
 _KEY_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -118,7 +120,7 @@ def _archive(url: str, name: str, key_file: Path | None, *, make: bool = True) -
 
 def _objects(url: str, *, make: bool) -> Objects:
     try:
-        from coordinator.archive.objects import Objects, store_of
+        from coordinator.objects.store import Objects, store_of
     except ImportError as error:
         raise _missing(error) from None
     return Objects(store_of(url, make=make), url.rstrip("/"))
@@ -160,12 +162,30 @@ def _described(moment: ArchivedMoment) -> dict[str, Any]:
 
 
 def _show(registry: Registry, name: str | None, url: str, as_json: bool) -> None:
-    names = [name] if name is not None else _objects(url, make=False).folders()
+    if name is not None:
+        _show_one(registry, name, _archive(url, name, None, make=False), as_json)
+        return
+    names = _names(url)
     if not names:
         raise FailedError(f"there is no archive in {url}")
+    failed = 0
     for one in names:
-        there = _archive(url, one, None, make=False)
-        _show_one(registry, one, there, as_json)
+        try:
+            _show_one(registry, one, _archive(url, one, None, make=False), as_json)
+        except (ImmortalError, FailedError) as error:  # of one archive: it hides no other
+            failed += 1
+            echo(f"{one}: {error}", err=True)
+    if failed:
+        raise FailedError(f"{failed} of {counted(len(names), 'archive')} could not be read whole")
+
+
+def _names(url: str) -> list[str]:
+    """Of the instances that have an archive there; a folder whose name no instance can have is none."""
+    names = []
+    for folder in _objects(url, make=False).folders():
+        with contextlib.suppress(ConfigError):
+            names.append(check_instance_name(folder))
+    return names
 
 
 def _show_one(registry: Registry, name: str, there: Archive, as_json: bool) -> None:
@@ -263,7 +283,7 @@ def restore(
 
 
 def _only_name(url: str) -> str:
-    names = _objects(url, make=False).folders()
+    names = _names(url)
     if len(names) == 1:
         return names[0]
     if not names:

@@ -15,9 +15,9 @@ from coordinator.archive.archive import Archive
 from coordinator.archive.archiver import Archiver
 from coordinator.archive.chain import index_of
 from coordinator.archive.ciphers import Cipher
-from coordinator.archive.errors import ArchiveError, ConflictError, DamagedObjectError, StoreError
-from coordinator.archive.manifests import Moment, moment_name
-from coordinator.archive.objects import Objects, store_of
+from coordinator.archive.errors import ArchiveError, ConflictError
+from coordinator.archive.following import Follower, Options
+from coordinator.archive.manifests import MOMENTS, Moment, moment_name
 from coordinator.archive.pruning import prune
 from coordinator.archive.restoring import restore
 from coordinator.archive.retention import Retention
@@ -28,11 +28,29 @@ from coordinator.log.backup import back_up
 from coordinator.log.cut import LogCutter
 from coordinator.log.format import ALL_TABLES
 from coordinator.log.open import place_of
+from coordinator.objects.errors import DamagedObjectError, StoreError
+from coordinator.objects.store import Objects, Stored, store_of
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_checkpoint, put_record, write_log
 from tests.helpers.postgres import Postgres
 
 SEGMENT_SIZE_BYTES = 20_000
+DAY_NS = 86_400 * 10**9
 Rows = dict[str, dict[bytes, bytes]]
+
+
+class ByDay(Objects):
+    """A store in which, from when on that is wanted, manifest N is of day N, and all else of day 0."""
+
+    is_by_day = False
+
+    def listed(self, folder: str = "") -> list[Stored]:
+        if not self.is_by_day:
+            return super().listed(folder)
+        return [stored._replace(modified_s=day_s(stored.name)) for stored in super().listed(folder)]
+
+
+def day_s(name: str) -> float:
+    return int(name.removeprefix(MOMENTS)) * DAY_NS / 1e9 if name.startswith(MOMENTS) else 0.0
 
 
 def in_memory(cipher: Cipher | None = None) -> Archive:
@@ -80,19 +98,24 @@ def test_what_comes_back_is_the_log(tmp_path: Path) -> None:
     store.close()
 
 
+def grow(log: Path, step: int) -> None:
+    """By some records and a checkpoint, on day ``step``; what is older than two checkpoints goes."""
+    store = opened(log)
+    last = store.summary().last_sequence_id
+    for number in range(last + 1, last + 20):
+        put_record(store, number, 900, step * DAY_NS)
+    put_checkpoint(store, 10 + step, last + 7)
+    while store.trim(keep_checkpoints=2):
+        pass
+    store.commit(Transaction(peers={f"peer-{step}": 6}, acknowledged={"carol": last}))
+    store.close()
+
+
 def test_each_moment_comes_back_as_it_was(tmp_path: Path) -> None:
     write_log(tmp_path / "log", 40)
     archive, were = in_memory(), []
     for step in range(6):
-        store = opened(tmp_path / "log")
-        last = store.summary().last_sequence_id
-        for number in range(last + 1, last + 20):
-            put_record(store, number, 900)
-        put_checkpoint(store, 10 + step, last + 7)
-        while store.trim(keep_checkpoints=2):
-            pass
-        store.commit(Transaction(peers={f"peer-{step}": 6}, acknowledged={"carol": last}))
-        store.close()
+        grow(tmp_path / "log", step)
         were.append(all_rows(tmp_path / "log"))
         assert shipped(archive, tmp_path / "log") is not None
     for number, was in enumerate(were, start=1):
@@ -379,35 +402,57 @@ def test_a_key_file_that_is_none(tmp_path: Path, text: str | None, mode: int, pr
 
 def test_pruned_moments_leave_the_others_whole(tmp_path: Path) -> None:
     write_log(tmp_path / "log", 40)
-    archive, were = in_memory(), {}
+    objects_by_day, were = ByDay(MemoryStore(), "memory:///"), {}
+    archive = Archive(objects_by_day)
     for step in range(8):
-        store = opened(tmp_path / "log")
-        last = store.summary().last_sequence_id
-        for number in range(last + 1, last + 20):
-            put_record(store, number, 900)
-        put_checkpoint(store, 10 + step, last + 7)
-        while store.trim(keep_checkpoints=2):
-            pass
-        store.close()
+        grow(tmp_path / "log", step)
         moment = shipped(archive, tmp_path / "log")
         assert moment is not None
         were[moment.number] = all_rows(tmp_path / "log")
-    sixth = archive.moments()[5]
-    day_ns = 86_400 * 10**9
     before = len(archive.objects.listed())
-    moments, objects = prune(archive, Retention(keep_days=1), lambda: sixth.taken_ns + day_ns)
+    assert prune(archive, Retention(keep_days=2)) == (0, 0), "by the store all of them are of today"
+    objects_by_day.is_by_day = True
+    moments, objects = prune(archive, Retention(keep_days=2))
     assert moments > 0
     assert len(archive.objects.listed()) == before - moments - objects
     assert objects >= moments
     for number in (6, 7, 8):
         assert brought_back(archive, tmp_path / f"back-{number}", number) == were[number]
-    assert prune(archive, Retention(keep_days=1), lambda: sixth.taken_ns + day_ns) == (0, 0)
+    assert prune(archive, Retention(keep_days=2)) == (0, 0)
     assert prune(archive, Retention(keep_mb=0))[0] > 0
     assert brought_back(archive, tmp_path / "back", 8) == were[8]
     named = {part.name for one in archive.moments() for part in (*one.new_parts, *one.checkpoint_parts)}
     assert {stored.name for stored in archive.objects.listed()} == named | {
         moment_name(number) for number in archive.numbers()
     }
+
+
+def test_a_damaged_old_manifest_does_not_stop_what_is_new(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/archive"
+    archive = Archive(Objects(store_of(url), url).below(NAME))
+    for step in range(3):
+        if step:
+            grow(tmp_path / "log", step)
+        else:
+            write_log(tmp_path / "log", 40)
+        assert shipped(archive, tmp_path / "log") is not None
+    (tmp_path / "archive" / NAME / moment_name(2)).write_bytes(b"x")
+    grow(tmp_path / "log", 4)
+    said: list[str] = []
+
+    def follower() -> Follower:
+        options = Options(retention=Retention(keep_days=1))
+        log = tmp_path / "log"
+        return Follower(archive, lambda: open_reader(log, NAME), lambda: 0, options, lambda seconds: True, said.append)
+
+    follower().run()
+    assert archive.numbers() == [1, 2, 3, 4]
+    assert "moments/000000000002 begins with b'x'" in " ".join(said)
+    assert "nothing old is removed; what is new is archived" in " ".join(said)
+    grow(tmp_path / "log", 5)
+    with pytest.raises(ArchiveError, match="what is new is archived, but nothing old was removed: the object"):
+        follower().once()
+    assert archive.numbers() == [1, 2, 3, 4, 5]
 
 
 def test_a_log_in_a_database_too(tmp_path: Path, postgres: Postgres, request: pytest.FixtureRequest) -> None:
@@ -427,9 +472,12 @@ def test_a_log_in_a_database_too(tmp_path: Path, postgres: Postgres, request: py
 
 def test_what_an_archiver_left_goes_after_a_day(tmp_path: Path) -> None:
     write_log(tmp_path / "log", 20)
-    archive = in_memory()
-    moment = shipped(archive, tmp_path / "log")
-    assert moment is not None
-    archive.objects.put_new("segments/left", b"x")
+    objects = ByDay(MemoryStore(), "memory:///")
+    archive = Archive(objects)
+    objects.put_new("segments/left", b"x")
+    assert shipped(archive, tmp_path / "log") is not None
     assert prune(archive, Retention(keep_days=1)) == (0, 0), "it may be on its way"
-    assert prune(archive, Retention(keep_days=1), lambda: moment.taken_ns + 2 * 86_400 * 10**9) == (0, 1)
+    grow(tmp_path / "log", 5)
+    assert shipped(archive, tmp_path / "log") is not None
+    objects.is_by_day = True
+    assert prune(archive, Retention(keep_days=30)) == (0, 1)

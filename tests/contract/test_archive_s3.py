@@ -16,13 +16,13 @@ from obstore.store import S3Store
 
 from coordinator.archive.archive import Archive
 from coordinator.archive.archiver import Archiver
-from coordinator.archive.errors import StoreError
-from coordinator.archive.objects import Objects, store_of
 from coordinator.archive.pruning import prune
 from coordinator.archive.restoring import restore
 from coordinator.archive.retention import Retention
 from coordinator.log import open_log, open_reader
 from coordinator.log.open import place_of
+from coordinator.objects.errors import StoreError
+from coordinator.objects.store import Objects, store_of
 from tests.faults.sample_log import NAME, put_record, read_contents, write_log
 
 pytestmark = pytest.mark.slow

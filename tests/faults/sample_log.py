@@ -38,23 +38,23 @@ CHUNKS = 3
 PAGE_KINDS = {1: "branch", 2: "leaf", 4: "overflow", 8: "meta"}
 
 
-def record(sequence_id: int, size_bytes: int) -> bytes:
+def record(sequence_id: int, size_bytes: int, time_ns: int = 5) -> bytes:
     content = f"<record {sequence_id}>".encode() * (size_bytes // 10)
     encoded = encode_record(COMMITTER_ID, sequence_id, content)
     batches = [
         BatchSource(BatchKind.STREAM, "bob", sequence_id + 1, 1, 0),
         BatchSource(BatchKind.IMPULSES, "", sequence_id + 1, 1, 0),
     ]
-    trailer = Trailer(5 + sequence_id, batches, [OutputMarkEntry("carol", sequence_id, 2)])
+    trailer = Trailer(time_ns + sequence_id, batches, [OutputMarkEntry("carol", sequence_id, 2)])
     return encoded + encode_trailer(trailer, int.from_bytes(encoded[8:16], "little"))
 
 
-def put_record(store: RowLogStore, sequence_id: int, size_bytes: int = 300) -> None:
+def put_record(store: RowLogStore, sequence_id: int, size_bytes: int = 300, time_ns: int = 5) -> None:
     sources = {
         "bob": SourcePosition(5, 1, sequence_id + 1),
         IMPULSES: SourcePosition(COMMITTER_ID, 1, sequence_id + 1),
     }
-    store.commit(Transaction(records=[(sequence_id, record(sequence_id, size_bytes))], sources=sources))
+    store.commit(Transaction(records=[(sequence_id, record(sequence_id, size_bytes, time_ns))], sources=sources))
 
 
 def put_checkpoint(store: RowLogStore, checkpoint_id: int, sequence_id: int, chunk_size_bytes: int = 9000) -> None:

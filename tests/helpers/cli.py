@@ -32,11 +32,11 @@ def immortal(
 
 
 class Run:
-    """One `immortal run` in ``folder``."""
+    """One `immortal run` in ``folder``, or another ``command`` that goes on."""
 
-    def __init__(self, folder: Path, *arguments: str, python: Sequence[str] = PYTHON) -> None:
+    def __init__(self, folder: Path, *arguments: str, command: str = "run", python: Sequence[str] = PYTHON) -> None:
         self.process = subprocess.Popen(
-            command_line("run", *arguments, python=python),
+            command_line(command, *arguments, python=python),
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,44 +13,8 @@ import pytest
 
 pytest.importorskip("obstore")
 
-from tests.helpers.cli import DEADLINE_S, HOME, command_line, immortal
+from tests.helpers.cli import HOME, Run, command_line, immortal
 from tests.helpers.processes import CoordinatorProcess, House, SocketApp
-
-
-class Archiving:
-    """One `immortal archive` that goes on until it is killed or stopped."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            command_line("archive", *arguments), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        self.lines: list[str] = []
-        self._changed = threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._changed:
-                self.lines.append(line)
-                self._changed.notify_all()
-
-    def line(self, text: str, count: int = 1) -> str:
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self._with(text)) >= count, DEADLINE_S), self.lines
-            return self._with(text)[count - 1]
-
-    def _with(self, text: str) -> list[str]:
-        return [line for line in self.lines if text in line]
-
-    def end(self, number: signal.Signals) -> int:
-        self.process.send_signal(number)
-        status = self.process.wait(DEADLINE_S)
-        self._reader.join(DEADLINE_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return status
 
 
 def shown(folder: Path, name: str, url: str) -> dict[str, Any]:
@@ -101,14 +63,14 @@ def test_a_machine_is_lost_and_its_instance_goes_on_elsewhere(tmp_path: Path, ho
     house.register("alice", "bob")
     bob, bobs_app = house.both("bob", peer="alice")
     alice, alices_app = house.both("alice", peer="bob")
-    archiving = Archiving(tmp_path, "bob", "--to", url, "--every-s", "0.2")
+    archiving = Run(tmp_path, "bob", "--to", url, "--every-s", "0.2", command="archive")
     archiving.line("bob: archiving to")
     forward(alices_app, 1, 2, 3)
     bobs_app.until(lambda: bobs_app.state["told"] == [1, 2, 3])
     alice.until(lambda status: status["outputs"]["bob"]["acknowledged"] == 3)
     with_three = last_of(bob)
     until_archived(tmp_path, "bob", url, with_three)
-    assert archiving.end(signal.SIGKILL) == -signal.SIGKILL
+    archiving.kill()
     forward(alices_app, 4, 5)
     bobs_app.until(lambda: bobs_app.state["told"] == [1, 2, 3, 4, 5])
     alice.until(lambda status: status["outputs"]["bob"]["acknowledged"] == 5)
@@ -150,7 +112,7 @@ def test_a_store_that_is_away_is_waited_for(tmp_path: Path, house: House) -> Non
     url = f"file://{tmp_path}/archive"
     house.register("alice", "bob")
     bob, bobs_app = house.both("bob", peer="alice")
-    archiving = Archiving(tmp_path, "bob", "--to", url, "--every-s", "0.2")
+    archiving = Run(tmp_path, "bob", "--to", url, "--every-s", "0.2", command="archive")
     until_archived(tmp_path, "bob", url, last_of(bob))
     folder = tmp_path / "archive"
     folder.rename(tmp_path / "away")
@@ -162,9 +124,9 @@ def test_a_store_that_is_away_is_waited_for(tmp_path: Path, house: House) -> Non
     assert "0 s at risk" in archiving.line("archived up to record", 2)
     forward(bobs_app, 2)
     last = last_of(bob)
-    assert archiving.end(signal.SIGTERM) == 0
+    assert archiving.stop() == 0
     assert f"to {last}, " in archiving.line("bob: ended: "), "what came until then is archived"
-    assert not [line for line in archiving.lines if "Traceback" in line]
+    assert "Traceback" not in archiving.text
     bob.kill()
     bobs_app.until_closed()
 
@@ -193,3 +155,21 @@ def test_wrong_use_is_said_in_a_line(tmp_path: Path, house: House) -> None:
     assert "at risk: not known here" in immortal(tmp_path, "archive", "--to", url, "--show")
     immortal(tmp_path, "unregister", "bob")
     assert "bob" in immortal(tmp_path, "restore", url, status=1)
+
+
+def test_one_broken_archive_hides_no_other(tmp_path: Path, house: House) -> None:
+    url = f"file://{tmp_path}/archive"
+    house.register("alice", "bob")
+    bob, bobs_app = house.both("bob", peer="alice")
+    immortal(tmp_path, "archive", "bob", "--to", url, "--once")
+    damaged = tmp_path / "archive" / "alice" / "moments"
+    damaged.mkdir(parents=True)
+    (damaged / "000000000001").write_bytes(b"IMMORTAL ARCHIVE 1 0\n{}")
+    (tmp_path / "archive" / "-no-name" / "moments").mkdir(parents=True)
+    said = immortal(tmp_path, "archive", "--to", url, "--show", status=1)
+    assert "bob: records 0 to" in said
+    assert "moments/000000000001 is damaged" in said
+    assert "1 of 2 archives could not be read whole" in said
+    assert "-no-name" not in said
+    bob.kill()
+    bobs_app.until_closed()

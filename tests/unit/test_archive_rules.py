@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("obstore")
 
+import zstandard
 from msgspec.structs import replace
 
 from coordinator.archive.chain import Needs, check_follows, index_of, needs_of
-from coordinator.archive.errors import ArchiveError, DamagedObjectError
 from coordinator.archive.manifests import (
     ArchivedCheckpoint,
     Moment,
@@ -24,9 +24,10 @@ from coordinator.archive.manifests import (
     encode_moment,
     object_name,
 )
-from coordinator.archive.objects import store_of
 from coordinator.archive.packs import digest, pack, unpack
 from coordinator.archive.retention import Retention, names_kept
+from coordinator.objects.errors import DamagedObjectError, ObjectError
+from coordinator.objects.store import store_of
 
 DAY_NS = 86_400 * 10**9
 MIB = 1 << 20
@@ -66,14 +67,17 @@ def moments_of(steps: list[tuple[int, int, bool]]) -> list[Moment]:
 STEPS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6), st.booleans()), min_size=1, max_size=25)
 
 
-@given(STEPS, st.one_of(st.none(), st.floats(0, 30)), st.one_of(st.none(), st.integers(0, 60)), st.integers(0, 30))
+def stored_s_of(moments: list[Moment]) -> list[float]:
+    return [one.time_ns / 1e9 for one in moments]
+
+
+@given(STEPS, st.one_of(st.none(), st.floats(0, 30)), st.one_of(st.none(), st.integers(0, 60)))
 def test_what_is_kept_needs_nothing_that_goes(
-    steps: list[tuple[int, int, bool]], keep_days: float | None, keep_mb: int | None, later_days: int
+    steps: list[tuple[int, int, bool]], keep_days: float | None, keep_mb: int | None
 ) -> None:
     moments = moments_of(steps)
-    now_ns = (len(moments) + later_days) * DAY_NS
     retention = Retention(keep_days, keep_mb)
-    first = retention.first_kept(moments, now_ns)
+    first = retention.first_kept(moments, stored_s_of(moments))
     assert 0 <= first < len(moments)
     oldest = needs_of(moments, first).oldest_index
     left, names = moments[oldest:], names_kept(moments[oldest:])
@@ -82,9 +86,27 @@ def test_what_is_kept_needs_nothing_that_goes(
         assert {one.name for one in needs.parts} <= names
         assert needs == replace_index(needs_of(moments, index), oldest)
     if keep_days is not None and keep_mb is None and first > 0:
-        assert moments[first].taken_ns <= now_ns - int(keep_days * DAY_NS), "a time since then has a moment before it"
+        since_ns = moments[-1].time_ns - int(keep_days * DAY_NS)
+        assert moments[first].time_ns <= since_ns, "a time since then has a moment before it"
     if keep_mb is not None and first < len(moments) - 1:
         assert sum(sizes(left).values()) <= keep_mb * MIB
+
+
+@pytest.mark.parametrize("in_the_store", [False, True])
+@given(st.integers(3, 20), st.floats(1, 30), st.integers(40, 10_000), st.data())
+def test_a_clock_that_jumps_makes_no_moment_old(
+    in_the_store: bool, number: int, keep_days: float, jump_days: int, data: st.DataObject
+) -> None:
+    moments = moments_of([(3, 1, False)] * number)
+    stored_s = stored_s_of(moments)
+    retention = Retention(keep_days)
+    right = retention.first_kept(moments, stored_s)
+    at = data.draw(st.integers(1, number - 1))
+    if in_the_store:
+        stored_s[at:] = [one + jump_days * DAY_NS / 1e9 for one in stored_s[at:]]
+    else:
+        moments[at:] = [replace(one, time_ns=one.time_ns + jump_days * DAY_NS, taken_ns=0) for one in moments[at:]]
+    assert retention.first_kept(moments, stored_s) <= right
 
 
 def replace_index(needs: Needs, oldest: int) -> Needs:
@@ -135,7 +157,7 @@ def test_the_moment_of_a_time() -> None:
     assert index_of(moments, until_ns=2 * DAY_NS, until_record=None) == 1
     assert index_of(moments, until_ns=3 * DAY_NS - 1, until_record=None) == 1
     assert index_of(moments, until_ns=None, until_record=7) == 1
-    with pytest.raises(ArchiveError, match="ends with record 2"):
+    with pytest.raises(ObjectError, match="ends with record 2"):
         index_of(moments, until_ns=DAY_NS - 1, until_record=None)
 
 
@@ -156,7 +178,7 @@ def test_a_manifest_with_any_flipped_bit_is_damaged(data: st.DataObject) -> None
 
 def test_a_manifest_of_a_newer_version() -> None:
     newer = replace(moment(1, 0, 2, -1), version=2)
-    with pytest.raises(ArchiveError, match="the object m has version 2, this program reads version 1"):
+    with pytest.raises(ObjectError, match="the object m has version 2, this program reads version 1"):
         decode_moment(encode_moment(newer), "m")
 
 
@@ -175,6 +197,17 @@ def test_a_cut_pack_is_damaged(rows: list[tuple[str, bytes, bytes | None]], data
         unpack(packed[: data.draw(st.integers(0, len(packed) - 1))], "p")
 
 
+def test_a_pack_that_grows_without_end_is_refused() -> None:
+    magic, zstd_magic = pack([])[:8], pack([])[8:12]
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))
+    with pytest.raises(DamagedObjectError, match="the object x does not say its size"):
+        unpack(magic + unsized, "x")
+    one_segment_8_byte_size = b"\xe0"
+    huge = zstd_magic + one_segment_8_byte_size + (1 << 40).to_bytes(8, "little") + unsized[6:]
+    with pytest.raises(DamagedObjectError, match=f"the object x says that {1 << 40} bytes are in it"):
+        unpack(magic + huge, "x")
+
+
 def test_a_name_has_the_epoch_and_comes_once() -> None:
     names = {object_name("segments/", "0-9", 7) for _ in range(100)}
     assert len(names) == 100
@@ -185,5 +218,5 @@ def test_a_name_has_the_epoch_and_comes_once() -> None:
     "url", ["", "archive", "/archive", "http://host/x", "s3://", "s3:bucket", "file://x", "memory:///x"]
 )
 def test_a_url_that_names_no_store(url: str) -> None:
-    with pytest.raises(ArchiveError, match=r"names no (store|folder)"):
+    with pytest.raises(ObjectError, match=r"names no (store|folder)"):
         store_of(url)

@@ -1,4 +1,4 @@
-"""The store of an archive, by URL: s3://, gs://, az://, file://. Objects are made once, and never written again."""
+"""A store by its URL: s3://, gs://, az://, file://. Objects are made once, and never written again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
 from obstore.store import LocalStore, from_url
 
-from coordinator.archive.errors import ArchiveError, DamagedObjectError, StoreError
+from coordinator.objects.errors import DamagedObjectError, ObjectError, StoreError
 from protocol.private_files import make_folder
 
 if TYPE_CHECKING:
@@ -37,22 +37,22 @@ def store_of(url: str, *, make: bool = True) -> ObjectStore:
 
     ``make``: a folder that is not there.
 
-    Raises ArchiveError for a URL of another form, StoreError.
+    Raises ObjectError for a URL of another form, StoreError.
     """
     scheme, separator, path = url.partition("://")
     if not separator or scheme not in SCHEMES or not path.strip("/"):
         expected = ", ".join(f"{each}://" for each in SCHEMES)
-        raise ArchiveError(
+        raise ObjectError(
             f"{url!r} names no store: a URL with one of {expected} was expected, such as s3://bucket/archive"
         )
     with _in_words(url):
         if scheme == "file":
             if not path.startswith("/"):
-                raise ArchiveError(f"{url!r} names no folder: file:// and an absolute path was expected")
+                raise ObjectError(f"{url!r} names no folder: file:// and an absolute path was expected")
             if make:
                 make_folder(Path(path))
             elif not Path(path).is_dir():
-                raise ArchiveError(f"there is no archive in {url}: no such folder")
+                raise ObjectError(f"there is no archive in {url}: no such folder")
             return LocalStore(prefix=path)
         return from_url(url, retry_config={"max_retries": 1})  # it is tried again by who waits, and says so
 
