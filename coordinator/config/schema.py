@@ -25,6 +25,7 @@ from coordinator.config.values import (
     HostPort,
     Log,
     LogKey,
+    PeerPlace,
     PeerTemplate,
     Port,
     PublicKeys,
@@ -141,6 +142,11 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     allow_data_loss: Annotated[
         bool, says("Start also where the settings of a log's server let a crash lose what was acknowledged.")
     ] = False
+    lease_s: Annotated[
+        int,
+        whole(1, 60, "seconds"),
+        says("So long a follower on another machine waits for a writer that says nothing; for a log in a database."),
+    ] = 3  # a server that restarts, or a machine that swaps, is silent for a second or two
     keep_checkpoints: Annotated[
         _Checkpoints | None, says("How many are kept, with the log after the oldest of them; all: for time travel.")
     ] = 2  # the newest, and one to fall back on
@@ -202,7 +208,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     ] = 0
     app: Annotated[App | None, says("What 'immortal run' runs; it writes down the one of the last run.")] = None
     tuning: Annotated[Tuning, says("Limits that few will ever change.")] = field(default_factory=Tuning)
-    peers: Annotated[Mapping[str, Endpoint], says("Where peers are that are no part of the registry, by name.")] = (
+    peers: Annotated[Mapping[str, PeerPlace], says("Where peers are that are no part of the registry, by name.")] = (
         field(default_factory=dict)
     )
     peer_keys: Annotated[

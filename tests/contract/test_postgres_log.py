@@ -34,7 +34,7 @@ from tests.helpers.postgres import Postgres
 
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed")
 
-from coordinator.log.backends.postgres import lease, schema  # noqa: E402  # which needs it
+from coordinator.log.backends.postgres import following, lease, schema  # noqa: E402  # which needs it
 from coordinator.log.backends.postgres.writing import statements  # noqa: E402
 
 COMMITTER_ID = 77
@@ -272,6 +272,82 @@ def test_a_lease_is_void_where_its_process_is_known_to_be_gone() -> None:
     assert not lease.is_gone("of a later version")
 
 
+def test_who_follows_is_known_and_told_at_once_that_the_log_is_given_up(store: RowLogStore, url: str) -> None:
+    place, nudges = place_of(url), threading.Semaphore(0)
+    follower = place.follow(Options(endpoint="tcp://10.0.0.2:7001"), nudges.release)
+    assert follower is not None
+    try:
+        assert nudges.acquire(timeout=WAIT_S), "it may have been given up before"
+        with psycopg.connect(url.partition("#")[0]) as connection:
+            instance = url.partition("#")[2]
+            # One of this process's name does not count for the writer, which is this process, too.
+            until(
+                lambda: (
+                    connection.execute(
+                        "SELECT is_ready FROM immortal.standbys WHERE instance = %s", [instance]
+                    ).fetchall()
+                    == [(False,)]
+                )
+            )
+            connection.execute("UPDATE immortal.standbys SET name = 'b (process 7)', host = 'b'")
+            connection.commit()
+            until(lambda: [(one.host, one.endpoint) for one in store.standbys] == [("b", "tcp://10.0.0.2:7001")])
+        assert place.holder() is not None
+        while nudges.acquire(blocking=False):
+            pass
+        store.give_up()
+        assert nudges.acquire(timeout=WAIT_S)
+        assert place.holder() is None
+    finally:
+        follower.close(WAIT_S)
+        place.remove()
+
+
+def test_a_log_that_is_left_to_one_standby_is_not_for_others(
+    store: RowLogStore, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.leave_to("b (process 7)")
+    store.close()
+    assert place_of(url).holder() == "b (process 7)"
+    with pytest.raises(LogLockedError, match=r"is in use by b \(process 7\)"):
+        open_log(url, "alice")
+    monkeypatch.setattr(lease, "own_name", lambda: "b (process 7)")
+    heir = open_log(url, "alice", endpoint="tcp://10.0.0.2:7001")
+    heir.commit(records(0), 1)
+    assert place_of(url).endpoint() == "tcp://10.0.0.2:7001"
+    heir.close()
+
+
+def test_a_log_that_its_heir_does_not_take_is_for_others_again(
+    store: RowLogStore, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "LEFT_S", 0.05)
+    store.leave_to("b (process 7)")
+    store.close()
+    until(lambda: place_of(url).holder() is None)
+    open_log(url, "alice").close()
+
+
+def test_a_renewal_that_comes_late_does_not_take_the_lease_back(store: RowLogStore, url: str) -> None:
+    store.give_up()
+    until(lambda: store.lost is not None)
+    assert place_of(url).holder() is None
+
+
+def test_who_watches_hears_where_the_instance_is(store: RowLogStore, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "LOOK_S", 10 * WAIT_S)  # by news alone
+    watching = place_of(url).watch()
+    assert watching is not None
+    try:
+        store.close()
+        later = open_log(url, "alice", endpoint="tcp://10.0.0.3:7001")
+        until(lambda: watching.endpoint == "tcp://10.0.0.3:7001")
+        later.close()
+        assert watching.endpoint == "tcp://10.0.0.3:7001", "where it was last"
+    finally:
+        watching.close(WAIT_S)
+
+
 def test_a_writer_is_fenced_where_all_but_the_epoch_is_as_it_was(postgres: Postgres, url: str) -> None:
     place = place_of(url)
     first = place.create(IDENTITY, IDENTITY.rows(), Options())
@@ -394,12 +470,14 @@ def test_a_schema_of_before_is_brought_forward_with_what_is_in_it(
     store = create_log(url, "alice", committer_id=COMMITTER_ID)
     store.commit(records(0, 3))
     store.close()
-    assert postgres.execute("SELECT version FROM immortal.schema_version", database=database) == [(1,)]
+    old, new = schema.VERSION, schema.VERSION + 1
+    assert postgres.execute("SELECT version FROM immortal.schema_version", database=database) == [(old,)]
     more = "ALTER TABLE immortal.leases ADD COLUMN more text"
     with monkeypatch.context() as newer:
         newer.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, more))
-        newer.setattr(schema, "VERSION", 2)
-        with pytest.raises(LogFormatError, match="has version 1, this program needs version 2: 'immortal log migrate"):
+        newer.setattr(schema, "VERSION", new)
+        needs = f"has version {old}, this program needs version {new}: 'immortal log migrate"
+        with pytest.raises(LogFormatError, match=needs):
             open_log(url, "alice")
         said: list[str] = []
         both = [threading.Thread(target=lambda: said.append(place_of(url).migrate())) for _ in range(2)]
@@ -408,11 +486,22 @@ def test_a_schema_of_before_is_brought_forward_with_what_is_in_it(
         for thread in both:
             thread.join()
         assert [words.partition(" of ")[0] for words in said] == ["the schema"] * 2
-        assert sorted("had version 1, and has version 2 now" in words for words in said) == [False, True]
+        assert sorted(f"had version {old}, and has version {new} now" in words for words in said) == [False, True]
         with open_reader(url) as reader:
             assert reader.last_sequence_id() == 2
-    with pytest.raises(LogFormatError, match="has version 2, this program knows version 1: use the newer"):
+    with pytest.raises(LogFormatError, match=f"has version {new}, this program knows version {old}: use the newer"):
         open_log(url, "alice")
+
+
+def test_a_schema_without_standbys_gets_them(postgres: Postgres, database: str) -> None:
+    """What was released before this one."""
+    postgres.execute(schema.MIGRATIONS[0] + "UPDATE immortal.schema_version SET version = 1", database=database)
+    place = place_of(postgres.url("alice", database))
+    with pytest.raises(LogFormatError, match="has version 1"):
+        place.exists()
+    assert "had version 1, and has version 2 now" in place.migrate()
+    made(place)
+    assert postgres.execute("SELECT * FROM immortal.standbys", database=database) == []
 
 
 def test_a_migration_is_done_whole_or_not_at_all(
@@ -422,10 +511,11 @@ def test_a_migration_is_done_whole_or_not_at_all(
     made(place)
     broken = "CREATE TABLE immortal.half (a int); ALTER TABLE immortal.schema_version RENAME COLUMN version TO other"
     monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, broken))
-    monkeypatch.setattr(schema, "VERSION", 2)
+    monkeypatch.setattr(schema, "VERSION", len(schema.MIGRATIONS))
     with pytest.raises(LogError, match="refuses it: column"):
         place.migrate()
-    assert postgres.execute("SELECT version FROM immortal.schema_version", database=database) == [(1,)]
+    before = [(len(schema.MIGRATIONS) - 1,)]
+    assert postgres.execute("SELECT version FROM immortal.schema_version", database=database) == before
     assert postgres.execute("SELECT to_regclass('immortal.half')", database=database) == [(None,)]
 
 

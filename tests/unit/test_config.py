@@ -85,8 +85,8 @@ def test_all_fields(tmp_path: Path) -> None:
             "counter.toml, line 5, field 'zzz': unknown field: known are"
             " peer, peer_template, allow, insecure, app_host, app_port, app_send_port, app_send_mode, app_socket,"
             " app_auth, app_insecure,"
-            " log, log_key, allow_data_loss, keep_checkpoints, keep_log_days, log_trigger_mb, checkpoint_age_s,"
-            " kills_before_verdict,"
+            " log, log_key, allow_data_loss, lease_s, keep_checkpoints, keep_log_days, log_trigger_mb,"
+            " checkpoint_age_s, kills_before_verdict,"
             " replay_check, rpc_limit_mb, spill_limit_mb, log_limit_mb, disk_free_mb, metrics,"
             " metrics_token_file, metrics_certificate_file, metrics_key_file, timings_limit_mb, app,"
             " tuning, peers, peer_keys, client_keys",
