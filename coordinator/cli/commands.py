@@ -29,6 +29,7 @@ _PLACES = {
     "keys": "coordinator.cli.keys:keys",
     "log": "coordinator.cli.log:log",
     "logs": "coordinator.cli.logs:logs",
+    "migrate": "coordinator.cli.migrate:migrate",
     "pause": "coordinator.cli.pause:pause",
     "peers": "coordinator.cli.peers:peers",
     "pipeline": "pipeline.cli:pipeline",
@@ -75,6 +76,7 @@ _HELP = {
     "keys": "Show the public keys of an instance and of those that may call it, and where they come from.",
     "log": "Look into an instance's log.",
     "logs": "Show what the services have said under 'immortal up', all or those named, by time.",
+    "migrate": "Hand an instance over to another machine that follows its log, and wait until it works there.",
     "pause": "Let a running instance take no more input: it is logged, and waits until the instance is resumed.",
     "peers": "Look at an instance's peers, begin anew with one whose log was wiped or replaced, end what a stale copy"
     " began.",

@@ -29,6 +29,7 @@ TIMEOUT_S = 60.0  # more than a supervisor waits for a checkpoint, and then for 
 PATIENCE_S = 2.0  # before it is said what is waited for
 ASK_TIMEOUT_S = 1.0  # a coordinator that is busy or just ends
 POLL_S = 0.05
+HEIR_S = 2.0  # for who follows to take over
 _WORKS = ("normal", "taking a checkpoint")
 
 timeout_option = click.option(
@@ -47,6 +48,8 @@ timeout_option = click.option(
 def stop(registry: Registry, name: str, timeout_s: float) -> None:
     """Stop an instance cleanly, with a checkpoint, and wait until it has ended.
 
+    Where another process follows its log, that one goes on, at once and without a checkpoint.
+
     One that does not run is stopped already: status 0.
     """
     settings = registry.load(name)
@@ -60,7 +63,10 @@ def stop(registry: Registry, name: str, timeout_s: float) -> None:
         waiting = _Waiting(settings, "stopped", timeout_s)
         while not process.has_ended(POLL_S):
             waiting.go_on()
-    echo(f"{name} is stopped{checkpoint_at_stop(settings)}")
+    if (heir := _heir(settings)) is not None:
+        echo(f"{name} is stopped here, and goes on at {heir}")
+    else:
+        echo(f"{name} is stopped{checkpoint_at_stop(settings)}")
 
 
 @click.command()
@@ -196,6 +202,19 @@ def _refuse_strangers(settings: InstanceSettings) -> None:
 
     if is_locked(settings.log):
         raise FailedError(f"the log of {settings.name!r} is in use by a process that can't be asked yet: try it again")
+
+
+def _heir(settings: InstanceSettings) -> str | None:
+    """Who has the instance now; the one that had followed needs a moment for that."""
+    from coordinator.log.open import place_of
+
+    place = place_of(settings.log)
+    if not place.is_shared:
+        return None
+    deadline_s = time.monotonic() + HEIR_S
+    while (heir := place.holder()) is None and place.is_followed() and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+    return heir
 
 
 def checkpoint_at_stop(settings: InstanceSettings) -> str:

@@ -141,6 +141,11 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     allow_data_loss: Annotated[
         bool, says("Start also where the settings of a log's server let a crash lose what was acknowledged.")
     ] = False
+    lease_s: Annotated[
+        int,
+        whole(1, 60, "seconds"),
+        says("So long a follower on another machine waits for a writer that says nothing; for a log in a database."),
+    ] = 3  # a server that restarts, or a machine that swaps, is silent for a second or two
     keep_checkpoints: Annotated[
         _Checkpoints | None, says("How many are kept, with the log after the oldest of them; all: for time travel.")
     ] = 2  # the newest, and one to fall back on

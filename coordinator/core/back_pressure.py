@@ -80,6 +80,7 @@ class BackPressure:
             # ... the last checkpoint comes behind what the app has sent
             or (bool(self.held_up_for) and not self._stopping.asked)
             or (self._impulses.held_bytes > limits.log_pending_bytes and self._app_has_nothing_to_do)
+            or self._stopping.hands_over
         )
         if full != self.paused and self._session.phase is not Phase.WAITING:
             self.paused = full

@@ -52,7 +52,7 @@ class CheckpointTaking:
     def ask_if_due(self) -> None:
         """To be called while the app has time for one, and none waits to become durable."""
         session, checkpoints, stopping = self.session, self.checkpoints, self.stopping
-        if stopping.takes_last_checkpoint:
+        if stopping.feeds_no_more:
             return
         logged_bytes = self.log.logged_bytes
         if stopping.asked or self.lifecycle.proof is BEHIND or checkpoints.is_due(logged_bytes, self.turn.now_ns):

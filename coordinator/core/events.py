@@ -307,7 +307,13 @@ class ClockMoved(Struct):
 
 
 class StopRequested(Struct):
-    """Stop cleanly: with a checkpoint where there is something to checkpoint."""
+    """Stop cleanly: with a checkpoint where there is something to checkpoint.
+
+    ``hands_over``: another one follows the log and goes on: as soon as all input that was taken is durable, and without
+    a checkpoint.
+    """
+
+    hands_over: bool = False
 
 
 Event = (

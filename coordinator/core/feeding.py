@@ -95,7 +95,7 @@ class Feeding:
         """The app has enough to read, its last checkpoint to take, or is paused."""
         return (
             self.session.unsent_bytes >= self.limits.app_window_bytes
-            or self.stopping.takes_last_checkpoint
+            or self.stopping.feeds_no_more
             or self.pausing.is_paused
         )
 
@@ -137,7 +137,7 @@ class Feeding:
         if event.session not in (None, session.number):
             return  # whoever asked is gone
         session.reading = False
-        if session.phase not in GETS_RECORDS or self.stopping.takes_last_checkpoint or self.pausing.is_paused:
+        if session.phase not in GETS_RECORDS or self.stopping.feeds_no_more or self.pausing.is_paused:
             return
         if self.right.follows and event.summary is not None and not self.lifecycle.log_grew(event.summary):
             return

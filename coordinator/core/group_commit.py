@@ -91,6 +91,11 @@ class GroupCommit:
         return bool(first.required or first.chunks) and len(self._committing) < self.appends_max
 
     @property
+    def is_idle(self) -> bool:
+        """All that it was given is durable, but for acknowledgements that are not worth a sync."""
+        return not self._committing and all(group.empty for group in self._waiting)
+
+    @property
     def seals_next(self) -> bool:
         """That group would be a record."""
         return bool(self._waiting[0].chunks)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
@@ -310,6 +310,15 @@ class LogSummary:
         return found
 
 
+class Standby(NamedTuple):
+    """A process that follows a log. ``is_ready``: its app has all that the log has."""
+
+    name: str  # HOST (process PID)
+    host: str
+    endpoint: str  # where peers would reach it
+    is_ready: bool
+
+
 class LogStore(Protocol):
     """A durable log. One writer; writes come from one thread at a time, reads may come beside them."""
 
@@ -323,6 +332,16 @@ class LogStore(Protocol):
     @property
     def lost(self) -> LogError | None:
         """Set where another one has taken the log over since, which an append would be told. Any thread."""
+
+    @property
+    def standbys(self) -> Sequence[Standby]:
+        """Who follows it, as of a moment ago. Any thread."""
+
+    def leave_to(self, heir: str) -> None:
+        """The standby of this name is to have the log once it is given up; for a moment nobody else may."""
+
+    def give_up(self) -> None:
+        """Write no more, so that others may: what is closed does so as well. Reads go on."""
 
     def summary(self) -> LogSummary: ...
 

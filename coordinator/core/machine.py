@@ -299,7 +299,11 @@ class Machine:
             self._taking.ask_if_due()
         self._back_pressure.look()
         self._wakes.look_after(self._peers, now_ns)
-        if self._stopping.said_goodbye and self._session.unsent_bytes <= 0:
+        stopping = self._stopping
+        if stopping.said_goodbye and self._session.unsent_bytes <= 0:
+            self._stop(None)
+        elif stopping.hands_over and self._log.is_idle:
+            stopping.say_why()
             self._stop(None)
 
     # --- the log -----------------------------------------------------------------------------------------------------
@@ -509,7 +513,7 @@ class Machine:
         stopping = self._stopping
         if stopping.asked:
             return
-        stopping.ask()
+        stopping.ask(hands_over=event.hands_over and self._session.phase in WORKS)
         self._peers.accepting = self._clients.accepting = False
         self._failing.stop_asked(self._turn.now_ns)
         if self._session.phase not in RECOVERED:
@@ -545,6 +549,11 @@ class Machine:
     def letters(self) -> list[MessageKey]:
         """The dead letters that are kept, oldest first."""
         return list(self._failing.verdicts.letters)
+
+    @property
+    def can_hand_over(self) -> bool:
+        """The app works: all that there is is in the log, or is made once more from it."""
+        return self.right.writes and self._session.phase in WORKS and not self._stopping.asked
 
     def handling_in_words(self, now_ns: int) -> str:
         """The handler that the app does not come back from, in words; "" where there is none."""

@@ -21,6 +21,7 @@ from coordinator.log import LogIdentity, RowLogStore, create_log, log_exists
 from coordinator.log import open_log as open_log_folder
 from coordinator.log import open_reader as open_folder_reader
 from coordinator.log.authentication import KEY_SIZE_BYTES, LogKey, LogKeyError, not_authenticated
+from coordinator.log.backend import Place
 
 if TYPE_CHECKING:
     from coordinator.log import LogReader
@@ -150,28 +151,36 @@ def remove(folder: Path) -> None:
 # --- the instance's log -----------------------------------------------------------------------------------------------
 
 
-def open_log(settings: InstanceSettings) -> RowLogStore:
+def open_log(settings: InstanceSettings, place: Place | None = None) -> RowLogStore:
     """The instance's log, for writing; a new one where there is none. Where ``log_key`` is set it is authenticated.
 
-    Raises LogError.
+    ``place``: of it, as somebody has it already. Raises LogError.
     """
+    log = place or settings.log
     own = OwnLogs(settings.folder)
     keys = read_keys(settings)
     wanted = settings.log_key is not None or own.any_authenticated
-    exists = log_exists(settings.log)
+    exists = log_exists(log)
     if wanted and not keys and not (exists and (own.any_authenticated or _is_authenticated(settings))):
         keys = add_key(settings)
     if not exists:
         store = create_log(
-            settings.log, settings.name, keys=keys if wanted else (), allow_data_loss=settings.allow_data_loss
+            log,
+            settings.name,
+            keys=keys if wanted else (),
+            allow_data_loss=settings.allow_data_loss,
+            lease_s=settings.lease_s,
+            endpoint=settings.peer,
         )
     else:
         store = open_log_folder(
-            settings.log,
+            log,
             settings.name,
             keys=keys if wanted or (keys and _is_authenticated(settings)) else (),
             adopt=not own.any_authenticated,
             allow_data_loss=settings.allow_data_loss,
+            lease_s=settings.lease_s,
+            endpoint=settings.peer,
         )
     try:
         if wanted and store.macs is None:

@@ -15,11 +15,13 @@ from typing import NamedTuple, Protocol, TypeAlias
 from msgspec import Struct
 
 from coordinator.core.errors import LogError
+from coordinator.core.interfaces import Standby
 from coordinator.fault_points import FaultPoint
 from coordinator.log.findings import Finding
 from coordinator.log.meta import LogIdentity
 from protocol.varint import Readable
 
+LEASE_S = 3.0
 Row: TypeAlias = tuple[str, bytes, Readable]  # table, key, value
 Mac: TypeAlias = Callable[[bytes], bytes]
 
@@ -137,6 +139,10 @@ class Backend(ReadBackend, Protocol):
     """What was found damaged when it was opened and was put right, in words."""
     synced: Callable[[float], None] | None = None
     """Told how many seconds each write took of the disk."""
+    standbys: Sequence[Standby] = ()
+    """Who follows the log, as of a moment ago. Any thread."""
+    heir: str = ""
+    """The standby for whom :meth:`give_up` keeps the log for a moment; "": it is whoever comes first."""
 
     @property
     def lost(self) -> LogError | None:
@@ -179,6 +185,10 @@ class Backend(ReadBackend, Protocol):
 
     def settle(self) -> None:
         """Bring to its place what is durable and waits somewhere else for that."""
+        return
+
+    def give_up(self) -> None:
+        """Let others write, where that can be before :meth:`close`: nothing is appended any more."""
         return
 
     def abandon(self) -> None:
@@ -228,6 +238,21 @@ class Place(Protocol):
         """Who writes it now, in words; None: nobody does, or that can't be told."""
         return "another process" if self.is_live() else None
 
+    def follow(self, options: Options, nudge: Callable[[], None]) -> Following | None:
+        """Be known as one who follows, and have ``nudge`` called, from any thread, when the writer may have changed.
+
+        None where a follower has to look by itself.
+        """
+        return None
+
+    def is_followed(self) -> bool:
+        """Whether a process follows it that could take it over at once, where that can be told. Raises LogError."""
+        return False
+
+    def endpoint(self) -> str | None:
+        """Where peers reach who writes it now; None: nobody does, or that can't be told. Raises LogError."""
+        return None
+
     def version(self) -> object:
         """Another one where another log has taken this one's place; None where that can't be told."""
         return None
@@ -264,6 +289,16 @@ class Place(Protocol):
         raise LogError(f"the log {self.where} can't be made as a copy: in a folder or in PostgreSQL it can")
 
 
+class Following(Protocol):
+    """A follower, as the writer knows of it. One thread."""
+
+    def say(self, *, is_ready: bool) -> None:
+        """Whether its app has all that the log has, so that it could take over at once."""
+
+    def close(self, wait_s: float) -> None:
+        """Be known no more; wait for that to be so."""
+
+
 class Held(Protocol):
     """A log that nobody else can write until it is released."""
 
@@ -274,11 +309,17 @@ class Held(Protocol):
 
 
 class Options(Struct, frozen=True):
-    """``size_bytes``: set aside for the log at first; ``size_bytes_max``: its limit. None: the backend's own."""
+    """``size_bytes``: set aside for the log at first; ``size_bytes_max``: its limit. None: the backend's own.
+
+    ``lease_s``: how long a writer that says nothing keeps a log that other machines reach. ``endpoint``: where peers
+    reach this process.
+    """
 
     size_bytes: int | None = None
     size_bytes_max: int | None = None
     allow_data_loss: bool = False  # also where a crash could lose what was acknowledged
+    lease_s: float = LEASE_S
+    endpoint: str = ""
 
 
 def only_in_folders(where: str, what: str) -> LogError:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from coordinator.core.errors import LogError, require
 from coordinator.log import format as log_format
 from coordinator.log.authentication import LogKey
-from coordinator.log.backend import Backend, Options, Place
+from coordinator.log.backend import LEASE_S, Backend, Options, Place
 from coordinator.log.meta import LogIdentity, meta_row
 from coordinator.log.store import RowLogStore
 from coordinator.log_url import FOLDERS, split_url
@@ -94,11 +94,13 @@ def create_log(
     map_size_bytes_max: int | None = None,
     keys: Sequence[LogKey] = (),
     allow_data_loss: bool = False,
+    lease_s: float = LEASE_S,
+    endpoint: str = "",
 ) -> RowLogStore:
     """Make a new log and open it for writing; without ``committer_id`` a random one is drawn.
 
     ``first_sequence_id``: what comes before that record counts as trimmed away. ``allow_data_loss``: also where a crash
-    of its server could lose what was acknowledged.
+    of its server could lose what was acknowledged. ``lease_s``, ``endpoint``: see :class:`Options`.
 
     ``keys``: it is authenticated with the first of them. What a start leaves that was cut off does not count. Raises
     LogFormatError where there is a log already, LogFullError.
@@ -108,7 +110,8 @@ def create_log(
     require(0 < committer_id <= log_format.COMMITTER_ID_MAX, f"{committer_id} is no committer ID")
     require(bool(instance_name), "an instance needs a name")
     log_format.name_key(instance_name)
-    place, options = place_of(log), Options(map_size_bytes, map_size_bytes_max, allow_data_loss)
+    place = place_of(log)
+    options = Options(map_size_bytes, map_size_bytes_max, allow_data_loss, lease_s, endpoint)
     identity = LogIdentity(log_format.FORMAT_VERSION, instance_name, committer_id, time.time_ns())
     rows = identity.rows()
     if first_sequence_id:
@@ -127,6 +130,8 @@ def open_log(
     adopt: bool = False,
     accept: bool = False,
     allow_data_loss: bool = False,
+    lease_s: float = LEASE_S,
+    endpoint: str = "",
 ) -> RowLogStore:
     """Open a log for writing.
 
@@ -136,7 +141,8 @@ def open_log(
     Raises LogKeyError (no key for it, or none in it), ForgedLogError (written without the key), LogFormatError (no log,
     not a log, truncated, newer format), LogLockedError, LogIdentityError, DamagedLogError.
     """
-    place, options = place_of(log), Options(map_size_bytes, map_size_bytes_max, allow_data_loss)
+    place = place_of(log)
+    options = Options(map_size_bytes, map_size_bytes_max, allow_data_loss, lease_s, endpoint)
     backend = place.open(instance_name, options)
     return _store(backend, keys, adopt=adopt, accept=accept)
 

@@ -15,6 +15,7 @@ from coordinator.core.interfaces import (
     LogSpace,
     LogSummary,
     OutputBatch,
+    Standby,
     StoredClients,
     Transaction,
 )
@@ -98,6 +99,16 @@ class RowLogStore:
     @property
     def lost(self) -> LogError | None:
         return self.backend.lost
+
+    @property
+    def standbys(self) -> Sequence[Standby]:
+        return self.backend.standbys
+
+    def leave_to(self, heir: str) -> None:
+        self.backend.heir = heir
+
+    def give_up(self) -> None:
+        self.backend.give_up()
 
     # --- the log's key ------------------------------------------------------------------------------------------------
 

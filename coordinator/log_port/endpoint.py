@@ -8,14 +8,14 @@ to write is ours.
 from __future__ import annotations
 
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from coordinator.clock import InstanceClock
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import LogError, LogUnavailableError, fail
-from coordinator.core.interfaces import LogStore
+from coordinator.core.interfaces import LogStore, Standby
 from coordinator.driver.ports import Read, StoreRead, Write
 from coordinator.driver.reads import answer, failed, problem_of
 from coordinator.fault_points import FaultPoint, reach
@@ -71,6 +71,7 @@ class LogEndpoint:
         self._measuring = False
         self._unmeasured_bytes = 0  # handed to the disk since it was measured
         self.measure_at_ns = 0  # on the monotonic clock
+        self.heir = ""  # to whom the log is left
 
     # --- the right to write ------------------------------------------------------------------------------------------
 
@@ -91,6 +92,18 @@ class LogEndpoint:
     def store(self) -> LogStore | None:
         """None while another process writes the log."""
         return self._store
+
+    @property
+    def standbys(self) -> Sequence[Standby]:
+        """Who follows the log, as of a moment ago; none while another process writes it."""
+        return () if self._store is None else self._store.standbys
+
+    def leave_to(self, heir: str) -> None:
+        """The standby of this name is to have the log behind this process."""
+        if self._store is None:
+            fail("a log is left to another one that is not ours")
+        self.heir = heir
+        self._store.leave_to(heir)
 
     @property
     def commit_s(self) -> float:
@@ -188,12 +201,14 @@ class LogEndpoint:
                     self._hand_over(store, request)
 
     def close(self) -> None:
-        """Finish what was to be written; what is read is not wanted any more."""
+        """Finish what was to be written, then others may write; what is read is not wanted any more."""
         if self._follower is not None:
             self._follower.close()
-        self._reads.close()
         if self._writer is not None:
             self._writer.close()
+        if self._store is not None:
+            self._store.give_up()
+        self._reads.close()
         self._ready.close()
 
     def look(self) -> None:

@@ -1,7 +1,7 @@
 """A log that another process writes, as its follower has it: read as it grows, and taken over when its writer is gone.
 
 One thread does all of it, so that nothing here holds up the loop. It looks every LOOK_S whether there is more, and
-whether the lock of the log is free.
+whether the lock of the log is free; a log that can tell of that nudges it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from coordinator.core import effects as ef
@@ -17,12 +18,15 @@ from coordinator.core.errors import DamagedLogError, LogError, LogLockedError, L
 from coordinator.core.interfaces import LogStore, LogSummary
 from coordinator.driver.ports import StoreRead
 from coordinator.driver.reads import failed, problem_of
+from coordinator.log.backend import Following
 from coordinator.log_port.mailbox import Mailbox
 from protocol.errors import ImmortalError
 
 LOOK_S = 0.01
 IDLE_LOOK_S = 0.05  # once nothing was new for a second: 0.5 % of a processor, where LOOK_S takes 2 %
 IDLE_S = 1.0
+HAD_ALL_S = 1.0  # who has all now and then keeps up, however fast the log grows
+STANDBY_LEAVES_S = 1.0  # for who writes the log to be told that it is gone
 
 
 class FollowedLog(Protocol):
@@ -51,6 +55,10 @@ class Places(Protocol):
     def holder(self) -> str | None:
         """Who writes it, in words; None: nobody does."""
 
+    def follow(self, nudge: Callable[[], None]) -> Following | None:
+        """Be known to who writes it, and have ``nudge`` called when that may have changed; None: it has to be looked
+        for."""
+
 
 class LogFollower(Mailbox[ev.Event]):
     """``fileno()`` is readable when there is something in :meth:`take`, or in :meth:`take_store`."""
@@ -65,6 +73,8 @@ class LogFollower(Mailbox[ev.Event]):
         self._holder: str | None = None  # as the machine was told
         self._closing = False
         self._news_s = 0.0  # when there was something new last
+        self._following: Following | None = None
+        self._had_all_s = -HAD_ALL_S  # when the app had, or was given, all that the log had
         self._thread = threading.Thread(target=self._run, name="log-follower", daemon=True)
 
     def acquire(self) -> None:
@@ -101,6 +111,7 @@ class LogFollower(Mailbox[ev.Event]):
 
     def _run(self) -> None:
         try:
+            self._following = self._places.follow(lambda: self._asked.put(None))
             while not self._closing:
                 try:
                     if self._take_over():
@@ -117,6 +128,8 @@ class LogFollower(Mailbox[ev.Event]):
         finally:
             if self._reader is not None:
                 self._reader.close()
+            if self._following is not None:
+                self._following.close(STANDBY_LEAVES_S if self._closing else 0.0)
 
     def _tell(self, event: ev.Event) -> None:
         self._news_s = time.monotonic()
@@ -180,31 +193,35 @@ class LogFollower(Mailbox[ev.Event]):
         self._waiting = []
         for request in waiting:
             try:
-                event = _loaded(reader) if isinstance(request, ef.LoadLog) else _grown(reader, request)
+                event = _loaded(reader) if isinstance(request, ef.LoadLog) else self._grown(reader, request)
             except LogError as error:
                 event = failed(error, request)
             if event is None:
                 self._waiting.append(request)
             else:
                 self._tell(event)
+        if self._following is not None:
+            self._following.say(is_ready=time.monotonic() - self._had_all_s < HAD_ALL_S)
+
+    def _grown(self, reader: FollowedLog, request: ef.ReadRecords) -> ev.Event | None:
+        """The records behind what the follower has, and what the log says once they are in it."""
+        first = request.first_sequence_id
+        last = reader.last_sequence_id()
+        if last == first - 1:
+            self._had_all_s = time.monotonic()
+            return None
+        values: list[bytes] = []
+        if last >= first:
+            try:
+                values = reader.read(first, request.size_bytes_max)
+            except DamagedLogError:
+                if reader.summary().first_sequence_id <= first:  # else it was trimmed away: the summary says so
+                    raise
+        if values and first + len(values) > last:
+            self._had_all_s = time.monotonic()
+        return ev.RecordsRead(values, reader.summary(), request.session)
 
 
 def _loaded(reader: FollowedLog) -> ev.Event | None:
     summary = reader.summary()
     return ev.LogLoaded(summary) if summary.checkpoints else None
-
-
-def _grown(reader: FollowedLog, request: ef.ReadRecords) -> ev.Event | None:
-    """The records behind what the follower has, and what the log says once they are in it."""
-    first = request.first_sequence_id
-    last = reader.last_sequence_id()
-    if last == first - 1:
-        return None
-    values: list[bytes] = []
-    if last >= first:
-        try:
-            values = reader.read(first, request.size_bytes_max)
-        except DamagedLogError:
-            if reader.summary().first_sequence_id <= first:  # else it was trimmed away: the summary says so
-                raise
-    return ev.RecordsRead(values, reader.summary(), request.session)

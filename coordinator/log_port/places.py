@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from coordinator.config import InstanceSettings
 from coordinator.instances import own_logs
 from coordinator.log import RowLogStore
+from coordinator.log.backend import Following, Options
 from coordinator.log.open import place_of
 from coordinator.notices import Notices
 
@@ -39,7 +41,7 @@ class LogPlaces:
         Raises LogLockedError where another process has it, LogError, PickleRefusedError.
         """
         settings, log = self._settings, self._log
-        store = own_logs.open_log(settings)
+        store = own_logs.open_log(settings, self._place)
         try:
             own_logs.take_for_own(settings, store, trust_pickle=self._trust_pickle)
             if store.macs is not None:
@@ -59,6 +61,11 @@ class LogPlaces:
         if not self._place.exists():
             return None
         return own_logs.open_reader(self._settings, trust_pickle=self._trust_pickle)
+
+    def follow(self, nudge: Callable[[], None]) -> Following | None:
+        """As Place.follow."""
+        settings = self._settings
+        return self._place.follow(Options(lease_s=settings.lease_s, endpoint=settings.peer), nudge)
 
     def holder(self) -> str | None:
         """Who writes the log, in words; None: nobody does."""

@@ -18,6 +18,7 @@ from coordinator.fault_points import FaultPoint, reach
 from coordinator.log_port.endpoint import LogEndpoint
 from coordinator.operator import verbs as operator_verbs
 from coordinator.operator.control_server import Asked
+from coordinator.operator.hand_over import HandOverError, heir_of
 from coordinator.operator.verbs import VerbError
 from coordinator.peers.endpoint import PeerEndpoint
 
@@ -43,6 +44,7 @@ class OperatorEndpoint:
             "clock": lambda asked: asked.answer(clock.status()),
             "accept-clock": self._accept_clock,
             "peers": lambda asked: asked.answer({"peers": self._peers_status()}),
+            "hand-over": self._hand_over,
             "reclaim": lambda asked: post(ev.Reclaimed(asked)),
             **dict.fromkeys(operator_verbs.VERBS, self._change),
         }
@@ -73,6 +75,20 @@ class OperatorEndpoint:
         self._post(ev.CheckpointRequested())
         asked.answer({"asked": True})
 
+    def _hand_over(self, asked: Asked) -> None:
+        try:
+            wish = operator_verbs.heir_wished(asked.argument)
+            heir = heir_of(self._log.standbys, wish)
+        except (VerbError, HandOverError) as error:
+            asked.answer({"refused": str(error)})
+            return
+        if not self._machine.can_hand_over:
+            asked.answer({"refused": "its app does not work now: try again once it does ('immortal status')"})
+            return
+        self._log.leave_to(heir.name)
+        self._post(ev.StopRequested(hands_over=True))
+        asked.answer({"to": heir.name})
+
     def _accept_clock(self, asked: Asked) -> None:
         self._clock.now_ns(accept=True)
         asked.answer(self._clock.status())
@@ -93,6 +109,7 @@ class OperatorEndpoint:
             **self._machine.status(self._clock.now_ns()),
             "pid": os.getpid(),
             "clock": self._clock.status(),
+            "standbys": [{"name": one.name, "peer": one.endpoint, "ready": one.is_ready} for one in self._log.standbys],
             "commit_ms": round(self._log.commit_s * 1000, 3),
             "security": self._peers.describe_security(),
         }

@@ -13,6 +13,8 @@ A verb of the control socket and its JSON object become an event for the core. `
     retry-effect   {"task": 12, "who": "..."}: its effects that wait for their next attempt
     signal         {"task": 12, "event": "...", "value": JSON, "who": "..."}
     expel          {"group": "...", "member": "...", "who": "..."}
+
+    hand-over      {"to": "...", "who": "..."}: to the standby of that host or name; "": to any that is ready
 """
 
 from __future__ import annotations
@@ -100,6 +102,12 @@ class _Expel(msgspec.Struct, forbid_unknown_fields=True):
     who: str = "an operator"
 
 
+class _HandOver(msgspec.Struct, forbid_unknown_fields=True):
+    to: str = ""
+    who: str = "an operator"
+
+
+_HAND_OVER = msgspec.json.Decoder(_HandOver)
 _LETTERS = msgspec.json.Decoder(_Letters)
 _SKIP = msgspec.json.Decoder(_Skip)
 _PEER = msgspec.json.Decoder(_Peer)
@@ -147,6 +155,14 @@ def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, k
         return ev.LettersDropped(None if letters.all else letters.keys, letters.who, token)
     keys = kept if letters.all else letters.keys
     return ev.LettersRetried({key: store.letter(key) for key in keys}, letters.who, token)
+
+
+def heir_wished(argument: bytes | str) -> str:
+    """Whom "hand-over" names; "" for nobody in particular. Raises VerbError."""
+    try:
+        return _HAND_OVER.decode(argument).to
+    except msgspec.MsgspecError as error:
+        raise VerbError(f"what came behind 'hand-over' can't be read: {error}") from None
 
 
 def _message(store: LogStore, sequence_id: int, message_index: int) -> bytes | None:

@@ -180,12 +180,16 @@ class Coordinator:
                 self._driver.turn()
                 if not self._is_the_instance and self._machine.right.writes:
                     self._become_the_instance()
-            self._say_farewell()
+            if not isinstance(self._error, FencedError):
+                self._peers.flush(patient=False)  # the last answers; none of one whose log is another's
         finally:
             self._close()
         if self._error is not None:
             self._log.error(str(self._error))
             return status_of(self._error)
+        if self._log_endpoint.heir:
+            self._log.info("handed over", to=self._log_endpoint.heir)
+            return STATUS_FENCED
         self._log.info("stopped")
         return 0
 
@@ -337,7 +341,8 @@ class Coordinator:
             return
         if self._stop_deadline_ns is None:
             self._stop_deadline_ns = time.monotonic_ns() + int(STOP_TIMEOUT_S * 1e9)
-            self._inbox.append(ev.StopRequested())
+            hands_over = any(standby.is_ready for standby in self._log_endpoint.standbys)
+            self._inbox.append(ev.StopRequested(hands_over))
         if self._stop_requests.count > 1:
             self._stop_deadline_ns = 0  # at once
 
@@ -347,28 +352,25 @@ class Coordinator:
         self._log.warning(f"{late}; stopping without one: the log has everything")
         self._machine.stopped = True
 
-    def _say_farewell(self) -> None:
-        """Let the last bytes reach the app and the last answers the peers; nothing of one whose log is another's."""
-        self._app.drain(FAREWELL_TIMEOUT_S)
-        if not isinstance(self._error, FencedError):
-            self._peers.flush(patient=False)
-
     def _close(self) -> None:
+        """First what another one needs to be the instance: its address, its files, and last of these the log."""
         if self._has_signals:
             signal.set_wakeup_fd(-1)
         if self._is_the_instance:
             self._auditor.close(error=None if self._error is None else str(self._error))
         for number in (signal.SIGTERM, signal.SIGINT) if self._has_signals else ():
             signal.signal(number, signal.SIG_IGN)  # stopped already: one more wish must not spoil the exit status
-        self._log_endpoint.close()
-        if self._place is not self._settings and self._log_endpoint.store is not None:
-            self._log_endpoint.store.close()
-        self._clock.close()
-        self._app.close()
         self._peers.close()
         for place in (self._settings, self._place):  # first: who waits for an answer looks there when it is cut off
             control.withdraw(place.folder)
         self._control.close()
+        self._clock.close()
+        self._log_endpoint.close()
+        if self._place is not self._settings and self._log_endpoint.store is not None:
+            self._log_endpoint.store.close()
+        if self._machine.stopped:
+            self._app.drain(FAREWELL_TIMEOUT_S)
+        self._app.close()
         self._epoll.close()
         self._wake_receiver.close()
         self._wake_sender.close()

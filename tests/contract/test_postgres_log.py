@@ -394,12 +394,14 @@ def test_a_schema_of_before_is_brought_forward_with_what_is_in_it(
     store = create_log(url, "alice", committer_id=COMMITTER_ID)
     store.commit(records(0, 3))
     store.close()
-    assert postgres.execute("SELECT version FROM immortal.schema_version", database=database) == [(1,)]
+    old, new = schema.VERSION, schema.VERSION + 1
+    assert postgres.execute("SELECT version FROM immortal.schema_version", database=database) == [(old,)]
     more = "ALTER TABLE immortal.leases ADD COLUMN more text"
     with monkeypatch.context() as newer:
         newer.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, more))
-        newer.setattr(schema, "VERSION", 2)
-        with pytest.raises(LogFormatError, match="has version 1, this program needs version 2: 'immortal log migrate"):
+        newer.setattr(schema, "VERSION", new)
+        needs = f"has version {old}, this program needs version {new}: 'immortal log migrate"
+        with pytest.raises(LogFormatError, match=needs):
             open_log(url, "alice")
         said: list[str] = []
         both = [threading.Thread(target=lambda: said.append(place_of(url).migrate())) for _ in range(2)]
@@ -408,11 +410,22 @@ def test_a_schema_of_before_is_brought_forward_with_what_is_in_it(
         for thread in both:
             thread.join()
         assert [words.partition(" of ")[0] for words in said] == ["the schema"] * 2
-        assert sorted("had version 1, and has version 2 now" in words for words in said) == [False, True]
+        assert sorted(f"had version {old}, and has version {new} now" in words for words in said) == [False, True]
         with open_reader(url) as reader:
             assert reader.last_sequence_id() == 2
-    with pytest.raises(LogFormatError, match="has version 2, this program knows version 1: use the newer"):
+    with pytest.raises(LogFormatError, match=f"has version {new}, this program knows version {old}: use the newer"):
         open_log(url, "alice")
+
+
+def test_a_schema_without_standbys_gets_them(postgres: Postgres, database: str) -> None:
+    """What was released before this one."""
+    postgres.execute(schema.MIGRATIONS[0] + "UPDATE immortal.schema_version SET version = 1", database=database)
+    place = place_of(postgres.url("alice", database))
+    with pytest.raises(LogFormatError, match="has version 1"):
+        place.exists()
+    assert "had version 1, and has version 2 now" in place.migrate()
+    made(place)
+    assert postgres.execute("SELECT * FROM immortal.standbys", database=database) == []
 
 
 def test_a_migration_is_done_whole_or_not_at_all(
@@ -422,10 +435,11 @@ def test_a_migration_is_done_whole_or_not_at_all(
     made(place)
     broken = "CREATE TABLE immortal.half (a int); ALTER TABLE immortal.schema_version RENAME COLUMN version TO other"
     monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, broken))
-    monkeypatch.setattr(schema, "VERSION", 2)
+    monkeypatch.setattr(schema, "VERSION", len(schema.MIGRATIONS))
     with pytest.raises(LogError, match="refuses it: column"):
         place.migrate()
-    assert postgres.execute("SELECT version FROM immortal.schema_version", database=database) == [(1,)]
+    before = [(len(schema.MIGRATIONS) - 1,)]
+    assert postgres.execute("SELECT version FROM immortal.schema_version", database=database) == before
     assert postgres.execute("SELECT to_regclass('immortal.half')", database=database) == [(None,)]
 
 

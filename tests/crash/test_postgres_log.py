@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import shutil
@@ -15,7 +17,7 @@ import pytest
 
 from coordinator.instances.registry import Registry, free_port
 from coordinator.operator import control
-from tests.helpers.counting import CALLS, House
+from tests.helpers.counting import CALLS, WAIT_S, House
 from tests.helpers.postgres import Postgres
 
 
@@ -66,6 +68,85 @@ def test_who_cannot_have_the_log_follows_and_takes_over_under_load(house: House)
     all_is_counted(house)
     assert house.status("counter")["role"] == "writing"
     assert second.stop() == 0
+
+
+def caught_up(house: House, *others: House) -> None:
+    """Somebody follows who could take over at once, and who has the instance knows it."""
+    houses = (house, *others)
+
+    def is_known() -> bool:
+        for one in houses:
+            with contextlib.suppress(control.ControlError):
+                status = one.status("counter")
+                return any(standby["ready"] for standby in status["standbys"])
+        return False
+
+    house.until(is_known, "a standby has caught up")
+
+
+def test_a_clean_stop_hands_over_to_who_follows_without_a_checkpoint(house: House) -> None:
+    first = house.run("counter", "counting:Counter")
+    house.until(lambda: first.said("ready"), "the first one is up")
+    second = house.run("counter")
+    house.run("feeder", "counting:Feeder")
+    house.until(lambda: house.status("counter")["sequence_id"] > 20, "calls have come")
+    caught_up(house)
+    before = house.status("counter")["checkpoint"]["id"]
+    stopped = house.immortal("stop", "counter")
+    assert stopped.returncode == 0, stopped
+    assert f"counter is stopped here, and goes on at {socket.gethostname()} (process " in stopped.stdout
+    assert first.process.wait(WAIT_S) == 0
+    house.until(lambda: second.said("recovered"), "it goes on")
+    all_is_counted(house)
+    taken = [line for line in first.lines if line["message"] == "checkpoint taken"]
+    assert [line["checkpoint"] for line in taken] == [before], "none was taken for the stop"
+    assert second.stop() == 0, "nobody follows any more: this one stops as ever"
+
+
+def test_an_instance_migrates_there_and_back_under_load(house: House) -> None:
+    first = house.run("counter", "counting:Counter", "--restart")
+    house.until(lambda: first.said("ready"), "the first one is up")
+    elsewhere = another_machine(house)
+    second = elsewhere.run("counter", "counting:Counter", "--restart")
+    house.run("feeder", "counting:Feeder")
+    house.until(lambda: house.status("counter")["sequence_id"] > 20, "calls have come")
+    caught_up(house)
+    (standby,) = house.status("counter")["standbys"]
+    nobody = house.immortal("migrate", "counter", "--to", "nowhere")
+    assert nobody.returncode == 1
+    assert f"'nowhere' does not follow its log; who does: {standby['name']}" in nobody.stderr
+    there = house.immortal("migrate", "counter", "--to", socket.gethostname())
+    assert there.returncode == 0, there
+    assert f"counter: {standby['name']} has it now, at {elsewhere.registry.load('counter').peer}" in there.stdout
+    house.until(lambda: second.said("recovered"), "it works there")
+    assert first.said("handed over")
+    not_here = house.immortal("migrate", "counter")
+    assert not_here.returncode == 1
+    assert f"{standby['name']} has it" in not_here.stderr
+    caught_up(elsewhere)
+    (standby,) = elsewhere.status("counter")["standbys"]
+    back = elsewhere.immortal("migrate", "counter", "--json")
+    assert back.returncode == 0, back
+    assert json.loads(back.stdout) == {
+        "name": "counter",
+        "to": standby["name"],
+        "peer": house.registry.load("counter").peer,
+    }
+    house.until(lambda: house.status("counter")["role"] == "writing", "it is back")
+    all_is_counted(house)
+
+
+def test_an_instance_that_nobody_follows_stays_where_it_is(house: House) -> None:
+    run = house.run("counter", "counting:Counter")
+    house.until(lambda: run.said("ready"), "it is up")
+    refused = house.immortal("migrate", "counter")
+    assert refused.returncode == 1
+    assert "nobody follows its log: 'immortal run' it on another machine first" in refused.stderr
+    assert house.call("counter", "totals") == [0, 0]
+    run.kill()
+    refused = house.immortal("migrate", "counter")
+    assert refused.returncode == 1
+    assert "'counter' does not run here, so nothing can be handed over" in refused.stderr
 
 
 @pytest.mark.parametrize("calls", ["calls come", "no calls"])

@@ -86,6 +86,7 @@ EXPECTED = frozenset(
         "append settled",
         "record followed",
         "taken over",
+        "handed over",
         "taken over from one that lives",
         "fenced",
     ]

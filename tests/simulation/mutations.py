@@ -110,6 +110,13 @@ MUTATIONS = (
         "(room := 1 << 30)",
     ),
     Mutation(
+        "a log is handed over before the last append to it is durable",
+        Machine,
+        "_settle",
+        "stopping.hands_over and self._log.is_idle",
+        "stopping.hands_over",
+    ),
+    Mutation(
         "who is fenced goes on",
         Machine,
         "_fenced",

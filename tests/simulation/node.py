@@ -47,7 +47,7 @@ class Node:
         self._upgrade_tried = False
         self.time = NodeClock(world.clock)
         self._machine_starts = True  # it was switched off: there is a clock to be believed
-        self.stop_asked = False
+        self.stop_asked = self.hands_over = False
         self._rng = world.plan.stream(f"node {number}")
         self._clock = world.clock
         self._turn_due = self._connecting = False
@@ -178,7 +178,7 @@ class Node:
         self.app_life += 1
         self._driver = self._app_side = self.peer_side = self.log_side = self._stopped = None
         self._turn_due = self._connecting = False
-        self.stop_asked = False
+        self.stop_asked = self.hands_over = False
         self._wake_ns = None
         self.world.network.forget(self)
 
@@ -311,9 +311,11 @@ class Node:
         return events
 
     def ask_to_stop(self) -> None:
+        """Where another one has caught up with its log, that one is to go on at once."""
         if self.machine is not None and not self.stop_asked:
             self.stop_asked = True
-            self.post(ev.StopRequested())
+            self.hands_over = any(node.phase is Phase.FOLLOWING for node in self.disk.shared.waiting)
+            self.post(ev.StopRequested(self.hands_over))
 
     def upgrade_ended(self, effect: ef.UpgradeEnded) -> None:
         if effect.problem is not None and not self.upgrade_fails:
@@ -346,6 +348,10 @@ class Node:
             if not self.stop_asked:
                 raise Violation(f"{self.name} stopped, nobody had asked for it")
             marks["stopped cleanly"] += 1
+            if self.hands_over and self.machine is not None and self.machine.right.writes:
+                marks["handed over"] += 1
+                if any(isinstance(job, ef.Commit) for job in self.disk.jobs):
+                    raise Violation(f"{self.name} hands its log over with an append on its way")
         elif isinstance(error, LogFullError | LogSyncError) and "simulated" in str(error):
             marks["stopped: disk full" if isinstance(error, LogFullError) else "stopped: sync fails"] += 1
         elif isinstance(error, FencedError) and not self.disk.is_writer:

@@ -9,7 +9,7 @@ import pytest
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import DivergenceError, FencedError, FollowerError
-from coordinator.core.interfaces import Transaction, VersionStart
+from coordinator.core.interfaces import CheckpointHeader, Transaction, VersionStart
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
 from coordinator.core.right import Role
@@ -309,3 +309,42 @@ def test_a_writer_that_reads_a_later_epoch_in_its_log_is_fenced() -> None:
     writer.connect(HELLO)
     writer.handle(ev.LogLoaded(replace(writer.store.summary(), epoch=9)))
     assert isinstance(writer.stop.error, FencedError)
+
+
+def test_who_hands_over_ends_once_all_it_took_is_durable_and_without_a_checkpoint() -> None:
+    writer = Driven.started(auto=False)
+    writer.disk_all()
+    writer.open_stream()
+    writer.disk_all()
+    writer.forget()
+    writer.batch("t1", 1, rpc(1))
+    writer.handle(ev.StopRequested(hands_over=True))
+    assert writer.of(ef.PauseApp)
+    assert not writer.of(ef.Stop)
+    writer.batch("t2", 2, rpc(2))  # that comes too late: its sender keeps it
+    writer.disk_all()
+    assert writer.stop.error is None
+    assert writer.store.last_sequence_id == 1
+    assert bytes(writer.app_bytes).count(rpc(1)) == 0  # whoever goes on gives it to its app
+    assert not any(isinstance(commit.transaction.checkpoint, CheckpointHeader) for commit in writer.of(ef.Commit))
+
+
+def test_who_has_followed_goes_on_where_the_log_was_handed_over() -> None:
+    writer, follower = both()
+    follower.data(call("b", 1))
+    record(writer, 1)
+    follower.look()
+    writer.handle(ev.StopRequested(hands_over=True))
+    assert writer.stop.error is None
+    follower.take_over()
+    assert follower.phase is Phase.NORMAL
+    assert arguments(bytes(follower.app_bytes)) == [rpc(1)]
+
+
+def test_one_whose_app_does_not_work_hands_nothing_over() -> None:
+    """Nobody could follow it any better than from its last checkpoint: it stops as ever."""
+    writer = Driven.started()
+    writer.close()
+    assert not writer.machine.can_hand_over
+    writer.handle(ev.StopRequested(hands_over=True))
+    assert writer.stop.error is None

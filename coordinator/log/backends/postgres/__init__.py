@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,11 +25,12 @@ from coordinator.log.backends.postgres import schema
 from coordinator.log.backends.postgres.connecting import Address, Connections, connect, reaching
 from coordinator.log.backends.postgres.copying import change, put_copy
 from coordinator.log.backends.postgres.durability import Durability
+from coordinator.log.backends.postgres.following import PostgresFollowing
 from coordinator.log.backends.postgres.view import PostgresView, viewing
 from coordinator.log.backends.postgres.writing import PostgresBackend
 from coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
 
-LOOK_S = 0.1  # between two looks who has the lease
+LOOK_S = 0.1  # between two looks who has the lease, unless it runs out before
 
 
 class PostgresReader(ReadBackend):
@@ -65,8 +66,8 @@ class PostgresPlace(Place):
         super().__init__(location)
         self._address = Address.of(location)
         self._connections = Connections(self._address)
-        self._looked_s = -LOOK_S
-        self._holder: str | None = None
+        self._look_s = 0.0  # when to look again who has the lease
+        self._holder: leases.Holder | None = None
 
     def exists(self) -> bool:
         address = self._address
@@ -116,26 +117,47 @@ class PostgresPlace(Place):
 
     def open(self, instance_name: str, options: Options) -> PostgresBackend:
         self._require()
-        return PostgresBackend(self._address, instance_name, allow_data_loss=options.allow_data_loss)
+        return PostgresBackend(self._address, instance_name, options)
 
     def open_reader(self, instance_name: str | None) -> PostgresReader:
         self._require()
         return PostgresReader(self._address, instance_name)
 
     def is_live(self) -> bool:
-        return self.holder() is not None
+        return self._held() is not None
 
     def holder(self) -> str | None:
+        held = self._held()
+        return None if held is None else held.name
+
+    def endpoint(self) -> str | None:
+        held = self._held()
+        return None if held is None else held.endpoint or None
+
+    def is_followed(self) -> bool:
+        with self._connections.borrowed() as connection:
+            return any(standby.is_ready for standby in leases.standbys(connection, self._address.named))
+
+    def _held(self) -> leases.Holder | None:
         """As of LOOK_S ago: who follows asks all the time."""
         now_s = time.monotonic()
-        if now_s - self._looked_s >= LOOK_S:
+        if now_s >= self._look_s:
+            self._look_s = now_s + LOOK_S  # before the look: a nudge meanwhile asks for one more
             with self._connections.borrowed() as connection:
                 try:
                     self._holder = leases.holder(connection, self._address.named)
-                except (errors.UndefinedTable, errors.InvalidSchemaName):
+                except (errors.UndefinedTable, errors.UndefinedColumn, errors.InvalidSchemaName):
                     self._holder = None
-            self._looked_s = now_s
+            if self._holder is not None:
+                self._look_s = min(self._look_s, now_s + self._holder.left_s)
         return self._holder
+
+    def follow(self, options: Options, nudge: Callable[[], None]) -> PostgresFollowing:
+        def look() -> None:
+            self._look_s = 0.0
+            nudge()
+
+        return PostgresFollowing(self._address, options.endpoint, look)
 
     def remove(self) -> None:
         if not self.exists():
@@ -143,7 +165,7 @@ class PostgresPlace(Place):
         instance = self._address.named
         with self._connections.borrowed() as connection, connection.transaction():
             if (held := leases.holder(connection, instance, lock=True)) is not None:
-                raise LogLockedError(f"the log {self.where} is in use by {held}")
+                raise LogLockedError(f"the log {self.where} is in use by {held.name}")
             connection.execute(
                 "UPDATE immortal.heads SET is_there = false, epoch = epoch + 1, appends_count = 0,"
                 " last_sequence_id = -1 WHERE instance = %s",
@@ -152,6 +174,7 @@ class PostgresPlace(Place):
             connection.execute("DELETE FROM immortal.records WHERE instance = %s", [instance])
             connection.execute("DELETE FROM immortal.rows WHERE instance = %s", [instance])
             connection.execute("DELETE FROM immortal.leases WHERE instance = %s", [instance])
+            connection.execute("DELETE FROM immortal.standbys WHERE instance = %s", [instance])
 
     def migrate(self) -> str:
         with self._connections.borrowed() as connection:

@@ -2,7 +2,8 @@
 and nothing more: whether somebody may write, the log's head says (writing.py).
 
 A lease counts until it has run out by the database's clock, or was given up, or its process is known to be gone: on
-the holder's own machine that is seen at once.
+the holder's own machine that is seen at once. Who gives it up may leave it to one of those who follow: nobody else
+takes it for a moment. What becomes of a lease is told on the channel CHANNEL.
 """
 
 from __future__ import annotations
@@ -12,18 +13,23 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import psycopg
 
 from coordinator.core.errors import LogError
+from coordinator.core.interfaces import Standby
 from coordinator.log.backends.postgres.connecting import Address, connect, is_broken, reaching
 from protocol.process_file import ProcessFile, is_living, own_fields
 
-LEASE_S = 3.0  # a machine that is gone is waited for so long
-RENEW_S = 0.5
+CHANNEL = "immortal"
+RENEWALS = 6  # in the time of a lease
+LEFT_S = 2.0  # a log that was left to one standby is not for others
+LEFT = "left"  # in place of a process: the holder is who may take it
+STANDBY_S = 3.0  # a standby that says nothing counts for so long
 _OURS: set[str] = set()  # the nonces of this process's leases that are held
 
 
@@ -64,14 +70,39 @@ def is_gone(text: str) -> bool:
     return not is_living(process)
 
 
-def holder(connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lock: bool = False) -> str | None:
-    """Whose lease counts now, in words. ``lock``: nobody else changes it in this transaction."""
+class Holder(NamedTuple):
+    """Whose lease counts now."""
+
+    name: str  # in words
+    endpoint: str  # where peers reach it
+    left_s: float  # until the lease runs out
+
+
+def holder(connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lock: bool = False) -> Holder | None:
+    """None: the log is there to be taken by this process. ``lock``: nobody else changes it in this transaction."""
     row = connection.execute(
-        "SELECT process, holder FROM immortal.leases WHERE instance = %s AND until > clock_timestamp()"
-        + (" FOR UPDATE" if lock else ""),
+        "SELECT process, holder, endpoint, extract(epoch FROM until - clock_timestamp())::float8"
+        " FROM immortal.leases WHERE instance = %s AND until > clock_timestamp()" + (" FOR UPDATE" if lock else ""),
         [instance],
     ).fetchone()
-    return None if row is None or is_gone(row[0]) else str(row[1])
+    if row is None or (row[1] == own_name() if row[0] == LEFT else is_gone(row[0])):
+        return None
+    return Holder(*row[1:])
+
+
+def standbys(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> list[Standby]:
+    """Who else follows the log."""
+    rows = connection.execute(
+        "SELECT name, host, endpoint, is_ready FROM immortal.standbys"
+        " WHERE instance = %s AND name <> %s AND seen > clock_timestamp() - make_interval(secs => %s) ORDER BY name",
+        [instance, own_name(), STANDBY_S],
+    ).fetchall()
+    return [Standby(*row) for row in rows]
+
+
+def tell(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> None:
+    """Those who listen, that a lease has changed: once the transaction is done."""
+    connection.execute("SELECT pg_notify(%s, %s)", [CHANNEL, instance])
 
 
 def head(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> tuple[int, str]:
@@ -83,11 +114,15 @@ def head(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> tupl
 
 
 class Lease:
-    """Held from :meth:`take` on. A thread renews it, on a connection of its own: appends may wait for a standby."""
+    """Held from :meth:`take` on. A thread renews it, on a connection of its own: appends may wait for a standby.
 
-    def __init__(self, address: Address) -> None:
-        self.lost_to: tuple[int, str] | None = None  # the epoch of who has taken the log since, and who that is
-        self._address = address
+    ``lost_to``: the epoch of who has taken the log since, and who that is. ``standbys``: as of the last renewal.
+    """
+
+    def __init__(self, address: Address, length_s: float, endpoint: str) -> None:
+        self.lost_to: tuple[int, str] | None = None
+        self.standbys: Sequence[Standby] = ()
+        self._address, self._length_s, self._endpoint = address, length_s, endpoint
         self._process = own_process()
         self._text = msgspec.json.encode(self._process).decode()
         self._ended = threading.Event()
@@ -96,36 +131,44 @@ class Lease:
     def take(self, connection: psycopg.Connection[tuple[Any, ...]]) -> None:
         """In the transaction of ``connection`` that takes the log."""
         connection.execute(
-            "INSERT INTO immortal.leases VALUES (%s, %s, %s, clock_timestamp() + make_interval(secs => %s))"
+            "INSERT INTO immortal.leases (instance, process, holder, endpoint, until)"
+            " VALUES (%s, %s, %s, %s, clock_timestamp() + make_interval(secs => %s))"
             " ON CONFLICT (instance) DO UPDATE SET process = excluded.process, holder = excluded.holder,"
-            " until = excluded.until",
-            [self._address.named, self._text, own_name(), LEASE_S],
+            " endpoint = excluded.endpoint, until = excluded.until",
+            [self._address.named, self._text, own_name(), self._endpoint, self._length_s],
         )
+        tell(connection, self._address.named)
 
     def begin(self) -> None:
         """The transaction is done: renew it from here on."""
         _OURS.add(self._process.nonce)
         self._thread.start()
 
-    def end(self, *, give_up: bool) -> None:
-        """``give_up``: others need not wait until it has run out."""
-        if self._ended.is_set():
-            return
+    def give_up(self, connection: psycopg.Connection[tuple[Any, ...]], heir: str) -> None:
+        """Others need not wait until it has run out; only ``heir`` may take it for LEFT_S, unless that is "".
+
+        A renewal that is on its way finds that the lease is another one's. Raises as the connection does.
+        """
+        with connection.transaction():
+            connection.execute("SET LOCAL synchronous_commit = off")  # what is lost of it runs out
+            connection.execute(
+                "UPDATE immortal.leases SET process = %s, holder = %s, endpoint = '', until = CASE WHEN %s"
+                " THEN clock_timestamp() + make_interval(secs => %s) ELSE '-infinity' END"
+                " WHERE instance = %s AND process = %s",
+                [LEFT, heir, bool(heir), LEFT_S, self._address.named, self._text],
+            )
+            tell(connection, self._address.named)
+
+    def end(self) -> None:
+        """Renew it no more."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
         _OURS.discard(self._process.nonce)
-        if not give_up:
-            return
-        with contextlib.suppress(LogError), reaching(self._address), connect(self._address) as connection:
-            connection.execute(
-                "UPDATE immortal.leases SET until = '-infinity' WHERE instance = %s AND process = %s",
-                [self._address.named, self._text],
-            )
 
     def _run(self) -> None:
         connection: psycopg.Connection[tuple[Any, ...]] | None = None
-        while not self._ended.wait(RENEW_S):
+        while not self._ended.wait(self._length_s / RENEWALS):
             with contextlib.suppress(LogError):  # the next time, or the lease runs out: no append stands on it
                 if connection is None or is_broken(connection):
                     connection = connect(self._address)
@@ -134,9 +177,10 @@ class Lease:
                     renewed = connection.execute(
                         "UPDATE immortal.leases SET until = clock_timestamp() + make_interval(secs => %s)"
                         " WHERE instance = %s AND process = %s",
-                        [LEASE_S, self._address.named, self._text],
+                        [self._length_s, self._address.named, self._text],
                     )
                     if not renewed.rowcount:
                         self.lost_to = head(connection, self._address.named)
+                    self.standbys = standbys(connection, self._address.named)
         if connection is not None:
             connection.close()

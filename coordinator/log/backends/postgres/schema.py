@@ -144,7 +144,28 @@ DO $$ BEGIN
 END $$;
 """
 
-MIGRATIONS: tuple[LiteralString, ...] = (_TABLES + _CHANGE + _APPEND + _GRANTS,)
+# Who follows a log says so, and where peers would reach it; a lease says where they reach who has it. News of leases
+# go to the channel "immortal", with the instance's name: never those of appends, since a commit with a NOTIFY takes a
+# lock of the whole database.
+_STANDBYS: LiteralString = """
+ALTER TABLE immortal.leases ADD COLUMN endpoint text NOT NULL DEFAULT '';
+CREATE TABLE immortal.standbys (
+    instance text COLLATE "C" NOT NULL,
+    name text COLLATE "C" NOT NULL,
+    host text NOT NULL,
+    endpoint text NOT NULL,
+    is_ready boolean NOT NULL,
+    seen timestamptz NOT NULL,
+    PRIMARY KEY (instance, name)
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
+DO $$ BEGIN
+    IF EXISTS (SELECT FROM pg_roles WHERE rolname = 'immortal_writer') THEN
+        GRANT SELECT, INSERT, UPDATE, DELETE ON immortal.standbys TO immortal_writer;
+    END IF;
+END $$;
+"""
+
+MIGRATIONS: tuple[LiteralString, ...] = (_TABLES + _CHANGE + _APPEND + _GRANTS, _STANDBYS)
 VERSION = len(MIGRATIONS)
 
 

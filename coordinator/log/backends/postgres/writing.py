@@ -14,15 +14,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import psycopg
 
 from coordinator.core.errors import FencedError, LogError, LogLockedError, LogUnavailableError, fail, require
+from coordinator.core.interfaces import Standby
 from coordinator.fault_points import armed, reach
-from coordinator.log.backend import Append, Backend, Row, Space, Span
+from coordinator.log.backend import Append, Backend, Options, Row, Space, Span
 from coordinator.log.backends.postgres import lease as leases
 from coordinator.log.backends.postgres.connecting import Address, Connections, connect, is_broken, reaching
 from coordinator.log.backends.postgres.durability import Durability
@@ -44,7 +45,7 @@ class PostgresBackend(Backend):
 
     is_remote = True
 
-    def __init__(self, address: Address, instance_name: str, *, allow_data_loss: bool) -> None:
+    def __init__(self, address: Address, instance_name: str, options: Options) -> None:
         """Raises LogLockedError, LogFormatError, LogIdentityError, LogUnavailableError, LogError."""
         self.where = address.where
         self.mended: list[str] = []
@@ -57,12 +58,13 @@ class PostgresBackend(Backend):
         self._appends_count = 0  # done in this epoch
         self._is_unknown = False  # whether one more was
         self._is_warned = False  # during an append
-        self._lease = leases.Lease(address)
+        self._is_given_up = self._is_ended = False
+        self._lease = leases.Lease(address, options.lease_s, options.endpoint)
         self._connection = self._connected()
         try:
             with reaching(address):
                 self.durability = Durability.of(self._connection)
-                self.durability.check(self.where, allow_data_loss=allow_data_loss)
+                self.durability.check(self.where, allow_data_loss=options.allow_data_loss)
                 with viewing(self._readers, self._instance) as view:
                     self.identity = read_identity(view, self.where, instance_name)
                 self.fence = self._take()
@@ -86,7 +88,7 @@ class PostgresBackend(Backend):
         connection = self._connection
         with connection.transaction():
             if (held := leases.holder(connection, self._instance, lock=True)) is not None:
-                raise LogLockedError(f"the log {self.where} is in use by {held}")
+                raise LogLockedError(f"the log {self.where} is in use by {held.name}")
             self._lease.take(connection)
             row = connection.execute(
                 "UPDATE immortal.heads SET epoch = epoch + 1, appends_count = 0, holder = %s"
@@ -103,6 +105,10 @@ class PostgresBackend(Backend):
 
     def is_live(self) -> bool:
         return True
+
+    @property
+    def standbys(self) -> Sequence[Standby]:  # type: ignore[override]  # it only ever is read
+        return self._lease.standbys
 
     @property
     def lost(self) -> FencedError | None:
@@ -217,12 +223,26 @@ class PostgresBackend(Backend):
         self._end(give_up=False)
 
     def _end(self, *, give_up: bool) -> None:
-        if isinstance(self.failure, FencedError):
-            give_up = False
+        if self._is_ended:
+            return
+        self._is_ended = True
+        if give_up:
+            self.give_up()
         self.failure = self.failure or LogError(f"the log {self.where} is closed")
-        self._lease.end(give_up=give_up)
+        self._lease.end()
         self._connection.close()
         self._readers.close()
+
+    def give_up(self) -> None:
+        """What fails leaves the lease to run out."""
+        if self._is_given_up or isinstance(self.failure, FencedError):
+            return
+        self._is_given_up = True
+        with contextlib.suppress(LogError), self._lock, reaching(self._address):
+            if is_broken(self._connection):
+                self._connection.close()
+                self._connection = self._connected()
+            self._lease.give_up(self._connection, self.heir)
 
 
 def fenced(where: str, epoch: int, holder: str) -> FencedError:

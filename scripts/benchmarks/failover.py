@@ -1,0 +1,267 @@
+"""How long callers wait while an instance whose log is in PostgreSQL goes to another machine.
+
+    python -m scripts.benchmarks.failover --how migrate --runs 50 --state-mib 100
+
+Two `immortal run --restart` of one instance, each with a home of its own, as on two machines; with ``--address own``
+each has its own address, with ``shared`` one address goes along, as a virtual one does. Another instance and an outside
+client call it all the time, one call after the other. ``migrate`` is the command, ``stop`` a SIGTERM of who has it,
+``kill`` a SIGKILL of its supervisor, coordinator and app: each machine is a PID namespace then (which needs root), so
+that nobody sees by their absence that they are gone. The longest time between two answers around each move counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from appsdk.client import connect, start
+from coordinator.instances.registry import free_port
+from scripts.benchmarks.context import ROOT, prepare_environment
+from scripts.benchmarks.rivals.servers import postgres
+
+WAIT_S = 120.0
+SETTLED_S = 1.0  # of calls before each move, and behind it
+APPS = "scripts.benchmarks.failover_apps"
+BUCKETS_MS = (50, 100, 200, 300, 500, 1000, 1500, 2000, 3000, 5000)
+
+
+class Machine:
+    """A home, and the `immortal run` there."""
+
+    def __init__(self, home: Path, *, alone: bool) -> None:
+        self.home = home
+        self._alone = alone
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def immortal(self, *arguments: str) -> str:
+        command = [sys.executable, "-m", "coordinator", "--home", str(self.home), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(arguments)}: {done.stderr}")
+        return done.stdout
+
+    def start(self, name: str, app: str, **environment: str) -> None:
+        command = [sys.executable, "-m", "coordinator", "--home", str(self.home), "run", name, f"{APPS}:{app}"]
+        if self._alone:
+            command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *command]
+        with open(self.home / f"{name}.lines", "ab") as lines:
+            self.process = subprocess.Popen(
+                [*command, "--restart"], cwd=ROOT, stdout=lines, stderr=lines, env={**os.environ, **environment}
+            )
+
+    def end(self, number: signal.Signals) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
+            self.process.wait(WAIT_S)
+
+
+class Answers:
+    """When each answer of a client came."""
+
+    def __init__(self, endpoints: list[str], home: Path) -> None:
+        self.times_ns: list[int] = []
+        self.error: BaseException | None = None
+        self._endpoints, self._home = endpoints, home
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with connect("keeper", home=self._home, endpoints=self._endpoints) as keeper:
+                while not self._ended:
+                    keeper.add()
+                    self.times_ns.append(time.monotonic_ns())
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> None:
+        self._ended = True
+        self._thread.join(WAIT_S)
+
+
+def longest_ms(times_ns: list[int], since_ns: int, until_ns: int) -> float:
+    """Between two answers, of those that came in this time and the one before."""
+    first = max((number for number, at in enumerate(times_ns) if at <= since_ns), default=0)
+    times = [at for at in times_ns[first:] if at <= until_ns]
+    return max((after - before for before, after in itertools.pairwise(times)), default=0) / 1e6
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"not within {WAIT_S:g} s: {what}")
+        time.sleep(0.01)
+
+
+class World:
+    def __init__(self, folder: Path, url: str, options: argparse.Namespace) -> None:
+        alone = options.how == "kill"
+        self._database = psycopg.connect(url, autocommit=True)
+        self._options = options
+        homes = [folder / name for name in ("a", "b", "callers")]
+        for home in homes:
+            home.mkdir()
+        self.machines = [Machine(home, alone=alone) for home in homes[:2]]
+        self.callers = Machine(homes[2], alone=False)
+        self.answers_path = folder / "answers"
+        first = self.machines[0]
+        lease = ["--lease-s", str(options.lease_s)]
+        first.immortal("register", "keeper", "--peer", "tcp://127.0.0.1:*", "--log", url, *lease)
+        self.callers.immortal("register", "asker", "--peer", "tcp://127.0.0.1:*")
+        settings = (homes[0] / "keeper.toml").read_text()
+        port = re.search(r"127\.0\.0\.1:([0-9]+)", settings)
+        assert port is not None
+        other = port[1] if options.address == "shared" else str(free_port(("127.0.0.1",), {int(port[1])}))
+        (homes[1] / "keeper.toml").write_text(settings.replace(port[0], f"127.0.0.1:{other}"))
+        for name in ("keys", "public_keys"):
+            source, target = homes[0] / "keeper" / name, homes[1] / "keeper" / name
+            target.parent.mkdir(mode=0o700, exist_ok=True)
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+        self.endpoints = list(dict.fromkeys([f"tcp://{port[0]}", f"tcp://127.0.0.1:{other}"]))
+        self._let_them_meet(homes)
+        place = self.endpoints[0] if len(self.endpoints) == 1 else f"{url}#keeper"
+        with (homes[2] / "asker.toml").open("a") as file:
+            file.write(f'\n[peers]\nkeeper = "{place}"\n')
+
+    def _let_them_meet(self, homes: list[Path]) -> None:
+        """Each knows the public keys of the others."""
+        for home in homes[:2]:
+            (home / "asker").mkdir(mode=0o700, exist_ok=True)
+            shutil.copy(homes[2] / "asker" / "public_keys", home / "asker")
+            with contextlib.suppress(FileNotFoundError):
+                (home / "asker.toml").write_text((homes[2] / "asker.toml").read_text())
+        (homes[2] / "keeper").mkdir(mode=0o700, exist_ok=True)
+        shutil.copy(homes[0] / "keeper" / "public_keys", homes[2] / "keeper")
+
+    def endpoint(self) -> str:
+        """Where the instance is, as its lease says."""
+        rows = self._database.execute("SELECT endpoint FROM immortal.leases WHERE until > clock_timestamp()").fetchall()
+        return rows[0][0] if rows else ""
+
+    def holder(self) -> str:
+        rows = self._database.execute("SELECT holder FROM immortal.leases WHERE until > clock_timestamp()").fetchall()
+        return rows[0][0] if rows else ""
+
+    def has_standby(self) -> bool:
+        query = (
+            "SELECT FROM immortal.standbys s WHERE is_ready AND seen > clock_timestamp() - interval '1.5 s'"
+            " AND NOT EXISTS (SELECT FROM immortal.leases l WHERE l.holder = s.name)"
+        )
+        return bool(self._database.execute(query).fetchall())
+
+    def begin(self) -> None:
+        first, second = self.machines
+        first.start("keeper", "Keeper")
+        until(lambda: "ready" in (first.home / "keeper.lines").read_text(), "the first one is up")
+        if self._options.state_mib:
+            with connect("keeper", home=first.home) as keeper:
+                for _ in range(0, self._options.state_mib, 16):
+                    keeper.grow(min(16, self._options.state_mib))
+            if not first._alone:
+                first.immortal("checkpoint", "keeper")
+        second.start("keeper", "Keeper")
+        until(self.has_standby, "the second one has caught up")
+        self.callers.start("asker", "Asker", ANSWERS=str(self.answers_path))
+        until(lambda: "ready" in (self.callers.home / "asker.lines").read_text(), "the caller is up")
+        with connect("asker", home=self.callers.home) as asker:
+            start(asker.ask)
+
+    def peer_times_ns(self) -> list[int]:
+        return [int(line) for line in self.answers_path.read_text().split()]
+
+    def move(self) -> int:
+        """The moment of it. The machine that has the instance is machines[0], before and behind it."""
+        until(self.has_standby, "somebody follows who has caught up")
+        time.sleep(SETTLED_S)
+        before, (first, _) = self.holder(), self.machines
+        moment_ns = time.monotonic_ns()
+        if self._options.how == "migrate":
+            first.immortal("migrate", "keeper")
+        else:
+            first.end(signal.SIGTERM if self._options.how == "stop" else signal.SIGKILL)
+        until(lambda: self.holder() not in ("", before) or self._options.how == "kill", "it was taken over")
+        time.sleep(SETTLED_S + (self._options.lease_s if self._options.how == "kill" else 0))
+        if self._options.how != "migrate":
+            first.start("keeper", "Keeper")
+        self.machines.reverse()
+        return moment_ns
+
+    def end(self) -> None:
+        for machine in (self.callers, *self.machines):
+            machine.end(signal.SIGKILL if machine._alone else signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def made(options: argparse.Namespace) -> Iterator[World]:
+    with tempfile.TemporaryDirectory(prefix="immortal-failover-") as name:
+        Path(name).chmod(0o755)
+        with postgres(Path(name)) as url:
+            world = World(Path(name), url, options)
+            try:
+                world.begin()
+                yield world
+            finally:
+                world.end()
+
+
+def told(what: str, waits_ms: list[float]) -> None:
+    ordered = sorted(waits_ms)
+    at = {share: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.9, 0.99)}
+    print(f"{what}: p50 {at[0.5]:.0f} ms, p90 {at[0.9]:.0f}, p99 {at[0.99]:.0f}, most {ordered[-1]:.0f}")
+    least = 0
+    for bucket in BUCKETS_MS:
+        count = sum(least <= wait < bucket for wait in ordered)
+        if count:
+            print(f"  {least:>5} to {bucket:>5} ms {count:>5} {'#' * count}")
+        least = bucket
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.failover", description=__doc__)
+    parser.add_argument("--how", choices=("migrate", "stop", "kill"), default="migrate")
+    parser.add_argument("--address", choices=("own", "shared"), default="shared")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--state-mib", type=int, default=0)
+    parser.add_argument("--lease-s", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    prepare_environment()
+    waits: dict[str, list[float]] = {"peer": [], "client": []}
+    with made(options) as world:
+        client = Answers(world.endpoints, world.machines[0].home)
+        for _ in range(options.runs):
+            moment_ns = world.move()
+            if client.error is not None:
+                raise SystemExit(f"a client's call failed: {client.error!r}")
+            now_ns = time.monotonic_ns()
+            waits["peer"].append(longest_ms(world.peer_times_ns(), moment_ns, now_ns))
+            waits["client"].append(longest_ms(client.times_ns, moment_ns, now_ns))
+            print(f"peer {waits['peer'][-1]:.0f} ms, client {waits['client'][-1]:.0f} ms", flush=True)
+        client.end()
+    for who, waits_ms in waits.items():
+        told(f"{options.how}, address {options.address}, {options.state_mib} MiB, {who}", waits_ms)
+    if options.json is not None:
+        options.json.write_text(json.dumps({**vars(options), "json": None, "waits_ms": waits}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What failover.py moves about, and an instance that calls it all the time."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from appsdk import Immortal, peer, rpc
+
+PIECE_SIZE_BYTES = 1 << 20
+
+
+class Keeper(Immortal):
+    """Has a state of some size, and counts."""
+
+    count: int
+    ballast: list[bytes]
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.ballast = []
+
+    @rpc
+    def grow(self, mib: int) -> None:
+        first = len(self.ballast)
+        self.ballast += [bytes([number % 251]) * PIECE_SIZE_BYTES for number in range(first, first + mib)]
+
+    @rpc
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+
+class Asker(Immortal):
+    """Calls one after the other, and writes down when each answer came: where ANSWERS says, and not in its state."""
+
+    keeper = peer(Keeper, "keeper")
+
+    @rpc
+    async def ask(self) -> None:
+        answers = os.open(os.environ["ANSWERS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        while True:
+            await self.keeper.add()
+            os.write(answers, b"%d\n" % time.monotonic_ns())
