@@ -9,6 +9,7 @@ import zmq
 from appsdk.client.connection import Connection
 from appsdk.client.errors import NotConnectable
 from appsdk.client.limits import (
+    DESERTED_S,
     KEY_REFUSED_S,
     KEY_RETRY_S,
     MESSAGE_SIZE_BYTES_MAX,
@@ -89,8 +90,11 @@ class Transport:
         """Take what has come, send what is to be sent. True: :meth:`fileno` is another one now."""
         connection = self.connection
         reopened = False
+        now_s = time.monotonic()
         if not connection.is_talking:
-            self._look(time.monotonic())
+            self._look(now_s)
+        if len(self._places.endpoints) > 1 and self._is_deserted(now_s):
+            connection.wants_reopening = True  # at the next endpoint, where the instance may be by now
         while True:
             self._receive()
             now_s = time.monotonic()
@@ -114,6 +118,13 @@ class Transport:
             refusal = self._absence(now_s)
         if refusal:
             self.connection.refuse(NotConnectable(refusal))
+
+    def _is_deserted(self, now_s: float) -> bool:
+        """Nobody listens there, or not any more."""
+        if now_s - self._opened_s < DESERTED_S:
+            return False
+        self._watch.look()
+        return not self._watch.is_up and self._watch.finds_nobody
 
     def _key_refusal(self, now_s: float) -> str:
         """A new key may not be known there yet: it is shown again, until it was turned away long enough."""

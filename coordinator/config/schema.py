@@ -25,6 +25,7 @@ from coordinator.config.values import (
     HostPort,
     Log,
     LogKey,
+    PeerPlace,
     PeerTemplate,
     Port,
     PublicKeys,
@@ -207,7 +208,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     metrics_key_file: Annotated[File | None, says("The key of metrics_certificate_file.")] = None
     app: Annotated[App | None, says("What 'immortal run' runs; it writes down the one of the last run.")] = None
     tuning: Annotated[Tuning, says("Limits that few will ever change.")] = field(default_factory=Tuning)
-    peers: Annotated[Mapping[str, Endpoint], says("Where peers are that are no part of the registry, by name.")] = (
+    peers: Annotated[Mapping[str, PeerPlace], says("Where peers are that are no part of the registry, by name.")] = (
         field(default_factory=dict)
     )
     peer_keys: Annotated[

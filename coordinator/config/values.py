@@ -140,6 +140,27 @@ def _peer_template(value: object) -> str:
     return value
 
 
+def is_endpoint(text: str) -> bool:
+    try:
+        _endpoint(text)
+    except WrongValueError:
+        return False
+    return True
+
+
+def is_log_url(place: str) -> bool:
+    """Of a log that other machines reach, in place of an endpoint: its lease says where its instance is."""
+    return place.startswith("postgresql:")
+
+
+def _peer_place(value: object) -> str:
+    if isinstance(value, str) and is_log_url(value):
+        if not value.partition("#")[2]:
+            raise WrongValueError("the URL of a log with its instance, such as postgresql://USER@HOST/DATABASE#NAME")
+        return value
+    return _endpoint(value)
+
+
 def _app_socket(value: object) -> str:
     if not isinstance(value, str) or not value.startswith(f"{UNIX}/") or "\0" in value:
         raise WrongValueError
@@ -198,6 +219,15 @@ Endpoint = Annotated[
     str,
     kind(
         "ENDPOINT", 'an endpoint such as "tcp://127.0.0.1:7001" or "ipc:///run/counter.sock"', read=_endpoint, free=":*"
+    ),
+]
+PeerPlace = Annotated[
+    str,
+    kind(
+        "ENDPOINT",
+        'an endpoint such as "tcp://127.0.0.1:7001", or the URL of its log in PostgreSQL, '
+        '"postgresql://USER@HOST/DATABASE#NAME"',
+        read=_peer_place,
     ),
 ]
 PeerTemplate = Annotated[

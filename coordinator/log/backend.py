@@ -251,6 +251,10 @@ class Place(Protocol):
         """
         return None
 
+    def watch(self) -> Watching | None:
+        """Be told where peers reach who writes it, as that changes. None where that can't be told."""
+        return None
+
     def is_followed(self) -> bool:
         """Whether a process follows it that could take it over at once, where that can be told. Raises LogError."""
         return False
@@ -303,6 +307,15 @@ class Following(Protocol):
 
     def close(self, wait_s: float) -> None:
         """Be known no more; wait for that to be so."""
+
+
+class Watching(Protocol):
+    """Who wants to know where an instance is. Any thread."""
+
+    endpoint: str | None
+    """Where peers reached the one who had the log when there was one last; None: that is not known yet."""
+
+    def close(self, wait_s: float) -> None: ...
 
 
 class Held(Protocol):

@@ -1,6 +1,7 @@
 """Where peers are: the instance's settings first, then the registry folder, then a template.
 
-All three are looked at again and again, at a bounded rate, so that a peer that comes up later, or in another place, is
+The first two may name a log that other machines reach: then its lease says where its instance is now. All of them are
+looked at again and again, at a bounded rate, so that a peer that comes up later, or in another place, is
 found without a restart. What was found once stays in use until something else is found.
 """
 
@@ -11,11 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from coordinator.config import ConfigError, InstanceSettings, check_instance_name
-from coordinator.config.values import NAME_PLACE
+from coordinator.config.values import NAME_PLACE, is_log_url
+from coordinator.instances.leased import LeasedPlaces
 from coordinator.instances.registry import Registry, UnknownInstanceError
 from protocol.errors import ImmortalError
 
 LOOK_NS = 2_000_000_000  # between two looks while all is well: a few stats for each peer
+LOOK_LEASED_NS = 100_000_000  # while leases are watched, which tell at once where a peer has gone
 LOOK_SOON_NS = 200_000_000  # while a peer is unknown or not connected: far below what a return may take
 UNCONNECTED_TOLD_NS = 10_000_000_000  # a peer that restarts is not worth a line
 TOLD_AGAIN_NS = 60_000_000_000
@@ -27,6 +30,7 @@ class Origin(enum.StrEnum):
     SETTINGS = "settings"
     REGISTRY = "registry"
     TEMPLATE = "template"
+    LEASE = "lease"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Discovery:
         self._settings = settings
         self._registry = registry
         self.problem = ""  # with the settings; those before stay in use
+        self.leased = LeasedPlaces()
 
     def read_settings(self) -> None:
         """Read the instance's settings again if they have changed."""
@@ -57,17 +62,28 @@ class Discovery:
         """Raises UnknownInstanceError where nothing says where ``name`` is, ConfigError where it is not readable."""
         settings = self._settings
         if name in settings.peers:
-            return Route(settings.peers[name], Origin.SETTINGS)
+            return self._said(name, settings.peers[name])
         check_instance_name(name)
         try:
             if settings.peer_template is None or self._registry.path(name).exists():
-                return Route(self._registry.resolve(name), Origin.REGISTRY)
+                registered = self._registry.load(name)
+                leased = self.leased.endpoint(registered.log)
+                return Route(registered.peer, Origin.REGISTRY) if leased is None else Route(leased, Origin.LEASE)
         except UnknownInstanceError as error:
             raise UnknownInstanceError(
                 f"{error}; register it there, or say where it is in {self._registry.path(settings.name)}: under "
                 f"[peers], or by peer_template"
             ) from None
         return Route(settings.peer_template.replace(NAME_PLACE, name), Origin.TEMPLATE)
+
+    def _said(self, name: str, place: str) -> Route:
+        """By [peers]: an endpoint, or the URL of a log."""
+        if not is_log_url(place):
+            return Route(place, Origin.SETTINGS)
+        endpoint = self.leased.endpoint(place)
+        if endpoint is None:
+            raise UnknownInstanceError(f"nobody is known yet who writes the log of {name!r}, {place}")
+        return Route(endpoint, Origin.LEASE)
 
     def may_be_known(self, name: str) -> bool:
         """Whether :meth:`find` is worth its while for a name that nobody knew."""
@@ -131,6 +147,9 @@ class Routes:
         """When :meth:`look` is to be called next; None where nobody is called."""
         return self._next_look_ns if self._called else None
 
+    def close(self) -> None:
+        self._discovery.leased.close()
+
     def look(self, now_ns: int, connected: Callable[[str], bool]) -> list[tuple[str, str | None]]:
         """Look again if it is time: the names that were found in another place, each with the endpoint before."""
         if not self._called or now_ns < self._next_look_ns:
@@ -151,7 +170,8 @@ class Routes:
             else:
                 all_well = False
                 self._tell(name, called, now_ns)
-        self._next_look_ns = now_ns + (LOOK_NS if all_well else LOOK_SOON_NS)
+        pause_ns = LOOK_NS if all_well else LOOK_SOON_NS
+        self._next_look_ns = now_ns + (LOOK_LEASED_NS if self._discovery.leased.is_used else pause_ns)
         return moved
 
     def _look_up(self, name: str, called: _Called) -> None:

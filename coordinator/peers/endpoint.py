@@ -92,6 +92,7 @@ class PeerEndpoint:
 
     def close(self) -> None:
         self._messenger.close()
+        self._routes.close()
 
     # --- the driver's port -------------------------------------------------------------------------------------------
 

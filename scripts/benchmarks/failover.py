@@ -57,12 +57,23 @@ class Machine:
         return done.stdout
 
     def start(self, name: str, app: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "coordinator", "--home", str(self.home), "run", name, f"{APPS}:{app}"]
+        command = [
+            sys.executable,
+            "-m",
+            "coordinator",
+            "--home",
+            str(self.home),
+            "run",
+            name,
+            f"{APPS}:{app}",
+            "--restart",
+        ]
         if self._alone:
-            command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *command]
+            named = ["sh", "-c", f'hostname {self.home.name}; exec "$@"', "sh", *command]
+            command = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", *named]
         with open(self.home / f"{name}.lines", "ab") as lines:
             self.process = subprocess.Popen(
-                [*command, "--restart"], cwd=ROOT, stdout=lines, stderr=lines, env={**os.environ, **environment}
+                command, cwd=ROOT, stdout=lines, stderr=lines, env={**os.environ, **environment}
             )
 
     def end(self, number: signal.Signals) -> None:

@@ -56,6 +56,24 @@ class Listener:
         self._context.term()
 
 
+def test_where_nobody_listens_the_next_place_is_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for silence in ("SILENCE_S", "SILENCE_CALLING_S"):
+        monkeypatch.setattr(f"appsdk.client.connection.{silence}", 10 * ACCEPTED_S)
+    there = Listener(None)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        endpoints = [f"tcp://127.0.0.1:{nobody.getsockname()[1]}", there.endpoint]
+        transport = Transport(
+            Connection("shop", "somebody", time.monotonic()), Finder("shop", endpoints=endpoints, insecure=True)
+        )
+        deadline_s = time.monotonic() + ACCEPTED_S
+        while transport.endpoint != there.endpoint:
+            assert time.monotonic() < deadline_s
+            transport.process()
+        transport.close()
+    there.close()
+
+
 def watched_until(problem: str, endpoint: str, server_key: bytes | None) -> None:
     """Watch a caller who calls ``endpoint`` until it has that problem; ``server_key``: the one that is known here."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -34,7 +34,7 @@ from tests.helpers.postgres import Postgres
 
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed")
 
-from coordinator.log.backends.postgres import lease, schema  # noqa: E402  # which needs it
+from coordinator.log.backends.postgres import following, lease, schema  # noqa: E402  # which needs it
 from coordinator.log.backends.postgres.writing import statements  # noqa: E402
 
 COMMITTER_ID = 77
@@ -270,6 +270,82 @@ def test_a_lease_is_void_where_its_process_is_known_to_be_gone() -> None:
     assert [is_gone(one) for one in (gone, later, elsewhere, living)] == [True, True, False, False]
     assert is_gone(own), "this process holds no such lease"
     assert not lease.is_gone("of a later version")
+
+
+def test_who_follows_is_known_and_told_at_once_that_the_log_is_given_up(store: RowLogStore, url: str) -> None:
+    place, nudges = place_of(url), threading.Semaphore(0)
+    follower = place.follow(Options(endpoint="tcp://10.0.0.2:7001"), nudges.release)
+    assert follower is not None
+    try:
+        assert nudges.acquire(timeout=WAIT_S), "it may have been given up before"
+        with psycopg.connect(url.partition("#")[0]) as connection:
+            instance = url.partition("#")[2]
+            # One of this process's name does not count for the writer, which is this process, too.
+            until(
+                lambda: (
+                    connection.execute(
+                        "SELECT is_ready FROM immortal.standbys WHERE instance = %s", [instance]
+                    ).fetchall()
+                    == [(False,)]
+                )
+            )
+            connection.execute("UPDATE immortal.standbys SET name = 'b (process 7)', host = 'b'")
+            connection.commit()
+            until(lambda: [(one.host, one.endpoint) for one in store.standbys] == [("b", "tcp://10.0.0.2:7001")])
+        assert place.holder() is not None
+        while nudges.acquire(blocking=False):
+            pass
+        store.give_up()
+        assert nudges.acquire(timeout=WAIT_S)
+        assert place.holder() is None
+    finally:
+        follower.close(WAIT_S)
+        place.remove()
+
+
+def test_a_log_that_is_left_to_one_standby_is_not_for_others(
+    store: RowLogStore, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.leave_to("b (process 7)")
+    store.close()
+    assert place_of(url).holder() == "b (process 7)"
+    with pytest.raises(LogLockedError, match=r"is in use by b \(process 7\)"):
+        open_log(url, "alice")
+    monkeypatch.setattr(lease, "own_name", lambda: "b (process 7)")
+    heir = open_log(url, "alice", endpoint="tcp://10.0.0.2:7001")
+    heir.commit(records(0), 1)
+    assert place_of(url).endpoint() == "tcp://10.0.0.2:7001"
+    heir.close()
+
+
+def test_a_log_that_its_heir_does_not_take_is_for_others_again(
+    store: RowLogStore, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "LEFT_S", 0.05)
+    store.leave_to("b (process 7)")
+    store.close()
+    until(lambda: place_of(url).holder() is None)
+    open_log(url, "alice").close()
+
+
+def test_a_renewal_that_comes_late_does_not_take_the_lease_back(store: RowLogStore, url: str) -> None:
+    store.give_up()
+    until(lambda: store.lost is not None)
+    assert place_of(url).holder() is None
+
+
+def test_who_watches_hears_where_the_instance_is(store: RowLogStore, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "LOOK_S", 10 * WAIT_S)  # by news alone
+    watching = place_of(url).watch()
+    assert watching is not None
+    try:
+        store.close()
+        later = open_log(url, "alice", endpoint="tcp://10.0.0.3:7001")
+        until(lambda: watching.endpoint == "tcp://10.0.0.3:7001")
+        later.close()
+        assert watching.endpoint == "tcp://10.0.0.3:7001", "where it was last"
+    finally:
+        watching.close(WAIT_S)
 
 
 def test_a_writer_is_fenced_where_all_but_the_epoch_is_as_it_was(postgres: Postgres, url: str) -> None:

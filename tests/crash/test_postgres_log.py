@@ -108,6 +108,8 @@ def test_an_instance_migrates_there_and_back_under_load(house: House) -> None:
     house.until(lambda: first.said("ready"), "the first one is up")
     elsewhere = another_machine(house)
     second = elsewhere.run("counter", "counting:Counter", "--restart")
+    with (house.home / "feeder.toml").open("a") as file:
+        file.write(f'\n[peers]\ncounter = "{house.registry.load("counter").log}"\n')
     house.run("feeder", "counting:Feeder")
     house.until(lambda: house.status("counter")["sequence_id"] > 20, "calls have come")
     caught_up(house)
@@ -120,6 +122,8 @@ def test_an_instance_migrates_there_and_back_under_load(house: House) -> None:
     assert f"counter: {standby['name']} has it now, at {elsewhere.registry.load('counter').peer}" in there.stdout
     house.until(lambda: second.said("recovered"), "it works there")
     assert first.said("handed over")
+    peers = [one.registry.load("counter").peer for one in (house, elsewhere)]
+    house.until(lambda: house.status("feeder")["outputs"]["counter"]["endpoint"] == peers[1], "its caller follows it")
     not_here = house.immortal("migrate", "counter")
     assert not_here.returncode == 1
     assert f"{standby['name']} has it" in not_here.stderr
@@ -133,6 +137,7 @@ def test_an_instance_migrates_there_and_back_under_load(house: House) -> None:
         "peer": house.registry.load("counter").peer,
     }
     house.until(lambda: house.status("counter")["role"] == "writing", "it is back")
+    house.until(lambda: house.status("feeder")["outputs"]["counter"]["endpoint"] == peers[0], "and its caller, too")
     all_is_counted(house)
 
 

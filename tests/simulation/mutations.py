@@ -115,6 +115,7 @@ MUTATIONS = (
         "_settle",
         "stopping.hands_over and self._log.is_idle",
         "stopping.hands_over",
+        seed=324,
     ),
     Mutation(
         "who is fenced goes on",

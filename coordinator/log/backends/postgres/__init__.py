@@ -26,7 +26,7 @@ from coordinator.log.backends.postgres.chunks import removed
 from coordinator.log.backends.postgres.connecting import Address, Connections, connect, reaching
 from coordinator.log.backends.postgres.copying import change, put_copy
 from coordinator.log.backends.postgres.durability import Durability
-from coordinator.log.backends.postgres.following import PostgresFollowing
+from coordinator.log.backends.postgres.following import PostgresFollowing, PostgresWatching
 from coordinator.log.backends.postgres.view import PostgresView, viewing
 from coordinator.log.backends.postgres.writing import PostgresBackend
 from coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
@@ -135,6 +135,9 @@ class PostgresPlace(Place):
     def endpoint(self) -> str | None:
         held = self._held()
         return None if held is None else held.endpoint or None
+
+    def watch(self) -> PostgresWatching:
+        return PostgresWatching(self._address)
 
     def is_followed(self) -> bool:
         with self._connections.borrowed() as connection:
