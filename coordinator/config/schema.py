@@ -29,6 +29,7 @@ from coordinator.config.values import (
     PeerTemplate,
     Port,
     PublicKeys,
+    StoreUrl,
     says,
     whole,
 )
@@ -147,6 +148,10 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         whole(1, 60, "seconds"),
         says("So long a follower on another machine waits for a writer that says nothing; for a log in a database."),
     ] = 3  # a server that restarts, or a machine that swaps, is silent for a second or two
+    checkpoints_to: Annotated[
+        StoreUrl | None,
+        says("Where checkpoints of more than 1 MiB of a log in a database go.", default="into the database"),
+    ] = None
     keep_checkpoints: Annotated[
         _Checkpoints | None, says("How many are kept, with the log after the oldest of them; all: for time travel.")
     ] = 2  # the newest, and one to fall back on

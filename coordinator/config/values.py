@@ -253,6 +253,11 @@ HostPort = Annotated[
 ]
 File = Annotated[Path, kind("FILE", "a path", read=_path, path="file")]
 Log = Annotated[str, kind("FOLDER|URL", "a path, or the URL of a log", read=_log, path="log")]
+StoreUrl = Annotated[
+    str,
+    Meta(pattern=r"\A(s3|gs|az|file)://[^\s]*[^\s/][^\s]*\Z"),
+    kind("URL", '"s3://BUCKET/PATH", gs://, az:// or "file:///PATH"'),
+]
 LogKey = Annotated[
     str,
     Meta(pattern=rf"\A({LOG_KEY_FILE}|/[^\0]*)\Z"),

@@ -334,6 +334,10 @@ class LogStore(Protocol):
         """Set where another one has taken the log over since, which an append would be told. Any thread."""
 
     @property
+    def problem(self) -> str:
+        """What it can't do as it should, in words; "": it can. Any thread."""
+
+    @property
     def standbys(self) -> Sequence[Standby]:
         """Who follows it, as of a moment ago. Any thread."""
 

@@ -171,6 +171,7 @@ def open_log(settings: InstanceSettings, place: Place | None = None) -> RowLogSt
             allow_data_loss=settings.allow_data_loss,
             lease_s=settings.lease_s,
             endpoint=settings.peer,
+            checkpoints_to=settings.checkpoints_to or "",
         )
     else:
         store = open_log_folder(
@@ -181,6 +182,7 @@ def open_log(settings: InstanceSettings, place: Place | None = None) -> RowLogSt
             allow_data_loss=settings.allow_data_loss,
             lease_s=settings.lease_s,
             endpoint=settings.peer,
+            checkpoints_to=settings.checkpoints_to or "",
         )
     try:
         if wanted and store.macs is None:

@@ -83,6 +83,10 @@ class View(Protocol):
     def scan_back(self, table: str, last: bytes | None = None) -> Iterator[tuple[Readable, Readable]]:
         """The rows from the key ``last`` (None: the last one) back to the first."""
 
+    def sizes(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, int]]:
+        """As :meth:`scan`, with the size in bytes of each value: for who does not need it, as it may be far away."""
+        return ((key, len(value)) for key, value in self.scan(table, first))
+
     def size(self, table: str) -> TableSize: ...
 
 
@@ -139,6 +143,8 @@ class Backend(ReadBackend, Protocol):
     """What was found damaged when it was opened and was put right, in words."""
     synced: Callable[[float], None] | None = None
     """Told how many seconds each write took of the disk."""
+    problem: str = ""
+    """What it can't do as it should, in words; "": it can. Any thread."""
     standbys: Sequence[Standby] = ()
     """Who follows the log, as of a moment ago. Any thread."""
     heir: str = ""
@@ -325,7 +331,7 @@ class Options(Struct, frozen=True):
     """``size_bytes``: set aside for the log at first; ``size_bytes_max``: its limit. None: the backend's own.
 
     ``lease_s``: how long a writer that says nothing keeps a log that other machines reach. ``endpoint``: where peers
-    reach this process.
+    reach this process. ``checkpoints_to``: the URL of a store for large checkpoints; "": they are in the log.
     """
 
     size_bytes: int | None = None
@@ -333,6 +339,7 @@ class Options(Struct, frozen=True):
     allow_data_loss: bool = False  # also where a crash could lose what was acknowledged
     lease_s: float = LEASE_S
     endpoint: str = ""
+    checkpoints_to: str = ""
 
 
 def only_in_folders(where: str, what: str) -> LogError:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from coordinator.log.backend import Span, View
 from coordinator.log.format import SEQUENCE_KEY
-from protocol.varint import Readable
 
 STEP_ROWS_MAX = 1024  # a millisecond or two
 STEP_SIZE_BYTES_MAX = 16 << 20
@@ -27,18 +26,18 @@ class Budget:
     def exhausted(self) -> bool:
         return self.rows_left <= 0 or self.bytes_left <= 0
 
-    def take(self, value: Readable) -> None:
+    def take(self, size_bytes: int) -> None:
         self.rows_left -= 1
-        self.bytes_left -= len(value)
+        self.bytes_left -= size_bytes
 
     def take_span(self, view: View, table: str, end: bytes, first: bytes = b"") -> list[Span]:
         """The rows of ``table`` before the key ``end``, as far as the budget lasts: one span, or none."""
         last_key = None
-        for key_view, value in view.scan(table, first):
+        for key_view, size_bytes in view.sizes(table, first):
             key = bytes(key_view)
             if self.exhausted or key >= end:
                 break
-            self.take(value)
+            self.take(size_bytes)
             last_key = key
         if last_key is None:
             return []

@@ -109,7 +109,7 @@ def half_written(view: View) -> Changes:
     for table in ("chunks", "outputs"):
         checkpoint_id = 0
         while not budget.exhausted:
-            first = next(view.scan(table, CHUNK_KEY.pack(checkpoint_id, 0)), None)
+            first = next(view.sizes(table, CHUNK_KEY.pack(checkpoint_id, 0)), None)
             if first is None:
                 break
             checkpoint_id = CHUNK_KEY.unpack(first[0])[0]

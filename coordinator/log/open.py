@@ -96,11 +96,13 @@ def create_log(
     allow_data_loss: bool = False,
     lease_s: float = LEASE_S,
     endpoint: str = "",
+    checkpoints_to: str = "",
 ) -> RowLogStore:
     """Make a new log and open it for writing; without ``committer_id`` a random one is drawn.
 
     ``first_sequence_id``: what comes before that record counts as trimmed away. ``allow_data_loss``: also where a crash
-    of its server could lose what was acknowledged. ``lease_s``, ``endpoint``: see :class:`Options`.
+    of its server could lose what was acknowledged. ``lease_s``, ``endpoint``, ``checkpoints_to``: see
+    :class:`Options`.
 
     ``keys``: it is authenticated with the first of them. What a start leaves that was cut off does not count. Raises
     LogFormatError where there is a log already, LogFullError.
@@ -111,7 +113,7 @@ def create_log(
     require(bool(instance_name), "an instance needs a name")
     log_format.name_key(instance_name)
     place = place_of(log)
-    options = Options(map_size_bytes, map_size_bytes_max, allow_data_loss, lease_s, endpoint)
+    options = Options(map_size_bytes, map_size_bytes_max, allow_data_loss, lease_s, endpoint, checkpoints_to)
     identity = LogIdentity(log_format.FORMAT_VERSION, instance_name, committer_id, time.time_ns())
     rows = identity.rows()
     if first_sequence_id:
@@ -132,6 +134,7 @@ def open_log(
     allow_data_loss: bool = False,
     lease_s: float = LEASE_S,
     endpoint: str = "",
+    checkpoints_to: str = "",
 ) -> RowLogStore:
     """Open a log for writing.
 
@@ -142,7 +145,7 @@ def open_log(
     not a log, truncated, newer format), LogLockedError, LogIdentityError, DamagedLogError.
     """
     place = place_of(log)
-    options = Options(map_size_bytes, map_size_bytes_max, allow_data_loss, lease_s, endpoint)
+    options = Options(map_size_bytes, map_size_bytes_max, allow_data_loss, lease_s, endpoint, checkpoints_to)
     backend = place.open(instance_name, options)
     return _store(backend, keys, adopt=adopt, accept=accept)
 

@@ -101,6 +101,10 @@ class RowLogStore:
         return self.backend.lost
 
     @property
+    def problem(self) -> str:
+        return self.backend.problem
+
+    @property
     def standbys(self) -> Sequence[Standby]:
         return self.backend.standbys
 
@@ -250,7 +254,7 @@ class RowLogStore:
                     add_dependent(changes, transaction, view)
                     if transaction.checkpoint is not None:
                         self._checkpoint_writer.put_header(view, transaction.checkpoint, changes)
-            append = Append(self._last_sequence_id, self.backend.fence, records, changes.puts, changes.deletes)
+            append = Append(self._last_sequence_id, records=records, puts=changes.puts, deletes=changes.deletes)
             self._append(append, ticket, has_header=transaction.checkpoint is not None)
 
     def write_checkpoint_chunk(self, checkpoint_id: int, index: int, data: Readable) -> None:
@@ -304,10 +308,11 @@ class RowLogStore:
         return done
 
     def _change(self, changes: Changes, *points: FaultPoint) -> None:
-        last, fence = self._last_sequence_id, self.backend.fence
-        self._append(Append(last, fence, puts=changes.puts, deletes=changes.deletes, points=points))
+        last = self._last_sequence_id
+        self._append(Append(last, puts=changes.puts, deletes=changes.deletes, points=points))
 
     def _append(self, append: Append, ticket: int = 0, *, has_header: bool = False) -> None:
+        append.fence = self.backend.fence
         change = None if self._sealer is None else self._sealer.seal(append, self.backend)
 
         def appended() -> None:

@@ -94,6 +94,11 @@ class LogEndpoint:
         return self._store
 
     @property
+    def problem(self) -> str:
+        """As LogStore.problem; none while another process writes the log."""
+        return "" if self._store is None else self._store.problem
+
+    @property
     def standbys(self) -> Sequence[Standby]:
         """Who follows the log, as of a moment ago; none while another process writes it."""
         return () if self._store is None else self._store.standbys

@@ -113,6 +113,8 @@ class OperatorEndpoint:
             "commit_ms": round(self._log.commit_s * 1000, 3),
             "security": self._peers.describe_security(),
         }
+        if self._log.problem:
+            status["problems"] = [*status.get("problems", ()), self._log.problem]
         status["unsent_bytes"] -= self._app.sent_bytes  # of which the machine has not heard
         behind = bool(status["backlog_records"] or status["unsent_bytes"]) and not status["paused"]
         silent_s = (time.monotonic_ns() - self._app.moved_ns) / 1e9

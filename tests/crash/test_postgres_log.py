@@ -17,6 +17,7 @@ import pytest
 
 from coordinator.instances.registry import Registry, free_port
 from coordinator.operator import control
+from tests.helpers.cli import Run, immortal
 from tests.helpers.counting import CALLS, WAIT_S, House
 from tests.helpers.postgres import Postgres
 
@@ -230,3 +231,54 @@ def test_an_instance_moves_into_the_database_and_back_and_keeps_its_count(postgr
     finally:
         for one in house.runs:
             one.stop()
+
+
+LARGE = """
+from appsdk import Immortal, Impulses, on_primary, rpc
+
+class Large(Immortal):
+    state: bytes
+
+    def __init__(self) -> None:
+        self.state = b""
+
+    @rpc
+    def grow(self, size_bytes: int) -> None:
+        self.state += b"x" * size_bytes
+
+    @on_primary
+    def say(self, impulses: Impulses) -> None:
+        print("large has", len(self.state), flush=True)
+"""
+
+
+def test_a_large_checkpoint_is_in_a_store_and_comes_back_from_there(postgres: Postgres, tmp_path: Path) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    (tmp_path / "large.py").write_text(LARGE)
+    store = tmp_path / "objects"
+    log = postgres.url("large")
+    options = ["--app", "large:Large", "--log", log, "--checkpoints-to", f"file://{store}"]
+    immortal(tmp_path, "register", "large", "--peer", "tcp://127.0.0.1:*", *options)
+    run = Run(tmp_path, "large", "--restart")
+    try:
+        run.line("large has 0")
+        immortal(tmp_path, "call", "large", "grow", str(5 << 20))
+        immortal(tmp_path, "checkpoint", "large")
+        assert len([*store.glob("large/*")]) >= 4, "of whole MiB each"
+        coordinator = json.loads(immortal(tmp_path, "status", "large", "--json"))["pid"]
+        os.kill(coordinator, signal.SIGKILL)
+        run.line(f"large has {5 << 20}")
+        store.rename(tmp_path / "away")
+        store.write_text("no folder")
+        immortal(tmp_path, "call", "large", "grow", "1")
+        immortal(tmp_path, "checkpoint", "large")
+        said = immortal(tmp_path, "status", "large")
+        assert f"checkpoints go into the database, in place of file://{store}" in said
+        store.unlink()
+        (tmp_path / "away").rename(store)
+        immortal(tmp_path, "call", "large", "grow", "1")
+        immortal(tmp_path, "checkpoint", "large")
+        assert "in place of" not in immortal(tmp_path, "status", "large")
+        assert "large: sound" in immortal(tmp_path, "log", "verify", "large")
+    finally:
+        run.kill()

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from coordinator.core.errors import FencedError, LogError, LogFormatError, fail
 from coordinator.fault_points import reach
-from coordinator.log.backend import Append, Backend, Options, Place, Row, Space, Span, TableSize
+from coordinator.log.backend import Append, Backend, Options, Place, Row, Space, Span, TableSize, View
 from coordinator.log.format import SEQUENCE_KEY
 from coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
 from protocol.varint import Readable
@@ -48,7 +48,7 @@ class Table:
         return copied
 
 
-class MemoryTables:
+class MemoryTables(View):
     """What is durable of a log; a View of it as well. ``term``: of the last one that opened it for writing."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import lmdb
 
-from coordinator.log.backend import TableSize
+from coordinator.log.backend import TableSize, View
 from protocol.varint import Readable
 
 Tables: TypeAlias = dict[str, "lmdb._Database"]  # by name; those that the log has
@@ -22,7 +22,7 @@ def view_of(transaction: ReadTransaction, tables: Tables, rows: JournalRows) -> 
     return OverlaidView(transaction, tables, rows) if rows else LmdbView(transaction, tables)
 
 
-class LmdbView:
+class LmdbView(View):
     """Its rows come from LMDB's own iterators: nothing of ours runs for each of them."""
 
     def __init__(self, transaction: ReadTransaction, tables: Tables) -> None:

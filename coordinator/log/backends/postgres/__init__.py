@@ -22,6 +22,7 @@ except ImportError as error:  # before all else here, which needs it too
 from coordinator.log.backend import Append, Mac, Options, Place, ReadBackend, Row, View
 from coordinator.log.backends.postgres import lease as leases
 from coordinator.log.backends.postgres import schema
+from coordinator.log.backends.postgres.chunks import removed
 from coordinator.log.backends.postgres.connecting import Address, Connections, connect, reaching
 from coordinator.log.backends.postgres.copying import change, put_copy
 from coordinator.log.backends.postgres.durability import Durability
@@ -29,6 +30,7 @@ from coordinator.log.backends.postgres.following import PostgresFollowing, Postg
 from coordinator.log.backends.postgres.view import PostgresView, viewing
 from coordinator.log.backends.postgres.writing import PostgresBackend
 from coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
+from coordinator.objects.errors import StoreError
 
 LOOK_S = 0.1  # between two looks who has the lease, unless it runs out before
 
@@ -174,10 +176,15 @@ class PostgresPlace(Place):
                 " last_sequence_id = -1 WHERE instance = %s",
                 [instance],
             )
+            objects = PostgresView(connection, instance).pointers()
             connection.execute("DELETE FROM immortal.records WHERE instance = %s", [instance])
             connection.execute("DELETE FROM immortal.rows WHERE instance = %s", [instance])
             connection.execute("DELETE FROM immortal.leases WHERE instance = %s", [instance])
             connection.execute("DELETE FROM immortal.standbys WHERE instance = %s", [instance])
+        try:
+            removed(objects)
+        except StoreError as error:
+            raise LogError(f"the log is gone; of its checkpoints some are still in {objects[0].url}: {error}") from None
 
     def migrate(self) -> str:
         with self._connections.borrowed() as connection:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, LiteralString
 
 import psycopg
 
 from coordinator.core.errors import DamagedLogError
-from coordinator.log.backend import TableSize
+from coordinator.log.backend import TableSize, View
+from coordinator.log.backends.postgres.chunks import CHUNKS, ELSEWHERE, Pointer, fetched, pointer_of
 from coordinator.log.backends.postgres.connecting import Connections
 from coordinator.log.backends.postgres.packing import unpack
 from coordinator.log.format import SEQUENCE_KEY
@@ -40,7 +42,7 @@ _PACKS_FROM: LiteralString = (
 _PACKS_TO: LiteralString = _PACKS + "first <= %(first)s ORDER BY first DESC LIMIT %(limit)s"
 
 
-class PostgresView:
+class PostgresView(View):
     """Of ``instance``; ``connection`` is in a transaction, for this alone."""
 
     def __init__(self, connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> None:
@@ -50,6 +52,12 @@ class PostgresView:
     def get(self, table: str, key: bytes) -> Readable | None:
         if table == RECORDS:
             return self._record(_sequence_id(key))
+        value = self._value(table, key)
+        if value is None and table == CHUNKS and (pointer := self._value(ELSEWHERE, key)) is not None:
+            return fetched(pointer)
+        return value
+
+    def _value(self, table: str, key: bytes) -> bytes | None:
         rows = self.rows(
             "SELECT value FROM immortal.rows"
             " WHERE instance = %(instance)s AND table_name = %(table)s AND key = %(key)s",
@@ -61,7 +69,12 @@ class PostgresView:
     def scan(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, Readable]]:
         if table == RECORDS:
             yield from self._scan_records(_sequence_id(first))
-            return
+        elif table == CHUNKS:
+            yield from self._with_those_elsewhere(self._scan(CHUNKS, first), self._scan(ELSEWHERE, first))
+        else:
+            yield from self._scan(table, first)
+
+    def _scan(self, table: str, first: bytes) -> Iterator[tuple[bytes, bytes]]:
         limit = FIRST_ROWS_MAX
         while True:
             rows = self.rows(
@@ -80,7 +93,13 @@ class PostgresView:
     def scan_back(self, table: str, last: bytes | None = None) -> Iterator[tuple[Readable, Readable]]:
         if table == RECORDS:
             yield from self._scan_records_back(SEQUENCE_ID_MAX if last is None else _sequence_id(last))
-            return
+        elif table == CHUNKS:
+            rows, elsewhere = self._scan_back(CHUNKS, last), self._scan_back(ELSEWHERE, last)
+            yield from self._with_those_elsewhere(rows, elsewhere, back=True)
+        else:
+            yield from self._scan_back(table, last)
+
+    def _scan_back(self, table: str, last: bytes | None) -> Iterator[tuple[bytes, bytes]]:
         bound, key, limit = "true" if last is None else "key <= %(key)s", bytes(last or b""), FIRST_ROWS_MAX
         while True:
             rows = self.rows(_BACK[bound], table=table, key=key, limit=limit)
@@ -89,6 +108,50 @@ class PostgresView:
                 return
             bound, key = "key < %(key)s", rows[-1][0]
             limit = _limit_after(rows)
+
+    def _with_those_elsewhere(
+        self, rows: Iterable[tuple[bytes, bytes]], elsewhere: Iterable[tuple[bytes, bytes]], *, back: bool = False
+    ) -> Iterator[tuple[bytes, bytes]]:
+        both = heapq.merge(
+            ((key, value, False) for key, value in rows),
+            ((key, value, True) for key, value in elsewhere),
+            key=lambda row: row[0],
+            reverse=back,
+        )
+        for key, value, is_elsewhere in both:
+            found = fetched(value) if is_elsewhere else value
+            if found is not None:
+                yield key, found
+
+    def sizes(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, int]]:
+        if table == RECORDS:
+            yield from super().sizes(table, first)
+            return
+        sizes: Iterator[tuple[bytes, int]] = self._sizes(table, first)
+        if table == CHUNKS:
+            elsewhere = ((key, pointer_of(value).size_bytes) for key, value in self._scan(ELSEWHERE, first))
+            sizes = heapq.merge(sizes, elsewhere)
+        yield from sizes
+
+    def _sizes(self, table: str, first: bytes) -> Iterator[tuple[bytes, int]]:
+        limit = FIRST_ROWS_MAX
+        while True:
+            rows = self.rows(
+                "SELECT key, octet_length(value) FROM immortal.rows WHERE instance = %(instance)s"
+                " AND table_name = %(table)s AND key >= %(key)s ORDER BY key LIMIT %(limit)s",
+                table=table,
+                key=bytes(first),
+                limit=limit,
+            )
+            yield from rows
+            if len(rows) < limit:
+                return
+            first, limit = rows[-1][0] + b"\0", ROWS_MAX
+
+    def pointers(self, first: bytes = b"", end: bytes | None = None) -> list[Pointer]:
+        """Of the chunks with these keys that are in a store."""
+        rows = self._scan(ELSEWHERE, first)
+        return [pointer_of(value) for key, value in rows if end is None or key < end]
 
     def size(self, table: str) -> TableSize:
         if table == RECORDS:

@@ -25,6 +25,7 @@ from coordinator.core.interfaces import Standby
 from coordinator.fault_points import armed, reach
 from coordinator.log.backend import Append, Backend, Options, Row, Space, Span
 from coordinator.log.backends.postgres import lease as leases
+from coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads, Pointer
 from coordinator.log.backends.postgres.connecting import Address, Connections, connect, is_broken, reaching
 from coordinator.log.backends.postgres.durability import Durability
 from coordinator.log.backends.postgres.packing import packs
@@ -60,6 +61,8 @@ class PostgresBackend(Backend):
         self._is_warned = False  # during an append
         self._is_given_up = self._is_ended = False
         self._lease = leases.Lease(address, options.lease_s, options.endpoint)
+        self._chunks = ChunkUploads(options.checkpoints_to, address.named)
+        self._has_objects = bool(options.checkpoints_to)
         self._connection = self._connected()
         try:
             with reaching(address):
@@ -68,7 +71,12 @@ class PostgresBackend(Backend):
                 with viewing(self._readers, self._instance) as view:
                     self.identity = read_identity(view, self.where, instance_name)
                 self.fence = self._take()
+                with viewing(self._readers, self._instance) as view:
+                    named = {pointer.name for pointer in view.pointers()}
+                self._has_objects = self._has_objects or bool(named)
+                self._chunks.collect(named, self.fence)
         except BaseException:
+            self._chunks.close()
             self._connection.close()
             self._readers.close()
             raise
@@ -107,6 +115,10 @@ class PostgresBackend(Backend):
         return True
 
     @property
+    def problem(self) -> str:  # type: ignore[override]  # as the next one
+        return self._chunks.problem
+
+    @property
     def standbys(self) -> Sequence[Standby]:  # type: ignore[override]  # it only ever is read
         return self._lease.standbys
 
@@ -123,6 +135,8 @@ class PostgresBackend(Backend):
             if self._is_unknown:
                 raise LogUnavailableError(f"what became of the last append to {self.where} is not known yet")
             started_s = time.perf_counter()
+            gone = self._objects_of(append.deletes)
+            append = self._chunks.outward(append, self.fence)
             parts = list(statements(append))
             self._is_warned = False
             try:
@@ -138,8 +152,17 @@ class PostgresBackend(Backend):
                 raise
             self._check(append, answer)
             self._appends_count += 1
+            self._chunks.remove(gone)
             if self.synced is not None:
                 self.synced(time.perf_counter() - started_s)
+
+    def _objects_of(self, spans: Sequence[Span]) -> list[Pointer]:
+        """Of the chunks that go."""
+        chunks = [span for span in spans if span.table == CHUNKS] if self._has_objects else []
+        if not chunks:
+            return []
+        with viewing(self._readers, self._instance) as view:
+            return [pointer for span in chunks for pointer in view.pointers(span.first, span.end)]
 
     def _send(self, append: Append, parts: list[list[object]]) -> tuple[Any, ...]:
         connection, first = self._connection, parts[0]
@@ -230,6 +253,7 @@ class PostgresBackend(Backend):
             self.give_up()
         self.failure = self.failure or LogError(f"the log {self.where} is closed")
         self._lease.end()
+        self._chunks.close()
         self._connection.close()
         self._readers.close()
 

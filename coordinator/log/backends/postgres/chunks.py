@@ -1,0 +1,191 @@
+"""Large checkpoints of a log in PostgreSQL, in object storage: the row of a chunk says where its value is.
+
+Whole chunks (1 MiB) go to the store, what is smaller stays in the database: a small checkpoint has no object. A row
+comes before its object is there, and the header that makes the checkpoint count waits for all of them: what the store
+has not taken by then goes into the database with it. So a store that is away loses nothing, and delays a header alone.
+
+An object's name has the epoch of its writer: one of an older epoch that no row names is nobody's any more. No clock has
+a part in it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from coordinator.core.errors import DamagedLogError, LogError, LogUnavailableError
+from coordinator.log.backend import Append, Row, Span
+from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
+from coordinator.objects.errors import DamagedObjectError, ObjectError, StoreError
+
+if TYPE_CHECKING:
+    from coordinator.objects.store import Objects
+
+CHUNKS = "chunks"
+ELSEWHERE = "chunks_elsewhere"
+"""The table with the rows of those that are in a store, under the same keys."""
+OBJECT_SIZE_BYTES_MIN = 1 << 20
+UPLOADS_MAX = 8  # at once; each holds its chunk in memory
+ANSWER_S = 2.0  # a store that takes longer for a chunk is away
+_NAME = re.compile(r"\d{20}-\d{8}-e(\d+)-[0-9a-f]{16}")
+
+
+class Pointer(msgspec.Struct, array_like=True, frozen=True):
+    """Where a chunk is. ``url``: of the store; ``folder``: of the instance, in it."""
+
+    url: str
+    folder: str
+    name: str
+    size_bytes: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Pointer).decode
+
+
+def pointer_of(value: bytes) -> Pointer:
+    """Raises DamagedLogError."""
+    try:
+        return _decode(value)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DamagedLogError(f"a row of {ELSEWHERE} says no place: {error}", -1) from None
+
+
+def fetched(value: bytes) -> bytes | None:
+    """The chunk that a row says the place of; None: it is not there any more. Raises LogUnavailableError, LogError."""
+    pointer = pointer_of(value)
+    try:
+        return _folder(pointer.url, pointer.folder).get(pointer.name)
+    except DamagedObjectError:
+        return None
+    except StoreError as error:
+        raise LogUnavailableError(str(error)) from None
+
+
+def removed(pointers: Iterable[Pointer]) -> None:
+    """Raises StoreError, LogError."""
+    for pointer in pointers:
+        _folder(pointer.url, pointer.folder).remove([pointer.name])
+
+
+@lru_cache(maxsize=8)
+def _folder(url: str, instance: str) -> Objects:
+    """Raises LogError, StoreError."""
+    try:
+        from coordinator.objects.store import Objects, store_of
+    except ImportError as error:
+        raise LogError(
+            f"checkpoints in {url} need the extra archive, pip install 'immortal[archive]': {error}"
+        ) from None
+    try:
+        return Objects(store_of(url), url.rstrip("/")).below(instance)
+    except ObjectError as error:
+        raise LogError(str(error)) from None
+
+
+class _Upload(NamedTuple):
+    key: bytes
+    value: bytes
+    done: Future[None]
+
+    def error(self) -> BaseException | None:
+        """Why the store has not taken it."""
+        try:
+            return self.done.exception(ANSWER_S)
+        except TimeoutError:
+            return StoreError(f"the store has not answered for {ANSWER_S:g} s")
+
+
+class ChunkUploads:
+    """Those of one writer; one thread. ``url`` "": nothing goes there, but what is there is removed in its time.
+
+    ``problem``: what keeps the store from taking chunks, in words; "": nothing.
+    """
+
+    def __init__(self, url: str, instance: str) -> None:
+        """Raises LogError for a URL that names no store."""
+        self.problem = ""
+        self._url = url
+        self._instance = instance
+        self._uploads: list[_Upload] = []  # of the checkpoint that is being written
+        self._pool = ThreadPoolExecutor(UPLOADS_MAX, thread_name_prefix="chunks")
+        if url:
+            try:
+                _folder(url, instance)
+            except StoreError as error:
+                self._say(error)
+
+    def outward(self, append: Append, epoch: int) -> Append:
+        """``append`` as the database gets it."""
+        puts = [self._put(row, epoch) for row in append.puts]
+        deletes = [*append.deletes]
+        deletes += [span._replace(table=ELSEWHERE) for span in append.deletes if span.table == CHUNKS]
+        for table, key, _ in append.puts:
+            if table == "checkpoints":
+                for upload in self._not_taken(SEQUENCE_KEY.unpack(key)[0]):
+                    puts.append((CHUNKS, upload.key, upload.value))
+                    deletes.append(Span.of_one(ELSEWHERE, upload.key))
+        return msgspec.structs.replace(append, puts=puts, deletes=deletes)
+
+    def _put(self, row: Row, epoch: int) -> Row:
+        table, key, value = row
+        if not self._url or table != CHUNKS:
+            return row
+        checkpoint_id, index = CHUNK_KEY.unpack(key)
+        if index == 0:
+            self._uploads = []  # of a checkpoint that is whole by now, or was given up
+        if len(value) < OBJECT_SIZE_BYTES_MIN or self._is_away():
+            return row
+        name = f"{checkpoint_id:020}-{index:08}-e{epoch}-{secrets.token_hex(8)}"
+        upload = _Upload(bytes(key), bytes(value), self._pool.submit(self._send, name, bytes(value)))
+        self._uploads = [one for one in self._uploads if not one.done.done() or one.error() is not None]
+        self._uploads.append(upload)
+        return ELSEWHERE, key, _encode(Pointer(self._url, self._instance, name, len(value)))
+
+    def _is_away(self) -> bool:
+        """Waits while many are on their way."""
+        waiting = [one for one in self._uploads if not one.done.done()]
+        if len(waiting) >= UPLOADS_MAX:
+            return waiting[0].error() is not None
+        return any(one.done.done() and one.error() is not None for one in self._uploads)
+
+    def _send(self, name: str, value: bytes) -> None:
+        _folder(self._url, self._instance).put_new(name, value)
+
+    def _not_taken(self, checkpoint_id: int) -> list[_Upload]:
+        """By the store, when it has answered for all. They stay: the append may come again."""
+        own = [one for one in self._uploads if CHUNK_KEY.unpack(one.key)[0] == checkpoint_id]
+        failed = [(one, error) for one in own if (error := one.error()) is not None]
+        if failed:
+            self._say(failed[0][1])
+        elif own:
+            self.problem = ""
+        return [one for one, _ in failed]
+
+    def _say(self, error: BaseException) -> None:
+        self.problem = f"checkpoints go into the database, in place of {self._url}: {error}"
+
+    def remove(self, pointers: Collection[Pointer]) -> None:
+        """Beside what else is done. What fails is found by :meth:`collect` of the next writer."""
+        if pointers:
+            self._pool.submit(removed, pointers)
+
+    def collect(self, named: Collection[str], epoch: int) -> Future[int] | None:
+        """Remove what writers of epochs before ``epoch`` have left and is not ``named``, beside what else is done."""
+        return self._pool.submit(self._collect, named, epoch) if self._url else None
+
+    def _collect(self, named: Collection[str], epoch: int) -> int:
+        folder = _folder(self._url, self._instance)
+        found = ((stored.name, _NAME.fullmatch(stored.name)) for stored in folder.listed())
+        gone = [name for name, match in found if match and int(match[1]) < epoch and name not in named]
+        folder.remove(gone)
+        return len(gone)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
