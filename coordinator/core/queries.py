@@ -5,9 +5,9 @@
 The state that a query sees follows from records, which were durable before the app got them, and from verdicts of the
 app, which may not be durable yet: an answer behind one waits for it. So no crash takes back what a client was told.
 
-What can't be asked now is refused, and the client asks again for as long as it has time. Callers take turns, and only as
-many queries are at the app at once as it answers in some milliseconds: so nobody's flood keeps records, or the queries of
-others, from it.
+What can't be asked now is refused, and the client asks again for as long as it has time. Callers take turns, and only
+as many queries are at the app at once as it answers in some milliseconds: so nobody's flood keeps records, or the
+queries of others, from it.
 """
 
 from __future__ import annotations

@@ -32,6 +32,16 @@ def looking(limit: QueryLimit, ended: threading.Event) -> threading.Thread:
     return thread
 
 
+def held_by(other: threading.Thread) -> None:
+    """Until the other thread is over, wherever in here it raises something: that goes on from here then."""
+    try:
+        other.start()
+        other.join()
+    except QueryTooLong:
+        other.join()
+        raise
+
+
 def test_one_that_runs_for_ever_is_ended() -> None:
     limit, ended = QueryLimit(limit_s=0.05), threading.Event()
     thread = looking(limit, ended)
@@ -60,9 +70,7 @@ def test_one_that_ends_at_the_same_moment_is_over() -> None:
 
     def told_at_its_end() -> int:
         clock.now_s += 2.0
-        other = threading.Thread(target=lambda: limit_passed.append(limit.look()))
-        other.start()
-        other.join()
+        held_by(threading.Thread(target=lambda: limit_passed.append(limit.look())))
         return 5
 
     for _ in range(200):
@@ -129,13 +137,8 @@ def test_one_that_can_not_be_reached_ends_the_process_which_says_so() -> None:
         can_say[0] = True
         watchdog.look()
 
-    def held() -> None:
-        other = threading.Thread(target=look)
-        other.start()
-        other.join()
-
     with pytest.raises(QueryTooLong):
-        limit.run(held)
+        limit.run(lambda: held_by(threading.Thread(target=look)))
     assert found == [[], []], "somebody looks at it; nobody would know what it was"
     assert ended == [EXIT_RECOVER]
     assert said[0][1] == MessageType.LEAVING or MessageType.LEAVING in said[0][:3]
