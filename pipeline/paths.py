@@ -43,7 +43,7 @@ def log_folders(paths: list[str], *, may_be_none: bool = False) -> list[str]:
     found: dict[str, str] = {}
     for given in paths:
         path = folder_of(given)
-        if split_url(path)[0] != FOLDERS or "#" in given:
+        if split_url(path)[0] != FOLDERS or ("#" in given and path != given):
             found |= {url: url for url in _urls(given, may_be_none=may_be_none)}
             continue
         matches = sorted(glob.glob(path)) if glob.has_magic(path) and not os.path.exists(path) else [path]
