@@ -83,7 +83,8 @@ def _nothing_at(path: str, matches: list[str]) -> str:
         return f"there is no folder {path}"
     if not os.path.isdir(matches[0]):
         return f"{path} is a file: a log folder, or a registry's home, was expected"
-    return f"there is no log in {path}: a log folder, the URL of a log or of an archive, or a registry's home, was expected"
+    expected = "a log folder, the URL of a log or of an archive, or a registry's home"
+    return f"there is no log in {path}: {expected}, was expected"
 
 
 def _folders(path: Path) -> Iterator[Path | str]:

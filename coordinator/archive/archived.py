@@ -107,7 +107,9 @@ class _CheckpointRows:
                 yield from (row for row in self._rows_of(at).get(table, []) if row[0] >= first)
 
     def _may_have(self, at: int, part: Part, table: str, first: bytes) -> bool:
-        if self._ids[at] < first[: SEQUENCE_KEY.size] or (table == "checkpoints" and part.name not in self._with_headers):
+        if self._ids[at] < first[: SEQUENCE_KEY.size]:
+            return False
+        if table == "checkpoints" and part.name not in self._with_headers:
             return False
         known = self._last_keys.get(at)
         return known is None or (table in known and known[table] >= first)

@@ -1,9 +1,9 @@
 """Making and opening logs by URL: the one place that knows which backends there are.
 
 ``lmdb:PATH``, or a path alone, is a log in a folder, ``postgresql://...#NAME`` one in a database. ``memory:NAME`` is
-one in this process, for tests. ``s3://...#NAME`` and the like are archives, which are only read. What another package brings it registers as an entry point of the group
-``immortal.log_backends``: its name is the scheme, its value (``module:Class``) a
-:class:`coordinator.log.backend.Place`. docs/decisions/0027 has the reasons.
+one in this process, for tests. ``s3://...#NAME`` and the like are archives, which are only read. What another package
+brings it registers as an entry point of the group ``immortal.log_backends``: its name is the scheme, its value
+(``module:Class``) a :class:`coordinator.log.backend.Place`. docs/decisions/0027 has the reasons.
 """
 
 from __future__ import annotations
