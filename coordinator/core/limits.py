@@ -170,9 +170,11 @@ class Limits:
     queries_bytes: int = 16 * MIB
     """... and in bytes: what they are asked with."""
 
-    queries_at_app_max: int = 4
-    """Queries that the app has been given: a record that comes waits for no more than these. Two keep it at work, the
-    others what is on its way."""
+    queries_at_app_max: int = 16
+    """Queries that the app has been given, at most; fewer where it takes longer than the next one for them."""
+
+    queries_at_app_ns: int = 5_000_000
+    """So long a record that comes waits for queries that the app was given before it, or for two of them."""
 
     query_barred_ns: int = 60_000_000_000
     """A query that has changed the state is not asked again for so long: each time costs the app a replay."""

@@ -5,8 +5,9 @@
 The state that a query sees follows from records, which were durable before the app got them, and from verdicts of the
 app, which may not be durable yet: an answer behind one waits for it. So no crash takes back what a client was told.
 
-What can't be asked now is refused, and the client asks again for as long as it has time. Callers take turns, and only a
-few queries are at the app at once: so nobody's flood keeps records, or the queries of others, from it.
+What can't be asked now is refused, and the client asks again for as long as it has time. Callers take turns, and only as
+many queries are at the app at once as it answers in some milliseconds: so nobody's flood keeps records, or the queries of
+others, from it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from protocol.queries import QueryQuestion, decode_query_answer, encode_query
 from protocol.readers import Message
 
 Key = tuple[str, str, int]  # caller, client ID, its number of the query
+ROOM_MIN = 2  # one is answered, one is on its way
 ANSWER_KINDS = (ReplyKind.VALUE, ReplyKind.NOTHING, ReplyKind.RAISED)
 
 
@@ -42,6 +44,7 @@ class _Query:
     caller: str
     method_id: int
     arguments: bytes
+    asked_ns: int = 0
 
     @property
     def key(self) -> Key:
@@ -73,6 +76,7 @@ class Queries:
     _open_by: Counter[str] = field(default_factory=Counter)  # by asker
     _waiting: OrderedDict[str, deque[_Query]] = field(default_factory=OrderedDict)  # by asker, in turns
     _asked: dict[int, _Query] = field(default_factory=dict)  # by ticket
+    _room: int = ROOM_MIN  # for so many of them at once
     _held: deque[tuple[int, _Query, Reply]] = field(default_factory=deque)  # until that commit is durable
     _barred: dict[int, int] = field(default_factory=dict)  # method IDs, until when
 
@@ -138,7 +142,7 @@ class Queries:
 
     def go_on(self) -> None:
         """Ask what the app has room for, and tell what is durable by now."""
-        while self._waiting and len(self._asked) < self.limits.queries_at_app_max and self.session.phase in WORKS:
+        while self._waiting and self._has_room():
             asker, queries = next(iter(self._waiting.items()))
             query = queries.popleft()
             if queries:
@@ -147,6 +151,7 @@ class Queries:
                 del self._waiting[asker]
             self._ticket += 1
             self._asked[self._ticket] = query
+            query.asked_ns = self.turn.now_ns
             question = QueryQuestion(self._ticket, query.method_id, query.arguments, self.turn.now_ns)
             self.outbox.control(MessageType.QUERY_ASKED, encode_query(question))
         while self._held and self._held[0][0] <= self.peers.log.durable_ticket:
@@ -162,6 +167,7 @@ class Queries:
                 f"the app sent QueryAnswered (94) of kind {answer.kind} for the query {answer.ticket}: one that it was "
                 f"asked and has not answered, and a kind from 1 to 3 were expected"
             )
+        self._make_room(self.turn.now_ns - query.asked_ns)
         if answer.changed:
             self._barred[query.method_id] = self.turn.now_ns + self.limits.query_barred_ns
             self.turn.report(notices.QueryChangedState(self.intake.permissions.name_of(query.method_id)))
@@ -171,6 +177,17 @@ class Queries:
             self._tell(query, reply)
         else:
             self._held.append((self.peers.held_ticket, query, reply))
+
+    def _has_room(self) -> bool:
+        room = min(self._room, self.limits.queries_at_app_max)
+        return len(self._asked) < room and self.session.phase in WORKS
+
+    def _make_room(self, answered_ns: int) -> None:
+        """Where there was none left: an answer that came soon makes room for one more, a late one takes half of it."""
+        if answered_ns > self.limits.queries_at_app_ns:
+            self._room = max(ROOM_MIN, self._room // 2)
+        elif len(self._asked) + 1 >= self._room < self.limits.queries_at_app_max:
+            self._room += 1
 
     def _tell(self, query: _Query, reply: Reply) -> None:
         self._close(query)
@@ -196,4 +213,5 @@ class Queries:
             self.clients.refuse(query.token, query.frame, ClientCode.NOT_READY, text)
         self._waiting.clear()
         self._asked.clear()
+        self._room = ROOM_MIN
         self._held.clear()

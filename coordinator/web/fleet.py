@@ -6,18 +6,22 @@ import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+from markupsafe import Markup
 
 from coordinator.cli.status import NOT_STARTED, STOPPED, age_text, instance_status, problems
 from coordinator.instances.registry import Registry
 from coordinator.operator import control
 from coordinator.web.logs import Logs
+from coordinator.web.rendering import render
 from protocol.command_line import size_text
 from protocol.errors import ImmortalError
 
 FRESH_S = 1.0
 STOPPED_FRESH_S = 15.0  # what does not run is read from its log, and changes when it is started
-ASKED_AT_ONCE_MAX = 8
+ASKED_AT_ONCE_MAX = 2  # more would keep the interpreter from pages; one that does not answer holds up half of the look
 RATE_SPAN_S = 5.0
 FIRST_WAIT_S = 0.1  # of a page, for instances that nothing is known of yet: what comes later it is sent by itself
 
@@ -41,6 +45,11 @@ class Row:
     disk: str
     problems: list[str]
     status: dict[str, Any] = field(repr=False)
+
+    @cached_property
+    def cells(self) -> Markup:
+        """Of the table: made once, for all pages and all who look."""
+        return Markup(render("_cells.html", row=self))  # noqa: S704 -- escaped by the template
 
 
 class Fleet:
@@ -99,6 +108,7 @@ class Fleet:
 
     def _note(self, name: str) -> None:
         row = self._row(name)
+        _ = row.cells  # made here, not by the next page
         with self._looking:
             self._rows[name] = row
 

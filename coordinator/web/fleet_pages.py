@@ -70,7 +70,7 @@ def fleet_live(request: Request) -> EventSourceResponse:
         if before is not None and before != names:  # some came, or went
             yield "rows", render("_rows.html", **view)
         for row in view["rows"]:
-            yield f"row-{row.name}", render("_cells.html", row=row)
+            yield f"row-{row.name}", str(row.cells)
 
     return stream(request, look)
 

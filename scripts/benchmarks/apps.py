@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
+from appsdk import Immortal, Impulses, impulse, on_primary, peer, query, rpc
 from bench.apps import course, say
 from bench.call_apps import Caller
 from scripts.benchmarks.rivals.steps import STEPS, step
@@ -97,6 +97,18 @@ class WaitingCaller(Caller):
             say({"held": self.held})
             break
         super().drive(impulses)
+
+
+class Asked(Immortal):
+    """Answers callers from outside, as a call and as a query."""
+
+    @rpc(id=1)
+    def echo(self, data: bytes) -> bytes:
+        return data
+
+    @query(id=2)
+    def same(self, data: bytes) -> bytes:
+        return data
 
 
 class Holder(Immortal, checkpoint="fork"):

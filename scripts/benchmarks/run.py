@@ -17,6 +17,7 @@ FORMAT_VERSION = 1
 PARTS = {
     "one_way": "one-way calls by size, and what they cost",
     "calls": "awaited calls",
+    "queries": "calls from outside, logged and not",
     "shapes": "fan-out, fan-in, a chain of five",
     "durable": "a durable handler of three steps",
     "recovery": "replay, and kill -9",

@@ -11,6 +11,7 @@ from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.limits import Limits
 from coordinator.core.permissions import Permission
+from coordinator.core.queries import ROOM_MIN
 from coordinator.core.session import Phase
 from protocol.client import ClientCode, ClientFrame, ClientFrameType, Reply, ReplyKind, decode_replies, encode_request
 from protocol.extensions import QUERIES, AppDescription, Hello, encode_app_description, encode_hello
@@ -224,6 +225,33 @@ def test_a_flood_has_a_limit_and_the_others_have_their_turn() -> None:
         order += [token for token, _, _ in told(driven.data(answer(question)))]
     assert order == ["t", "t", "u", "v", "t"]
     assert told(driven.handle(query("w", 1, client_id="late"))) == []
+
+
+def test_an_app_that_answers_soon_is_asked_more_at_once() -> None:
+    driven = working(limits=Limits(caller_queries_max=1000))
+    driven.handle(*(query("t", number) for number in range(1, 301)))
+    questions, rooms = asked(driven), []
+    assert len(questions) == ROOM_MIN
+    for took_ms in (1, 1, 1, 1, 6, 1):
+        driven.now_ns += took_ms * 1_000_000
+        for question in questions:
+            driven.data(answer(question))
+        questions = asked(driven)
+        rooms.append(len(questions))
+    assert rooms[:4] == sorted(rooms[:4])
+    assert rooms[3] == Limits().queries_at_app_max
+    assert rooms[4] == ROOM_MIN, "a record that comes is not to wait for many that take long"
+    assert rooms[5] > ROOM_MIN
+
+
+def test_one_after_the_other_makes_no_room_for_a_burst() -> None:
+    driven = working()
+    for number in range(1, 50):
+        driven.handle(query("t", number))
+        (question,) = asked(driven)
+        driven.data(answer(question))
+    driven.handle(*(query("t", number) for number in range(50, 60)))
+    assert len(asked(driven)) == ROOM_MIN
 
 
 def test_one_that_has_changed_the_state_is_not_asked_again_for_a_while() -> None:

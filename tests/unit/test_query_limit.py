@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -68,6 +70,26 @@ def test_one_that_ends_at_the_same_moment_is_over() -> None:
             limit.run(told_at_its_end)
         assert sum(range(1000)) == 499500, "nothing comes behind it"
     assert limit_passed == [False] * 200
+
+
+DEBUGGED = """
+import bdb
+from appsdk.errors import QueryTooLong
+from appsdk.running.query_limit import QueryLimit
+
+limit = QueryLimit(limit_s=0.0)
+try:
+    limit.run(limit.look)
+except QueryTooLong:
+    print("ended", end=" ")
+print(bdb.Bdb().runcall(lambda: 4))
+"""
+
+
+def test_the_thread_can_be_debugged_afterwards() -> None:
+    """It hung for ever, at the first function that was traced."""
+    run = subprocess.run([sys.executable, "-c", DEBUGGED], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.stdout, run.stderr) == ("ended 4\n", "")
 
 
 def test_one_that_can_not_be_reached_ends_the_process_which_says_so() -> None:
