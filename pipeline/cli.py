@@ -112,7 +112,9 @@ def _spark(master: str, settings: dict[str, str], name: str) -> Iterator[tuple[S
 def pipeline() -> None:
     """Jobs over the logs of a whole fleet, on Spark.
 
-    A PATH is a log folder, a registry's home, or an export; without any it is the own registry's home.
+    A PATH is a log folder, a registry's home, an export, or a URL: of a database (postgresql://HOST/DATABASE) or an
+    archive (s3://BUCKET/PATH and the like), all logs there or, with #NAME behind it, one of them. Without any it is the
+    own registry's home.
     """
 
 

@@ -1,4 +1,5 @@
-"""From what a user gives to logs: URLs, log folders, an instance's folder, a registry's home, patterns of them."""
+"""From what a user gives to logs: URLs of logs, databases and archives, log folders, an instance's folder, a registry's
+home, patterns of them."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from coordinator.core.errors import LogError
 from coordinator.log import log_exists
+from coordinator.log.open import place_of
 from coordinator.log_url import FOLDERS, split_url
 from pipeline.errors import SourceError
 
@@ -26,7 +28,12 @@ def paths_of(options: Mapping[str, str]) -> list[str]:
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise SourceError(f"option paths: {listed!r}: a JSON list of strings was expected")
         paths += values
-    return [path.removeprefix("file://") for path in paths if path]
+    return [path for path in paths if path]
+
+
+def folder_of(url: str) -> str:
+    """The folder that ``file://`` means, as Spark writes paths; anything else as it is."""
+    return url.removeprefix("file://")
 
 
 def log_folders(paths: list[str], *, may_be_none: bool = False) -> list[str]:
@@ -35,12 +42,14 @@ def log_folders(paths: list[str], *, may_be_none: bool = False) -> list[str]:
         raise SourceError("no path was given: load() takes log folders, or a registry's home")
     found: dict[str, str] = {}
     for given in paths:
-        scheme, path = split_url(given)
-        if scheme != FOLDERS:
-            found.setdefault(given, _url(given))
+        path = folder_of(given)
+        if split_url(path)[0] != FOLDERS or ("#" in given and path != given):
+            found |= {url: url for url in _urls(given, may_be_none=may_be_none)}
             continue
         matches = sorted(glob.glob(path)) if glob.has_magic(path) and not os.path.exists(path) else [path]
         folders = [folder for match in matches for folder in _folders(Path(match))]
+        if not folders and path != given and os.path.isdir(path):
+            folders += _urls(given, may_be_none=True)
         if not folders and not may_be_none:
             raise SourceError(_nothing_at(path, matches))
         for folder in folders:
@@ -51,14 +60,20 @@ def log_folders(paths: list[str], *, may_be_none: bool = False) -> list[str]:
     return sorted(found.values())
 
 
-def _url(url: str) -> str:
-    """A log that is in no folder, as it is called. Raises SourceError."""
+def _urls(url: str, *, may_be_none: bool) -> list[str]:
+    """The logs that are in no folder: the one that is named, or all of a database or an archive. Raises SourceError."""
     try:
-        if not log_exists(url):
-            raise SourceError(f"there is no log {url}")
+        place = place_of(url)
+        names = place.instances()
+        if names is None:
+            if not place.exists():
+                raise SourceError(f"there is no log {url}")
+            return [url]
     except LogError as error:
         raise SourceError(str(error)) from None
-    return url
+    if not names and not may_be_none:
+        raise SourceError(f"there is no log of any instance in {url}")
+    return [f"{url.rstrip('/')}#{name}" for name in names]
 
 
 def _nothing_at(path: str, matches: list[str]) -> str:
@@ -68,7 +83,8 @@ def _nothing_at(path: str, matches: list[str]) -> str:
         return f"there is no folder {path}"
     if not os.path.isdir(matches[0]):
         return f"{path} is a file: a log folder, or a registry's home, was expected"
-    return f"there is no log in {path}: a log folder, the URL of a log, or a registry's home, was expected"
+    expected = "a log folder, the URL of a log or of an archive, or a registry's home"
+    return f"there is no log in {path}: {expected}, was expected"
 
 
 def _folders(path: Path) -> Iterator[Path | str]:

@@ -16,7 +16,7 @@ from coordinator.log import LogReader, log_exists, open_reader
 from coordinator.log.authentication import Macs, are_authentic, forged_record
 from coordinator.log.backend import View
 from coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY
-from coordinator.log.meta import meta_value
+from coordinator.log.meta import meta_value, read_identity
 from coordinator.log.open import place_of
 from pipeline.decode import PADDING, Values
 from pipeline.errors import LogChangedError
@@ -57,20 +57,30 @@ def open_shared(folder: str) -> LogReader:
     Raises what :func:`coordinator.log.open_reader` raises.
     """
     place = place_of(folder)
-    there = place.version()
-    version = None if there is None else (os.getpid(), there)
+    version = (os.getpid(), place.version())
     known = _open.pop(folder, None)
-    if known is not None and known[0] == version:
+    if known is not None and known[0] == version and _is_same(known[1], version[1]):
         _open[folder] = known
         return known[1]
     if known is not None and known[0][0] == os.getpid():  # else it is the parent's, which fork has copied
         known[1].close()
     log = open_reader(place)
-    if version is not None:
+    if version[1] is not None or place.is_shared:
         _open[folder] = (version, log)
         while len(_open) > OPEN_LOGS_MAX:
             _open.popitem(last=False)[1][1].close()
     return log
+
+
+def _is_same(log: LogReader, version: object) -> bool:
+    """Where no version says whether it is the log of before, the log does."""
+    if version is not None:
+        return True
+    try:
+        with log.view() as view:
+            return read_identity(view, log.where, None) == log.identity
+    except LogError:  # it is opened anew, which says what is wrong
+        return False
 
 
 def close_shared() -> None:
@@ -165,11 +175,12 @@ def _piece(view: View, first: int, end: int) -> Values | None:
     keys: list[Readable] = []
     found: list[Readable] = []
     rest_bytes = PIECE_SIZE_BYTES
+    rows_max = min(PIECE_ROWS_MAX, end - first)  # what comes behind them is not even fetched
     for key, value in view.scan("records", SEQUENCE_KEY.pack(first)):
         keys.append(key)
         found.append(value)
         rest_bytes -= len(value)
-        if rest_bytes <= 0 or len(keys) == PIECE_ROWS_MAX:
+        if rest_bytes <= 0 or len(keys) == rows_max:
             break
     joined = b"".join(keys)
     if len(joined) != SEQUENCE_KEY.size * len(keys):

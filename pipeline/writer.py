@@ -24,7 +24,7 @@ from coordinator.core.interfaces import IMPULSES, ClientPosition, SourcePosition
 from coordinator.log import RowLogStore, create_log, log_exists, verify_value
 from coordinator.log.format import SEQUENCE_KEY
 from pipeline.errors import SourceError
-from pipeline.paths import paths_of
+from pipeline.paths import folder_of, paths_of
 from pipeline.records import decode_row, encode_record_of, encode_row, row_key
 from pipeline.schema import SCHEMAS
 from pipeline.source import number
@@ -59,7 +59,7 @@ class Writer(DataSourceArrowWriter):
         paths = paths_of(options)
         if len(paths) != 1:
             raise SourceError(f"a log is written to one folder, {len(paths)} were given")
-        self._folder = Path(paths[0]).absolute()
+        self._folder = Path(folder_of(paths[0])).absolute()
         if overwrite:
             raise SourceError('a log is never overwritten: write with mode("append"), to a folder that holds no log')
         self._require_no_log()

@@ -43,6 +43,20 @@ class Archive:
         check_follows([moment for moment, _ in found], [its_digest for _, its_digest in found])
         return [(moment, stored_s) for (moment, _), (_, stored_s) in zip(found, listed, strict=True)]
 
+    def follow(self, known: dict[int, tuple[Moment, str]]) -> list[Moment]:
+        """As :meth:`moments`, without reading those again that are ``known``, by number with the digests of their
+        manifests; but for the newest, which says of the others whether they are what was there. ``known`` grows.
+        """
+        numbers = self.numbers()
+        names = [moment_name(number) for number in numbers if number not in known or number == numbers[-1]]
+        found = [self._decoded(name, data) for name, data in zip(names, self.objects.get_all(names), strict=True)]
+        known.update({moment.number: (moment, its_digest) for moment, its_digest in found})
+        for gone in known.keys() - set(numbers):
+            del known[gone]
+        moments = [known[number][0] for number in numbers]
+        check_follows(moments, [known[number][1] for number in numbers])
+        return moments
+
     def put_moment(self, moment: Moment) -> str | None:
         """The digest of its manifest; None where another one has that number. Raises StoreError."""
         name, data = moment_name(moment.number), encode_moment(moment)

@@ -53,6 +53,11 @@ def needs_of(moments: Sequence[Moment], index: int) -> Needs:
     return Needs(states[::-1], segments[::-1], moment.checkpoint_parts, oldest)
 
 
+def encrypted_parts(moments: Sequence[Moment]) -> dict[str, bool]:
+    """Whether each of the objects that ``moments`` name is encrypted."""
+    return {part.name: one.encrypted for one in moments for part in (*one.new_parts, *one.checkpoint_parts)}
+
+
 def check_follows(moments: Sequence[Moment], digests: Sequence[str]) -> None:
     """Whether each manifest is the next one of the one before. Raises DamagedObjectError."""
     for before, moment, its_digest in zip(moments, moments[1:], digests, strict=False):

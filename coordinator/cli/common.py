@@ -26,7 +26,8 @@ def instance_name(ctx: click.Context, parameter: click.Parameter, value: str | N
     try:
         return check_instance_name(value)
     except ConfigError as error:
-        raise click.BadParameter(str(error)) from None
+        hint = "; URLs of logs are for 'immortal log diff' and 'immortal pipeline'" if "://" in value else ""
+        raise click.BadParameter(f"{error}{hint}") from None
 
 
 def app_name(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

@@ -227,6 +227,13 @@ class Place(Protocol):
     def exists(self) -> bool:
         """Whether there is a log; whether it is one of ours shows when it is opened."""
 
+    def instances(self) -> list[str] | None:
+        """Whose logs are there, where the location is of many and does not say which; None: it is of one.
+
+        Raises LogError.
+        """
+        return None
+
     def create(self, identity: LogIdentity, rows: Sequence[Row], options: Options) -> Backend:
         """A new log with ``rows``. What was not created whole does not exist. Raises LogFormatError, LogFullError."""
 

@@ -1,9 +1,9 @@
 """Making and opening logs by URL: the one place that knows which backends there are.
 
 ``lmdb:PATH``, or a path alone, is a log in a folder, ``postgresql://...#NAME`` one in a database. ``memory:NAME`` is
-one in this process, for tests. What another package brings it registers as an entry point of the group
-``immortal.log_backends``: its name is the scheme, its value (``module:Class``) a
-:class:`coordinator.log.backend.Place`. docs/decisions/0027 has the reasons.
+one in this process, for tests. ``s3://...#NAME`` and the like are archives, which are only read. What another package
+brings it registers as an entry point of the group ``immortal.log_backends``: its name is the scheme, its value
+(``module:Class``) a :class:`coordinator.log.backend.Place`. docs/decisions/0027 has the reasons.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ BACKENDS = {
     "memory": "coordinator.log.backends.memory:MemoryPlace",
     "postgresql": "coordinator.log.backends.postgres:PostgresPlace",
 }
+ARCHIVES = {
+    "s3": "coordinator.archive.place:S3Archive",
+    "gs": "coordinator.archive.place:GoogleArchive",
+    "az": "coordinator.archive.place:AzureArchive",
+    "file": "coordinator.archive.place:FolderArchive",
+}
 ENTRY_POINTS = "immortal.log_backends"
 
 
@@ -55,7 +61,7 @@ def place_of(log: Log) -> Place:
 @functools.cache
 def backend_of(scheme: str) -> type[Place]:
     """Raises LogError."""
-    known = BACKENDS.get(scheme)
+    known = BACKENDS.get(scheme) or ARCHIVES.get(scheme)
     if known is not None:
         module, _, name = known.partition(":")
         return cast(type[Place], getattr(importlib.import_module(module), name))

@@ -41,7 +41,7 @@ def test_a_log_an_instance_and_a_pattern(home: Path) -> None:
 def test_the_options_path_and_paths() -> None:
     assert paths_of({"path": "x, y"}) == ["x", "y"]
     assert paths_of({"paths": '["x", "y,z"]'}) == ["x", "y,z"]
-    assert paths_of({"path": "file:///x"}) == ["/x"]
+    assert paths_of({"path": "file:///x"}) == ["file:///x"]
     with pytest.raises(SourceError, match="a JSON list of strings"):
         paths_of({"paths": "x"})
 

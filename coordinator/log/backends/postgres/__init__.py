@@ -81,6 +81,15 @@ class PostgresPlace(Place):
             ).fetchone()
             return found is not None
 
+    def instances(self) -> list[str] | None:
+        if self._address.instance is not None:
+            return None
+        with self._connections.borrowed() as connection:
+            if not schema.check(connection, self._address.where):
+                return []
+            found = connection.execute("SELECT instance FROM immortal.heads WHERE is_there ORDER BY instance")
+            return [instance for (instance,) in found.fetchall()]
+
     def create(self, identity: LogIdentity, rows: Sequence[Row], options: Options) -> PostgresBackend:
         with self._making(options) as connection:
             change(connection, self._address.named, Append(-1, puts=rows))

@@ -97,7 +97,7 @@ def reaching(address: Address) -> Iterator[None]:
     except errors.InsufficientPrivilege as error:
         raise LogError(
             f"the database {address.where} refuses it: {_line(error)}; the role needs what immortal_writer has"
-            " ('GRANT immortal_writer TO ...', as the schema's owner)"
+            " ('GRANT immortal_writer TO ...', as the schema's owner), or SELECT on its tables where it only reads"
         ) from None
     except psycopg.Error as error:
         raise LogError(f"the database {address.where} refuses it: {_line(error)}") from None

@@ -1,0 +1,180 @@
+"""An archive as a log that can only be read: ``s3://BUCKET/PATH#INSTANCE``, and so of the other stores.
+
+What needs a secret key takes it from the file that KEY_FILE_VARIABLE names, as stores take their credentials from the
+environment: so neither is in a URL, which settings, plans and errors show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+from coordinator.core.errors import DamagedLogError, LogError, LogFormatError, LogUnavailableError
+
+try:
+    from coordinator.archive.archive import Archive
+    from coordinator.archive.ciphers import Cipher
+    from coordinator.objects.store import Objects, store_of
+except ImportError as error:
+    raise LogError(f"archives need the extra archive, pip install 'immortal[archive]': {error}") from None
+
+from coordinator.archive.archived import ArchivedView
+from coordinator.archive.chain import encrypted_parts, needs_of
+from coordinator.archive.manifests import Moment, Part
+from coordinator.archive.packs import PackedRow
+from coordinator.config import ConfigError, check_instance_name
+from coordinator.log.backend import Backend, Mac, Options, Place, ReadBackend, Row, View
+from coordinator.log.meta import LogIdentity, read_identity
+from coordinator.objects.errors import DamagedObjectError, ObjectError, StoreError
+
+KEY_FILE_VARIABLE = "IMMORTAL_ARCHIVE_KEY_FILE"
+
+
+class ArchiveReader(ReadBackend):
+    """Each view is of the newest moment. Objects are fetched, compared with their digests and decrypted as rows of them
+    are asked for."""
+
+    def __init__(self, archive: Archive, where: str, instance_name: str | None) -> None:
+        self.where = where
+        self._archive = archive
+        self._known: dict[int, tuple[Moment, str]] = {}
+        self._view: ArchivedView | None = None
+        self._digest = ""
+        with self.view() as view:
+            self.identity = read_identity(view, where, instance_name)
+
+    @contextlib.contextmanager
+    def view(self, *, copies: bool = False) -> Iterator[ArchivedView]:
+        with _reading():
+            yield self._newest()
+
+    def _newest(self) -> ArchivedView:
+        try:
+            moments = self._archive.follow(self._known)
+        except DamagedObjectError:  # or another archive is there since
+            self._known.clear()
+            moments = self._archive.follow(self._known)
+        if not moments:
+            raise LogFormatError(f"there is no archive {self.where}")
+        its_digest = self._known[moments[-1].number][1]
+        if self._view is None or its_digest != self._digest:
+            encrypted = encrypted_parts(moments)
+
+            def rows_of(part: Part) -> list[PackedRow]:
+                (data,) = self._archive.stored([part])
+                return self._archive.rows_of(part, data, encrypted=encrypted[part.name])
+
+            self._view = ArchivedView(needs_of(moments, len(moments) - 1), rows_of, moments[-1])
+            self._digest = its_digest
+        return self._view
+
+    def close(self) -> None:
+        self._view = None
+
+
+class ArchivePlace(Place):
+    """``scheme``: of the store."""
+
+    is_shared = True
+
+    def __init__(self, location: str) -> None:
+        super().__init__(location)
+        store, _, self._instance = location.partition("#")
+        self._url = f"{self.scheme}:{store}".rstrip("/")
+        if self.scheme != "file" and (urlsplit(self._url).password is not None or "?" in self._url):
+            raise LogError(
+                "a password or a query in the URL of an archive would be seen by whoever sees the settings or the"
+                " processes: give credentials in the environment, and the URL without them"
+            )
+
+    @property
+    def where(self) -> str:
+        return f"{self._url}#{self._instance}" if self._instance else self._url
+
+    def exists(self) -> bool:
+        with _reading():
+            return bool(self._named().numbers())
+
+    def instances(self) -> list[str] | None:
+        if self._instance:
+            return None
+        with _reading():
+            there = self._store()
+            return [name for name in there.folders() if _is_name(name) and Archive(there.below(name)).numbers()]
+
+    def open_reader(self, instance_name: str | None) -> ArchiveReader:
+        with _reading():
+            key_file = os.environ.get(KEY_FILE_VARIABLE)
+            archive = self._named(Cipher.of_file(Path(key_file)) if key_file else None)
+            return ArchiveReader(archive, self.where, instance_name)
+
+    def create(self, identity: LogIdentity, rows: Sequence[Row], options: Options) -> Backend:
+        self._refuse()
+
+    def open(self, instance_name: str, options: Options) -> Backend:
+        self._refuse()
+
+    def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise LogError(
+            f"{self.where} is an archive, which is only read: an instance writes its log in a folder or in PostgreSQL,"
+            " 'immortal archive' ships it, and 'immortal restore' brings it back"
+        )
+
+    def _named(self, cipher: Cipher | None = None) -> Archive:
+        """Raises LogFormatError where the URL says no instance."""
+        if not self._instance:
+            raise LogFormatError(f"{self.where} may hold the archives of many instances: write {self.where}#NAME")
+        if not _is_name(self._instance):
+            raise LogFormatError(f"{self._instance!r}, behind # in the URL of an archive, is no instance's name")
+        return Archive(self._store().below(self._instance), cipher)
+
+    def _store(self) -> Objects:
+        return Objects(store_of(self._url, make=False), self._url)
+
+
+class S3Archive(ArchivePlace):
+    scheme = "s3"
+
+
+class GoogleArchive(ArchivePlace):
+    scheme = "gs"
+
+
+class AzureArchive(ArchivePlace):
+    scheme = "az"
+
+
+class FolderArchive(ArchivePlace):
+    scheme = "file"
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """What stores and archives say, in the words of logs."""
+    try:
+        yield
+    except StoreError as error:
+        raise LogUnavailableError(str(error)) from None
+    except DamagedObjectError as error:
+        raise DamagedLogError(str(error), -1) from None
+    except ObjectError as error:
+        raise LogError(_key_hint(str(error))) from None
+
+
+def _key_hint(said: str) -> str:
+    """The commands that archive and restore have an option for it."""
+    return said.replace("with --key-file", f"in {KEY_FILE_VARIABLE}").replace("(--key-file)", f"in {KEY_FILE_VARIABLE}")
+
+
+def _is_name(name: str) -> bool:
+    try:
+        return check_instance_name(name) == name
+    except ConfigError:
+        return False
