@@ -2,6 +2,7 @@
 
 The registry folder is that of ``immortal register``: HOME/NAME.toml has the endpoint, HOME/NAME/public_keys the keys
 that the instance may show, HOME/WHO/keys/pairs the secret ones of whoever calls.
+Of a registry in a database that folder is this machine's copy.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from appsdk.client.errors import NotConnectable
+from protocol import shared_home
 from protocol.private_files import openness
+from protocol.shared_home import Copy, SharedHomeError
 
-HOME_VARIABLE = "IMMORTAL_HOME"
-HOME_DEFAULT = ".immortal"
 IDENTITY_VARIABLE = "IMMORTAL_IDENTITY"
 _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d{1,5})")
 KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -62,7 +63,7 @@ class Finder:
 
     def find(self) -> Places:
         """Raises NotConnectable."""
-        home = Path(self.home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT)
+        home = home_of(self.home)
         for folder in (home, home / self.name):
             if (problem := openness(folder)) is not None:
                 raise NotConnectable(problem)
@@ -76,9 +77,16 @@ class Finder:
                     f"{endpoint} is not on this machine and no public key of {self.name!r} is known: write it into "
                     f"{home / self.name / 'public_keys'}, or give server_keys=[...] (insecure=True calls in plain)"
                 )
-        here = bool(registered) and is_local(endpoints[0])
+        here = bool(registered) and is_local(endpoints[0]) and not (home / shared_home.ORIGIN_FILE_NAME).exists()
         refusal = self._refusal(home, registered) if keys else ""
         return Places(endpoints, keys, pair, (home / self.name).absolute() if here else None, refusal)
+
+    def follow(self) -> Following | None:
+        """News of where it is and of its keys; None where only a look can tell. Raises NotConnectable."""
+        if self.endpoints:
+            return None
+        copy = _copy_of(home_of(self.home))
+        return None if copy is None else Following(self, copy)
 
     @property
     def caller(self) -> str | None:
@@ -120,6 +128,44 @@ class Finder:
         )
 
 
+class Following:
+    """Of an instance that a registry in a database knows; until :meth:`close`."""
+
+    def __init__(self, finder: Finder, copy: Copy) -> None:
+        self._finder, self._copy = finder, copy
+        self._changes = -1
+        copy.keep()
+
+    def moved(self, known: Places) -> bool:
+        """Whether it is to be found otherwise than ``known``; that costs nothing while nothing changes."""
+        if self._changes == self._copy.changes:
+            return False
+        self._changes = self._copy.changes
+        try:
+            found = self._finder.find()
+        except NotConnectable:
+            return False  # as it was
+        return (found.endpoints, found.server_keys) != (known.endpoints, known.server_keys)
+
+    def close(self) -> None:
+        self._copy.leave()
+
+
+def home_of(home: str | os.PathLike[str] | None) -> Path:
+    """The registry folder; of a URL this machine's copy. Raises NotConnectable."""
+    try:
+        return shared_home.folder_of(home)
+    except SharedHomeError as error:
+        raise NotConnectable(str(error)) from None
+
+
+def _copy_of(home: Path) -> Copy | None:
+    try:
+        return shared_home.copy_of(home)
+    except SharedHomeError as error:
+        raise NotConnectable(str(error)) from None
+
+
 def _settings(home: Path, name: str) -> dict[str, Any]:
     path = home / f"{name}.toml"
     try:
@@ -128,8 +174,8 @@ def _settings(home: Path, name: str) -> dict[str, Any]:
         known = sorted(file.name.removesuffix(".toml") for file in home.glob("*.toml")) if home.is_dir() else []
         names = f"registered are {', '.join(known[:20])}" if known else "nothing is registered there"
         raise NotConnectable(
-            f"there is no instance {name!r} in {home}: {names}; set {HOME_VARIABLE}, or say where it is with "
-            f"endpoints=[...]"
+            f"there is no instance {name!r} in {home}: {names}; set {shared_home.HOME_VARIABLE}, or say where it "
+            f"is with endpoints=[...]"
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise NotConnectable(f"{path} cannot be read: {error}") from None
@@ -140,7 +186,8 @@ def _endpoint(home: Path, name: str, registered: Mapping[str, Any]) -> str:
     if not isinstance(peer, str):
         path = home / f"{name}.toml"
         raise NotConnectable(f'{path} gives no endpoint: peer = "tcp://HOST:PORT" is missing')
-    return peer
+    copy, log = _copy_of(home), registered.get("log")
+    return (copy.endpoint(name, log) if copy is not None and isinstance(log, str) else None) or peer
 
 
 def _public_keys(path: Path) -> tuple[str, ...]:

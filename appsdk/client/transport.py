@@ -13,12 +13,13 @@ from appsdk.client.limits import (
     KEY_REFUSED_S,
     KEY_RETRY_S,
     MESSAGE_SIZE_BYTES_MAX,
+    MOVED_LOOK_S,
     QUEUED_MAX,
     RECONNECT_MS_MAX,
     RECONNECT_MS_MIN,
     STOPPED_S,
 )
-from appsdk.client.places import Finder, Places
+from appsdk.client.places import Finder, Following, Places
 from appsdk.client.presence import Presence, presence
 from appsdk.client.watch import Watch
 
@@ -38,9 +39,11 @@ class Transport:
         self._refused_s: float | None = None  # when the key was turned away first
         self._stopped_s: float | None = None  # when the instance was found stopped first
         self._look_due_s: float | None = None
+        self._following: Following | None = None
         try:
             self._places: Places = finder.find()
             self._open()
+            self._following = finder.follow()
         except BaseException:
             self._watch.close()
             self._context.term()
@@ -95,6 +98,9 @@ class Transport:
             self._look(now_s)
         if len(self._places.endpoints) > 1 and self._is_deserted(now_s):
             connection.wants_reopening = True  # at the next endpoint, where the instance may be by now
+        if self._following is not None and self._following.moved(self._places):
+            self._turn = -1  # the first of its places, with the first of its keys
+            connection.wants_reopening = True
         while True:
             self._receive()
             now_s = time.monotonic()
@@ -208,6 +214,8 @@ class Transport:
     def next_deadline_s(self) -> float:
         """When :meth:`process` is to be called, whatever happens; monotonic."""
         due_s = self.connection.next_deadline_s()
+        if self._following is not None:
+            due_s = min(due_s, time.monotonic() + MOVED_LOOK_S)
         return due_s if self._look_due_s is None else min(due_s, self._look_due_s)
 
     def close(self) -> None:
@@ -215,5 +223,7 @@ class Transport:
         for data in self.connection.goodbye():
             self._send(data)
         self._watch.close()
+        if self._following is not None:
+            self._following.close()
         self._socket.close(linger=GOODBYE_LINGER_MS)
         self._context.term()

@@ -53,7 +53,7 @@ class _Instance:
         self.label = cls.__qualname__
         self.options: RunOptions = run_options()
         check_determinism(self.definition, self.label, strict=self.options.strict)
-        self.registry = Registry(Path(home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT))
+        self.registry = Registry(home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT)
         self.settings = _settings(self.registry, name, given)
         control.refuse_running(self.settings.folder)
         if (app := _name_of(cls)) is not None:

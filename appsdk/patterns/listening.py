@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,17 +9,12 @@ from pathlib import Path
 import zmq
 
 from appsdk.client.errors import NotConnectable
-from appsdk.client.places import HOME_DEFAULT, HOME_VARIABLE, is_local, pair_of
+from appsdk.client.places import is_local, pair_of
 from appsdk.patterns.callers import Callers, Guard, NoKeysError
 
 
 class ListenError(Exception):
     """Nobody can be heard there, with a reason for the user."""
-
-
-def home_of(home: str | os.PathLike[str] | None) -> Path:
-    """The registry folder."""
-    return Path(home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT)
 
 
 class Listener:

@@ -9,7 +9,7 @@ from click.shell_completion import CompletionItem
 
 from coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
 from protocol import compiled
-from protocol.command_line import Commands
+from protocol.command_line import Commands, echo
 
 _PLACES = {
     "archive": "coordinator.cli.archive:archive",
@@ -38,6 +38,7 @@ _PLACES = {
     "queue": "coordinator.cli.queues:queue",
     "recover": "coordinator.cli.recover:recover",
     "register": "coordinator.cli.register:register",
+    "registry": "coordinator.cli.registry:registry",
     "replay": "coordinator.cli.replay:replay",
     "restart": "coordinator.cli.lifecycle:restart",
     "restore": "coordinator.cli.archive:restore",
@@ -87,6 +88,7 @@ _HELP = {
     "queue": "Look at a queue of tasks, try its dead letters again, drop tasks.",
     "recover": "Say what a recovery of NAME would do, what is damaged and what helps.",
     "register": "Write the settings of a new instance, and make its keys.",
+    "registry": "Change what many machines share of an instance; bring a folder's registry into a database.",
     "replay": "Take NAME back to any record: its log is replayed into a copy of its app.",
     "restart": "Stop an instance cleanly and start it again, with the code as it is now, and wait until it works.",
     "restore": "Bring a log back from an archive, as of its end or of an earlier moment.",
@@ -139,7 +141,7 @@ class _Main(Commands):
     default=HOME_DEFAULT,
     show_default=True,
     type=click.Path(file_okay=False),
-    help=f"The registry folder; or set {HOME_VARIABLE}.",
+    help=f"The registry folder, or postgresql://USER@HOST/DATABASE for one of many machines; or set {HOME_VARIABLE}.",
 )
 @click.version_option(
     package_name="immortal", prog_name="immortal", message=f"%(prog)s, version %(version)s, {compiled.describe()}"
@@ -147,4 +149,6 @@ class _Main(Commands):
 @click.pass_context
 def main(ctx: click.Context, home: str) -> None:
     """Virtual resiliency: services that survive kill -9 with nothing lost and nothing doubled."""
-    ctx.obj = Registry(home)
+    ctx.obj = registry = Registry(home)
+    if registry.copy is not None and registry.copy.problem:
+        echo(f"{registry.copy.problem}; the registry as it was last is in {registry.home}", err=True)

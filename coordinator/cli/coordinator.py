@@ -24,6 +24,7 @@ from coordinator.instances.registry import Registry
 
 @click.command()
 @name_argument
+@start_option("peer")
 @start_option("app_socket")
 @start_option("app_auth")
 @start_option("insecure")

@@ -164,7 +164,9 @@ def _order(settings: InstanceSettings, verb: str, request: Values) -> None:
 def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
     try:
         answer = control.query(settings.folder, verb, REQUEST_TIMEOUT_S, argument=request)
-    except control.NotRunningError:
+    except control.NotRunningError as error:
+        if error.is_elsewhere:
+            raise
         raise FailedError(
             f"{settings.name!r} does not run, and only its app knows what its handlers wait for: start it with "
             f"'immortal run {settings.name}'; without it, 'immortal replay {settings.name} --state' shows who waits"

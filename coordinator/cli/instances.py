@@ -26,6 +26,7 @@ from coordinator.instances.registry import Registry, RegistryError
 from coordinator.instances.upgrade_mark import UpgradeMark
 from coordinator.log_url import is_in_folder
 from coordinator.operator import control
+from protocol.command_line import echo
 from protocol.errors import ImmortalError
 
 
@@ -40,6 +41,7 @@ from protocol.errors import ImmortalError
     help="The app reads what is typed, in a debugger say.  [default: where this is a terminal]",
 )
 @click.option("--strict", is_flag=True, help="Refuse an app whose handlers do what no replay can repeat.")
+@start_option("peer")
 @start_option("insecure")
 @start_option("allow_data_loss")
 @promote_option
@@ -84,6 +86,7 @@ def run(
     from coordinator.instances.follower_places import settings_at, take_place
     from coordinator.log.open import place_of
     from coordinator.notices import configure
+    from coordinator.peers.machine_keys import make_own
     from coordinator.peers.security import check_start
     from coordinator.service.commands import PYTHON, Command, Role, app_command, coordinator_command, supervised
     from coordinator.service.deaths import STATUS_FENCED
@@ -112,6 +115,8 @@ def run(
     elif not follow:
         settings = registry.remember_app(name, app)
     own = supervised(override(settings, **said(options)))
+    if make_own(own, registry):
+        echo(f"{name}: made keys for this machine")
     registry.refuse_open_folder(name)
     check_start(own)  # a restart would find the same
     place = take_place(own) if follow else None

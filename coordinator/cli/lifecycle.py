@@ -199,7 +199,11 @@ def _nobody_starts(settings: InstanceSettings, coordinator: ProcessFile | None) 
 def _refuse_strangers(settings: InstanceSettings) -> None:
     """One that is just starting by hand says nothing of itself yet, and holds its log."""
     from coordinator.log import is_locked
+    from coordinator.log.open import place_of
 
+    place = place_of(settings.log)
+    if place.is_shared and (holder := place.holder()) is not None:
+        raise FailedError(f"{settings.name!r} does not run on this machine; {holder} has it: ask there")
     if is_locked(settings.log):
         raise FailedError(f"the log of {settings.name!r} is in use by a process that can't be asked yet: try it again")
 

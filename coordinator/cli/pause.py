@@ -48,7 +48,9 @@ def _ask(registry: Registry, name: str, verb: str) -> Values:
     folder = registry.load(name).folder
     try:
         answer = control.query(folder, verb, argument={"who": operator_name()})
-    except control.NotRunningError:
+    except control.NotRunningError as error:
+        if error.is_elsewhere:
+            raise
         raise FailedError(f"{name!r} does not run, so there is nothing to {verb}: 'immortal run {name}'") from None
     except control.RefusedError as error:
         raise FailedError(error.reason) from None

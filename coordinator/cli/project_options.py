@@ -9,7 +9,8 @@ import click
 from click.core import ParameterSource
 
 from coordinator.cli.common import Function
-from coordinator.instances.registry import Registry
+from coordinator.instances.registry import Registry, RegistryError
+from protocol.shared_home import is_url
 
 if TYPE_CHECKING:
     from coordinator.project.project import Project
@@ -29,6 +30,11 @@ def project_of(ctx: click.Context, path: Path | None) -> tuple[Project, Registry
     from coordinator.project.project import find_project
 
     main = ctx.find_root()
+    if is_url(main.params["home"]):
+        raise RegistryError(
+            "a project has a registry of its own, in a folder: leave --home and IMMORTAL_HOME out, or name a folder;"
+            " services of many machines are run one by one, with 'immortal run'"
+        )
     given = main.get_parameter_source("home") not in (None, ParameterSource.DEFAULT)
     project = find_project(path, Path(main.params["home"]).absolute() if given else None)
     return project, Registry(project.home)

@@ -39,6 +39,8 @@ def register(registry: Registry, /, name: str, **options: Any) -> None:
         except BaseException:
             without.unregister(registry, name)
             raise
+    if made and registry.copy is not None:
+        registry.copy.announce(name, settings.peer)
     app = " and ".join(settings.app_addresses)
     start = f"immortal run {name} MODULE:CLASS"
     if settings.app_send_port is not None:
@@ -48,7 +50,8 @@ def register(registry: Registry, /, name: str, **options: Any) -> None:
     if made:
         echo(made)
     echo(f"registered {name}: peers at {settings.peer}, app at {app}")
-    echo(f"settings in {_relative(registry.path(name))}; start it with: {start}")
+    place = _relative(registry.path(name)) if registry.copy is None else registry.copy.url
+    echo(f"settings in {place}; start it with: {start}")
 
 
 @click.command()

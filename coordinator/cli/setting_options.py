@@ -63,7 +63,7 @@ class _Text(click.ParamType):  # type: ignore[type-arg]  # generic in newer vers
 
 
 def _option(setting: Setting, default: str | None = None) -> Callable[[_Function], _Function]:
-    details: dict[str, Any] = {"required": setting.is_required}
+    details: dict[str, Any] = {"required": setting.is_required and default is None}
     if setting.type is bool:
         details |= {"is_flag": True, "default": None}
     elif setting.type is int:
@@ -74,7 +74,7 @@ def _option(setting: Setting, default: str | None = None) -> Callable[[_Function
         details |= {"type": _Text(setting), "metavar": setting.about["metavar"]}
         if "bare" in setting.about:
             details |= {"is_flag": False, "flag_value": setting.about["bare"]}
-    shown = "" if setting.is_required or setting.type is bool else f"  [default: {default or setting.default_text}]"
+    shown = "" if details["required"] or setting.type is bool else f"  [default: {default or setting.default_text}]"
     return click.option(_flag(setting.name), help=_SETTING.sub(_as_option, f"{setting.text}{shown}"), **details)
 
 

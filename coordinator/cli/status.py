@@ -123,13 +123,15 @@ def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
 def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
     from coordinator.core.interfaces import IMPULSES, ONESELF
     from coordinator.instances import own_logs
-    from coordinator.log import log_exists
+    from coordinator.log.open import log_exists, place_of
 
     if not log_exists(settings.log):
         return {"name": settings.name, "phase": NOT_STARTED}
     with own_logs.open_reader(settings) as reader:
         summary = reader.summary()
         problems = list(reader.problems)
+    place = place_of(settings.log)
+    holder = place.holder() if place.is_shared else None
     sources = dict(summary.sources)
     impulses = sources.pop(IMPULSES, None)
 
@@ -138,7 +140,7 @@ def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
 
     row: dict[str, Any] = {
         "name": settings.name,
-        "phase": STOPPED,
+        "phase": STOPPED if holder is None else f"at {holder}",
         "committer_id": summary.committer_id,
         "epoch": summary.epoch,
         "sequence_id": summary.last_sequence_id,

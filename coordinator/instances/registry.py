@@ -1,4 +1,5 @@
 """The registry: a folder with one settings file per instance, and a folder beside each for its log and runtime files.
+That of many machines is in a database, and the folder of each a copy of it (protocol.shared_home).
 
 <home>/counter.toml     the settings
 <home>/counter/         log/, and what a running coordinator says about itself (coordinator.json,
@@ -13,6 +14,7 @@ import random
 import re
 import socket
 import stat
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,14 @@ from coordinator.config.values import check_app
 from coordinator.config.writing import file_values, settings_text, text_with, write_atomically
 from coordinator.core.errors import LogError
 from coordinator.log_url import is_in_folder, own_log, split_url
+from protocol import shared_home
 from protocol.errors import ImmortalError
 from protocol.file_lock import holder_of, open_lock, take
 from protocol.private_files import PUBLIC_FILE_MODE, make_folder, openness
 from protocol.shown import near_miss
 
-HOME_VARIABLE = "IMMORTAL_HOME"
-HOME_DEFAULT = ".immortal"
+HOME_VARIABLE = shared_home.HOME_VARIABLE
+HOME_DEFAULT = shared_home.HOME_DEFAULT
 _LOCK_FILE_NAME = ".lock"
 PUBLIC_KEYS_FILE_NAME = "public_keys"  # here, as coordinator.peers.keys needs ZeroMQ, whose loading takes long
 LOCK_TIMEOUT_S = 10.0  # a change takes milliseconds
@@ -50,10 +53,15 @@ class UnknownInstanceError(RegistryError):
 
 
 class Registry:
-    """The instances of one folder. Settings are read again when their file has changed."""
+    """The instances of one folder. Settings are read again when their file has changed.
+
+    ``home``: the folder, or the URL of a database; then it is this machine's copy, and ``copy`` is None no more.
+    Raises SharedHomeError.
+    """
 
     def __init__(self, home: str | os.PathLike[str]) -> None:
-        self.home = Path(home).absolute()
+        self.home = shared_home.folder_of(home)
+        self.copy = shared_home.copy_of(self.home)
         self._cache: dict[str, tuple[tuple[int, int, int], InstanceSettings]] = {}
         self._looked_at = False  # whether others can write to the folder
 
@@ -119,6 +127,9 @@ class Registry:
         Raises ConfigError for a wrong value, RegistryError when the name is taken.
         """
         check_instance_name(name)
+        if self.copy is not None:
+            given = {"log": self.copy.url} | given
+            _make_schema(self.copy.log_of(name))
         with self.locked():
             path = self.path(name)
             if path.exists():
@@ -138,9 +149,47 @@ class Registry:
             if not is_in_folder(settings.log):
                 _require_backend(settings.log)
             self._refuse_shared_log(name, settings.log)
-            text = settings_text(settings, log=settings.log if "log" in values else None)
-            write_atomically(path, text.encode(), mode=PUBLIC_FILE_MODE)
+            write_text(path, settings_text(settings, log=settings.log if "log" in values else None))
         return settings
+
+    def replace(self, name: str, text: str) -> InstanceSettings:
+        """Other settings for an instance, as the whole text of its file. Raises ConfigError."""
+        try:
+            values = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"the new settings of {name!r} are no valid TOML: {error}") from None
+        with self.locked():
+            self.load(name)
+            settings = check_settings(values, name, self.path(name), text)
+            self._refuse_shared_log(name, settings.log)
+            write_text(self.path(name), text)
+        return self.load(name)
+
+    def share(self, url: str) -> list[str]:
+        """Bring this folder into the database ``url``, whose copy it is from then on; the names. Raises ImmortalError.
+
+        Instances whose log is in the folder go on with it, on this machine alone.
+        """
+        names = self.names()
+        for name in names:
+            self.load(name)  # all of them, or none
+        _make_schema(f"{url}#registry")
+        with self.locked():
+            names += self.client_names(names)
+            files = {
+                (name, part): path
+                for name in names
+                for part in (shared_home.SETTINGS, shared_home.PUBLIC_KEYS, shared_home.UPGRADE)
+                if (path := shared_home.path_in(self.home, name, part)).exists()
+            }
+            self.copy = shared_home.share(url, self.home, {key: path.read_text() for key, path in files.items()})
+        return names
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within it a copy follows its database; a registry of its own has nothing to follow."""
+        with contextlib.nullcontext() if self.copy is None else self.copy.kept():
+            yield
 
     def _with_ports(self, values: dict[str, Any]) -> dict[str, Any]:
         """``values`` with free ports where they ask for some."""
@@ -182,7 +231,7 @@ class Registry:
         if getattr(self.load(name), field) != value:
             path = self.path(name)
             text = text_with(path.read_bytes().decode(), field, value)
-            write_atomically(path, text.encode(), mode=stat.S_IMODE(path.stat().st_mode))
+            write_text(path, text, mode=stat.S_IMODE(path.stat().st_mode))
         return self.load(name)
 
     def refuse_open_folder(self, name: str) -> None:
@@ -231,7 +280,8 @@ class Registry:
                     f"the registry folder {self.home} is being changed by {holder_of(descriptor)}, for more than"
                     f" {LOCK_TIMEOUT_S:g} s: wait for that process, or end it"
                 ) from None
-            yield
+            with contextlib.nullcontext() if self.copy is None else self.copy.changing():
+                yield
         except OSError as error:
             raise RegistryError(f"the registry folder {self.home} cannot be changed: {error}") from None
         finally:
@@ -259,6 +309,42 @@ class Registry:
 
 def _real(log: str) -> str:
     return os.path.realpath(log) if is_in_folder(log) else log
+
+
+def write_text(path: Path, text: str, mode: int = PUBLIC_FILE_MODE) -> None:
+    """One of the files that shared_home lists, where the registry is kept. Raises SharedHomeError, OSError."""
+    if not _share(path, text):
+        write_atomically(path, text.encode(), mode=mode)
+
+
+def remove_file(path: Path) -> None:
+    """As :func:`write_text`."""
+    if not _share(path, None):
+        path.unlink(missing_ok=True)
+
+
+def _share(path: Path, text: str | None) -> bool:
+    """Whether ``path`` is in a copy, and so in its database."""
+    is_settings = path.suffix == ".toml"
+    home = path.parent if is_settings else path.parent.parent
+    copy = shared_home.copy_of(home)
+    if copy is None:
+        return False
+    part = shared_home.SETTINGS if is_settings else shared_home.PARTS[path.name]
+    copy.put(path.stem if is_settings else path.parent.name, part, text)
+    return True
+
+
+def _make_schema(url: str) -> None:
+    """The registry's tables, where the database has none yet. Raises RegistryError."""
+    from coordinator.log.open import place_of
+
+    try:
+        place = place_of(url)
+        if not place.exists():  # which refuses an older version
+            place.migrate()
+    except LogError as error:
+        raise RegistryError(str(error)) from None
 
 
 def _require_backend(url: str) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.config import write_atomically
+from coordinator.instances.registry import remove_file, write_text
 from protocol.errors import ImmortalError
-from protocol.private_files import make_folder
+from protocol.private_files import FILE_MODE, make_folder
 
 _FILE_NAME = "upgrade.json"
 
@@ -48,13 +48,14 @@ def write(folder: Path, mark: UpgradeMark) -> None:
     """Raises UpgradeMarkError."""
     try:
         make_folder(folder)
-        write_atomically(folder / _FILE_NAME, msgspec.json.encode(mark))
+        write_text(folder / _FILE_NAME, msgspec.json.encode(mark).decode(), FILE_MODE)
     except OSError as error:
         raise UpgradeMarkError(f"{folder / _FILE_NAME} can't be written: {error.strerror}") from None
 
 
 def clear(folder: Path) -> None:
-    (folder / _FILE_NAME).unlink(missing_ok=True)
+    if (folder / _FILE_NAME).exists():
+        remove_file(folder / _FILE_NAME)
 
 
 def give_up(folder: Path, problem: str) -> None:

@@ -26,6 +26,7 @@ from protocol import process_file
 from protocol.errors import ImmortalError
 from protocol.private_files import PUBLIC_FILE_MODE, make_folder
 from protocol.process_file import COORDINATOR_FILE_NAME, SUPERVISOR_FILE_NAME, ProcessFile
+from protocol.shared_home import last_holder
 
 QUERY_TIMEOUT_S = 5.0
 ENDING_TIMEOUT_S = 0.5  # for a process whose sockets are closed already
@@ -43,7 +44,11 @@ class ControlError(ImmortalError):
 
 
 class NotRunningError(ControlError):
-    """There is no coordinator to ask."""
+    """There is no coordinator to ask. ``is_elsewhere``: not on this machine, but perhaps on the one that it names."""
+
+    def __init__(self, message: str, *, is_elsewhere: bool = False) -> None:
+        super().__init__(message)
+        self.is_elsewhere = is_elsewhere
 
 
 class RefusedError(ControlError):
@@ -164,7 +169,9 @@ def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S, *, argume
     name = folder.name
     found = running(folder)
     if found is None:
-        raise NotRunningError(f"the coordinator of {name!r} does not run")
+        elsewhere = last_holder(folder)
+        where = f" on this machine; {elsewhere}: ask there" if elsewhere else ""
+        raise NotRunningError(f"the coordinator of {name!r} does not run{where}", is_elsewhere=bool(elsewhere))
     question = msgspec.json.encode(Question(verb, msgspec.Raw(msgspec.json.encode(argument or {}))))
     if len(question) > QUESTION_SIZE_BYTES_MAX:
         raise ControlError(

@@ -13,8 +13,9 @@ from coordinator.config.app_hosts import SOCKET_FILE_NAME
 from coordinator.config.socket_paths import socket_path
 from coordinator.core.errors import LogError, LogUnavailableError
 from coordinator.instances import own_logs, upgrade_mark
-from coordinator.instances.registry import Registry, RegistryError
+from coordinator.instances.registry import Registry, RegistryError, remove_file
 from coordinator.log.open import log_exists, place_of
+from coordinator.log_url import is_in_folder
 from coordinator.operator import control
 from coordinator.peers import keys
 from protocol.timing_files import FOLDER_NAME
@@ -34,6 +35,8 @@ def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> st
             settings = None
         folder = registry.home / name
         control.refuse_running(folder)
+        if settings is not None and registry.copy is not None:
+            _refuse_elsewhere(settings)
         shutil.rmtree(folder / own_logs.COLUMNS_FOLDER_NAME, ignore_errors=True)
         shutil.rmtree(folder / FOLDER_NAME, ignore_errors=True)
         if delete_log and settings is not None:
@@ -41,7 +44,7 @@ def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> st
         with contextlib.suppress(LogUnavailableError):  # then they stay, with the log
             if settings is not None and not log_exists(settings.log):
                 own_logs.remove(folder)
-        registry.path(name).unlink(missing_ok=True)
+        remove_file(registry.path(name))
         control.path(folder).unlink(missing_ok=True)
         control.supervisor_path(folder).unlink(missing_ok=True)
         app_secret.remove(folder)
@@ -52,6 +55,13 @@ def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> st
         with contextlib.suppress(OSError):
             folder.rmdir()  # stays where it still holds the log
     return settings.log if settings is not None else str(folder / "log")
+
+
+def _refuse_elsewhere(settings: InstanceSettings) -> None:
+    """Raises RegistryError where another machine runs it, LogError."""
+    holder = None if is_in_folder(settings.log) else place_of(settings.log).holder()
+    if holder is not None:
+        raise RegistryError(f"{settings.name!r} runs at {holder}: stop it there first")
 
 
 def delete_log_of(settings: InstanceSettings) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from coordinator.config import ConfigError, InstanceSettings, check_instance_name
-from coordinator.config.values import NAME_PLACE, is_log_url
+from coordinator.config.values import NAME_PLACE, is_endpoint, is_log_url
 from coordinator.instances.leased import LeasedPlaces
 from coordinator.instances.registry import Registry, UnknownInstanceError
 from protocol.errors import ImmortalError
@@ -67,7 +67,7 @@ class Discovery:
         try:
             if settings.peer_template is None or self._registry.path(name).exists():
                 registered = self._registry.load(name)
-                leased = self.leased.endpoint(registered.log)
+                leased = self._leased(registered)
                 return Route(registered.peer, Origin.REGISTRY) if leased is None else Route(leased, Origin.LEASE)
         except UnknownInstanceError as error:
             raise UnknownInstanceError(
@@ -75,6 +75,19 @@ class Discovery:
                 f"[peers], or by peer_template"
             ) from None
         return Route(settings.peer_template.replace(NAME_PLACE, name), Origin.TEMPLATE)
+
+    def _leased(self, settings: InstanceSettings) -> str | None:
+        """By the lease of its log. A registry in the same database has it already."""
+        copy = self._registry.copy
+        if copy is None or not copy.has_log(settings.name, settings.log):
+            return self.leased.endpoint(settings.log)
+        found = copy.endpoint(settings.name, settings.log)
+        return found if found is not None and is_endpoint(found) else None
+
+    @property
+    def is_told(self) -> bool:
+        """Where a peer has gone is known here at once."""
+        return self._registry.copy is not None or self.leased.is_used
 
     def _said(self, name: str, place: str) -> Route:
         """By [peers]: an endpoint, or the URL of a log."""
@@ -171,7 +184,7 @@ class Routes:
                 all_well = False
                 self._tell(name, called, now_ns)
         pause_ns = LOOK_NS if all_well else LOOK_SOON_NS
-        self._next_look_ns = now_ns + (LOOK_LEASED_NS if self._discovery.leased.is_used else pause_ns)
+        self._next_look_ns = now_ns + (LOOK_LEASED_NS if self._discovery.is_told else pause_ns)
         return moved
 
     def _look_up(self, name: str, called: _Called) -> None:

@@ -150,6 +150,7 @@ class PeerEndpoint:
             if endpoint_before is not None:
                 self._drop(endpoint_before, name)
             self._post(ev.PeerMoved(name))
+            self._security.look_soon()  # it shows the key that it has there
 
     def _look_for_keys(self, now_ns: int) -> None:
         changed = self._security.look(now_ns)

@@ -19,10 +19,10 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 
 from coordinator.config import write_atomically
-from coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME
+from coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME, remove_file, write_text
 from coordinator.messenger.security import KeyPair, Role
 from protocol.errors import ImmortalError
-from protocol.private_files import PUBLIC_FILE_MODE, make_folder
+from protocol.private_files import make_folder
 
 PUBLIC_FILE_NAME = PUBLIC_KEYS_FILE_NAME
 _FOLDER_NAME = "keys"
@@ -194,7 +194,7 @@ def remove(folder: Path) -> None:
     secret_path(folder).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         secret_path(folder).parent.rmdir()
-    public_path(folder).unlink(missing_ok=True)
+    remove_file(public_path(folder))
 
 
 def _check_mode(path: Path, expected: int) -> None:
@@ -222,7 +222,7 @@ def _write(
         new = PublicKey("", today(), expires)
         public = [known.get(pair.public) or replace(new, key=pair.public) for pair in pairs]
         text = public_text(PublicFile(tuple(public), role or before))
-        write_atomically(public_path(folder), text.encode(), mode=PUBLIC_FILE_MODE)
+        write_text(public_path(folder), text)
     except OSError as error:
         raise KeysError(f"the keys of {folder.name!r} cannot be written to {path}: {error.strerror}") from None
     return pairs

@@ -124,6 +124,10 @@ class PeerSecurity:
         """When :meth:`look` is to be called next."""
         return self._next_look_ns
 
+    def look_soon(self) -> None:
+        """The next :meth:`look` is due."""
+        self._next_look_ns = 0
+
     def look(self, now_ns: int) -> bool:
         """Look again if it is time: whether ``security`` is another one."""
         if now_ns < self._next_look_ns:
@@ -188,6 +192,9 @@ class PeerSecurity:
             self._own, self._pairs = pairs[0], pairs
         # A client that can read the secrets of the instance needs none of its own.
         callers = {pair.public: self._settings.name for pair in self._pairs}
+        if self._registry.copy is not None and self._pairs:  # who has those of another machine is its owner there
+            elsewhere = self._keys_of(self._settings.name)
+            callers |= dict.fromkeys(self._let_in(self._settings.name, elsewhere), self._settings.name)
         roles = dict.fromkeys(callers, Role.OWNER)
         shared: set[str] = set()
         registered = frozenset(self._registry.names())

@@ -57,7 +57,7 @@ def coordinator_command(
     """``place``: the folder of a follower; None: it is none."""
     home = str(settings.folder.parent)
     argv = [*PYTHON, "-m", "coordinator", "--home", home, "coordinator", settings.name]
-    argv += ["--app-auth", settings.app_auth.value]
+    argv += ["--peer", settings.peer, "--app-auth", settings.app_auth.value]
     if settings.insecure:
         argv.append("--insecure")
     if settings.allow_data_loss:

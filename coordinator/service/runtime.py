@@ -55,6 +55,7 @@ from coordinator.operator import control
 from coordinator.operator.control_server import ControlServer
 from coordinator.operator.endpoint import OperatorEndpoint
 from coordinator.peers.endpoint import PeerEndpoint
+from coordinator.peers.machine_keys import make_own
 from coordinator.peers.security import insecurity
 from coordinator.service import descriptors
 from coordinator.service.stop_requests import StopRequests
@@ -509,6 +510,21 @@ def run_coordinator(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     descriptors.raise_limit()
+    make_own(settings, registry)
+    with registry.kept():
+        return _run(settings, registry, log, trust_pickle, place, make_app, promote=promote)
+
+
+def _run(
+    settings: InstanceSettings,
+    registry: Registry,
+    log: Notices,
+    trust_pickle: bool,
+    place: InstanceSettings | None,
+    make_app: MakeApp | None,
+    *,
+    promote: bool,
+) -> int:
     places = LogPlaces(settings, log, trust_pickle=trust_pickle)
     try:
         if place is not None:

@@ -66,7 +66,8 @@ def web(
     def ready(url: str) -> None:
         echo(f"{url}/login?token={shown}" if shown else f"{url}/")
 
-    serve(registry, host, port, tls, token, allow_actions=allow_actions, ready=ready)
+    with registry.kept():
+        serve(registry, host, port, tls, token, allow_actions=allow_actions, ready=ready)
 
 
 def _is_loopback(host: str) -> bool:

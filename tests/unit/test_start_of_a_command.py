@@ -49,6 +49,7 @@ OURS = {
     "protocol.nodes",
     "protocol.ordering",
     "protocol.private_files",
+    "protocol.shared_home",
     "protocol.shown",
     "protocol.varint",
 }

@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 
 from appsdk.client import CallRefused, ClientError, connect, with_timeout
+from appsdk.client.places import home_of
 from appsdk.patterns.clone import limits
 from appsdk.patterns.clone.entries import Entries
 from appsdk.patterns.clone.errors import CloneError, TableFull
@@ -25,7 +26,6 @@ from appsdk.patterns.clone.records import Place, Presence, Row
 from appsdk.patterns.clone.replica import News, Options, Replica
 from appsdk.patterns.clone.subscriber import Subscriber
 from appsdk.patterns.clone.table import Table
-from appsdk.patterns.listening import home_of
 
 _RETRY_S = 0.5
 _CALL_S = 2.5

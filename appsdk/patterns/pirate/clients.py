@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from enum import Enum
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
 
@@ -13,7 +12,7 @@ import zmq
 
 from appsdk.client.connection import random_client_id
 from appsdk.client.errors import NotConnectable
-from appsdk.client.places import HOME_DEFAULT, HOME_VARIABLE, Finder, is_local
+from appsdk.client.places import Finder, home_of, is_local
 from appsdk.client.proxies import KEY_SIZE_BYTES_MAX, Proxy
 from appsdk.client.results import Method, TypedMethod
 from appsdk.handlers.definition import definition_of
@@ -306,7 +305,7 @@ def connect_instances(
         raise TypeError('connect_instances("bank-*") or connect_instances(Class, ["bank-1", ...]) were expected')
     _check_client_id(client_id, _INSTANCE_CLIENT_ID_MAX)
     own_id = client_id or random_client_id()
-    folder = Path(home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT)
+    folder = home_of(home)
     fixed = None if isinstance(given, str) else _names(given, "names")
 
     def look() -> Sequence[str]:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import zmq
 
-from appsdk.patterns.listening import Listener, ListenError, home_of
+from appsdk.client.places import home_of
+from appsdk.patterns.listening import Listener, ListenError
 from appsdk.patterns.pirate.errors import ServerError
 from appsdk.patterns.pirate.frames import FRAME_SIZE_BYTES_MAX, Frame, Kind, decode_frame, encode_frame
 from appsdk.patterns.pirate.limits import (

@@ -165,7 +165,40 @@ DO $$ BEGIN
 END $$;
 """
 
-MIGRATIONS: tuple[LiteralString, ...] = (_TABLES + _CHANGE + _APPEND + _GRANTS, _STANDBYS)
+# What machines share of their instances (protocol.shared_home): files, by instance and part. Public keys are those of a
+# machine each. Who only calls has the role immortal_reader.
+_REGISTRY: LiteralString = """
+CREATE SEQUENCE immortal.registry_revisions;
+CREATE TABLE immortal.registry (
+    instance text COLLATE "C" NOT NULL,
+    part text COLLATE "C" NOT NULL CHECK (part IN ('settings', 'public_keys', 'upgrade')),
+    machine text COLLATE "C" NOT NULL,
+    host text NOT NULL,
+    endpoint text NOT NULL DEFAULT '',
+    content text NOT NULL,
+    revision bigint NOT NULL DEFAULT nextval('immortal.registry_revisions'),
+    changed timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (instance, part, machine)
+);
+DO $$ BEGIN
+    IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = 'immortal_reader') THEN
+        CREATE ROLE immortal_reader NOLOGIN;
+    END IF;
+EXCEPTION WHEN insufficient_privilege OR duplicate_object OR unique_violation THEN NULL;
+END $$;
+DO $$ BEGIN
+    IF EXISTS (SELECT FROM pg_roles WHERE rolname = 'immortal_writer') THEN
+        GRANT SELECT, INSERT, UPDATE, DELETE ON immortal.registry TO immortal_writer;
+        GRANT USAGE ON SEQUENCE immortal.registry_revisions TO immortal_writer;
+    END IF;
+    IF EXISTS (SELECT FROM pg_roles WHERE rolname = 'immortal_reader') THEN
+        GRANT USAGE ON SCHEMA immortal TO immortal_reader;
+        GRANT SELECT ON immortal.schema_version, immortal.leases, immortal.registry TO immortal_reader;
+    END IF;
+END $$;
+"""
+
+MIGRATIONS: tuple[LiteralString, ...] = (_TABLES + _CHANGE + _APPEND + _GRANTS, _STANDBYS, _REGISTRY)
 VERSION = len(MIGRATIONS)
 
 

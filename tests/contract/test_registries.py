@@ -1,0 +1,380 @@
+"""What a registry promises, in a folder and in a database; and what only one of many machines can show."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from appsdk.client.errors import NotConnectable
+from appsdk.client.places import Finder
+from coordinator.config import ConfigError
+from coordinator.instances import upgrade_mark
+from coordinator.instances.own_logs import OwnLogs
+from coordinator.instances.registry import Registry, RegistryError, UnknownInstanceError
+from coordinator.instances.upgrade_mark import UpgradeMark
+from coordinator.log.open import place_of
+from coordinator.messenger import Role
+from coordinator.operator.unregister import unregister
+from coordinator.peers import keys
+from coordinator.peers.machine_keys import make_own
+from coordinator.peers.security import KeyBook
+from protocol import shared_home
+from protocol.shared_home import SharedHomeError
+from tests.helpers.postgres import Postgres
+
+pytest.importorskip("psycopg", reason="psycopg is not installed")
+
+DATABASE = "registries"
+WAIT_S = 20.0
+PEER = "tcp://127.0.0.1:7001"
+
+
+@dataclasses.dataclass
+class Fleet:
+    """``url``: where the registry is; "": in a folder, which all machines share."""
+
+    folder: Path
+    url: str
+    monkeypatch: pytest.MonkeyPatch
+
+    def machine(self, name: str) -> Registry:
+        if not self.url:
+            return Registry(self.folder / "home")
+        self.monkeypatch.setenv("IMMORTAL_LOCAL", str(self.folder / name))
+        return Registry(self.url)
+
+
+@pytest.fixture
+def database(postgres: Postgres) -> Iterator[str]:
+    postgres.execute(f"CREATE DATABASE {DATABASE}")
+    yield postgres.url(database=DATABASE)
+    postgres.execute(f"DROP DATABASE {DATABASE} WITH (FORCE)")
+
+
+@pytest.fixture(params=["folder", "database"])
+def fleet(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    url = request.getfixturevalue("database") if request.param == "database" else ""
+    return Fleet(tmp_path, url, monkeypatch)
+
+
+@pytest.fixture
+def shared(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    return Fleet(tmp_path, database, monkeypatch)
+
+
+def until(condition: Callable[[], object], within_s: float = WAIT_S) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come about"
+        time.sleep(0.005)
+
+
+# --- of both ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_one_registers_all_know(fleet: Fleet) -> None:
+    registered = fleet.machine("a").register("shop", PEER, app="shop:Shop")
+    other = fleet.machine("b")
+    assert other.names() == ["shop"]
+    settings = other.load("shop")
+    assert (settings.peer, settings.app, settings.log) == (PEER, "shop:Shop", registered.log)
+    with pytest.raises(RegistryError, match="'shop' is registered already"):
+        other.register("shop", "tcp://127.0.0.1:7009")
+    other.remember_app("shop", "shop:Other")
+    assert fleet.machine("a").load("shop").app == "shop:Other"
+    unregister(other, "shop")
+    again = fleet.machine("a")
+    assert again.names() == []
+    with pytest.raises(UnknownInstanceError, match="nothing is registered"):
+        again.load("shop")
+
+
+def test_a_name_and_a_port_are_given_once(fleet: Fleet) -> None:
+    machines = [fleet.machine(name) for name in "ab"]
+    problems: list[Exception] = []
+
+    def register(registry: Registry) -> None:
+        try:
+            registry.register("shop", PEER)
+        except RegistryError as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=register, args=[registry]) for registry in machines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(problems) == 1, problems
+    assert "is registered already" in str(problems[0])
+
+
+def test_settings_are_replaced_whole_or_not_at_all(fleet: Fleet) -> None:
+    one = fleet.machine("a")
+    one.register("shop", PEER)
+    text = one.path("shop").read_text()
+    for wrong, problem in (("peer = ", "no valid TOML"), ('peer = "there"', "expected"), ("", "'peer' is missing")):
+        with pytest.raises(ConfigError, match=problem):
+            one.replace("shop", wrong)
+    one.replace("shop", f'allow = ["till"]\n# of us all\n{text}')
+    other = fleet.machine("b")
+    assert other.load("shop").allow == ("till",)
+    assert "# of us all" in other.path("shop").read_text()
+    with pytest.raises(UnknownInstanceError, match="no instance 'shup'"):
+        other.replace("shup", text)
+
+
+def test_an_upgrade_that_is_asked_for_is_known_to_who_starts_next(fleet: Fleet) -> None:
+    one = fleet.machine("a")
+    one.register("shop", PEER)
+    upgrade_mark.write(one.home / "shop", UpgradeMark(2, "shop:Shop"))
+    other = fleet.machine("b")
+    assert upgrade_mark.read(other.home / "shop") == UpgradeMark(2, "shop:Shop")
+    upgrade_mark.give_up(other.home / "shop", "it can't be")
+    one = fleet.machine("a")
+    assert upgrade_mark.read(one.home / "shop") == UpgradeMark(2, "shop:Shop", "it can't be")
+    upgrade_mark.clear(one.home / "shop")
+    assert upgrade_mark.read(fleet.machine("b").home / "shop") is None
+
+
+def test_keys_of_instances_and_clients_are_known_to_all(fleet: Fleet) -> None:
+    one = fleet.machine("a")
+    shop = one.register("shop", PEER)
+    (pair,) = keys.make(shop.folder)
+    (till,) = keys.make(one.home / "till", Role.CLIENT)
+    other = fleet.machine("b")
+    book, settings = KeyBook(other), other.load("shop")
+    assert book.keys_of(settings, "shop") == (pair.public,)
+    assert book.keys_of(settings, "till") == (till.public,)
+    assert book.role_of(settings, ["shop"], "till") is Role.CLIENT
+    assert book.callers(settings, ["shop"]) == ["till"]
+    keys.rotate(shop.folder)
+    keys.retire(shop.folder)
+    (now,) = keys.read_pairs(shop.folder)
+    assert KeyBook(fleet.machine("b")).keys_of(settings, "shop") == (now.public,)
+
+
+# --- of a database alone ----------------------------------------------------------------------------------------------
+
+
+def test_the_log_is_in_the_same_database_where_nothing_else_is_said(shared: Fleet) -> None:
+    one = shared.machine("a")
+    assert one.register("shop", PEER).log == f"{shared.url}#shop"
+    kept = one.register("local", "tcp://127.0.0.1:7002", log=str(shared.folder / "log"))
+    assert kept.log == str(shared.folder / "log")
+    OwnLogs(kept.folder).begin()
+    assert make_own(kept, one)
+    elsewhere = shared.machine("b")
+    keys.make(elsewhere.home / "local")
+    with pytest.raises(RegistryError, match=r"'local' is in a folder, .* of the machine where it was registered"):
+        make_own(elsewhere.load("local"), elsewhere)
+
+
+def test_each_machine_has_keys_of_its_own_which_stay_there(shared: Fleet, postgres: Postgres) -> None:
+    machines = [shared.machine(name) for name in "ab"]
+    machines[0].register("shop", PEER)
+    assert [make_own(registry.load("shop"), registry) for registry in map(shared.machine, "ab")] == [True, True]
+    assert not make_own(machines[0].load("shop"), machines[0])
+    pairs = [keys.read_pairs(registry.home / "shop")[0] for registry in machines]
+    assert pairs[0] != pairs[1]
+    third = shared.machine("c")
+    assert {one.key for one in keys.read_public_file(third.home / "shop").keys} == {pair.public for pair in pairs}
+    assert not keys.secret_path(third.home / "shop").exists()
+    (rows,) = postgres.execute("SELECT string_agg(r::text, ' ') FROM immortal.registry r", database=DATABASE)
+    assert all(pair.public in rows[0] and pair.secret not in rows[0] for pair in pairs)
+    assert third.copy is not None
+    assert third.copy.forget("shop", machines[0].copy.machine)  # type: ignore[union-attr]
+    assert [one.key for one in keys.read_public_file(third.home / "shop").keys] == [pairs[1].public]
+    assert not third.copy.forget("shop", "nobody")
+
+
+def lease(postgres: Postgres, endpoint: str, *, tells: bool = True) -> None:
+    """As who has taken the log of shop."""
+    postgres.execute(
+        "INSERT INTO immortal.leases (instance, process, holder, until, endpoint)"
+        " VALUES ('shop', '', 'b.example (process 7)', 'infinity', %s)"
+        " ON CONFLICT (instance) DO UPDATE SET endpoint = excluded.endpoint",
+        endpoint,
+        database=DATABASE,
+    )
+    if tells:
+        postgres.execute("SELECT pg_notify('immortal', 'shop')", database=DATABASE)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_where_an_instance_has_gone_is_known_at_once_and_the_key_that_it_has_there(
+    shared: Fleet, postgres: Postgres, tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tells:
+        monkeypatch.setattr(shared_home, "LOOK_S", 10 * WAIT_S)  # so it is news alone
+    there = {"a": PEER, "b": "tcp://127.0.0.1:7002"}
+    machines = {name: shared.machine(name) for name in there}
+    machines["a"].register("shop", PEER)
+    public = {}
+    for name, peer in there.items():
+        registry = shared.machine(name)
+        keys.make(registry.load("shop").folder)
+        (pair,) = keys.read_pairs(registry.home / "shop")
+        public[name] = pair.public
+        assert registry.copy is not None
+        registry.copy.announce("shop", peer)
+    keys.make(shared.machine("till").home / "till", Role.CLIENT)
+    finder = Finder("shop", shared.url, identity="till")
+    lease(postgres, there["a"])
+    following = finder.follow()
+    assert following is not None
+    try:
+        for name in ("a", "b", "a"):
+            lease(postgres, there[name], tells=tells)
+            until(lambda name=name: finder.find().endpoints == (there[name],))
+            assert finder.find().server_keys[0] == public[name]
+            assert len(finder.find().server_keys) == 2
+        known = finder.find()
+        until(lambda: not following.moved(known))
+        lease(postgres, there["b"], tells=tells)
+        until(lambda: following.moved(known))
+    finally:
+        following.close()
+
+
+def test_a_move_is_seen_though_another_process_of_the_machine_was_first_to_write_it(
+    shared: Fleet, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_home, "LOOK_S", 10 * WAIT_S)
+    one = shared.machine("a")
+    keys.make(one.register("shop", PEER).folder)
+    lease(postgres, PEER)
+    finder = Finder("shop", shared.url)
+    following = finder.follow()
+    assert following is not None
+    try:
+        until(lambda: finder.find().endpoints == (PEER,))
+        known = finder.find()
+        until(lambda: not following.moved(known))
+        assert one.copy is not None
+        other = shared_home.Copy(shared.url, one.home, one.copy.machine)  # as another process has it
+        lease(postgres, "tcp://127.0.0.1:7002", tells=False)
+        other.refresh()
+        assert finder.find().endpoints == ("tcp://127.0.0.1:7002",)
+        postgres.execute("SELECT pg_notify('immortal', 'shop')", database=DATABASE)
+        until(lambda: following.moved(known))
+    finally:
+        following.close()
+
+
+def test_without_the_database_the_registry_is_read_as_it_was_and_not_changed(shared: Fleet, postgres: Postgres) -> None:
+    one = shared.machine("a")
+    one.register("shop", PEER)
+    postgres.stop()
+    try:
+        one = shared.machine("a")
+        assert one.copy is not None
+        assert "does not answer" in one.copy.problem
+        assert one.load("shop").peer == PEER
+        with pytest.raises(SharedHomeError, match="does not answer"):
+            one.remember_app("shop", "shop:Shop")
+        assert one.load("shop").app is None
+        with pytest.raises(SharedHomeError, match="does not answer"):
+            shared.machine("new")
+        with one.kept():
+            postgres.start()
+            other = shared.machine("b")
+            other.remember_app("shop", "shop:Other")
+            until(lambda: one.load("shop").app == "shop:Other")
+    finally:
+        if postgres._server is None:
+            postgres.start()
+
+
+def test_a_folder_is_brought_into_a_database_and_is_part_of_it_then(
+    shared: Fleet, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = shared.folder / "a"
+    own = Registry(home)
+    shop = own.register("shop", PEER)
+    (pair,) = keys.make(shop.folder)
+    keys.make(home / "till", Role.CLIENT)
+    upgrade_mark.write(shop.folder, UpgradeMark(2))
+    with pytest.raises(SharedHomeError, match=r"is a registry of its own, with shop: .*registry copy"):
+        shared.machine("a")
+    assert own.share(shared.url) == ["shop", "till"]
+    one, other = shared.machine("a"), shared.machine("b")
+    assert one.load("shop") == shop
+    assert keys.read_public_keys(other.home / "shop") == (pair.public,)
+    assert upgrade_mark.read(other.home / "shop") == UpgradeMark(2)
+    assert other.client_names(["shop"]) == ["till"]
+    second = Registry(shared.folder / "second")
+    second.register("shop", PEER)
+    with pytest.raises(SharedHomeError, match="has shop already: nothing was brought there"):
+        second.share(shared.url)
+    assert second.copy is None
+    monkeypatch.setenv("IMMORTAL_LOCAL", str(home))
+    with pytest.raises(SharedHomeError, match="this machine's part of the registry"):
+        Registry(postgres.url(database="postgres"))
+
+
+def test_what_a_row_says_leaves_the_folder_never(shared: Fleet, postgres: Postgres) -> None:
+    one = shared.machine("a")
+    one.register("shop", PEER)
+    insert = (
+        "INSERT INTO immortal.registry (instance, part, machine, host, content) VALUES (%s, 'settings', '', '', 'x')"
+    )
+    for name in ("../out", "/tmp/out", "..", ".origin", "a/b", "x.toml", ""):
+        postgres.execute(insert, name, database=DATABASE)
+    other = shared.machine("b")
+    assert other.names() == ["shop"]
+    assert sorted(path.name for path in other.home.iterdir()) == [".copy_lock", ".origin", "shop.toml"]
+    assert not (shared.folder / "out.toml").exists()
+
+
+def test_who_only_calls_may_read_and_nothing_else(
+    shared: Fleet, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared.machine("a").register("shop", PEER)
+    postgres.execute("CREATE ROLE till LOGIN; GRANT immortal_reader TO till", database=DATABASE)
+    try:
+        monkeypatch.setenv("IMMORTAL_LOCAL", str(shared.folder / "till"))
+        url = shared.url.replace("owner@", "till@")
+        reader = Registry(url)
+        assert reader.load("shop").peer == PEER
+        keys.make(shared.machine("till").home / "till", Role.CLIENT)
+        lease(postgres, "tcp://127.0.0.1:7002")
+        monkeypatch.setenv("IMMORTAL_LOCAL", str(shared.folder / "till"))
+        found = Finder("shop", url, identity="till").find()
+        assert found.endpoints == ("tcp://127.0.0.1:7002",), "whoever's role the log's URL names"
+        with pytest.raises(SharedHomeError, match="to change it immortal_writer"):
+            reader.remember_app("shop", "shop:Shop")
+    finally:
+        postgres.execute("DROP ROLE till")
+
+
+def test_what_is_no_registry_is_said(shared: Fleet, postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SharedHomeError, match="no place of a registry"):
+        Registry("mysql://there/home")
+    for wrong in (f"{shared.url}#shop", shared.url.replace("owner@", "owner:secret@")):
+        shared.url, right = wrong, shared.url
+        with pytest.raises(SharedHomeError, match="without a password and without '#NAME'"):
+            shared.machine("wrong")
+        shared.url = right
+    assert shared.machine("a").names() == [], "a database without a schema has nobody"
+    with pytest.raises(SharedHomeError, match="has no registry yet"):
+        keys.make(shared.machine("a").home / "till", Role.CLIENT)
+    from coordinator.log.backends.postgres import schema
+
+    postgres.execute("DROP SCHEMA IF EXISTS immortal CASCADE", database=DATABASE)
+    old = "".join(schema.MIGRATIONS[:2]) + "UPDATE immortal.schema_version SET version = 2"
+    postgres.execute(old, database=DATABASE)
+    with pytest.raises(RegistryError, match="has version 2, this program needs version 3"):
+        shared.machine("a").register("shop", PEER)
+    place_of(f"{shared.url}#shop").migrate()
+    shared.machine("a").register("shop", PEER)
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(SharedHomeError, match=r"pip install 'immortal\[postgres\]'"):
+        shared.machine("other")
+    with pytest.raises(NotConnectable, match=r"pip install 'immortal\[postgres\]'"):
+        Finder("shop", shared.url).find()
