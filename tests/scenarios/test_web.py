@@ -370,7 +370,7 @@ def at(shown: Browser, expression: str) -> str:
     page = shown.go("/i/desk/travel?at=1:0")
     page.get_by_label("Python expression").first.fill(expression)
     page.get_by_role("button", name="Next", exact=True).click()
-    page.wait_for_function("() => !location.search.endsWith('at=1:0')")
+    page.wait_for_url(lambda url: not url.endswith("at=1:0"))
     return page.get_by_role("textbox", name="Record").input_value()
 
 
@@ -383,7 +383,7 @@ def test_a_moment_and_the_ones_around_it(shown: Browser) -> None:
     looks_right(shown, "travel")
     url = page.url
     page.get_by_role("link", name="Next message").click()
-    page.wait_for_function(f"() => location.href !== {url!r}")
+    page.wait_for_url(lambda now: now != url)  # once it is loaded: before that no script hears the key
     assert "book 4" in page.locator(".changes").inner_text()
     page.keyboard.press("ArrowLeft")
     page.wait_for_url(f"**at={place.partition(':')[0]}*")
