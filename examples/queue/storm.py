@@ -16,11 +16,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
 import hands
 
+from appsdk.client import NotConnectable
 from appsdk.client import connect as connect_client
 from appsdk.patterns.queue import Queue, TaskFailed, connect
 
@@ -96,6 +98,18 @@ class Broker:
         self._log.close()
 
 
+def _wait_until_up(home: Path) -> None:
+    deadline_s = time.monotonic() + RESULT_S
+    while True:
+        try:
+            with connect_client(Queue, NAME, home=home, timeout=RESULT_S) as queue:
+                queue.overview("dead")
+            return
+        except NotConnectable:  # after a moment: its process has not begun yet
+            if time.monotonic() > deadline_s:
+                raise
+
+
 async def _run(home: Path, broker: Broker, tasks: int, kills: int) -> tuple[int, str]:
     """(wrong results, why the poisonous task failed)"""
     async with connect(NAME, home=home, timeout=None) as jobs:
@@ -139,8 +153,7 @@ def main() -> int:
         broker = Broker(home)
         keepers: list[Keeper] = []
         try:
-            with connect_client(Queue, NAME, home=home, timeout=RESULT_S) as queue:
-                queue.overview("dead")  # it is up
+            _wait_until_up(home)
             keepers += [Keeper(home, options.seed + index, options.pause) for index in range(options.workers)]
             wrong, reason = asyncio.run(_run(home, broker, options.tasks, options.kills))
             with connect_client(Queue, NAME, home=home, timeout=RESULT_S) as queue:

@@ -26,7 +26,7 @@ from coordinator.log.backends.postgres.connecting import Address, connect, is_br
 from protocol.process_file import ProcessFile, is_living, own_fields
 
 CHANNEL = "immortal"
-RENEWALS = 4  # in the time of a lease
+RENEWALS = 2.5  # in the time of a lease: one may fail. Seldom is good: less is left of it when its holder dies
 LEFT_S = 2.0  # a log that was left to one standby is not for others
 LEFT = "left"  # in place of a process: the holder is who may take it
 STANDBY_S = 3.0  # a standby that says nothing counts for so long
