@@ -13,11 +13,12 @@ from typing import Any, get_args
 import msgspec
 
 from appsdk.calls.codec import ArgumentCodec, encoder
+from appsdk.calls.context import Context
 from appsdk.calls.report import user_traceback
 from appsdk.errors import CallCancelled, CalleeFailed, CallRefused, DefinitionError, Failure, HandlerError, OnError
 from protocol.client import REFUSED_CALL, Caller, decode_caller
 from protocol.errors import ProtocolError
-from protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_message, encode_incoming_rpc
+from protocol.messages import IncomingRpc, RpcKind, RpcType, decode_incoming_rpc, decode_message, encode_incoming_rpc
 from protocol.verdicts import (
     FAILED_CALL,
     LETTER_SIZE_BYTES_MAX,
@@ -81,6 +82,13 @@ def refusal(method: str, method_id: int | None, cause: Cause, text: str) -> Fail
     return Failure("keep", method, method_id, "", _encodable(text)[:TEXT_CHARACTERS_MAX], refused=cause)
 
 
+def refused(context: Context, what: str, cause: Cause, text: str) -> HandlerError:
+    """The message that is handled is none that this instance may get: it fails alone."""
+    sequence_id, index = context.sequence_id, context.message_index
+    failure = refusal(what, None, cause, text)
+    return HandlerError(f"record {sequence_id}, message {index}: {text}; the app stops", sequence_id, index, failure)
+
+
 def text_of(error: BaseException) -> str:
     """Its message, without what differs from run to run."""
     try:
@@ -124,14 +132,19 @@ def who_waits(message: bytes) -> Caller | None:
     return decode_caller(message, start, end)
 
 
-def method_of(message: bytes) -> int | None:
-    """The method ID of a call; None for what is none, or can't be read."""
+def rpc_of(message: bytes) -> IncomingRpc | None:
+    """None where it can't be read."""
     try:
         _, start, end = decode_message(message, 0)
-        rpc = decode_incoming_rpc(message, start, end)
+        return decode_incoming_rpc(message, start, end)
     except ProtocolError:
         return None
-    return rpc.method_id if rpc.kind == RpcKind.CALL else None
+
+
+def method_of(message: bytes) -> int | None:
+    """The method ID of a call; None for what is none, or can't be read."""
+    rpc = rpc_of(message)
+    return None if rpc is None or rpc.kind != RpcKind.CALL else rpc.method_id
 
 
 def letter_message(data: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,6 +12,7 @@ from appsdk.calls.codec import ArgumentCodec, Decode
 from appsdk.calls.context import Context
 from appsdk.calls.failures import failure_of, misfit_text, refusal
 from appsdk.calls.report import handler_failed
+from appsdk.dispatch.receivers import answering_receiver, receiver, waking
 from appsdk.errors import Failure, HandlerError
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
 from appsdk.handlers.definition import Definition
@@ -46,41 +48,23 @@ class Delivery:
         self._entries: dict[int, Entry] = {}
         self._by_front: dict[bytes, Entry] = {}
         self._answers: dict[RpcKind, Entry] = {
-            kind: (
-                lambda data: (data,),
-                lambda instance, data, kind=kind: context.tasks.answered(kind, data),
-                "the answer of a call",
-            )
+            kind: _own(lambda data: data, partial(context.tasks.incoming.answered, kind), "the answer of a call")
             for kind in (RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING, RpcKind.RAISED)
         }
         tasks, wakes = context.tasks, definition.has_tasks
+        multicasts, inbox = context.multicasts, context.nodes.inbox
         for method_id, handler in self._definition.by_method_id.items():
             codec = self._definition.codec(handler)
             decode = context.nodes.accounts.taking(codec.decode) if codec.may_hold_handles else codec.decode
-            self._entries[method_id] = (decode, tasks.receiver(handler, wakes=wakes), codec.name)
+            self._entries[method_id] = (decode, receiver(tasks, handler, wakes=wakes), codec.name)
         name = self._definition.initial
         begin: Callable[..., Any] = type(self)._no_initial if name is None else getattr(self._definition.cls, name)
-        begin = tasks.waking(begin) if wakes else begin
+        begin = waking(tasks, begin) if wakes else begin
         nothing: Any = msgspec.msgpack.Decoder(tuple[()]).decode
         initial = (nothing, self._only_first(begin), f"{self._definition.name}.{name or 'initial'}")
-        told: Any = msgspec.msgpack.Decoder(ToldTime).decode
-        clock: Entry = (
-            lambda data: (told(data),),
-            lambda instance, now: tasks.told_time(now.time_ns, now.decided, now.jumped_ns),
-            "the clock",
-        )
-        result: Any = msgspec.msgpack.Decoder(EffectResult).decode
-        effects: Entry = (
-            lambda data: (result(data),),
-            lambda instance, done: tasks.effect_done(done),
-            "the result of an effect",
-        )
-        order: Any = msgspec.msgpack.Decoder(Order).decode
-        orders: Entry = (
-            lambda data: (order(data),),
-            lambda instance, given: tasks.ordered(given),
-            "an operator's order",
-        )
+        clock = _own(msgspec.msgpack.Decoder(ToldTime).decode, tasks.told_time, "the clock")
+        effects = _own(msgspec.msgpack.Decoder(EffectResult).decode, tasks.effect_done, "the result of an effect")
+        orders = _own(msgspec.msgpack.Decoder(Order).decode, tasks.ordered, "an operator's order")
         cancels: Entry = (
             msgspec.msgpack.Decoder(tuple[str, int, int, str]).decode,
             lambda instance, caller, number, cancelled, reason: tasks.cancel_call(caller, number, cancelled, reason),
@@ -99,13 +83,13 @@ class Delivery:
             (ORDER_METHOD_ID, RpcType.IMPULSE, orders),
             (CANCEL_CALL_METHOD_ID, RpcType.ASYNC, cancels),
             (EFFECT_METHOD_ID, RpcType.FORK, effects),  # one that had to wait for multicasts
-            (ORDERED_METHOD_ID, RpcType.FORK, _of_ordering(decode_propose, context.multicasts.proposed)),
-            (ORDERING_METHOD_ID, RpcType.FORK, _of_ordering(decode_of_ordering, context.multicasts.received)),
-            (FENCING_METHOD_ID, RpcType.FORK, _of_ordering(decode_fencing, context.multicasts.fencing)),
-            (EXECUTED_METHOD_ID, RpcType.FORK, _of_ordering(decode_executed, context.multicasts.executed)),
-            (NODE_METHOD_ID, RpcType.FORK, _of_nodes(decode_node_call, context.nodes.inbox.called)),
-            (NODE_METHOD_ID, RpcType.ASYNC, _of_nodes(decode_awaited_node_call, context.nodes.inbox.called)),
-            (HANDLES_METHOD_ID, RpcType.FORK, _of_nodes(decode_word, context.nodes.inbox.told)),
+            (ORDERED_METHOD_ID, RpcType.FORK, _own(decode_propose, multicasts.proposed, "an ordered multicast")),
+            (ORDERING_METHOD_ID, RpcType.FORK, _own(decode_of_ordering, multicasts.received, "an ordered multicast")),
+            (FENCING_METHOD_ID, RpcType.FORK, _own(decode_fencing, multicasts.fencing, "an ordered multicast")),
+            (EXECUTED_METHOD_ID, RpcType.FORK, _own(decode_executed, multicasts.executed, "an ordered multicast")),
+            (NODE_METHOD_ID, RpcType.FORK, _own(decode_node_call, inbox.called, "a handle")),
+            (NODE_METHOD_ID, RpcType.ASYNC, _own(decode_awaited_node_call, inbox.called, "a handle")),
+            (HANDLES_METHOD_ID, RpcType.FORK, _own(decode_word, inbox.told, "a handle")),
         ):
             self._by_front[_fronts(method_id, (rpc_type,))[0]] = entry
         # The lengths of fronts, the most frequent first. No front starts another: a varint says where it ends.
@@ -118,11 +102,8 @@ class Delivery:
         def decode(arguments: Any) -> tuple[Any, ...]:
             return codec.decode_call(arguments)  # made when it is needed: few apps are called so
 
-        if codec.may_hold_handles:
-            taking: Decode = self._context.nodes.accounts.taking(decode)
-            return taking, self._context.tasks.answering_receiver(handler), codec.name
-
-        return decode, self._context.tasks.answering_receiver(handler), codec.name
+        taken: Decode = self._context.nodes.accounts.taking(decode) if codec.may_hold_handles else decode
+        return taken, answering_receiver(self._context.tasks, handler), codec.name
 
     @staticmethod
     def _no_initial(instance: object) -> None:
@@ -322,12 +303,9 @@ class Delivery:
         return self._refused(index, refusal(name, None, Cause.TRIPPED, text))
 
 
-def _of_ordering(decode: Callable[[bytes], Any], function: Callable[[Any], None]) -> Entry:
-    return (lambda data: (decode(data),)), (lambda instance, message: function(message)), "an ordered multicast"
-
-
-def _of_nodes(decode: Callable[[bytes], Any], function: Callable[[Any], None]) -> Entry:
-    return (lambda data: (decode(data),)), (lambda instance, message: function(message)), "a handle"
+def _own(decode: Callable[[Any], Any], function: Callable[[Any], None], name: str) -> Entry:
+    """For messages of the SDK's own: ``function`` takes what ``decode`` makes of one."""
+    return (lambda data: (decode(data),)), (lambda instance, message: function(message)), name
 
 
 def _fronts(method_id: int, rpc_types: Iterable[RpcType]) -> list[bytes]:

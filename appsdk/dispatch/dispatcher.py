@@ -13,44 +13,31 @@ One thread: the one that made the :class:`Dispatcher` calls it, and the handlers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from msgspec.structs import replace
-
 from appsdk.calls.context import Context
-from appsdk.calls.failures import method_of
 from appsdk.calls.outbox import Chunk, Outbox, encode_call, make_writer
 from appsdk.dispatch.asking import answer_query
 from appsdk.dispatch.delivery import Delivery
-from appsdk.dispatch.events import (
-    BecamePrimary,
-    Event,
-    Flush,
-    Goodbye,
-    MessageFailed,
-    OutputReady,
-    Refusal,
-    SnapshotBegun,
-)
-from appsdk.dispatch.failing import Failures, UndoNeededError, offset_behind, size_of_message, wakes_handlers
+from appsdk.dispatch.events import BecamePrimary, Event, Goodbye, OutputReady, Refusal, SnapshotBegun
+from appsdk.dispatch.failing import Failures
 from appsdk.dispatch.life import Life
-from appsdk.dispatch.times import HandlerTimes
+from appsdk.dispatch.records import Records
+from appsdk.dispatch.rewinds import Rewinds
 from appsdk.dispatch.upgrades import guarded
 from appsdk.effects.request import EffectRunner
-from appsdk.errors import HandlerError, RecoveryNeeded, StateError, UpgradeError
+from appsdk.errors import UpgradeError
 from appsdk.handlers.decorators import INITIAL_METHOD_ID
 from appsdk.handlers.definition import Definition
 from appsdk.handlers.proxy import all_method_names
 from appsdk.nodes.nodes import Nodes
 from appsdk.ordering.multicasts import Multicasts
-from appsdk.ordering.plain import Plain
 from appsdk.state.copies import Copies
 from appsdk.types.handles import current
 from appsdk.waiting.listing import describe_all, describe_one
 from appsdk.waiting.retries import retry_effects
 from appsdk.waiting.tasks import Tasks
-from protocol.batch import decode_batch, decode_replayable_batch
 from protocol.errors import RemoteProtocolError
 from protocol.extensions import (
     ALL_EXTENSIONS,
@@ -59,42 +46,17 @@ from protocol.extensions import (
     Hello,
     decode_app_time,
     decode_impulses_accepted,
-    decode_record_time,
     decode_sources,
     decode_version,
     encode_app_description,
     encode_hello,
 )
-from protocol.handlers import (
-    OTHER_MESSAGES,
-    TIMES_TASK,
-    HandlersAnswer,
-    HandlersQuestion,
-    decode_question,
-    encode_answer,
-)
-from protocol.messages import (
-    MessageType,
-    RpcType,
-    decode_messages,
-    encode_checkpoint,
-    encode_message,
-)
+from protocol.handlers import TIMES_TASK, HandlersAnswer, HandlersQuestion, decode_question, encode_answer
+from protocol.messages import MessageType, RpcType, decode_messages, encode_checkpoint, encode_message
 from protocol.queries import QueryQuestion, decode_query, encode_query_answer
 from protocol.readers import BlobData, BlobStart, Record, RecordReader
 from protocol.record import CONTROL_SEQUENCE_ID
-from protocol.varint import encode_zigzag
-from protocol.verdicts import (
-    Careful,
-    Handling,
-    VerdictKind,
-    decode_careful,
-    decode_verdicts,
-    encode_handling,
-)
-
-MESSAGE_INDEX_MAX = (1 << 31) - 1  # of a record: above any that there is
-SLICE_SIZE_BYTES = 64 << 10  # of input, handled before the transport may send: keeps both ends at work
+from protocol.verdicts import Handling, decode_careful, decode_verdicts
 
 
 class Dispatcher:
@@ -129,14 +91,17 @@ class Dispatcher:
             one.resolve(names_may_be_missing=False)
         self.context = Context(b"")
         self.outbox = self.context.outbox = make_outbox(self.context, wake)
-        self._multicasts = self.context.multicasts = Multicasts(self.context)
+        self.context.multicasts = Multicasts(self.context)
         self._nodes = self.context.nodes = Nodes(self.context)
         self.tasks = self.context.tasks = make_tasks(self.context)
         self.tasks.queries.compares_all = compares_queries
-        self._life = Life(definition, self.context, self.tasks, self._use)
+        self._life = Life(definition, self.context, self.tasks, make_delivery)
+        self._failures = Failures(self.context, fails_alone=fails_alone)
+        copies = Copies(enabled=any(one.can_undo for one in definition.chain), keeps_large=keeps_large_copies)
+        self.records = Records(self.context, self._life, self._failures)
+        self._rewinds = Rewinds(self.context, self._life, self.records, self._failures, copies)
         self._draw_seed = draw_seed
         self._effects = effects
-        self._make_delivery = make_delivery
         self._reader = RecordReader()
         self._extended = False  # the coordinator has used an extension, so it took our Hello
         self._primary = False
@@ -144,16 +109,8 @@ class Dispatcher:
         self._upgraded = False  # the next TakeCheckpoint completes it, unless more records come
         self._awaiting_initial = False
         self._blob: list[bytes] = []
-        self._delivery = make_delivery(definition, self.context)
-        self._failures = Failures(self.context, fails_alone=fails_alone)
-        self._copies = Copies(enabled=any(one.can_undo for one in definition.chain), keeps_large=keeps_large_copies)
-        self._careful: Careful | None = None
-        self._times = HandlerTimes()
         self._sources: list[str] | None = None  # of the batches of the records that come, see Record
-        self._batch_sources: Iterator[str] | None = None  # of those of the record that is handled
         self.time: AppTime | None = None  # of the instance, as the coordinator last told it; None: it never did
-        self._jumps: list[AppTime] = []  # to be logged, once the app is primary
-        self._batch_begin = b"", 0, 0  # content, offset, and index of the first message, of what is handled now
         self._work = self._run()
         self.outbox.send(encode_hello(Hello(extensions, definition.label)))
         description = AppDescription(definition.version, all_method_names(definition))
@@ -191,21 +148,6 @@ class Dispatcher:
         if self._failures.can_fail:
             self.outbox.report(encode_message(MessageType.LEAVING, reason.encode("utf-8", "replace")))
 
-    @property
-    def now_handling(self) -> Handling | None:
-        """The message whose handler runs; None between two. Any thread: what it says may be over by then."""
-        context = self.context
-        content, start, first_index = self._batch_begin
-        sequence_id, index = context.sequence_id, context.message_index
-        if not context.handling_thread_id or not self._failures.can_fail or index < first_index:
-            return None
-        try:
-            at = offset_behind(content, start, index - first_index)
-            message = content[at : at + size_of_message(content, at)]
-        except RemoteProtocolError:  # of a batch that has begun since
-            return None
-        return replace(self._failures.handling(sequence_id, index, message), message=b"")
-
     def data_to_send(self) -> list[Chunk]:
         """All bytes that are to be sent now, in order. They are the caller's."""
         return self.outbox.take()
@@ -213,11 +155,11 @@ class Dispatcher:
     @property
     def next_due_ns(self) -> int | None:
         """When a timer is due, in ns since the Unix epoch: then :meth:`tell_time`. None: nothing."""
-        return self.tasks.next_due_ns if self._primary else None
+        return self.tasks.time_impulses.next_due_ns
 
     def tell_time(self, time_ns: int) -> None:
         """The instance's time, ns since the Unix epoch: it goes into the log, and comes back as input."""
-        self.tasks.tell_time(time_ns)
+        self.tasks.time_impulses.tell(time_ns)
 
     @property
     def buffered_bytes(self) -> int:
@@ -275,9 +217,11 @@ class Dispatcher:
             elif message_type == MessageType.SOURCES:
                 self._sources = decode_sources(data)
             elif message_type == MessageType.CAREFUL:
-                self._careful = decode_careful(data)
+                self.records.careful = decode_careful(data)
             elif message_type == MessageType.APP_TIME:
-                self._tell_time(decode_app_time(data))
+                self.time = decode_app_time(data)
+                if self.time.jumped_ns:
+                    self.tasks.time_impulses.jumped(self.time.time_ns, self.time.jumped_ns)
             elif message_type == MessageType.HANDLERS_ASKED:
                 self._tell_handlers(decode_question(data))
                 yield OutputReady()
@@ -302,7 +246,7 @@ class Dispatcher:
         elif question.retries:
             value = retry_effects(self.tasks, question.task)
         elif question.task == TIMES_TASK:
-            value = self._times.answer()
+            value = self.records.times.answer()
         elif question.task:
             value = describe_one(self.tasks, question.task)
         else:
@@ -315,21 +259,7 @@ class Dispatcher:
         answer = answer_query(question, self.definition, self.instance, self.context, self.tasks)
         self.outbox.report(encode_query_answer(answer))
         if answer.changed:
-            self._back_to_log()
-
-    def _tell_time(self, time: AppTime) -> None:
-        self.time = time
-        if time.jumped_ns:
-            self._jumps.append(time)
-            self._log_jumps()
-
-    def _log_jumps(self) -> None:
-        """What sleeps is to sleep no less for it: that is for the log to say, to each replay."""
-        if self._primary:
-            for time in self._jumps:
-                if time.time_ns > self.tasks.clock.jumped_to_ns:  # else the log has it
-                    self.tasks.tell_jump(time.time_ns, time.jumped_ns)
-            self._jumps.clear()
+            self._rewinds.back_to_log()
 
     def _logged(self, record: Record) -> Iterator[Event]:
         sequence_id = record.header.sequence_id
@@ -339,235 +269,18 @@ class Dispatcher:
             raise RemoteProtocolError(f"record {sequence_id} came, {self._life.next_sequence_id} was expected")
         self._upgraded = False
         record.sources = self._sources
-        careful = self._careful
-        if careful is not None:
-            yield from self._say_record(careful, sequence_id)
-        rewound = False
-        while True:
-            try:
-                yield from self._record(record)
-                break
-            except UndoNeededError as needed:
-                self._rewind(needed, record)
-                rewound = True
-                yield MessageFailed(needed.verdict)
-        if rewound:
-            self._failures.settle(self._delivery)
-            self.tasks.effects.resume()
-        if self._copies.add(record, rewound=rewound):
-            self._copy_again()
+        careful = self.records.careful
+        if careful is not None and sequence_id <= careful.last_sequence_id:
+            yield from self.records.announce(Handling(sequence_id))
+        yield from self._rewinds.handle(record)
+        if self.context.record_time_ns is not None:
+            self._extended = True
         if careful is not None and sequence_id >= careful.last_sequence_id:
-            self._careful = None
-            self.outbox.report(encode_handling(Handling(-1)))
-            yield Flush()  # else the death of a later record would be laid to this one
+            self.records.careful = None  # else the death of a later record would be laid to this one
+            yield from self.records.announce(Handling(-1))
         if self._awaiting_initial:
             self._awaiting_initial = False
             yield from self._become_primary()
-
-    def _record(self, record: Record) -> Iterator[Event]:
-        """Handle the messages of one record. Raises UndoNeededError."""
-        sequence_id, content = record.header.sequence_id, record.content
-        context = self.context
-        context.committer_id = record.header.committer_id
-        context.sequence_id = sequence_id
-        context.record_time_ns = None
-        context.message_index = 0
-        context.source = None if record.sources is None else ""
-        self._batch_sources = iter(record.sources) if record.sources else None
-        for message_type, start, end in decode_messages(content):
-            if message_type == MessageType.RECORD_TIME:
-                self._extended = True
-                context.record_time_ns = decode_record_time(content, start, end)
-            elif message_type == MessageType.RPC_BATCH:
-                count, skipped = decode_batch(content[start : start + 16])
-                yield from self._batch(content, start + skipped, end, count)
-            elif message_type == MessageType.RPC:
-                size_of_size = len(encode_zigzag(end - start + 1))
-                yield from self._batch(content, start - 1 - size_of_size, end, 1)
-            elif message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
-                count, _, skipped = decode_replayable_batch(content[start : start + 16])
-                yield from self._batch(content, start + skipped, end, count)
-            elif message_type == MessageType.INITIAL_MESSAGE:
-                yield from self._batch(content, start, end, 1)
-            elif message_type == MessageType.INSTANCE_NAME:
-                context.instance_name = content[start:end].decode("utf-8", "replace")
-            else:
-                raise RemoteProtocolError(
-                    f"record {sequence_id} holds a message of type {message_type}, which is never logged"
-                )
-        self._life.next_sequence_id = sequence_id + 1
-
-    def _batch(self, content: bytes, offset: int, end: int, count: int) -> Iterator[Event]:
-        """Handle the ``count`` RPC messages of ``content[offset:end]``, with a pause wherever there is much to send."""
-        first_index = self.context.message_index
-        if self._batch_sources is not None:
-            self.context.source = next(self._batch_sources, None)
-        start = offset
-        self._batch_begin = content, start, first_index
-        is_watched = self._careful is not None and self._careful.suspect_sequence_id == self.context.sequence_id
-        skips = self.context.sequence_id in self._failures.skipped
-        multicasts, is_own = self._multicasts, False
-        while offset < end:
-            slice_end = min(offset + SLICE_SIZE_BYTES, end)
-            if is_watched:
-                yield from self._say_message(content, offset)
-                slice_end = offset + 1
-            skipped = self._failures.next_skipped(*self._place) if skips else None
-            if skipped is not None and skipped < first_index + count:  # else it is in another batch of the record
-                at = offset_behind(content, start, skipped - first_index)
-                if at == offset:
-                    offset = self._pass_over(content, offset, skipped)
-                    continue
-                slice_end = min(slice_end, at)
-            if multicasts.is_busy and not is_own:
-                message = Plain(content[offset : offset + size_of_message(content, offset)], self.context.source)
-                is_own = message.is_own
-                if not is_own:
-                    if multicasts.files(message):
-                        offset += len(message.message)
-                        self.context.message_index += 1
-                        continue
-                    slice_end = offset + 1
-            self.outbox.mark()
-            try:
-                if self._times.left:
-                    offset = self._timed(content, offset, end)
-                else:
-                    offset = self._delivery.deliver(self.instance, content, offset, end, slice_end)
-            except HandlerError as error:
-                self.context.handling_thread_id = 0
-                at = offset_behind(content, start, error.message_index - first_index)
-                yield from self._failed(error, content, at)
-                offset = at + size_of_message(content, at)
-                self.context.message_index = error.message_index + 1
-            if self.outbox.ready_size_bytes:
-                yield OutputReady()
-        if self.context.message_index - first_index != count:
-            raise RemoteProtocolError(
-                f"record {self.context.sequence_id}: a batch of {self.context.message_index - first_index} messages "
-                f"gives its count as {count}"
-            )
-
-    def _timed(self, content: bytes, offset: int, end: int) -> int:
-        """Handle one message, and note how long that took: where the next one starts. Raises as ``deliver`` does."""
-        times = self._times
-        begun_ns = times.clock_ns()
-        behind = self._delivery.deliver(self.instance, content, offset, end, offset + 1)
-        duration_ns = times.clock_ns() - begun_ns
-        method_id = method_of(content[offset:behind])  # of a call; an answer has that of another's method
-        handler = None if method_id is None else self.definition.by_method_id.get(method_id)
-        times.add(OTHER_MESSAGES if handler is None else handler.function.__qualname__, duration_ns)
-        return behind
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        return self.context.sequence_id, self.context.message_index
-
-    # --- messages that fail -----------------------------------------------------------------------------------------
-
-    def _failed(self, error: HandlerError, content: bytes, offset: int) -> Iterator[Event]:
-        """The message at ``offset`` has failed: note it, and go on behind it.
-
-        Raises ``error`` where it can't fail alone, UndoNeededError where the state must be as before it first, and
-        RecoveryNeeded where it takes another start for that.
-        """
-        message = content[offset : offset + size_of_message(content, offset)]
-        verdict = self._failures.verdict(error, message)
-        if verdict is None:
-            raise error
-        known = verdict.key in self._failures.known
-        if not known and self._failures.did_not_fail(verdict):
-            raise error  # when it was handled before: no replay can be right
-        if verdict.kind is VerdictKind.UNDONE:
-            self._failures.note(verdict)
-            if self._copies.current is None:
-                self.outbox.back_to_copy()
-                raise RecoveryNeeded(
-                    f"{verdict.method} failed at record {verdict.sequence_id}, message {verdict.message_index}; the "
-                    f"app is recovered without it"
-                )
-            raise UndoNeededError(verdict, error.failure.method_id if error.failure else None)
-        self.tasks.drain()
-        if not known:
-            self._failures.note(verdict)
-            yield MessageFailed(verdict)
-        self._failures.answer(self._failures.known[verdict.key], message)
-
-    def _pass_over(self, content: bytes, offset: int, index: int) -> int:
-        """The message at ``offset`` has a verdict: where the next one starts."""
-        size_bytes = size_of_message(content, offset)
-        self.context.message_index = index
-        verdict = self._failures.known[self.context.sequence_id, index, 0, 0]
-        message = content[offset : offset + size_bytes]
-        is_ended = verdict.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED)
-        if is_ended and wakes_handlers(message):  # who waited for it must not wait for ever
-            with self.tasks.failing_waits(verdict):
-                self._delivery.deliver(self.instance, content, offset, offset + size_bytes, offset + 1)
-            self.context.handling_thread_id = 0
-        self._failures.answer(verdict, message)
-        self.context.message_index = index + 1
-        return offset + size_bytes
-
-    def _rewind(self, needed: UndoNeededError, record: Record) -> None:
-        """Back to the copy of the state, and again over the records behind it, up to ``record``."""
-        copy = self._copies.current
-        if copy is None:
-            raise needed
-        self._copies.failed()
-        self._failures.repeat(needed, [*copy.tail, record], len(copy.blob) + copy.tail_size_bytes, self._delivery)
-        self.outbox.back_to_copy()
-        self.tasks.effects.pause()
-        self.tasks.queries.passed = needed.verdict.key[:2]
-        self._life.go_back(copy.blob)
-        for handled in copy.tail:
-            for _ in self._record(handled):
-                pass
-
-    def _back_to_log(self) -> None:
-        """The state is none that the records so far make: make it anew from them. Raises RecoveryNeeded."""
-        copy, sequence_id = self._copies.current, self._life.next_sequence_id
-        self.outbox.mark()
-        if copy is None:
-            raise RecoveryNeeded("a query has changed the state: the app is recovered from its log, without that")
-        self._copies.failed()
-        self._failures.repeat_all(sequence_id, self._delivery)
-        self.outbox.back_to_copy()
-        self.tasks.effects.pause()
-        self.tasks.queries.passed = sequence_id - 1, MESSAGE_INDEX_MAX
-        self._life.go_back(copy.blob)
-        for handled in copy.tail:
-            for _ in self._record(handled):
-                pass
-        self._failures.settle(self._delivery)
-        self.tasks.effects.resume()
-
-    def _copy_again(self) -> None:
-        """Much log lies behind the last copy."""
-        self.outbox.close_batches()
-        try:
-            blob = b"".join(self._life.encode())
-        except StateError:
-            return  # the next checkpoint says so
-        self._take_copy((blob,))
-
-    def _take_copy(self, pieces: Sequence[bytes]) -> None:
-        """The state as it is now, behind all calls made so far."""
-        self.outbox.begin_copy()
-        self.tasks.queries.state_size_bytes = sum(map(len, pieces))
-        self._copies.take(pieces, self._life.next_sequence_id - 1)
-        self._failures.forget_up_to(self._copies.sequence_id(self._life.next_sequence_id - 1))
-
-    def _say_record(self, careful: Careful, sequence_id: int) -> Iterator[Event]:
-        """An app before this one did not live through one of these records: say which is next."""
-        if sequence_id <= careful.last_sequence_id:
-            self.outbox.report(encode_handling(Handling(sequence_id)))
-            yield Flush()
-
-    def _say_message(self, content: bytes, offset: int) -> Iterator[Event]:
-        message = content[offset : offset + size_of_message(content, offset)]
-        handling = self._failures.handling(self.context.sequence_id, self.context.message_index, message)
-        self.outbox.report(encode_handling(handling))
-        yield Flush()
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -582,11 +295,7 @@ class Dispatcher:
         blob = b"".join(self._blob)
         self._blob.clear()
         self._life.restore(blob)
-        self._take_copy((blob,))
-
-    def _use(self, definition: Definition) -> None:
-        """From here on this class's code handles what comes in."""
-        self._delivery = self._make_delivery(definition, self.context)
+        self._rewinds.take_copy((blob,))
 
     def _upgrade(self, version: int | None, *, with_checkpoint: bool) -> None:
         """Bring state and code to ``version`` (None: that of the app), behind all outputs of the old code."""
@@ -597,14 +306,14 @@ class Dispatcher:
                 else "an upgrade was asked for after the app was told that it is primary"
             )
         self.outbox.close_batches()
-        self._copies.forget()
+        self._rewinds.copies.forget()
         try:
             self._life.upgrade(version)
             if with_checkpoint:
                 guarded(self.definition, f"{self.definition.name}.checkpoint", self._checkpoint)
                 self._upgraded = True
             else:
-                self._copy_again()
+                self._rewinds.copy_again()
         except UpgradeError as error:
             self.outbox.send(encode_message(MessageType.UPGRADE_FAILED, error.reason.encode("utf-8", "replace")))
             raise
@@ -631,7 +340,7 @@ class Dispatcher:
             raise RemoteProtocolError("a checkpoint was asked for before the first start or a recovery")
         self.outbox.close_batches()
         pieces = self._life.encode()
-        self._take_copy(pieces)
+        self._rewinds.take_copy(pieces)
         self.outbox.send(encode_checkpoint(sum(map(len, pieces))))
         for piece in pieces:
             self.outbox.send(piece)
@@ -643,5 +352,5 @@ class Dispatcher:
             self._primary = True
             self.tasks.effects.start(self._effects)
             self.tasks.queries.is_live = True
-            self._log_jumps()
+            self.tasks.time_impulses.start()
             yield BecamePrimary()

@@ -11,6 +11,7 @@ from appsdk.calls.failures import (
     REPEATED_SIZE_BYTES_MAX,
     letter_message,
     method_of,
+    rpc_of,
     verdict_on,
     who_waits,
 )
@@ -34,20 +35,16 @@ class UndoNeededError(Exception):
         self.method_id = method_id
 
 
-def size_of_message(content: bytes, offset: int) -> int:
+def message_at(content: bytes, offset: int) -> bytes:
     """With its size field."""
     _, _, end = decode_message(content, offset)
-    return end - offset
+    return content[offset:end]
 
 
 def wakes_handlers(message: bytes) -> bool:
     """It is no call, but what an ``async def`` handler waits for: an answer, a time, the result of an effect."""
-    try:
-        _, start, end = decode_message(message, 0)
-        rpc = decode_incoming_rpc(message, start, end)
-    except ProtocolError:
-        return False
-    return rpc.kind != RpcKind.CALL or rpc.method_id in (CLOCK_METHOD_ID, EFFECT_METHOD_ID)
+    rpc = rpc_of(message)
+    return rpc is not None and (rpc.kind != RpcKind.CALL or rpc.method_id in (CLOCK_METHOD_ID, EFFECT_METHOD_ID))
 
 
 def offset_behind(content: bytes, offset: int, count: int) -> int:

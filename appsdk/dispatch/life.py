@@ -9,6 +9,7 @@ from typing import Any
 from appsdk.calls.context import Context
 from appsdk.calls.report import call_user_code
 from appsdk.calls.rules import Rules
+from appsdk.dispatch.delivery import Delivery
 from appsdk.dispatch.upgrades import class_that_restores, guarded, moved, upgrade_path, upgraded
 from appsdk.errors import StateError
 from appsdk.handlers.contexts import attach
@@ -19,19 +20,24 @@ from appsdk.waiting.tasks import Tasks
 
 
 class Life:
-    """``definition``: of the class that runs: one that the app upgrades from, until it is told to; ``use`` is called
-    with each other that follows it. ``instance`` None: not yet. ``next_sequence_id``: of the record that is to come.
+    """``definition``: of the class that runs: one that the app upgrades from, until it is told to; ``delivery``: calls
+    its handlers. ``instance`` None: not yet. ``next_sequence_id``: of the record that is to come.
     """
 
     def __init__(
-        self, definition: Definition, context: Context, tasks: Tasks, use: Callable[[Definition], None]
+        self,
+        definition: Definition,
+        context: Context,
+        tasks: Tasks,
+        make_delivery: Callable[[Definition, Context], Delivery],
     ) -> None:
         self.definition = definition
+        self.delivery = make_delivery(definition, context)
         self.instance: Any = None
         self.next_sequence_id = 0
         self._context = context
         self._tasks = tasks
-        self._call_use = use
+        self._make_delivery = make_delivery
         self._main_definition = definition
 
     def start(self, seed: bytes) -> None:
@@ -98,7 +104,7 @@ class Life:
         """From here on this class's code handles what comes in."""
         if definition is not self.definition:
             self.definition = definition
-            self._call_use(definition)
+            self.delivery = self._make_delivery(definition, self._context)
 
     def upgrade(self, version: int | None) -> None:
         """Bring state and code to ``version`` (None: that of the app). Raises UpgradeError."""

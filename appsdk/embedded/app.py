@@ -59,7 +59,7 @@ class EmbeddedApp:
     def is_handling(self) -> bool:
         """A handler runs. From signal handlers, too."""
         life = self._life
-        return life is not None and life.dispatcher.now_handling is not None
+        return life is not None and life.dispatcher.records.now_handling is not None
 
     # --- the driver's port -------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import attrgetter
@@ -156,24 +157,15 @@ class Definition:
     def codec(self, handler: Handler[Any, Any]) -> ArgumentCodec:
         """Raises DefinitionError when an annotation can't be resolved or encoded."""
         if (codec := self._codecs.get(handler.key)) is None:
-            try:
-                codec = ArgumentCodec(handler.function, handler.signature)
-            except NameError as error:
-                raise DefinitionError(
-                    f"{handler.function.__qualname__}: an annotation can't be resolved: {error}"
-                ) from error
-            self._codecs[handler.key] = codec
+            with resolving(f"{handler.function.__qualname__}: an annotation"):
+                codec = self._codecs[handler.key] = ArgumentCodec(handler.function, handler.signature)
         return codec
 
     def state(self) -> StateSchema:
         """Raises DefinitionError when an annotation can't be resolved or encoded."""
         if self._state is None:
-            try:
+            with resolving(f"{self.name}: the annotation of an attribute"):
                 self._state = StateSchema(self.cls, self.serializer, {*self.handlers, *self.peers}, self.formerly)
-            except NameError as error:
-                raise DefinitionError(
-                    f"{self.name}: the annotation of an attribute can't be resolved: {error}"
-                ) from error
         return self._state
 
     def resolve(self, *, names_may_be_missing: bool) -> None:
@@ -187,6 +179,15 @@ class Definition:
             except DefinitionError as error:
                 if not (names_may_be_missing and isinstance(error.__cause__, NameError)):
                     raise
+
+
+@contextmanager
+def resolving(what: str) -> Iterator[None]:
+    """Raises DefinitionError for a name that there is not."""
+    try:
+        yield
+    except NameError as error:
+        raise DefinitionError(f"{what} can't be resolved: {error}") from error
 
 
 def definition_of(cls: object) -> Definition:

@@ -15,7 +15,7 @@ from appsdk.calls.outbox import encode_call, make_writer, not_in_handler
 from appsdk.errors import UsageError
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Definition, Peer
-from appsdk.handlers.proxy import find_handler
+from appsdk.handlers.proxy import PeerMethod, find_handler
 from appsdk.ordering.messages import Scope
 from appsdk.types.handles import Handle as HandleType
 from protocol.messages import RpcType
@@ -151,14 +151,10 @@ def make_multicast_fork(
     return fork
 
 
-class MulticastMethod:
+class MulticastMethod(PeerMethod):
     """A handler of several instances: ``fork`` sends a call to all of them."""
 
-    __slots__ = ("_name", "fork")
-
-    def __init__(self, name: str, fork: Callable[..., None]) -> None:
-        self._name = name
-        self.fork = fork
+    __slots__ = ()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         raise UsageError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from appsdk.calls.codec import ArgumentCodec
 from appsdk.calls.context import Context
-from appsdk.calls.failures import encode_refused, method_of, misfit_text, refusal
+from appsdk.calls.failures import encode_refused, method_of, misfit_text, refused, rpc_of
 from appsdk.errors import HandlerError
 from appsdk.handlers.decorators import Handler
 from appsdk.nodes.accounts import WHAT, Accounts
@@ -18,8 +18,6 @@ from appsdk.nodes.messages import AwaitedNodeCall, Forgotten, NodeCall, Passed, 
 from appsdk.nodes.node import Node, node_definition
 from appsdk.types.handles import MARK, Handle
 from protocol.client import CLIENTS
-from protocol.errors import ProtocolError
-from protocol.messages import decode_incoming_rpc, decode_message
 from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
 from protocol.verdicts import Cause, Verdict, VerdictKind
 
@@ -181,18 +179,9 @@ class Inbox:
             raise self._wrong(f"{self._context.source!r} speaks for {sender!r}", Cause.SENDER)
 
     def _wrong(self, text: str, cause: Cause) -> HandlerError:
-        context = self._context
-        return HandlerError(
-            f"record {context.sequence_id}, message {context.message_index}: {text}; the app stops",
-            context.sequence_id,
-            context.message_index,
-            refusal(WHAT, None, cause, text),
-        )
+        return refused(self._context, WHAT, cause, text)
 
 
 def _arguments_of(message: bytes) -> bytes:
-    try:
-        _, start, end = decode_message(message, 0)
-        return bytes(decode_incoming_rpc(message, start, end).arguments)
-    except ProtocolError:
-        return b""
+    rpc = rpc_of(message)
+    return b"" if rpc is None else bytes(rpc.arguments)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self, cast
 from appsdk.calls.codec import ArgumentCodec
 from appsdk.errors import DefinitionError, UsageError
 from appsdk.handlers.decorators import HOOK_MARK, BoundHandler, Handler
+from appsdk.handlers.definition import resolving
 from appsdk.state.schema import Envelope, StateSchema
 
 
@@ -64,24 +65,16 @@ class NodeDefinition:
     def state(self) -> StateSchema:
         """Raises DefinitionError."""
         if self._state is None:
-            try:
+            with resolving(f"{self.name}: the annotation of an attribute"):
                 self._state = StateSchema(self.cls, "msgspec", self.handlers, self.formerly)
-            except NameError as error:
-                raise DefinitionError(
-                    f"{self.name}: the annotation of an attribute can't be resolved: {error}"
-                ) from error
         return self._state
 
     def resolve(self) -> None:
         """Check all annotations. Raises DefinitionError."""
         self.state()
         for handler in self.handlers.values():
-            try:
+            with resolving(f"{handler.function.__qualname__}: an annotation"):
                 self.codec(handler)
-            except NameError as error:
-                raise DefinitionError(
-                    f"{handler.function.__qualname__}: an annotation can't be resolved: {error}"
-                ) from error
 
     def encode(self, node: Node) -> bytes:
         """Raises StateError."""

@@ -13,7 +13,7 @@ import msgspec
 
 from appsdk.calls.codec import encoder
 from appsdk.calls.context import Context
-from appsdk.calls.failures import refusal
+from appsdk.calls.failures import refused
 from appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
 from appsdk.errors import HandlerError, StateError, UsageError
 from appsdk.ordering.checking import arguments_of, problem_of
@@ -25,7 +25,7 @@ from appsdk.ordering.sending import EFFECT, Held, Run, Sending
 from appsdk.ordering.state import Filed, Stage, State
 from protocol.client import CLIENTS
 from protocol.errors import ProtocolError
-from protocol.messages import RpcType, decode_incoming_rpc, decode_message
+from protocol.messages import RpcType, decode_message
 from protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
 from protocol.varint import decode_zigzag_int
 from protocol.verdicts import Cause
@@ -278,8 +278,7 @@ class Multicasts:
     def refused(self, message: bytes, text: str) -> list[bytes]:
         """The Propose in ``message`` has a verdict: its sender is to go on without this instance. The calls in it."""
         try:
-            _, start, end = decode_message(message, 0)
-            propose = decode_propose(decode_incoming_rpc(message, start, end).arguments)
+            propose = decode_propose(arguments_of(message))
         except (ProtocolError, msgspec.DecodeError):
             return []
         if propose.sender != self._context.source:
@@ -317,14 +316,7 @@ class Multicasts:
         return both
 
     def _refused(self, text: str) -> HandlerError:
-        context = self._context
-        text = f"{WHAT}: {text}"
-        return HandlerError(
-            f"record {context.sequence_id}, message {context.message_index}: {text}; the app stops",
-            context.sequence_id,
-            context.message_index,
-            refusal(WHAT, None, Cause.SENDER, text),
-        )
+        return refused(self._context, WHAT, Cause.SENDER, f"{WHAT}: {text}")
 
     # --- what the log brings: everything else -------------------------------------------------------------------------
 

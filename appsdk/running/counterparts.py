@@ -47,7 +47,7 @@ class TracedTasks(Tasks):
             self._since_copy.append(drawn)
         self._next_number = max(self._next_number, abs(drawn.number) + 1)
         if operation is not None and drawn.outcome is not None:  # it is there already, for when this waits
-            self._queue.append(partial(self._resolve, operation, *drawn.outcome))
+            self.later(partial(self.resolve, operation, *drawn.outcome))
         return drawn.number
 
     def _draw(self, operation: Operation | None) -> _Drawn:
@@ -61,12 +61,10 @@ class TracedTasks(Tasks):
         return _Drawn(number)
 
     def copied(self) -> None:
-        """A rewind does not go behind here."""
         self._since_copy.clear()
 
     def rewinds(self) -> None:
-        """What was handled since the copy is handled once more, and draws what it drew."""
-        self._again = deque(self._since_copy)
+        self._again = deque(self._since_copy)  # it draws what it drew
 
     def renumbered(self, own: int, number: int) -> None:
         for drawn in self._since_copy:
@@ -97,19 +95,11 @@ class TracedTasks(Tasks):
             self.others.forget(task.number)
         super()._end(task)
 
-    def _was_called(self, call: Any) -> bool:
-        if isinstance(call, Counterpart):
-            return not self.context.source or call.what.endswith(f" of {self.context.source}")
-        return super()._was_called(call)
-
-    def _may_hold_handles(self, call: Any) -> bool:
-        return isinstance(call, Counterpart) or super()._may_hold_handles(call)
-
-    def _resolve(self, operation: Any, raised: bool, value: bytes) -> None:
+    def resolve(self, operation: Any, raised: bool, value: bytes) -> None:
         if isinstance(operation, Counterpart):
             operation.outcome = (raised, value)
         else:
-            super()._resolve(operation, raised, value)
+            super().resolve(operation, raised, value)
 
 
 @dataclass(slots=True)
@@ -132,10 +122,15 @@ class Counterpart:
 
     __slots__ = ("number", "outcome", "what")
 
+    result_may_hold_handles = True
+
     def __init__(self, number: int, what: str) -> None:
         self.number = number
         self.what = what
         self.outcome: tuple[bool, bytes] | None = None
+
+    def went_to(self, name: str) -> bool:
+        return self.what.endswith(f" of {name}")
 
     def fits(self, saved: Described) -> bool:
         """The old code has asked for what comes for it."""

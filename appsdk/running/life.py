@@ -74,7 +74,7 @@ class AppLife:
         limit = QueryLimit()
         self.dispatcher.tasks.queries.bound = limit.run
         self._watchdog = Watchdog(
-            lambda: self.dispatcher.now_handling,
+            lambda: self.dispatcher.records.now_handling,
             say_beside,
             None if stop is not None else definition.handler_time_limit,
             lambda text: say(definition.name, text),

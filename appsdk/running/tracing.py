@@ -9,14 +9,13 @@ Nothing of it is in the way of an ordinary run, which has neither this outbox no
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from appsdk.calls.context import Context
 from appsdk.calls.outbox import Batch, Chunk, Outbox, Send
 from appsdk.dispatch.dispatcher import Dispatcher
 from appsdk.dispatch.events import Event
-from appsdk.dispatch.failing import UndoNeededError
 from appsdk.errors import HandlerError
 from appsdk.handlers.definition import Definition
 from appsdk.running.counterparts import TracedTasks
@@ -131,7 +130,7 @@ class TracingDispatcher(Dispatcher):
     ) -> None:
         tracing: dict[str, Any] = {"make_outbox": TracingOutbox, "make_tasks": TracedTasks}
         super().__init__(definition, draw_seed, wake, extensions=EXTENSIONS, **tracing, **how)
-        self._copies.keeps_all = True  # nobody starts it again
+        self._rewinds.copies.keeps_all = True  # nobody starts it again
         self._ended_sequence_id = -1  # the last record that was handled whole
         self._told_sequence_id = -1
 
@@ -150,14 +149,6 @@ class TracingDispatcher(Dispatcher):
         drawn, self.tasks.drawn = self.tasks.drawn, []
         for start in range(0, len(drawn), DRAWS_MAX):
             self.outbox.send(encode_numbers(sequence_id, drawn[start : start + DRAWS_MAX]))
-
-    def _take_copy(self, pieces: Sequence[bytes]) -> None:
-        super()._take_copy(pieces)
-        self.tasks.copied()
-
-    def _rewind(self, needed: UndoNeededError, record: Record) -> None:
-        self.tasks.rewinds()
-        super()._rewind(needed, record)
 
     def data_to_send(self) -> list[Chunk]:
         self._tell_progress()

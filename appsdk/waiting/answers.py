@@ -71,32 +71,28 @@ class Answers:
         return send
 
     def answer(self, handler: Handler[Any, Any], caller: str, number: int, raised: bool, value: bytes) -> None:
-        front: tuple[Any, ...] = (number,)
-        if caller.startswith(CLIENTS):  # all answers to clients go one way, and say to whom
-            caller, front = CLIENTS, (caller, number)
+        to, front = self._addressed(caller, number)
         if raised:
             name, arguments, attributes = msgspec.msgpack.decode(value, type=list[msgspec.Raw])
-            self._sender(caller, handler, RpcKind.RAISED)((*front, name, arguments, attributes))
+            self._sender(to, handler, RpcKind.RAISED)((*front, name, arguments, attributes))
         elif value == NOTHING:
-            self._sender(caller, handler, _RETURNED_NOTHING)(front)
+            self._sender(to, handler, _RETURNED_NOTHING)(front)
         else:
-            self._sender(caller, handler, _RETURNED_VALUE)((*front, msgspec.Raw(value)))
+            self._sender(to, handler, _RETURNED_VALUE)((*front, msgspec.Raw(value)))
 
     def answer_value(self, caller: Caller, value: bool) -> None:
         """Of a call of a method of the SDK's own."""
-        to, front = self._addressed(caller)
-        send = self._context.outbox.make_sender(to, "the answer to a call", caller.method_id, _RETURNED_VALUE)
-        send((*front, value))
-
-    @staticmethod
-    def _addressed(caller: Caller) -> tuple[str, tuple[Any, ...]]:
-        """Where an answer goes, and what its arguments begin with: all answers to clients go one way."""
-        if caller.name.startswith(CLIENTS):
-            return CLIENTS, (caller.name, caller.number)
-        return caller.name, (caller.number,)
+        self._send(caller, _RETURNED_VALUE, value)
 
     def answer_verdict(self, verdict: Verdict, caller: Caller) -> None:
         """Its call has failed: tell ``caller`` how."""
-        to, front = self._addressed(caller)
-        send = self._context.outbox.make_sender(to, "the answer to a call", caller.method_id, RpcKind.RAISED)
-        send((*front, *answer_of(verdict, self._context.instance_name)))
+        self._send(caller, RpcKind.RAISED, *answer_of(verdict, self._context.instance_name))
+
+    def _send(self, caller: Caller, kind: RpcKind, *values: Any) -> None:
+        to, front = self._addressed(caller.name, caller.number)
+        self._context.outbox.make_sender(to, "the answer to a call", caller.method_id, kind)((*front, *values))
+
+    @staticmethod
+    def _addressed(caller: str, number: int) -> tuple[str, tuple[Any, ...]]:
+        """Where an answer goes, and what its arguments begin with: all answers to clients go one way."""
+        return (CLIENTS, (caller, number)) if caller.startswith(CLIENTS) else (caller, (number,))

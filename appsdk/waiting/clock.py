@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import msgspec
 
-from appsdk.handlers.decorators import Handler
+from appsdk.calls.context import Context
+from appsdk.calls.outbox import make_writer
+from appsdk.handlers.decorators import CLOCK_METHOD_ID, Handler
+from appsdk.handlers.definition import Definition
 from appsdk.handlers.schedules import Cron, Period
+from appsdk.state.journal import SavedTasks
 from appsdk.waiting.operations import Timer
+from protocol.messages import RpcType
 
 _UNUSED_COUNT_MIN = 64
+_write_time = make_writer("the clock", CLOCK_METHOD_ID, RpcType.IMPULSE)
 
 
 class ToldTime(msgspec.Struct, array_like=True, frozen=True):
@@ -44,18 +50,36 @@ class Clock:
     """
 
     def __init__(self) -> None:
+        self.is_needed = False  # something may wait for a time
         self.schedules: dict[int, int] = {}
         self.jumps: list[tuple[int, int]] = []
         self.jumped_to_ns = 0  # by the last jump that the log has
         self._timers: dict[int, Due] = {}
         self._due: list[tuple[int, int]] = []  # a heap of (when, number of the timer), cancelled ones among them
+        self._scheduled: list[Handler[Any, Any]] = []
+
+    def use(self, definition: Definition) -> None:
+        """From here on it is for this class's handlers. What sleeps may be in records that are still to come."""
+        handlers = definition.handlers.values()
+        self._scheduled = [handler for handler in handlers if handler.schedule]
+        self.is_needed = bool(self._scheduled) or any(handler.is_async for handler in handlers)
+
+    def restore(self, saved: SavedTasks) -> None:
+        """No timer is set."""
+        self.schedules, self.jumps, self.jumped_to_ns = dict(saved.schedules), list(saved.jumps), saved.jumped_to_ns
+        self._timers.clear()
+        self._due.clear()
 
     def add(self, timer: Due) -> None:
         self._timers[timer.number] = timer
         heapq.heappush(self._due, (self.due_ns(timer), timer.number))
 
-    def remove(self, timer: Due) -> None:
-        self._timers.pop(timer.number, None)
+    def has(self, timer: Due) -> bool:
+        return self._timers.get(timer.number) is timer
+
+    def forget(self, number: int) -> None:
+        """The timer of that number, if there is one."""
+        self._timers.pop(number, None)
         if len(self._due) > 2 * len(self._timers) + _UNUSED_COUNT_MIN:
             self._make_heap()
 
@@ -69,12 +93,12 @@ class Clock:
             return timer.detail
         return timer.detail + sum(by_ns for since_ns, by_ns in self.jumps if began_ns < since_ns)
 
-    def jumped(self, since_ns: int, by_ns: int, scheduled: Iterable[Handler[Any, Any]]) -> None:
+    def jumped(self, since_ns: int, by_ns: int) -> None:
         """The clock was stepped: what is to last a while, and what runs in each period, is due later by as much."""
         self.jumps = [*self.jumps_that_count(), (since_ns, by_ns)]
         self.jumped_to_ns = since_ns
         self._make_heap()
-        for handler in scheduled:
+        for handler in self._scheduled:
             if isinstance(handler.schedule, Period) and handler.method_id in self.schedules:
                 self.schedules[handler.method_id] += by_ns
 
@@ -85,11 +109,11 @@ class Clock:
         first_ns = min((timer.began_ns for timer in self._timers.values() if timer.began_ns is not None), default=None)
         return [] if first_ns is None else [jump for jump in self.jumps if first_ns < jump[0]]
 
-    def next_due_ns(self, scheduled: Iterable[Handler[Any, Any]]) -> int | None:
+    def next_due_ns(self) -> int | None:
         """When there is something to do next; None: never. A schedule that has not begun is due at once."""
         while self._due and self._due[0][1] not in self._timers:
             heapq.heappop(self._due)
-        due = [self.schedules.get(handler.method_id, 0) for handler in scheduled]
+        due = [self.schedules.get(handler.method_id, 0) for handler in self._scheduled]
         due += [self._due[0][0]] if self._due else []
         return min(due, default=None)
 
@@ -103,23 +127,21 @@ class Clock:
                 found.append(timer)
         return found
 
-    def decide(self, time_ns: int, scheduled: Iterable[Handler[Any, Any]]) -> dict[int, int]:
+    def decide(self, time_ns: int) -> dict[int, int]:
         """For the handlers with cron expressions that are due at ``time_ns``: when they are next. Not for replays."""
         return {
             handler.method_id: handler.schedule.next_ns(time_ns)
-            for handler in scheduled
+            for handler in self._scheduled
             if isinstance(handler.schedule, Cron) and self.schedules.get(handler.method_id, 0) <= time_ns
         }
 
-    def take_schedules(
-        self, time_ns: int, decided: Mapping[int, int], scheduled: Iterable[Handler[Any, Any]]
-    ) -> list[Handler[Any, Any]]:
+    def take_schedules(self, time_ns: int, decided: Mapping[int, int]) -> list[Handler[Any, Any]]:
         """The handlers that are due at ``time_ns``, each once, however often it would have been its turn.
 
         ``decided``: see :meth:`decide`. A schedule that the log knows nothing of, in a replay, has not begun.
         """
         found, schedules = [], {}
-        for handler in scheduled:
+        for handler in self._scheduled:
             due_ns = self.schedules.get(handler.method_id)
             if due_ns is not None and due_ns <= time_ns:
                 found.append(handler)
@@ -133,3 +155,51 @@ class Clock:
                 schedules[handler.method_id] = next_ns
         self.schedules = schedules
         return found
+
+
+class TimeImpulses:
+    """The time, put into the log as impulses to oneself: once something is due, and where the clock was stepped.
+
+    None before :meth:`start`. Times in ns since the Unix epoch.
+    """
+
+    def __init__(self, context: Context, clock: Clock) -> None:
+        self._context = context
+        self._clock = clock
+        self._is_primary = False
+        self._told_ns: int | None = None  # the time in one that is on its way
+        self._jumps: list[tuple[int, int]] = []  # to be told once it is primary
+
+    @property
+    def next_due_ns(self) -> int | None:
+        """When :meth:`tell` is to be called; None: not yet, or never."""
+        return self._clock.next_due_ns() if self._is_primary and self._told_ns is None else None
+
+    def start(self) -> None:
+        """The app is primary: what it says comes back by the log."""
+        self._is_primary = True
+        self._tell_jumps()
+
+    def tell(self, time_ns: int) -> None:
+        """It is ``time_ns``."""
+        self._told_ns = time_ns
+        decided = self._clock.decide(time_ns)
+        self._context.outbox.impulses.append_own(_write_time, (time_ns, decided) if decided else (time_ns,))
+
+    def came_back(self, time_ns: int) -> None:
+        if self._told_ns is not None and time_ns >= self._told_ns:
+            self._told_ns = None
+
+    def jumped(self, time_ns: int, jumped_ns: int) -> None:
+        """The clock was stepped by ``jumped_ns``, to ``time_ns``."""
+        self._jumps.append((time_ns, jumped_ns))
+        self._tell_jumps()
+
+    def _tell_jumps(self) -> None:
+        """What sleeps is to sleep no less for it: that is for the log to say, to each replay."""
+        if self._is_primary:
+            for time_ns, jumped_ns in self._jumps:
+                if self._clock.is_needed and time_ns > self._clock.jumped_to_ns:  # else the log has it
+                    told = time_ns, self._clock.decide(time_ns), jumped_ns
+                    self._context.outbox.impulses.append_own(_write_time, told)
+            self._jumps.clear()

@@ -127,11 +127,8 @@ class WaitingEffects:
         """
         if self._misfit:
             raise JournalError(f"{self._misfit}; the app stops\n{WAYS_OUT}")
-        self._runner = runner
-        if runner is not None:
-            for number, effect in sorted(self._waiting.items()):
-                if not self._context.multicasts.holds_effect(number):
-                    self._run(effect, runner)
+        self._paused_runner = runner
+        self.resume()
 
     def pause(self) -> None:
         """What was done is done once more: nothing is run until :meth:`resume`; what runs goes on."""

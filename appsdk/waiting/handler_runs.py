@@ -53,16 +53,13 @@ class HandlerRuns:
                 value = handler.function(self.instance if node is None else node, *arguments)
         except (Exception, SystemExit) as error:
             if (declared := declared_name(handler.raises, error)) is None:
-                raise self._failed(handler, arguments, error) from error
+                raise self.failed(handler, arguments, error) from error
             if not waits:
                 return True, NOTHING
             return True, self.encoded(handler, arguments, partial(encode_raised, declared, error))
         if not waits:
             return False, NOTHING
-        try:
-            return False, self.result(handler, value)
-        except Exception as error:
-            raise self._unsendable(handler, arguments, error) from error
+        return False, self.encoded(handler, arguments, partial(self.result, handler, value))
 
     def result(self, handler: Handler[Any, Any], value: Any) -> bytes:
         """What goes to who waits: checked here, so that what does not fit is this handler's failure, not theirs."""
@@ -73,24 +70,24 @@ class HandlerRuns:
         return data
 
     def encoded(self, handler: Handler[Any, Any], arguments: tuple[Any, ...], encode: Callable[[], bytes]) -> bytes:
+        """What ``handler`` returned or raised, by ``encode``. Raises HandlerError where it can't be sent."""
         try:
             return encode()
         except Exception as error:
-            raise self._unsendable(handler, arguments, error) from error
+            name = handler.function.__qualname__
+            problem = TypeError(f"what {name} returned or raised can't be sent to whoever waits for it: {error}")
+            raise self.failed(handler, arguments, problem) from error
 
-    def _unsendable(self, handler: Handler[Any, Any], arguments: tuple[Any, ...], error: Exception) -> HandlerError:
+    def failed(
+        self, handler: Handler[Any, Any], arguments: tuple[Any, ...], error: BaseException, task: int = 0
+    ) -> HandlerError:
+        """It raised ``error``, or did what it can't. ``task``: its number, of one that waits."""
+        context, definition = self.context, self.definition
         name = handler.function.__qualname__
-        problem = TypeError(f"what {name} returned or raised can't be sent to whoever waits for it: {error}")
-        return self._failed(handler, arguments, problem)
-
-    def _failed(self, handler: Handler[Any, Any], arguments: tuple[Any, ...], error: BaseException) -> HandlerError:
-        context = self.context
-        name = handler.function.__qualname__
-        made = handler_failed(name, arguments, error, context.sequence_id, context.message_index)
-        if (policy := self.definition.policy(handler)) != "stop":
-            made.failure = failure_of(
-                policy, name, handler.method_id, error, shares_trace=self.definition.share_tracebacks
-            )
+        made = handler_failed(name, arguments, error, context.sequence_id, max(context.message_index, 0))
+        if (policy := definition.policy(handler)) != "stop":
+            shares_trace = definition.share_tracebacks
+            made.failure = failure_of(policy, name, handler.method_id, error, task, shares_trace=shares_trace)
         made.__cause__ = error
         return made
 
@@ -103,18 +100,16 @@ class HandlerRuns:
         """
         context = self.context
         key = context.sequence_id, context.message_index, task, step
-        if (verdict := self.verdicts.get(key)) is not None and verdict.skips:
-            where = reference(context.instance_name, verdict.sequence_id, verdict.message_index)
-            return True, encode_failed(verdict.type_name, verdict.text, where)
-        try:
-            return self.run_handler(handler, arguments)
-        except HandlerError as error:
-            if error.failure is None:
-                raise
-            error.failure = failure = replace(error.failure, task=task, step=step)
-            if failure.policy != "keep":
-                raise
-            if not self.tell(verdict_on(error, failure, None, b"")):
-                raise
-            where = reference(context.instance_name, error.sequence_id, error.message_index)
-            return True, encode_failed(failure.type_name, failure.text, where)
+        verdict = self.verdicts.get(key)
+        if verdict is None or not verdict.skips:
+            try:
+                return self.run_handler(handler, arguments)
+            except HandlerError as error:
+                if error.failure is None:
+                    raise
+                error.failure = failure = replace(error.failure, task=task, step=step)
+                verdict = verdict_on(error, failure, None, b"")
+                if failure.policy != "keep" or not self.tell(verdict):
+                    raise
+        where = reference(context.instance_name, verdict.sequence_id, verdict.message_index)
+        return True, encode_failed(verdict.type_name, verdict.text, where)

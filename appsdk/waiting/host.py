@@ -40,7 +40,7 @@ class Host:
         self.starts_first = False  # it is the instance's first start, and no replay
         self.handler_runs = HandlerRuns(context, self.queries)
         self.answers = Answers(context)
-        self.events = Events(lambda action: self._queue.append(action), self._signalled)
+        self.events = Events(self.later, self._signalled)
         self._queue: deque[Callable[[], None]] = deque()
         self._next_number = 1
         self._forks: dict[tuple[str, int], Callable[..., None]] = {}
@@ -56,8 +56,30 @@ class Host:
         """It goes on from its beginning, with other arguments."""
         raise NotImplementedError
 
-    def _signalled(self, event: Event, value: bytes) -> None:
+    def copied(self) -> None:
+        """A copy of the state was taken: no rewind begins before it."""
+
+    def rewinds(self) -> None:
+        """What was handled since the copy is handled once more."""
+
+    def resolve(self, operation: Any, raised: bool, value: bytes) -> None:
+        """What ``operation`` waited for is there. Raises HandlerError."""
         raise NotImplementedError
+
+    def _signalled(self, event: Event, value: bytes) -> None:
+        self.resolve(event, False, value)
+
+    # --- who goes on ------------------------------------------------------------------------------------------------
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Once whoever runs now has come to a stop."""
+        self._queue.append(action)
+
+    def drain(self) -> None:
+        """Let all go on that was woken. Raises HandlerError."""
+        queue = self._queue
+        while queue:
+            queue.popleft()()
 
     # --- what is waited for -----------------------------------------------------------------------------------------
 
@@ -104,7 +126,7 @@ class Host:
         if isinstance(operation, Call):
             self.calls.pop(operation.number, None)
         elif isinstance(operation, Timer):
-            self.clock.remove(operation)
+            self.clock.forget(operation.number)
         elif isinstance(operation, Event):
             self.events.remove(operation)
         elif isinstance(operation, Effect):

@@ -21,9 +21,10 @@ _ALL: Group = (0, b"")
 class Limits:
     """Those of one instance. ``queued``: what waits for its turn, by number, the oldest first."""
 
+    _definition: Definition
+
     def __init__(self) -> None:
         self.queued: dict[int, SavedTask] = {}
-        self._definition: Definition | None = None
         self._running: Counter[Group] = Counter()
         self._groups_of: dict[int, list[tuple[Group, int]]] = {}
 
@@ -52,7 +53,6 @@ class Limits:
     def take_next(self) -> SavedTask | None:
         """The oldest that may begin now, which does not wait any more."""
         definition = self._definition
-        assert definition is not None
         whole = definition.concurrent_handlers
         if whole is not None and self._running[_ALL] >= whole:
             return None
@@ -63,14 +63,12 @@ class Limits:
 
     def describe(self, saved: SavedTask) -> str:
         """What it waits for, for people."""
-        assert self._definition is not None
         handler = self._definition.by_method_id[saved.method_id]
         full = [limit for group, limit in self._groups(handler, saved.arguments) if self._running[group] >= limit]
         return f"its turn: {full[0]} run at once" if full else "its turn"
 
     def _groups(self, handler: Handler[Any, Any], arguments: bytes) -> list[tuple[Group, int]]:
         definition = self._definition
-        assert definition is not None
         groups: list[tuple[Group, int]] = []
         if definition.concurrent_handlers is not None:
             groups.append((_ALL, definition.concurrent_handlers))

@@ -64,36 +64,31 @@ def _queued(tasks: Tasks, call: SavedTask) -> Values:
     """A call that waits for its turn."""
     handler = tasks.definition.by_method_id[call.method_id]
     waits = {"step": 0, "for": tasks.limits.describe(call), "since_ns": call.started_ns, "number": 0, "kind": "other"}
-    return {
-        "id": call.number,
-        "handler": handler.function.__qualname__,
-        "arguments": encodable(describe_arguments(tasks.codec(handler).decode(call.arguments))),
-        "since_ns": call.started_ns,
-        "caller": call.caller,
-        "call_number": call.call_number,
-        "record": None if call.sequence_id < 0 else call.sequence_id,
-        "message": call.message_index,
-        "generation": 0,
-        "waits": [waits],
-        "at": [],
-        "cancelled": [],
-    }
+    arguments, place = tasks.codec(handler).decode(call.arguments), (call.sequence_id, call.message_index)
+    told = _call(call, handler.function.__qualname__, arguments, place)
+    return told | {"waits": [waits], "at": [], "cancelled": []}
 
 
 def _described(tasks: Tasks, task: Task) -> Values:
-    return {
-        "id": task.number,
-        "handler": task.name,
-        "arguments": encodable(describe_arguments(task.decoded_arguments())),
-        "since_ns": task.started_ns,
-        "caller": task.caller,
-        "call_number": task.call_number,
-        "record": None if task.began_at[0] < 0 else task.began_at[0],
-        "message": task.began_at[1],
-        "generation": task.generation,
+    return _call(task, task.name, task.decoded_arguments(), task.began_at) | {
         "waits": [_wait(tasks, task, operation) for operation in task.pending.values()],
         "at": list(_places(task.main)),
         "cancelled": [_cancellation(task, entry) for entry in task.cancelled],
+    }
+
+
+def _call(one: Task | SavedTask, name: str, arguments: tuple[Any, ...], place: tuple[int, int]) -> Values:
+    """``place``: of the message that began it."""
+    return {
+        "id": one.number,
+        "handler": name,
+        "arguments": encodable(describe_arguments(arguments)),
+        "since_ns": one.started_ns,
+        "caller": one.caller,
+        "call_number": one.call_number,
+        "record": None if place[0] < 0 else place[0],
+        "message": place[1],
+        "generation": one.generation,
     }
 
 

@@ -174,6 +174,13 @@ class Call(_HandlerOperation):
 
     __slots__ = ()
 
+    def went_to(self, name: str) -> bool:
+        return name == self.target.destination
+
+    @property
+    def result_may_hold_handles(self) -> bool:
+        return self.target.codec.result_may_hold_handles
+
 
 class MulticastCall(Call):
     """One of the calls of a multicast, which begins with the last of them: ``all_of_it``. ``to``: whom by name."""

@@ -20,28 +20,10 @@ OUTCOMES_MAX = 1000  # that are kept: they are asked for as soon as the order is
 
 
 class Orders:
-    """Those of one instance. Outcomes are plain values: ``done`` says whether the order was carried out.
+    """Those of one instance. Outcomes are plain values: ``done`` says whether the order was carried out."""
 
-    ``waiting``: the handler of a number, if it waits. ``cancel`` (task, reason, who) and ``give`` (event, value) let it
-    go on. ``give_up`` (number, reason): a call that waits for its turn, by the name of its handler. ``expel`` (group,
-    member).
-    """
-
-    def __init__(
-        self,
-        context: Context,
-        waiting: Callable[[int], Task | None],
-        cancel: Callable[[Task, str, str], None],
-        give: Callable[[Event, bytes], None],
-        give_up: Callable[[int, str], str | None],
-        expel: Callable[[str, str], tuple[bool, str]],
-    ) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self._waiting = waiting
-        self._cancel = cancel
-        self._give = give
-        self._give_up = give_up
-        self._expel = expel
         self._outcomes: dict[tuple[int, int], dict[str, Any]] = {}
 
     def outcome(self, sequence_id: int, message_index: int) -> dict[str, Any]:
@@ -58,19 +40,25 @@ class Orders:
             del self._outcomes[next(iter(self._outcomes))]
 
     def _obey(self, order: Order) -> tuple[bool, str]:
+        tasks = self._context.tasks
         if order.verb == "expel":
             return self._expel(str(msgspec.msgpack.decode(order.value)), order.text)
-        task = self._waiting(order.task)
-        if task is None and order.verb == "cancel" and (name := self._give_up(order.task, order.text)) is not None:
+        task: Task | None = tasks.waiting(order.task)
+        if task is None and order.verb == "cancel" and (name := tasks.give_up(order.task, order.text)) is not None:
             return True, f"{name} was cancelled before its turn"
         if task is None:
             return False, f"no handler {order.task} waits: it has ended, or there never was one"
         if order.verb == "cancel":
-            self._cancel(task, order.text, order.who)
+            tasks.cancel(task, order.text, order.who)
             return True, f"{task.name} was cancelled, and {_what_it_does(task)}"
         if order.verb == "signal":
             return self._signal(task, order)
         return False, f"{order.verb!r} is no order that this app knows: its SDK is older than the coordinator"
+
+    def _expel(self, group: str, member: str) -> tuple[bool, str]:
+        tasks = self._context.tasks
+        expel: Callable[[str, str], tuple[bool, str]] | None = getattr(tasks.instance, "_immortal_expel", None)
+        return (False, f"{tasks.definition.name} takes part in no groups") if expel is None else expel(group, member)
 
     def _signal(self, task: Task, order: Order) -> tuple[bool, str]:
         """An event that this very handler waits for, whoever else does."""
@@ -84,7 +72,7 @@ class Orders:
             event.decode(value)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return False, f"the value is not what {task.name} waits for: {error}"
-        self._give(event, value)
+        self._context.tasks.resolve(event, False, value)
         return True, f"{task.name} has the event {order.text!r}, and {_what_it_does(task)}"
 
 

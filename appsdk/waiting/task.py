@@ -12,32 +12,33 @@ import msgspec
 
 from appsdk.calls.codec import encoder
 from appsdk.calls.context import datetime_of
-from appsdk.calls.failures import encode_failed, failure_of, text_of
-from appsdk.calls.report import describe_arguments, handler_failed
+from appsdk.calls.failures import encode_failed, text_of
+from appsdk.calls.report import describe_arguments
 from appsdk.errors import AppError, Cancelled, HandlerError, UsageError
 from appsdk.handlers.decorators import Handler
-from appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, Pending, SavedTask, described
+from appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, SavedTask, described
 from appsdk.waiting.host import Host
 from appsdk.waiting.operations import Operation, Owner
+from appsdk.waiting.rebuild import MISFITS, Rebuild
 from appsdk.waiting.waits import Fiber
 
 NO_LOOP = "no running event loop"  # what asyncio's functions raise outside a loop of theirs
 
 
-class Stopped(BaseException):
-    """The app stops with ``error``. No coroutine is to catch it."""
+class _Ending(BaseException):
+    """No coroutine is to catch it."""
 
-    def __init__(self, error: AppError) -> None:
+    def __init__(self, error: Any) -> None:
         super().__init__(str(error))
         self.error = error
 
 
-class Abandoned(BaseException):
-    """The handler ends with ``error``, whatever its coroutines would do about it. No coroutine is to catch it."""
+class Stopped(_Ending):
+    """The app stops with ``error``, an AppError."""
 
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(str(error))
-        self.error = error
+
+class Abandoned(_Ending):
+    """The handler ends with ``error``, whatever its coroutines would do about it."""
 
 
 class ContinueAs(BaseException):
@@ -48,28 +49,16 @@ class ContinueAs(BaseException):
         self.arguments = arguments
 
 
-class Rebuild:
-    """What a task that is run again has in its journal. ``at``: how many of the entries are used up."""
-
-    def __init__(self, saved: SavedTask) -> None:
-        self.entries = saved.entries
-        self.pending = {pending.step: pending for pending in saved.pending}
-        self.by_step: dict[int, Entry | Pending] = {**self.pending, **{entry.step: entry for entry in saved.entries}}
-        self.at = 0
-
-    @property
-    def next_entry(self) -> Entry | None:
-        return self.entries[self.at] if self.at < len(self.entries) else None
-
-
 class Task(Owner):
-    """``number`` is its own in the life of the instance. ``time_ns``: what ``self.now()`` says."""
+    """``call`` began it. ``number`` is its own in the life of the instance. ``time_ns``: what ``self.now()`` says.
+
+    ``main``: the coroutine of the handler itself.
+    """
 
     __slots__ = (
         "_abandoned",
         "_continuation",
         "_is_running",
-        "_main",
         "_rebuild",
         "_resumed_count",
         "_steps_count",
@@ -81,32 +70,22 @@ class Task(Owner):
         "caller",
         "entries",
         "handler",
+        "main",
         "pending",
         "started_ns",
         "tasks",
         "time_ns",
     )
 
-    def __init__(
-        self,
-        tasks: Host,
-        handler: Handler[Any, Any],
-        number: int,
-        arguments: bytes,
-        caller: str | None,
-        call_number: int,
-        time_ns: int,
-    ) -> None:
+    def __init__(self, tasks: Host, handler: Handler[Any, Any], call: SavedTask, time_ns: int) -> None:
         super().__init__(tasks.ready)
         self.tasks = tasks
         self.handler = handler
-        self.number = number
-        self.generation = 0
-        self.arguments = arguments
-        self.caller = caller
-        self.call_number = call_number
+        self.number, self.generation = call.number, call.generation
+        self.arguments = call.arguments
+        self.caller, self.call_number = call.caller, call.call_number
+        self.began_at = call.sequence_id, call.message_index
         self.time_ns = time_ns
-        self.began_at = -1, 0  # which message of which record; not known
         self._stopped: Stopped | None = None
         self._abandoned: Abandoned | None = None
         self._rebuild: Rebuild | None = None
@@ -121,10 +100,9 @@ class Task(Owner):
         self._steps_count = 0
         self._resumed_count = 0
         self._continuation: ContinueAs | None = None
-        self._main: Fiber[Any] = Fiber(
-            self, self.handler.function(self.tasks.make_self(self), *self.decoded_arguments())
-        )
-        self._main.begin()
+        coroutine = self.handler.function(self.tasks.make_self(self), *self.decoded_arguments())
+        self.main: Fiber[Any] = Fiber(self, coroutine)
+        self.main.begin()
 
     @property
     def name(self) -> str:
@@ -132,12 +110,7 @@ class Task(Owner):
 
     @property
     def is_done(self) -> bool:
-        return self._main.is_done
-
-    @property
-    def main(self) -> Fiber[Any]:
-        """The coroutine of the handler itself."""
-        return self._main
+        return self.main.is_done
 
     @property
     def cancelled(self) -> list[Entry]:
@@ -173,7 +146,7 @@ class Task(Owner):
             except Abandoned as abandoned:
                 self._abandoned = self._abandoned or abandoned
             except (Exception, SystemExit) as error:  # a coroutine's that was cancelled and did not let go
-                self._abandoned = self._abandoned or Abandoned(error)
+                self.abandon(error)
             finally:
                 self._streams, self._is_running, self.tasks.running = None, False, before
             if self._stopped is not None:
@@ -192,10 +165,10 @@ class Task(Owner):
         """None of its coroutines goes on."""
         self.ready.clear()
         self.unbegun.clear()
-        self._main.give_up(error)
+        self.main.give_up(error)
 
     def _start_over(self, continuation: ContinueAs) -> None:
-        self._main.cancel()
+        self.main.cancel()
         self.ready.clear()
         self.drop_pending()
         self.unbegun.clear()
@@ -225,7 +198,7 @@ class Task(Owner):
         self.time_ns = entry.time_ns
         self._resumed_count += 1
         self.entries.append(entry)
-        self.advance(self._main.throw, (Cancelled(reason, who),))
+        self.advance(self.main.throw, (Cancelled(reason, who),))
 
     @staticmethod
     def cancellation(entry: Entry) -> tuple[str, str]:
@@ -239,23 +212,21 @@ class Task(Owner):
 
     def result(self) -> tuple[Any, BaseException | None]:
         """How it ended: (value, None) or (None, error), which is an error too where something was never awaited."""
-        if (error := self._main.error) is not None:
+        if (error := self.main.error) is not None:
             return None, error
         for wait in self.unbegun.values():
             return None, UsageError(
                 f"{wait} was made and never awaited, so it never began: write 'await' in front of it (or "
                 f".fork(...), if nobody is to wait for it)"
             )
-        return self._main.value, None
+        return self.main.value, None
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def begin(self, operation: Operation) -> None:
         """Give ``operation`` its step number, and do it, or take it from the journal. Raises Stopped, Abandoned."""
-        if self._stopped is not None:
-            raise self._stopped
-        if self._abandoned is not None:
-            raise self._abandoned
+        if (ending := self._stopped or self._abandoned) is not None:
+            raise ending
         if not self._is_running:  # a 'finally' that Python runs as it clears the coroutine away
             raise GeneratorExit
         self._steps_count += 1
@@ -279,29 +250,24 @@ class Task(Owner):
         """Put it into the journal. What does not fit what it is declared to be is a failure of who sent it."""
         try:
             outcome = operation.outcome(raised, value)
-        except (msgspec.DecodeError, LookupError, UnicodeDecodeError) as error:
+        except MISFITS as error:
             raised, value = True, encode_failed(type(error).__name__, f"what came does not fit: {text_of(error)}", "")
             outcome = operation.outcome(raised, value)
         self.entries.append(Entry(operation.step, operation.what, operation.detail, raised, value, self.time_ns))
         return outcome
 
     def _begin_again(self, operation: Operation, rebuild: Rebuild) -> None:
-        saved = rebuild.by_step.get(operation.step)
-        if saved is not None and not operation.fits(saved):
-            raise self.stop(self._mismatch(operation.step, saved, described(operation)))
-        if not operation.is_immediate:
-            if isinstance(saved, Pending):
-                operation.number = saved.number
-            self._wait_for(operation)
-        elif (entry := rebuild.next_entry) is not None and entry.step == operation.step:
-            rebuild.at += 1
+        try:
+            rebuild.check(operation)
+            if not operation.is_immediate:
+                self._wait_for(operation)
+                return
+            entry = rebuild.take(operation)
             self.entries.append(entry)
-            try:
-                operation.complete(*operation.outcome(entry.raised, entry.value))
-            except (msgspec.DecodeError, LookupError, UnicodeDecodeError) as error:
-                raise self.stop(self._unreadable(entry, error)) from None
-        else:
-            raise self.stop(self._mismatch(operation.step, entry or saved, described(operation)))
+            outcome = rebuild.outcome(operation, entry)
+        except JournalError as error:
+            raise self.stop(error) from None
+        operation.complete(*outcome)
 
     def _wait_for(self, operation: Operation) -> None:
         self.pending[operation.step] = operation
@@ -316,7 +282,7 @@ class Task(Owner):
 
     def continue_as(self, arguments: bytes) -> NoReturn:
         if self._rebuild is not None:
-            raise self.stop(self._mismatch(self._steps_count + 1, self._rebuild.next_entry, "continue_as"))
+            raise self.stop(self._rebuild.mismatch(self._steps_count + 1, self._rebuild.next_entry, "continue_as"))
         self._continuation = ContinueAs(arguments)
         raise self._continuation
 
@@ -372,80 +338,46 @@ class Task(Owner):
     def rebuild(cls, tasks: Host, handler: Handler[Any, Any], saved: SavedTask) -> Task:
         """The task as it was saved. Raises JournalError."""
         try:
-            task = cls(tasks, handler, saved.number, saved.arguments, saved.caller, saved.call_number, saved.started_ns)
+            task = cls(tasks, handler, saved, saved.started_ns)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise JournalError(
                 f"{handler.function.__qualname__}, which waits since {datetime_of(saved.started_ns).isoformat()}, has "
                 f"arguments that do not fit its annotations any more: {error}; the app stops\n{WAYS_OUT}"
             ) from None
-        task.generation = saved.generation
-        task.began_at = saved.sequence_id, saved.message_index
-        task._rebuild = rebuild = Rebuild(saved)
+        task._rebuild = rebuild = Rebuild(saved, task._title)
         task.advance()
         while (entry := rebuild.next_entry) is not None:
             if entry.step == CANCEL_STEP:
-                rebuild.at += 1
+                rebuild.use_up()
                 task._cancel(entry)
                 continue
             operation = task.pending.get(entry.step)
             if operation is None:
-                raise task._mismatch(entry.step, entry, task._where_it_is())
-            rebuild.at += 1
+                raise rebuild.mismatch(entry.step, entry, task._where_it_is())
+            rebuild.use_up()
             task.entries.append(entry)
-            try:
-                outcome = operation.outcome(entry.raised, entry.value)
-            except (msgspec.DecodeError, LookupError, UnicodeDecodeError) as error:
-                raise task._unreadable(entry, error) from None
-            task._resume(operation, outcome, entry.time_ns)
+            task._resume(operation, rebuild.outcome(operation, entry), entry.time_ns)
         if task.is_done or task.pending.keys() != rebuild.pending.keys():
-            missing = [pending for step, pending in rebuild.pending.items() if step not in task.pending]
-            extra = [operation for step, operation in task.pending.items() if step not in rebuild.pending]
-            step = (missing or extra)[0].step if missing or extra else task._steps_count
-            raise task._mismatch(step, missing[0] if missing else None, task._where_it_is())
+            raise rebuild.wrong_end(task.pending, task._steps_count, task._where_it_is())
         task._rebuild = None
         return task
 
-    # --- errors -----------------------------------------------------------------------------------------------------
+    # --- in words -----------------------------------------------------------------------------------------------------
 
     def _where_it_is(self) -> str:
-        if self._main.is_done:
-            error = self._main.error
+        if self.main.is_done:
+            error = self.main.error
             return "its end" if error is None else f"{type(error).__name__}: {error}"
         return ", ".join(map(described, self.pending.values())) or "nothing that it waits for"
 
     def failure(self, error: BaseException) -> HandlerError:
         """This handler raised ``error``, or did what it can't: it fails alone, or the app stops."""
-        context = self.tasks.context
         if isinstance(error, RuntimeError) and str(error) == NO_LOOP:
             error = UsageError(
                 "asyncio does not run async handlers: they can await calls (await self.<peer>.<method>(...)), their "
                 "own handlers, self.effect, self.sleep, self.at, self.event, self.gather and self.race"
             ).with_traceback(error.__traceback__)
-        made = handler_failed(
-            self.name, self.decoded_arguments(), error, context.sequence_id, max(context.message_index, 0)
-        )
-        if (policy := self.tasks.definition.policy(self.handler)) != "stop":
-            shares_trace = self.tasks.definition.share_tracebacks
-            made.failure = failure_of(
-                policy, self.name, self.handler.method_id, error, self.number, shares_trace=shares_trace
-            )
-        made.__cause__ = error
-        return made
-
-    def _unreadable(self, entry: Entry, error: Exception) -> JournalError:
-        return JournalError(
-            f"{self._title()} has a result at step {entry.step} ({entry.what}) that does not fit what that is "
-            f"declared to return or raise any more: {error}; the app stops\n{WAYS_OUT}"
-        )
-
-    def _mismatch(self, step: int, saved: Entry | Pending | None, got: str) -> JournalError:
-        expected = described(saved) if saved is not None else "nothing more"
-        if got == expected:
-            got = f"{got}, in another order"
-        return JournalError(
-            f"{self._title()} does not match its journal at step {step}: expected {expected}, got {got}; the app "
-            f"stops\n{WAYS_OUT}"
-        )
+        return self.tasks.handler_runs.failed(self.handler, self.decoded_arguments(), error, self.number)
 
     def _title(self) -> str:
         since = datetime_of(self.started_ns).isoformat()

@@ -7,64 +7,32 @@ that signals an event. Each handler goes on until it waits again before the next
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import msgspec
-from msgspec.structs import astuple
-
 from appsdk.calls.codec import encoder
 from appsdk.calls.context import QUERY_RUNS, Context
-from appsdk.calls.failures import CANCELLED, encode_failed, forked, reference, refusal, verdict_on
-from appsdk.calls.outbox import make_writer
-from appsdk.errors import AS_RPC, Cancelled, HandlerError, QueryError, UsageError
-from appsdk.handlers.decorators import CLOCK_METHOD_ID, Handler
+from appsdk.errors import AS_RPC, QueryError, UsageError
+from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Definition
-from appsdk.ordering.messages import Scope
-from appsdk.state.journal import WAYS_OUT, Entry, JournalError, SavedTask, SavedTasks, declared_name, encode_raised
-from appsdk.types.handles import MARK
-from appsdk.waiting.clock import Clock, Deadline
+from appsdk.state.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks
+from appsdk.waiting.clock import Deadline, TimeImpulses, ToldTime
 from appsdk.waiting.effects import EffectResult
+from appsdk.waiting.endings import Endings
 from appsdk.waiting.host import Host
+from appsdk.waiting.incoming import Incoming
 from appsdk.waiting.limits import Limits
 from appsdk.waiting.nodes import make_node_call
-from appsdk.waiting.operations import NOTHING, Call, Event, MulticastCall, Timer
+from appsdk.waiting.operations import NOTHING, Timer
 from appsdk.waiting.orders import Orders
 from appsdk.waiting.signals import encode_signal
 from appsdk.waiting.task import Task
 from appsdk.waiting.task_self import TaskSelf
 from protocol.client import Caller
 from protocol.handlers import CANCEL_CALL_METHOD_ID, REASON_CHARACTERS_MAX, Order
-from protocol.messages import RpcKind, RpcType
-from protocol.verdicts import Cause, Verdict
-
-
-class _ReturnedValue(msgspec.Struct, array_like=True, gc=False):
-    number: int  # of the call
-    value: msgspec.Raw
-
-
-class _ReturnedNothing(msgspec.Struct, array_like=True, gc=False):
-    number: int
-
 
 DEADLINE = "its timeout"  # who has cancelled a handler that had none left
-
-
-def is_deadline(task: Task, entry: Entry) -> bool:
-    return task.cancellation(entry)[1] == DEADLINE
-
-
-_take_call_number = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
-_RETURNED_VALUE, _RETURNED_NOTHING, _RAISED = RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING, RpcKind.RAISED
-# ... found faster than an enum's attributes
-_decode_value = msgspec.msgpack.Decoder(_ReturnedValue).decode
-_decode_nothing = msgspec.msgpack.Decoder(_ReturnedNothing).decode
-_write_time = make_writer("the clock", CLOCK_METHOD_ID, RpcType.IMPULSE)
 
 
 class Tasks(Host):
@@ -75,15 +43,14 @@ class Tasks(Host):
         self._tasks: dict[int, Task] = {}
         # Those whose caller waits, oldest first: it chooses the numbers, so two may have the same one.
         self._by_call: dict[tuple[str, int], list[Task]] = {}
-        self._failed_wait: bytes | None = None  # what comes in place of all that is waited for
-        self._told_ns: int | None = None  # the time in an impulse that is on its way
-        self._scheduled: list[Handler[Any, Any]] = []
         self.limits = Limits()
-        self._deadlines: dict[int, Deadline] = {}  # by number
+        self.time_impulses = TimeImpulses(context, self.clock)
+        self.incoming = Incoming(self)
         context.multicasts.run_effect = self.effects.unheld
-        context.multicasts.called = self._called
+        context.multicasts.called = self.incoming.whom
         context.nodes.make_call = make_node_call
-        self.orders = Orders(context, self.waiting, self._cancel, self._give, self._give_up, self._expel)
+        self.orders = Orders(context)
+        self._endings = Endings(context, self.answers, self.handler_runs)
 
     def make_self(self, task: Any) -> TaskSelf:
         return TaskSelf(task)
@@ -93,10 +60,10 @@ class Tasks(Host):
         saved = self.save()
         self.definition, self.instance = definition, instance
         self.limits.use(definition)
+        self.clock.use(definition)
         self.handler_runs.use(definition, instance)
         self.members.clear()
         self.peer_targets.clear()
-        self._scheduled = [handler for handler in definition.handlers.values() if handler.schedule]
         if saved is not None:
             self.restore(saved)
 
@@ -134,26 +101,19 @@ class Tasks(Host):
         self.ready.clear()
         self.calls.clear()
         self.effects.forget_all()
-        self.clock = Clock()
-        self.clock.schedules = dict(saved.schedules)
-        self.clock.jumps = list(saved.jumps)
-        self.clock.jumped_to_ns = saved.jumped_to_ns
+        self.clock.restore(saved)
         self.events.restore(saved.signals)
         self._next_number = saved.next_number
         self._tasks.clear()
         self._by_call.clear()
-        self._deadlines.clear()
         self.limits.use(self.definition)
         for one in saved.tasks:
-            task = self._tasks[one.number] = Task.rebuild(self, self._handler_of(one), one)
-            if task.caller is not None:
-                self._by_call.setdefault((task.caller, task.call_number), []).append(task)
-            self.began(task)
+            self._add(Task.rebuild(self, self._handler_of(one), one))
         for one in saved.queued:
             self._handler_of(one)
             self.limits.queued[one.number] = one
         if saved.queued:  # limits of another version may let more of them begin, with what comes next
-            self._queue.append(self._begin_next)
+            self.later(self._begin_next)
         self.events.sort()
 
     def _handler_of(self, saved: SavedTask) -> Handler[Any, Any]:
@@ -186,54 +146,10 @@ class Tasks(Host):
 
     # --- what the log brings ----------------------------------------------------------------------------------------
 
-    def receiver(self, handler: Handler[Any, Any], *, wakes: bool) -> Callable[..., None]:
-        """What handles a fork or impulse of ``handler``. ``wakes``: there may be handlers that wait for its signals.
-
-        Without, and with nothing special about it, it is the ``def`` handler itself.
-        """
-        if handler.is_async:
-
-            def start(instance: object, *arguments: Any) -> None:
-                self._start(handler, arguments, None, 0)
-
-            return start
-        if handler.raises:
-
-            def run(instance: object, *arguments: Any) -> None:
-                self.handler_runs.run_handler(handler, arguments, waits=False)
-                self.drain()
-
-            return run
-        function: Callable[..., None] = partial(self.queries.run, handler) if handler.is_query else handler.function
-        return self.waking(function) if wakes else function
-
-    def waking(self, function: Callable[..., None]) -> Callable[..., None]:
-        """``function``, and then whoever waited for what it has signalled."""
-
-        def run(instance: object, *arguments: Any) -> None:
-            function(instance, *arguments)
-            self.drain()
-
-        return run
-
-    def answering_receiver(self, handler: Handler[Any, Any]) -> Callable[..., None]:
-        """What handles a call of ``handler`` whose caller waits: (instance, caller, number of the call, arguments)."""
-        if handler.is_async:
-
-            def start(instance: object, caller: str, number: int, *arguments: Any) -> None:
-                self._start(handler, arguments, caller, number)
-
-            return start
-
-        def run(instance: object, caller: str, number: int, *arguments: Any) -> None:
-            self.answers.answer(handler, caller, number, *self.handler_runs.run_handler(handler, arguments))
-            self.drain()
-
-        return run
-
-    def _start(
+    def start(
         self, handler: Handler[Any, Any], arguments: tuple[Any, ...], caller: str | None, call_number: int
     ) -> None:
+        """An ``async def`` handler, for ``caller`` or (None) nobody. Raises HandlerError."""
         context = self.context
         number, time_ns = self.draw_number(), context.record_time_ns or 0
         place = context.sequence_id, context.message_index
@@ -248,15 +164,17 @@ class Tasks(Host):
 
     def _begin(self, call: SavedTask, handler: Handler[Any, Any]) -> None:
         """Raises HandlerError."""
-        number, caller, time_ns = call.number, call.caller, self.context.record_time_ns or 0
-        task = self._tasks[number] = Task(self, handler, number, call.arguments, caller, call.call_number, time_ns)
-        task.began_at = call.sequence_id, call.message_index
-        if caller is not None:
-            self._by_call.setdefault((caller, call.call_number), []).append(task)
-        self.began(task)
+        task = Task(self, handler, call, self.context.record_time_ns or 0)
+        self._add(task)
         task.advance()
         if task.is_done:
             self._end(task)
+
+    def _add(self, task: Task) -> None:
+        self._tasks[task.number] = task
+        if task.caller is not None:
+            self._by_call.setdefault((task.caller, task.call_number), []).append(task)
+        self.began(task)
 
     def _begin_next(self) -> None:
         """Those whose turn it is. Raises HandlerError."""
@@ -265,200 +183,59 @@ class Tasks(Host):
 
     def began(self, task: Task) -> None:
         """Its run, or with continue_as its next one: it counts for limits, and has so much time from here on."""
-        number = task.number
-        if number in self._tasks:
-            self.limits.ended(number)
-        self.limits.began(number, task.handler, task.arguments)
+        self.limits.ended(task.number)
+        self.limits.began(task.number, task.handler, task.arguments)
         if self.limits.queued:
-            self._queue.append(self._begin_next)
+            self.later(self._begin_next)
         timeout = task.handler.timeout
-        if timeout is None or not task.started_ns or any(is_deadline(task, entry) for entry in task.cancelled):
+        had_none = (task.cancellation(entry)[1] == DEADLINE for entry in task.cancelled)
+        if timeout is None or not task.started_ns or any(had_none):
             return
         due_ns = task.started_ns + timeout // timedelta(microseconds=1) * 1000
-        deadline = self._deadlines[number] = Deadline(number, task.started_ns, due_ns)
-        self.clock.add(deadline)
+        self.clock.add(Deadline(task.number, task.started_ns, due_ns))
 
     def _expire(self, deadline: Deadline) -> None:
         """Raises HandlerError."""
-        if self._deadlines.get(deadline.number) is deadline:
-            self._forget_deadline(deadline.number)
+        if self.clock.has(deadline):
+            self.clock.forget(deadline.number)
             task = self._tasks[deadline.number]
-            self._cancel(task, f"it has not ended within {task.handler.timeout}", DEADLINE)
+            self.cancel(task, f"it has not ended within {task.handler.timeout}", DEADLINE)
 
-    def _forget_deadline(self, number: int) -> None:
-        if (deadline := self._deadlines.pop(number, None)) is not None:
-            self.clock.remove(deadline)
-
-    def _give_up(self, number: int, reason: str) -> str | None:
+    def give_up(self, number: int, reason: str) -> str | None:
         """A call that waits for its turn does so no more; of which handler it was."""
         call = self.limits.queued.pop(number, None)
         if call is None:
             return None
         handler = self._handler_of(call)
-        if call.caller is not None:
-            self._answer_cancelled(handler, call.caller, call.call_number, reason)
+        self._endings.tell_cancelled(handler, call.caller, call.call_number, reason)
         return handler.function.__qualname__
 
     def _end(self, task: Task) -> None:
         del self._tasks[task.number]
-        self._forget_deadline(task.number)
+        self.clock.forget(task.number)
         self.limits.ended(task.number)
         if self.limits.queued:
-            self._queue.append(self._begin_next)
+            self.later(self._begin_next)
         if task.caller is not None:
             calls = self._by_call[task.caller, task.call_number]
             calls.remove(task)
             if not calls:
                 del self._by_call[task.caller, task.call_number]
-        value, error = task.result()
-        if isinstance(error, Cancelled):
-            self._end_cancelled(task, error)
-            return
-        declared = None if error is None else declared_name(task.handler.raises, error)
-        if error is not None and declared is None:
-            self._end_failed(task, task.failure(error))
-            return
-        if task.caller is None:
-            return
-        arguments = task.decoded_arguments()
-        if error is not None and declared is not None:
-            raised, encode = True, partial(encode_raised, declared, error)
-        else:
-            raised, encode = False, partial(self.handler_runs.result, task.handler, value)
-        try:
-            encoded = self.handler_runs.encoded(task.handler, arguments, encode)
-        except HandlerError as problem:
-            self._end_failed(task, problem)
-            return
-        try:
-            self.answers.answer(task.handler, task.caller, task.call_number, raised, encoded)
-        except UsageError as problem:  # it has a handle that can't be passed on
-            self._end_failed(task, task.failure(problem))
+        self._endings.tell(task)
 
-    def _end_cancelled(self, task: Task, cancelled: Cancelled) -> None:
-        """As it was told to: no failure of its own, and no dead letter. Who waits is told."""
-        task.drop_pending()
-        if task.caller is not None:
-            self._answer_cancelled(task.handler, task.caller, task.call_number, cancelled.reason)
-
-    def _answer_cancelled(self, handler: Handler[Any, Any], caller: str, call_number: int, reason: str) -> None:
-        context = self.context
-        where = reference(context.instance_name, context.sequence_id, context.message_index)
-        self.answers.answer(handler, caller, call_number, True, encode_failed(CANCELLED, reason, where))
-
-    def _end_failed(self, task: Task, error: HandlerError) -> None:
-        """An async handler has changed no state by itself, so there is nothing to undo: who waits is told."""
-        failure = error.failure
-        if failure is None:
-            raise error
-        task.drop_pending()
-        failed = replace(failure, policy="keep", task=task.number)
-        verdict = verdict_on(error, failed, task.caller, forked(task.handler.method_id, task.arguments))
-        verdict = self.handler_runs.verdicts.get(verdict.key, verdict)
-        if not self.handler_runs.tell(verdict):
-            raise error
-        if task.caller is not None:
-            self.answers.answer_verdict(verdict, Caller(task.caller, task.call_number, task.handler.method_id))
-
-    def drain(self) -> None:
-        """Let all go on that was woken. Raises HandlerError."""
-        queue = self._queue
-        while queue:
-            queue.popleft()()
-
-    @contextmanager
-    def failing_waits(self, verdict: Verdict) -> Iterator[None]:
-        """Whoever is woken meanwhile finds that what it waited for has failed, as ``verdict`` says."""
-        where = reference(self.context.instance_name, verdict.sequence_id, verdict.message_index)
-        self._failed_wait = encode_failed(verdict.type_name or verdict.kind.name.capitalize(), verdict.text, where)
-        try:
-            yield
-        finally:
-            self._failed_wait = None
-
-    def _resolve(self, operation: Any, raised: bool, value: bytes) -> None:
+    def resolve(self, operation: Any, raised: bool, value: bytes) -> None:
         if not operation.is_over:
-            if self._failed_wait is not None:
-                raised, value = True, self._failed_wait
+            if self.incoming.failed is not None:
+                raised, value = True, self.incoming.failed
             task = operation.task
             task.resolve(operation, raised, value, self.context.record_time_ns or 0)
             if task.is_done:
                 self._end(task)
 
-    def _signalled(self, event: Event, value: bytes) -> None:
-        self._resolve(event, False, value)
-
-    def answered(self, kind: RpcKind, data: bytes) -> None:
-        """An answer has come. One that nobody waits for any more is left alone. Raises HandlerError."""
-        try:
-            if kind is _RETURNED_VALUE:
-                returned = _decode_value(data)
-                number, value = returned.number, bytes(returned.value)
-            elif kind is _RETURNED_NOTHING:
-                number, value = _decode_nothing(data).number, NOTHING
-            else:
-                number_raw, *rest = _take_call_number(data)
-                number, value = msgspec.msgpack.decode(number_raw, type=int), encoder.encode(rest)
-        except (msgspec.DecodeError, ValueError, IndexError, UnicodeDecodeError) as error:
-            raise self._wrong_answer(Cause.UNREADABLE, f"an answer that can't be read: {error}") from None
-        if (call := self.calls.get(number)) is not None:
-            if not self._was_called(call):
-                if self._failed_wait is None:
-                    text = f"an answer of {self.context.source!r} to call {number}, which went to somebody else"
-                    raise self._wrong_answer(Cause.SENDER, text)
-                return
-            if (kind is _RAISED or self._may_hold_handles(call)) and MARK in data and self._failed_wait is None:
-                self.context.nodes.accounts.arrived(data)
-            self._resolve(call, kind is _RAISED, value)
-            if self._queue:
-                self.drain()
-        elif MARK in data and self._failed_wait is None:
-            self.context.nodes.accounts.not_taken(data)
-
-    def expelled(self, scope: Scope, member: str, source: str, value: bytes) -> None:
-        """``member`` has been expelled, says ``source``, another member, behind all of its answers before that: who
-        waits for the answer of ``member`` to a call of a multicast gets ``value`` in its place. What ``source`` has not
-        answered was cancelled, and has ``value`` as all of its answers."""
-        done: set[int] = set()
-        for call in list(self.calls.values()):
-            if not isinstance(call, MulticastCall) or call.scope is None or not call.scope.reaches(*astuple(scope)):
-                continue
-            of = {one.to: one for one in call.all_of_it}
-            if member not in of or call.number in done:
-                continue
-            is_cancelled = source not in of or of[source].number in self.calls
-            ended = of.values() if is_cancelled else [of[member]]
-            for one in ended:
-                if self.calls.get(one.number) is one:
-                    done.add(one.number)
-                    self._queue.append(partial(self._resolve, one, False, value))
-
-    def _called(self, number: int) -> str | None:
-        """To whom the open call of that number went."""
-        call = self.calls.get(number)
-        return None if call is None else call.target.destination
-
-    def _was_called(self, call: Call) -> bool:
-        """Whether the answer that is handled is from whom ``call`` went to. What the instance says itself is."""
-        source = self.context.source
-        return not source or source == call.target.destination
-
-    def _may_hold_handles(self, call: Call) -> bool:
-        return call.target.codec.result_may_hold_handles
-
-    def _wrong_answer(self, cause: Cause, text: str) -> HandlerError:
-        context = self.context
-        return HandlerError(
-            f"record {context.sequence_id}, message {context.message_index}: {text}; the app stops",
-            context.sequence_id,
-            context.message_index,
-            refusal("an answer", None, cause, text),
-        )
-
     def effect_done(self, result: EffectResult) -> None:
         """An effect has returned or raised. Raises HandlerError."""
         if (effect := self.effects.take(result)) is not None:
-            self._resolve(effect, result.raised, bytes(result.value))
+            self.resolve(effect, result.raised, bytes(result.value))
             self.drain()
 
     # --- what an operator orders ------------------------------------------------------------------------------------
@@ -468,71 +245,38 @@ class Tasks(Host):
         self.orders.obey(order)
         self.drain()
 
-    def _expel(self, group: str, member: str) -> tuple[bool, str]:
-        expel = getattr(self.instance, "_immortal_expel", None)
-        if expel is None:
-            return False, f"{self.definition.name} takes part in no groups"
-        found: tuple[bool, str] = expel(group, member)
-        return found
-
     def cancel_call(self, caller: str, number: int, cancelled: int, reason: str) -> None:
         """``caller`` cancels an earlier call of its own, and is told whether that still waited. Raises HandlerError."""
         calls = self._by_call.get((caller, cancelled), [])
         queued = self.limits.queued.values()
         waits = next((one.number for one in queued if (one.caller, one.call_number) == (caller, cancelled)), None)
         reason = reason[:REASON_CHARACTERS_MAX]
-        if found := bool(calls) or waits is not None:
-            if calls:
-                self._cancel(calls[0], reason, f"its caller, {caller or 'the instance itself'}")
-            elif waits is not None:
-                self._give_up(waits, reason)
+        found = bool(calls) or waits is not None
+        if calls:
+            self.cancel(calls[0], reason, f"its caller, {caller or 'the instance itself'}")
+        elif waits is not None:
+            self.give_up(waits, reason)
         self.answers.answer_value(Caller(caller, number, CANCEL_CALL_METHOD_ID), found)
         self.drain()
 
-    def _cancel(self, task: Task, reason: str, who: str) -> None:
+    def cancel(self, task: Task, reason: str, who: str) -> None:
         """Raises HandlerError."""
         task.cancel(reason, who, self.context.record_time_ns or 0)
         if task.is_done:
             self._end(task)
 
-    def _give(self, event: Event, value: bytes) -> None:
-        """What ``event`` waits for. Raises HandlerError."""
-        self._resolve(event, False, value)
-
     # --- time -------------------------------------------------------------------------------------------------------
 
-    def told_time(self, time_ns: int, decided: Mapping[int, int], jumped_ns: int = 0) -> None:
-        """The log says what time it is: timers and schedules up to then are due. Raises HandlerError.
-
-        ``decided``: when schedules by cron expressions are due next. ``jumped_ns``: by how much the clock was stepped.
-        """
-        if jumped_ns:
-            self.clock.jumped(time_ns, jumped_ns, self._scheduled)
-        if self._told_ns is not None and time_ns >= self._told_ns:
-            self._told_ns = None
-        for handler in self.clock.take_schedules(time_ns, decided, self._scheduled):
+    def told_time(self, now: ToldTime) -> None:
+        """The log says what time it is: timers and schedules up to then are due. Raises HandlerError."""
+        if now.jumped_ns:
+            self.clock.jumped(now.time_ns, now.jumped_ns)
+        self.time_impulses.came_back(now.time_ns)
+        for handler in self.clock.take_schedules(now.time_ns, now.decided):
             self.fork("", handler)()
-        for due in self.clock.take_timers(time_ns):
+        for due in self.clock.take_timers(now.time_ns):
             if isinstance(due, Timer):
-                self._queue.append(partial(self._resolve, due, False, NOTHING))
+                self.later(partial(self.resolve, due, False, NOTHING))
             else:
-                self._queue.append(partial(self._expire, due))
+                self.later(partial(self._expire, due))
         self.drain()
-
-    @property
-    def next_due_ns(self) -> int | None:
-        """When :meth:`tell_time` is to be called; None: not yet, or never."""
-        return None if self._told_ns is not None else self.clock.next_due_ns(self._scheduled)
-
-    def tell_time(self, time_ns: int) -> None:
-        """Put the time into the log, as an impulse to oneself."""
-        self._told_ns = time_ns
-        decided = self.clock.decide(time_ns, self._scheduled)
-        self.context.outbox.impulses.append_own(_write_time, (time_ns, decided) if decided else (time_ns,))
-
-    def tell_jump(self, time_ns: int, jumped_ns: int) -> None:
-        """Put it into the log that the clock was stepped by ``jumped_ns``, to ``time_ns``."""
-        # What sleeps may be in records that are still to come.
-        if self._scheduled or any(handler.is_async for handler in self.definition.handlers.values()):
-            decided = self.clock.decide(time_ns, self._scheduled)
-            self.context.outbox.impulses.append_own(_write_time, (time_ns, decided, jumped_ns))

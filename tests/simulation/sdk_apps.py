@@ -19,7 +19,6 @@ from zlib import crc32
 from appsdk import Immortal, Impulses, every, impulse, peer, rpc
 from appsdk.dispatch.dispatcher import Dispatcher
 from appsdk.dispatch.events import BecamePrimary, Event, MessageFailed, SnapshotBegun
-from appsdk.dispatch.failing import UndoNeededError
 from appsdk.dispatch.upgrades import upgrades
 from appsdk.errors import RecoveryNeeded
 from appsdk.handlers.definition import Definition, definition_of
@@ -254,17 +253,11 @@ class CheckedDispatcher(Dispatcher):
     def __init__(self, definition: Definition, node: Node, rng: random.Random) -> None:
         self._node = node
         super().__init__(definition, lambda: rng.randbytes(16))
-        self._copies = BusyCopies(enabled=rng.random() < 0.8, records_max=rng.randrange(1, 30))
-        self._rewinds = 0  # for the record that is handled
-
-    def _rewind(self, needed: UndoNeededError, record: Record) -> None:
-        self._rewinds += 1
-        if self._rewinds > REWINDS_MAX:
-            raise Violation(f"the app of {self._node.name} is rewound for ever at record {record.header.sequence_id}")
-        super()._rewind(needed, record)
+        self._busy = BusyCopies(node.name, enabled=rng.random() < 0.8, records_max=rng.randrange(1, 30))
+        self._rewinds.copies = self._busy
 
     def _logged(self, record: Record) -> Iterator[Event]:
-        self._rewinds = 0
+        self._busy.rewinds = 0
         yield from super()._logged(record)
         self._node.checker.reached_state(record.header.sequence_id, crc32(b"".join(self._life.encode())))
 
@@ -272,9 +265,17 @@ class CheckedDispatcher(Dispatcher):
 class BusyCopies(Copies):
     """A new copy of the state, or none where none is kept, after a few records."""
 
-    def __init__(self, *, enabled: bool, records_max: int) -> None:
+    def __init__(self, name: str, *, enabled: bool, records_max: int) -> None:
         super().__init__(enabled=enabled, keeps_large=False)
+        self._name = name
         self._records_max = records_max
+        self.rewinds = 0  # for the record that is handled
+
+    def failed(self) -> None:
+        super().failed()
+        self.rewinds += 1
+        if self.rewinds > REWINDS_MAX:
+            raise Violation(f"the app of {self._name} is rewound for ever for one record")
 
     def add(self, record: Record, *, rewound: bool) -> bool:
         wanted = super().add(record, rewound=rewound)

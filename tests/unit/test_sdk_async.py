@@ -1085,7 +1085,7 @@ def test_an_app_without_async_handlers_has_nothing_of_it(tmp_path: Path) -> None
     dispatcher = one["one"].dispatcher
     assert dispatcher.next_due_ns is None
     assert dispatcher.tasks.save() is None
-    assert dispatcher._delivery._entries[5][1] is definition_of(Plain).handlers["add"].function
+    assert dispatcher._life.delivery._entries[5][1] is definition_of(Plain).handlers["add"].function
     dispatcher.context.sites.use(Rules.FIRST)  # a log from before the other rule
     assert b"".join(dispatcher._life.encode())[6] == 1  # the version that older SDKs read
     one.close()

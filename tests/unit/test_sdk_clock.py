@@ -207,7 +207,8 @@ def test_an_app_without_anything_that_waits_logs_no_step() -> None:
         def nothing(self) -> None: ...
 
     life = Life.of(Plain)
-    life.dispatcher._primary = True
-    life.dispatcher.tasks.use(life.dispatcher.definition, None)
-    life.dispatcher._tell_time(AppTime(7, 0, 5))
+    tasks = life.dispatcher.tasks
+    tasks.use(life.dispatcher.definition, None)
+    tasks.time_impulses.start()
+    tasks.time_impulses.jumped(7, 5)
     assert MessageType.IMPULSE_BATCH not in life.sent_types

@@ -352,8 +352,8 @@ def test_of_two_calls_with_one_number_the_older_is_cancelled_first(two: WaitingI
     clerk = two["clerk"].dispatcher
     slow = clerk.definition.handlers["slow"]
     for text in ("a", "b", "c"):
-        clerk.tasks._start(slow, (text,), "desk", 7)
-    clerk.tasks._start(slow, ("d",), "desk", 8)
+        clerk.tasks.start(slow, (text,), "desk", 7)
+    clerk.tasks.start(slow, ("d",), "desk", 8)
     saved = clerk.tasks.save()
     assert saved is not None
     for text in "abc":

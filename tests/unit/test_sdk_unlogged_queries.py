@@ -125,7 +125,7 @@ def _calls(life: Life) -> list[bytes]:
 def test_without_a_copy_of_the_state_the_app_is_recovered() -> None:
     """Of a large state there is none in memory: the next start makes it from checkpoint and log."""
     life = first_start_with_verdicts(Shop)
-    life.dispatcher._copies.forget()
+    life.dispatcher._rewinds.copies.forget()
     with pytest.raises(RecoveryNeeded, match="a query has changed the state"):
         life.give(question(6, "set"))
     for chunk in life.dispatcher.data_to_send():

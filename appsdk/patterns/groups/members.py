@@ -208,7 +208,7 @@ class Grouped(Immortal):
         for message in again:
             self._group_multicast(declared, known, message)
         answer = encoder.encode(Answer(False, known.view))
-        self._immortal_context.tasks.expelled(Scope(name, view_number), member, source, answer)
+        self._immortal_context.tasks.incoming.expelled(Scope(name, view_number), member, source, answer)
 
     def _group_renew_all(self, name: str, known: Known, base: View, expelled: list[str]) -> None:
         """All who wait for it, or for who is expelled; the first member tells those as well."""

@@ -1,0 +1,198 @@
+# cython: annotation_typing=False
+"""The messages of logged records, each to its handler: in slices, without those that have a verdict, timed when asked.
+
+What fails alone gets its verdict here, and the others go on behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from appsdk.calls.context import Context
+from appsdk.calls.failures import method_of
+from appsdk.dispatch.events import Event, Flush, MessageFailed, OutputReady
+from appsdk.dispatch.failing import Failures, UndoNeededError, message_at, offset_behind, wakes_handlers
+from appsdk.dispatch.life import Life
+from appsdk.dispatch.times import HandlerTimes
+from appsdk.errors import HandlerError
+from appsdk.ordering.plain import Plain
+from protocol.batch import decode_batch, decode_replayable_batch
+from protocol.errors import RemoteProtocolError
+from protocol.extensions import decode_record_time
+from protocol.handlers import OTHER_MESSAGES
+from protocol.messages import MessageType, decode_messages
+from protocol.readers import Record
+from protocol.varint import encode_zigzag
+from protocol.verdicts import Careful, Handling, VerdictKind, encode_handling
+
+SLICE_SIZE_BYTES = 64 << 10  # of input, handled before the transport may send: keeps both ends at work
+
+
+class Records:
+    """Those that an app handles, one after the other.
+
+    ``careful``: an app before this one did not live through one of these records, so each is announced. ``times``: of
+    handlers, sampled.
+    """
+
+    def __init__(self, context: Context, life: Life, failures: Failures) -> None:
+        self.careful: Careful | None = None
+        self.times = HandlerTimes()
+        self._context = context
+        self._life = life
+        self._failures = failures
+        self._batch_sources: Iterator[str] | None = None  # of the batches of the record that is handled
+        self._batch_begin = b"", 0, 0  # content, offset, and index of the first message, of what is handled now
+
+    @property
+    def now_handling(self) -> Handling | None:
+        """The message whose handler runs; None between two. Any thread: what it says may be over by then."""
+        context = self._context
+        content, start, first_index = self._batch_begin
+        sequence_id, index = context.sequence_id, context.message_index
+        if not context.handling_thread_id or not self._failures.can_fail or index < first_index:
+            return None
+        try:
+            message = message_at(content, offset_behind(content, start, index - first_index))
+        except RemoteProtocolError:  # of a batch that has begun since
+            return None
+        return replace(self._failures.handling(sequence_id, index, message), message=b"")
+
+    def announce(self, handling: Handling) -> Iterator[Event]:
+        """Handling it may end the process: the coordinator is to know what it was."""
+        self._context.outbox.report(encode_handling(handling))
+        yield Flush()
+
+    def handle(self, record: Record) -> Iterator[Event]:
+        """Handle the messages of one record. Raises UndoNeededError."""
+        sequence_id, content = record.header.sequence_id, record.content
+        context = self._context
+        context.committer_id = record.header.committer_id
+        context.sequence_id = sequence_id
+        context.record_time_ns = None
+        context.message_index = 0
+        context.source = None if record.sources is None else ""
+        self._batch_sources = iter(record.sources) if record.sources else None
+        for message_type, start, end in decode_messages(content):
+            if message_type == MessageType.RECORD_TIME:
+                context.record_time_ns = decode_record_time(content, start, end)
+            elif message_type == MessageType.RPC_BATCH:
+                count, skipped = decode_batch(content[start : start + 16])
+                yield from self._batch(content, start + skipped, end, count)
+            elif message_type == MessageType.RPC:
+                size_of_size = len(encode_zigzag(end - start + 1))
+                yield from self._batch(content, start - 1 - size_of_size, end, 1)
+            elif message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
+                count, _, skipped = decode_replayable_batch(content[start : start + 16])
+                yield from self._batch(content, start + skipped, end, count)
+            elif message_type == MessageType.INITIAL_MESSAGE:
+                yield from self._batch(content, start, end, 1)
+            elif message_type == MessageType.INSTANCE_NAME:
+                context.instance_name = content[start:end].decode("utf-8", "replace")
+            else:
+                raise RemoteProtocolError(
+                    f"record {sequence_id} holds a message of type {message_type}, which is never logged"
+                )
+        self._life.next_sequence_id = sequence_id + 1
+
+    def _batch(self, content: bytes, offset: int, end: int, count: int) -> Iterator[Event]:
+        """Handle the ``count`` RPC messages of ``content[offset:end]``, with a pause wherever there is much to send."""
+        context, life, failures = self._context, self._life, self._failures
+        outbox, multicasts, is_own = context.outbox, context.multicasts, False
+        sequence_id, first_index = context.sequence_id, context.message_index
+        if self._batch_sources is not None:
+            context.source = next(self._batch_sources, None)
+        start = offset
+        self._batch_begin = content, start, first_index
+        is_watched = self.careful is not None and self.careful.suspect_sequence_id == sequence_id
+        skips = sequence_id in failures.skipped
+        while offset < end:
+            slice_end = min(offset + SLICE_SIZE_BYTES, end)
+            if is_watched:
+                message = message_at(content, offset)
+                yield from self.announce(failures.handling(sequence_id, context.message_index, message))
+                slice_end = offset + 1
+            skipped = failures.next_skipped(sequence_id, context.message_index) if skips else None
+            if skipped is not None and skipped < first_index + count:  # else it is in another batch of the record
+                at = offset_behind(content, start, skipped - first_index)
+                if at == offset:
+                    offset = self._pass_over(content, offset, skipped)
+                    continue
+                slice_end = min(slice_end, at)
+            if multicasts.is_busy and not is_own:
+                plain = Plain(message_at(content, offset), context.source)
+                is_own = plain.is_own
+                if not is_own:
+                    if multicasts.files(plain):
+                        offset += len(plain.message)
+                        context.message_index += 1
+                        continue
+                    slice_end = offset + 1
+            outbox.mark()
+            try:
+                if self.times.left:
+                    offset = self._timed(content, offset, end)
+                else:
+                    offset = life.delivery.deliver(life.instance, content, offset, end, slice_end)
+            except HandlerError as error:
+                context.handling_thread_id = 0
+                at = offset_behind(content, start, error.message_index - first_index)
+                message = message_at(content, at)
+                yield from self._failed(error, message)
+                offset = at + len(message)
+                context.message_index = error.message_index + 1
+            if outbox.ready_size_bytes:
+                yield OutputReady()
+        if context.message_index - first_index != count:
+            raise RemoteProtocolError(
+                f"record {sequence_id}: a batch of {context.message_index - first_index} messages gives its count as "
+                f"{count}"
+            )
+
+    def _timed(self, content: bytes, offset: int, end: int) -> int:
+        """Handle one message, and note how long that took: where the next one starts. Raises as ``deliver`` does."""
+        times, life = self.times, self._life
+        begun_ns = times.clock_ns()
+        behind = life.delivery.deliver(life.instance, content, offset, end, offset + 1)
+        duration_ns = times.clock_ns() - begun_ns
+        method_id = method_of(content[offset:behind])  # of a call; an answer has that of another's method
+        handler = None if method_id is None else life.definition.by_method_id.get(method_id)
+        times.add(OTHER_MESSAGES if handler is None else handler.function.__qualname__, duration_ns)
+        return behind
+
+    def _failed(self, error: HandlerError, message: bytes) -> Iterator[Event]:
+        """``message`` has failed: note it, and go on behind it.
+
+        Raises ``error`` where it can't fail alone, and UndoNeededError where the state must be as before it first.
+        """
+        verdict = self._failures.verdict(error, message)
+        if verdict is None:
+            raise error
+        known = verdict.key in self._failures.known
+        if not known and self._failures.did_not_fail(verdict):
+            raise error  # when it was handled before: no replay can be right
+        if verdict.kind is VerdictKind.UNDONE:
+            self._failures.note(verdict)
+            raise UndoNeededError(verdict, error.failure.method_id if error.failure else None)
+        self._context.tasks.drain()
+        if not known:
+            self._failures.note(verdict)
+            yield MessageFailed(verdict)
+        self._failures.answer(self._failures.known[verdict.key], message)
+
+    def _pass_over(self, content: bytes, offset: int, index: int) -> int:
+        """The message at ``offset`` has a verdict: where the next one starts."""
+        context, message = self._context, message_at(content, offset)
+        behind = offset + len(message)
+        context.message_index = index
+        verdict = self._failures.known[context.sequence_id, index, 0, 0]
+        is_ended = verdict.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED)
+        if is_ended and wakes_handlers(message):  # who waited for it must not wait for ever
+            with context.tasks.incoming.failing(verdict):
+                self._life.delivery.deliver(self._life.instance, content, offset, behind, offset + 1)
+            context.handling_thread_id = 0
+        self._failures.answer(verdict, message)
+        context.message_index = index + 1
+        return behind

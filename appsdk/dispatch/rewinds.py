@@ -1,0 +1,102 @@
+# cython: annotation_typing=False
+"""The state as it was before a message that has failed: a copy of it, and again the records since, without that one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from appsdk.calls.context import Context
+from appsdk.dispatch.events import Event, MessageFailed
+from appsdk.dispatch.failing import Failures, UndoNeededError
+from appsdk.dispatch.life import Life
+from appsdk.dispatch.records import Records
+from appsdk.errors import RecoveryNeeded, StateError
+from appsdk.state.copies import Copies, Copy
+from protocol.readers import Record
+
+MESSAGE_INDEX_MAX = (1 << 31) - 1  # of a record: above any that there is
+
+
+class Rewinds:
+    """Those of one app. ``copies``: of its state."""
+
+    def __init__(self, context: Context, life: Life, records: Records, failures: Failures, copies: Copies) -> None:
+        self.copies = copies
+        self._context = context
+        self._life = life
+        self._records = records
+        self._failures = failures
+
+    def handle(self, record: Record) -> Iterator[Event]:
+        """Handle ``record``, once more for each of its messages that must leave no trace. Raises RecoveryNeeded."""
+        rewound = False
+        while True:
+            try:
+                yield from self._records.handle(record)
+                break
+            except UndoNeededError as needed:
+                self._undo(needed, record)
+                rewound = True
+                yield MessageFailed(needed.verdict)
+        if rewound:
+            self._settle()
+        if self.copies.add(record, rewound=rewound):
+            self.copy_again()
+
+    def _undo(self, needed: UndoNeededError, record: Record) -> None:
+        """Back to the copy of the state, and again over the records behind it, up to ``record``."""
+        copy, verdict = self.copies.current, needed.verdict
+        if copy is None:
+            self._context.outbox.back_to_copy()
+            raise RecoveryNeeded(
+                f"{verdict.method} failed at record {verdict.sequence_id}, message {verdict.message_index}; the app "
+                f"is recovered without it"
+            )
+        size_bytes = len(copy.blob) + copy.tail_size_bytes
+        self._failures.repeat(needed, [*copy.tail, record], size_bytes, self._life.delivery)
+        self._go_over(copy, verdict.key[:2])
+
+    def back_to_log(self) -> None:
+        """The state is none that the records so far make: make it anew from them. Raises RecoveryNeeded."""
+        copy, sequence_id = self.copies.current, self._life.next_sequence_id
+        self._context.outbox.mark()
+        if copy is None:
+            raise RecoveryNeeded("a query has changed the state: the app is recovered from its log, without that")
+        self._failures.repeat_all(sequence_id, self._life.delivery)
+        self._go_over(copy, (sequence_id - 1, MESSAGE_INDEX_MAX))
+        self._settle()
+
+    def _go_over(self, copy: Copy, passed: tuple[int, int]) -> None:
+        """``passed``: up to which message of which record this was done before."""
+        outbox, tasks = self._context.outbox, self._context.tasks
+        self.copies.failed()
+        outbox.back_to_copy()
+        tasks.rewinds()
+        tasks.effects.pause()
+        tasks.queries.passed = passed
+        self._life.go_back(copy.blob)
+        for handled in copy.tail:
+            for _ in self._records.handle(handled):
+                pass
+
+    def _settle(self) -> None:
+        self._failures.settle(self._life.delivery)
+        self._context.tasks.effects.resume()
+
+    def copy_again(self) -> None:
+        """Much log lies behind the last copy, or the state has changed in another way than by records."""
+        self._context.outbox.close_batches()
+        try:
+            blob = b"".join(self._life.encode())
+        except StateError:
+            return  # the next checkpoint says so
+        self.take_copy((blob,))
+
+    def take_copy(self, pieces: Sequence[bytes]) -> None:
+        """The state as it is now, behind all calls made so far."""
+        tasks, sequence_id = self._context.tasks, self._life.next_sequence_id - 1
+        self._context.outbox.begin_copy()
+        tasks.queries.state_size_bytes = sum(map(len, pieces))
+        self.copies.take(pieces, sequence_id)
+        self._failures.forget_up_to(self.copies.sequence_id(sequence_id))
+        tasks.copied()
