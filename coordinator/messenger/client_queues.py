@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import zmq
 
@@ -20,14 +21,13 @@ from coordinator.messenger.limits import (
 from coordinator.messenger.sockets import NOBLOCK
 
 
+@dataclass(slots=True, eq=False)
 class _Queue:
     """Of one connection. ``size_bytes``: all that is not known to be gone."""
 
-    __slots__ = ("markers", "size_bytes", "unmarked_bytes")
-
-    def __init__(self) -> None:
-        self.size_bytes = self.unmarked_bytes = 0
-        self.markers: deque[tuple[zmq.MessageTracker, int]] = deque()  # (of the marker, bytes up to it)
+    size_bytes: int = 0
+    unmarked_bytes: int = 0
+    markers: deque[tuple[zmq.MessageTracker, int]] = field(default_factory=deque)  # (of the marker, bytes up to it)
 
 
 class ClientQueues:

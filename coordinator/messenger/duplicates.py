@@ -15,6 +15,7 @@ right there.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 
 from coordinator.messenger.limits import SPAN_MAX
@@ -30,6 +31,7 @@ class Sighting(IntEnum):
 FIRST, DUPLICATE, REFUSED, EARLY = Sighting
 
 
+@dataclass(slots=True, eq=False)
 class OrderedTracker:
     """Tells the first sighting of a message ID, in order, from others. No I/O.
 
@@ -37,12 +39,9 @@ class OrderedTracker:
     again.
     """
 
-    __slots__ = ("highest_seen", "lowest_pending_id", "span_max")
-
-    def __init__(self, span_max: int = SPAN_MAX) -> None:
-        self.span_max = span_max
-        self.highest_seen = 0
-        self.lowest_pending_id = 1
+    span_max: int = SPAN_MAX
+    highest_seen: int = 0
+    lowest_pending_id: int = 1
 
     def see(self, message_id: int, lowest_pending_id: int = 1, skipped_count: int = 0) -> Sighting:
         """Note ``message_id`` (from 1), whose sender will send nothing below ``lowest_pending_id`` again, and none of
@@ -62,19 +61,17 @@ class OrderedTracker:
         return FIRST
 
 
+@dataclass(slots=True, eq=False)
 class DuplicateTracker:
     """Tells the first sighting of a message ID from others, in any order. Fields as above. No I/O.
 
     The complement has ``span_max`` bits at most: no ID further from the lowest pending one is taken.
     """
 
-    __slots__ = ("_unseen", "highest_seen", "lowest_pending_id", "span_max")
-
-    def __init__(self, span_max: int = SPAN_MAX) -> None:
-        self.span_max = span_max
-        self.highest_seen = 0
-        self.lowest_pending_id = 1
-        self._unseen = 0  # bit n: lowest_pending_id + n, which is below highest_seen, has not been seen
+    span_max: int = SPAN_MAX
+    highest_seen: int = 0
+    lowest_pending_id: int = 1
+    _unseen: int = 0  # bit n: lowest_pending_id + n, which is below highest_seen, has not been seen
 
     @property
     def unseen_count(self) -> int:

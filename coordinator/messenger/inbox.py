@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from msgspec import Struct
 
@@ -27,7 +28,6 @@ from coordinator.messenger.limits import (
     REPLIES_SIZE_BYTES_MAX,
     REPLY_OVERHEAD_BYTES,
     ROUTES_MAX,
-    SPAN_MAX,
 )
 
 MessageCallback = Callable[..., None]
@@ -44,54 +44,29 @@ class StoredReply(Struct, frozen=True):
     size_bytes: int
 
 
+@dataclass(slots=True, eq=False)
 class Kept:
     """What the replies of one peer's links take together, and the callbacks given with them."""
 
-    __slots__ = ("size_bytes",)
-
-    def __init__(self) -> None:
-        self.size_bytes = 0
+    size_bytes: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Conversation:
     """One link as its receiver sees it. ``routes`` are the ZeroMQ routing IDs of its sender's latest connections, the
     newest first, ``peer`` the name that its key stands for."""
 
-    __slots__ = (
-        "_whole",
-        "callbacks",
-        "incarnation",
-        "kept",
-        "link_id",
-        "peer",
-        "replies",
-        "replies_size_bytes",
-        "replies_size_bytes_max",
-        "routes",
-        "tracker",
-    )
-
-    def __init__(
-        self,
-        incarnation: int,
-        link_id: int,
-        *,
-        peer: str | None = None,
-        ordered: bool = False,
-        span_max: int = SPAN_MAX,
-        replies_size_bytes_max: int = REPLIES_SIZE_BYTES_MAX,
-    ) -> None:
-        self.incarnation = incarnation
-        self.link_id = link_id
-        self.peer = peer
-        self.routes = [b""]
-        self.tracker = (OrderedTracker if ordered else DuplicateTracker)(span_max)
-        self.replies: dict[int, StoredReply] = {}  # by message ID, oldest reply first
-        self._whole: OrderedDict[int, None] = OrderedDict()  # those that were not let go
-        self.callbacks: dict[int, MessageCallback] = {}  # given with replies, by ID, the oldest first
-        self.replies_size_bytes = 0  # with the callbacks
-        self.kept = Kept()
-        self.replies_size_bytes_max = replies_size_bytes_max
+    incarnation: int
+    link_id: int
+    tracker: OrderedTracker | DuplicateTracker
+    peer: str | None = None
+    replies_size_bytes_max: int = REPLIES_SIZE_BYTES_MAX
+    routes: list[bytes] = field(default_factory=lambda: [b""])
+    replies: dict[int, StoredReply] = field(default_factory=dict)  # by message ID, oldest reply first
+    callbacks: dict[int, MessageCallback] = field(default_factory=dict)  # given with replies, by ID, the oldest first
+    replies_size_bytes: int = 0  # with the callbacks
+    kept: Kept = field(default_factory=Kept)
+    _whole: OrderedDict[int, None] = field(default_factory=OrderedDict)  # replies that were not let go
 
     def came_by(self, route: bytes) -> None:
         """Note where a message came from. Where a connection breaks, what it has still brought is read in turns with
@@ -169,15 +144,13 @@ class Conversation:
         self.kept = kept
 
 
+@dataclass(slots=True, eq=False)
 class Shelf:
     """The conversations of one peer, or of all that show no key."""
 
-    __slots__ = ("conversations", "conversations_max", "kept")
-
-    def __init__(self, conversations_max: int) -> None:
-        self.conversations: OrderedDict[tuple[int, int], Conversation] = OrderedDict()  # the last used last
-        self.conversations_max = conversations_max
-        self.kept = Kept()
+    conversations_max: int
+    conversations: OrderedDict[tuple[int, int], Conversation] = field(default_factory=OrderedDict)  # the last used last
+    kept: Kept = field(default_factory=Kept)
 
     def add(self, key: tuple[int, int], conversation: Conversation) -> None:
         self.conversations[key] = conversation
@@ -206,7 +179,7 @@ class Inbox:
     """
 
     def __init__(self, conversations_max: int = CONVERSATIONS_MAX, *, ordered: bool = False) -> None:
-        self._ordered = ordered
+        self._tracker = OrderedTracker if ordered else DuplicateTracker
         self._plain = Shelf(conversations_max)
         self._shelves: dict[str | None, Shelf] = {None: self._plain}
 
@@ -222,9 +195,8 @@ class Inbox:
             shelf = self._shelves[peer] = Shelf(PEER_CONVERSATIONS_MAX)
         conversation = shelf.conversations.get(key)
         if conversation is None:
-            conversation = (peer is not None and self._plain.take(key)) or Conversation(
-                incarnation, link_id, ordered=self._ordered
-            )
+            known = self._plain.take(key) if peer is not None else None
+            conversation = known or Conversation(incarnation, link_id, self._tracker())
             conversation.peer = peer
             shelf.add(key, conversation)
         else:

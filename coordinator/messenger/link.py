@@ -46,9 +46,8 @@ from coordinator.messenger.sockets import (
     POLLIN,
     POLLOUT,
     Context,
-    Counters,
+    Shared,
     Socket,
-    Warnings,
     descriptor_of,
     keep_alive,
     monitored_events,
@@ -91,13 +90,10 @@ class Link:
 
     def __init__(
         self,
-        context: Context,
+        shared: Shared,
         endpoint: str,
         link_id: int,
-        incarnation: int,
         outbox: Outbox,
-        counters: Counters,
-        warnings: Warnings,
         pair: KeyPair | None = None,
         server_key: str | None = None,
         listener_changed: Callable[[Link, bool], None] | None = None,
@@ -113,12 +109,12 @@ class Link:
         self.closed = False
         self.reopen_due_ns: int | None = None
         self.connected_since_ns: int | None = None  # by the messenger's clock; of the last connection
-        self._incarnation = incarnation
-        self._counters = counters
-        self._warnings = warnings
+        self._incarnation = shared.incarnation
+        self._counters = shared.counters
+        self._warnings = shared.warnings
         self._monitor: Socket | None = None
         self._watcher: Watcher | None = None
-        self._context = context
+        self._context = context = shared.context
         self._socket: Socket = context.socket(zmq.DEALER)
         try:
             self._configure()
@@ -245,33 +241,28 @@ class Link:
                 )
             if envelope.kind == REPLY:
                 parts += decode_parts(reply, ENVELOPE_SIZE_BYTES)
+            _, kind, _, _, _, message_id, highest_seen, given_callback_id, callback_id = envelope
+            self.outbox.hear(message_id, highest_seen)
+            if kind == REPLY_PENDING:
+                self._counters.replies_awaited += 1
+                return None
+            message = self.outbox.pending(message_id)
+            if message is None:
+                self._counters.duplicates_dropped += 1
+                return None
+            if message.callback_id != callback_id:
+                raise EnvelopeError(
+                    f"a reply to message {message_id} for callback {callback_id}, expected {message.callback_id}"
+                )
+            turn = message.turn
+            if turn is None and (given_callback_id or kind == CALLBACK_UNKNOWN):
+                raise EnvelopeError(
+                    f"a reply of kind {kind} with callback {given_callback_id} came in to message {message_id}, "
+                    f"which is of no conversation"
+                )
         except EnvelopeError as error:
             self._counters.malformed += 1
             self._warnings.warn(f"from {self.endpoint}: {error}")
-            return None
-        _, kind, _, _, _, message_id, highest_seen, given_callback_id, callback_id = envelope
-        self.outbox.hear(message_id, highest_seen)
-        if kind == REPLY_PENDING:
-            self._counters.replies_awaited += 1
-            return None
-        message = self.outbox.pending(message_id)
-        if message is None:
-            self._counters.duplicates_dropped += 1
-            return None
-        if message.callback_id != callback_id:
-            self._counters.malformed += 1
-            self._warnings.warn(
-                f"from {self.endpoint}: a reply to message {message_id} for callback {callback_id}, "
-                f"expected {message.callback_id}"
-            )
-            return None
-        turn = message.turn
-        if turn is None and (given_callback_id or kind == CALLBACK_UNKNOWN):
-            self._counters.malformed += 1
-            self._warnings.warn(
-                f"from {self.endpoint}: a reply of kind {kind} with callback {given_callback_id} came in to message "
-                f"{message_id}, which is of no conversation"
-            )
             return None
         self.outbox.acknowledge(message_id)
         self._counters.acknowledged += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import zmq
@@ -53,10 +54,8 @@ from coordinator.messenger.sockets import (
     NOBLOCK,
     NOBLOCK_MORE,
     POLLIN,
-    Context,
-    Counters,
+    Shared,
     Socket,
-    Warnings,
     bind,
     descriptor_of,
     keep_alive,
@@ -82,6 +81,7 @@ class Reply(NamedTuple):
     callback: ServerLoop | None
 
 
+@dataclass(slots=True, eq=False)
 class Received:
     """A message, given to a server loop once; before that to the callback that it is for, if any.
 
@@ -90,14 +90,11 @@ class Received:
     replied to.
     """
 
-    __slots__ = ("_conversation", "_envelope", "_listener", "parts", "replied")
-
-    def __init__(self, listener: Listener, conversation: Conversation, envelope: Envelope, parts: list[bytes]) -> None:
-        self.parts = parts
-        self.replied = False
-        self._listener = listener
-        self._conversation = conversation
-        self._envelope = envelope
+    _listener: Listener
+    _conversation: Conversation
+    _envelope: Envelope
+    parts: list[bytes]
+    replied: bool = False
 
     @property
     def endpoint(self) -> str:
@@ -146,18 +143,16 @@ class Received:
         listener.accept_reply(Reply(listener, self._conversation, self._envelope, checked, callback))
 
 
+@dataclass(slots=True, eq=False)
 class ClientRoute:
     """The way to a client, who is no messenger and for whom nothing is kept or sent again.
 
     ``peer``: the name that its key stands for, None without keys.
     """
 
-    __slots__ = ("_listener", "_route", "peer")
-
-    def __init__(self, listener: Listener, route: bytes, peer: str | None = None) -> None:
-        self.peer = peer
-        self._listener = listener
-        self._route = route
+    _listener: Listener
+    _route: bytes
+    peer: str | None = None
 
     def say(self, data: bytes) -> None:
         """Send ``data``, at most once; as often as there is something to say."""
@@ -190,14 +185,10 @@ class Listener:
 
     def __init__(
         self,
-        context: Context,
+        shared: Shared,
         endpoint: str,
         server_loop: ServerLoop,
-        incarnation: int,
         accept_reply: Callable[[Reply | ClientReply], None],
-        counters: Counters,
-        warnings: Warnings,
-        stranger_warnings: Warnings,
         security: Security | None = None,
         secured: bool = False,
         client_loop: ClientLoop | None = None,
@@ -209,17 +200,17 @@ class Listener:
         self.endpoint = ""
         self.secured = secured  # goes by the messenger's security, when it has one
         self.reopen_due_ns: int | None = None
-        self._context = context
+        self._context = shared.context
         self._security = security
         self._handshakes: Handshakes | None = None
         self._refused_before = 0  # by the sockets before
         self.accept_reply = accept_reply
         self._server_loop = server_loop
         self._client_loop = client_loop
-        self._incarnation = incarnation
-        self._counters = counters
-        self._warnings = warnings
-        self._stranger_warnings = stranger_warnings
+        self._incarnation = shared.incarnation
+        self._counters = shared.counters
+        self._warnings = shared.warnings
+        self._stranger_warnings = shared.stranger_warnings
         self._new_callback_id = new_callback_id
         self._inbox = Inbox(ordered=ordered)
         self._client_queues = ClientQueues()
@@ -227,7 +218,7 @@ class Listener:
         self._is_inproc = is_inproc(endpoint)
         self._open()
         try:
-            with telling(context, endpoint, True):
+            with telling(self._context, endpoint, True):
                 self.endpoint = bind(self._socket, endpoint)
             if self._handshakes is not None:
                 self._handshakes.endpoint = self.endpoint

@@ -1,45 +1,43 @@
 """The messenger: every ZeroMQ socket, behind one descriptor and one process().
 
-One thread, the owner, drives it: it waits for fileno() to become readable, at most until
-next_deadline_ns(), and calls process(). Other threads may send and reply; what they give waits in deques
-until the owner takes it. Alternatively start() makes a thread that does all this, and every method may be
-called from any thread.
+One thread, the owner, drives it: it waits for fileno() to become readable, at most until next_deadline_ns(), and calls
+process(). Other threads may send and reply; what they give waits until the owner takes it. Alternatively start() makes
+a thread that does all this, and every method may be called from any thread.
 
-Which sockets have news is in readiness.py, connections are made in links.py. While anything is ready, or in the
-deques, after process() or flush(), the wake descriptor is readable.
+Here is when what is done. What threads have given is in posted.py, connections to others are in links.py, those from
+others in listeners.py, and which of their sockets have news in readiness.py. While anything is ready, or given and not
+taken, after process() or flush(), the wake descriptor is readable.
 """
 
 from __future__ import annotations
 
-import itertools
 import random as random_module
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
+from typing import TypeVar
 
 import zmq
 
 from coordinator.messenger.envelope import NOOP
 from coordinator.messenger.errors import MessengerClosedError, MessengerError
-from coordinator.messenger.gate import Gate
 from coordinator.messenger.limits import IN_FLIGHT_MAX, IO_THREADS, SPAN_MAX, TURNS_MAX
 from coordinator.messenger.link import Link
 from coordinator.messenger.links import Links
-from coordinator.messenger.listener import ClientLoop, ClientReply, Listener, Reply, ServerLoop
+from coordinator.messenger.listener import ClientLoop, Listener, ServerLoop
+from coordinator.messenger.listeners import CALLBACK_ID_MAX, Listeners
 from coordinator.messenger.outbox import Outbox, ReplyCallback, RetryPolicy
+from coordinator.messenger.posted import Posted
 from coordinator.messenger.readiness import Readiness
 from coordinator.messenger.room import PENDING_LIMITS, PendingLimits, Room
 from coordinator.messenger.security import Security
-from coordinator.messenger.sockets import Context, Counters, Warnings, check_destination, message_parts
+from coordinator.messenger.sockets import Context, Counters, Shared
 from coordinator.messenger.threaded import OwnerThread
 from coordinator.messenger.turns import AnswerCallback, Turn
 from coordinator.messenger.wake import Wake
 
-CALLBACK_ID_MAX = 2**64 - 1
-_Send = tuple[str, tuple[bytes, ...], ReplyCallback | None, Turn | None]
+Result = TypeVar("Result")
 
 
 class Messenger:
@@ -71,34 +69,15 @@ class Messenger:
         self._owns_context = context is None
         self.incarnation = random_module.SystemRandom().getrandbits(64) if incarnation is None else incarnation
         self._clock_ns = clock_ns
-        self._counters = Counters()
-        self._warnings = Warnings(clock_ns)
-        self._stranger_warnings = Warnings(clock_ns)  # apart, so that they hide no others
-
         self._wake = Wake()
         self._thread = OwnerThread(self, self._wake, clock_ns, self._thread_ended)
         self._room = None if pending is None else Room(pending, self._thread.others_may_wait)
         self._readiness = Readiness(self._wake)
-        self._make_outbox = partial(Outbox, retry or RetryPolicy(), random, in_flight_max=in_flight_max)
-        self._links = Links(
-            self._context,
-            self.incarnation,
-            self._readiness,
-            self._counters,
-            self._warnings,
-            self._make_outbox,
-            self._listener_changed,
-            self._room,
-        )
-        self._listeners: list[Listener] = []
-        self._callback_ids = itertools.count(NOOP + 1)
-        self._given_ids = itertools.count(self.incarnation)  # so no other messenger has given them
-
-        self._sends: deque[_Send] = deque()  # appended to by any thread, as is the next
-        self._replies: deque[Reply | ClientReply] = deque()
-        self._gate: Gate | None = None
-        self._listener_news: deque[tuple[Link, bool]] = deque()  # of inproc links; appended to by any thread
-        self._sending: dict[Link, None] = {}  # have something to send, or may send again
+        make_outbox = partial(Outbox, retry or RetryPolicy(), random, in_flight_max=in_flight_max)
+        shared = Shared(self._context, self.incarnation, clock_ns)
+        self._links = Links(shared, self._readiness, make_outbox, self._wake, self._room)
+        self._posted = Posted(self._links, self._room, self._thread, self._wake)
+        self._listeners = Listeners(shared, self._readiness, self._posted, clock_ns)
 
         self.patient = False
         """Set by the owner, before flush(), while it waits for no reply: those to what is sent then come with whatever
@@ -106,7 +85,6 @@ class Messenger:
 
         self._processing = False
         self._held = False
-        self._closed = False
         if security is not None:
             self._secure(security)
 
@@ -122,9 +100,7 @@ class Messenger:
         came in at the same time. The list is empty if the receiver acknowledged but no longer keeps its
         reply. Raises EndpointError, MessageTooLargeError, PendingFullError, MessengerClosedError.
         """
-        parts = self._take(destination, message)
-        self._sends.append((destination, parts, callback, None))
-        self._wake.signal()
+        self._posted.send(destination, message, callback)
 
     def converse(
         self,
@@ -142,41 +118,14 @@ class Messenger:
         """
         if not NOOP <= destination_callback_id <= CALLBACK_ID_MAX:
             raise MessengerError(f"callback ID {destination_callback_id}, expected the callback_id of an Answer")
-        parts = self._take(destination, message)
-        self._sends.append((destination, parts, None, Turn(destination_callback_id, callback)))
-        self._wake.signal()
-
-    def _take(self, destination: str, message: bytes | Sequence[bytes]) -> tuple[bytes, ...]:
-        """The parts of ``message``, for which there is room."""
-        if destination not in self._links:
-            check_destination(destination)
-        parts = message_parts(message)
-        if self._closed or self._thread.failed:
-            raise MessengerClosedError("the messenger is closed, or its thread has failed: nothing is sent")
-        if self._room is not None:
-            self._room.take(destination, sum(map(len, parts)))
-        return parts
-
-    def _accept_reply(self, reply: Reply | ClientReply) -> None:
-        if not self._closed:
-            self._replies.append(reply)
-            self._wake.signal()
+        self._posted.send(destination, message, None, Turn(destination_callback_id, callback))
 
     def counters(self) -> Counters:
         """A copy of what has been counted."""
-        counters, gate, room = self._counters, self._gate, self._room
+        counters, room = self._listeners.counted(), self._room
         if room is not None:
-            counters = replace(counters, sends_waited=room.waited_count, sends_refused=room.refused_count)
-        refused = counters.strangers_refused + sum(one.refused for one in list(self._listeners))
-        if gate is None:
-            return replace(counters, strangers_refused=refused, refused_by=counters.refused_by.copy())
-        return replace(
-            counters,
-            strangers_refused=refused + gate.refused,
-            refused_by=counters.refused_by.copy(),
-            let_in_by=gate.let_in.copy(),
-            last_refused=gate.last_refused,
-        )
+            counters.sends_waited, counters.sends_refused = room.waited_count, room.refused_count
+        return counters
 
     # What the owner does; any thread after start()
 
@@ -199,31 +148,7 @@ class Messenger:
         Not ``secured``: in plain, for anybody, whatever the messenger's security. Raises EndpointInUseError,
         EndpointError.
         """
-        return self._thread.call(lambda: self._listen(endpoint, server_loop, ordered, secured, client_loop))
-
-    def _listen(
-        self, endpoint: str, server_loop: ServerLoop, ordered: bool, secured: bool, client_loop: ClientLoop | None
-    ) -> str:
-        self._check_open()
-        listener = Listener(
-            self._context,
-            endpoint,
-            server_loop,
-            self.incarnation,
-            self._accept_reply,
-            self._counters,
-            self._warnings,
-            self._stranger_warnings,
-            self._links.security if secured else None,
-            secured,
-            client_loop,
-            ordered=ordered,
-            new_callback_id=self._new_callback_id,
-        )
-        self._listeners.append(listener)
-        self._readiness.watch(listener)
-        # Over inproc, what was sent before comes in with the binding, unannounced.
-        self._readiness.ready[listener] = None
+        listener = self._call(lambda: self._listeners.open(endpoint, server_loop, ordered, secured, client_loop))
         self._wake.signal()
         return listener.endpoint
 
@@ -233,23 +158,11 @@ class Messenger:
         With other keys of its own, and to destinations that may no longer have the key that they have shown, all
         connections are made anew; messages with a key that ``callers`` no longer has are dropped.
         """
-        self._thread.call(lambda: self._secure(security))
+        self._call(lambda: self._secure(security))
 
     def _secure(self, security: Security) -> None:
-        self._check_open()
-        if self._gate is None:
-            self._gate = Gate(self._context, security.callers, self._clock_ns)
-        self._gate.callers = security.callers
-        self._links.security = security
-        now_ns = self._clock_ns()
-        for listener in self._listeners:
-            if listener.secured:
-                self._readiness.unwatch(listener)
-                listener.secure(security, now_ns)
-                self._readiness.watch(listener)
-        for link in list(self._links):
-            if self._links.is_out_of_date(link):
-                self._reopen(link)
+        self._listeners.secure(security)
+        self._links.secure(security)
         self._wake.signal()
 
     def drop(self, destination: str) -> int:
@@ -258,43 +171,41 @@ class Messenger:
         Their callbacks are never called; a server loop there may or may not have got them. The next send
         opens a new link.
         """
-        return self._thread.call(lambda: self._drop(destination))
+        return self._call(lambda: self._drop(destination))
 
     def _drop(self, destination: str) -> int:
-        self._check_open()
         self._take_sends()
-        link = self._links.drop(destination)
-        if link is None:
-            return 0
-        self._sending.pop(link, None)
-        count = len(link.outbox)
-        if self._room is not None:
-            self._room.forget(destination, link.outbox.size_bytes, count)
-        return count
+        return self._links.drop(destination)
 
     def reconnect(self, destination: str) -> None:
         """There is a sign that somebody is there again: where there is no connection, do not wait with trying."""
-        self._thread.call(lambda: self._reconnect(destination))
+        self._call(lambda: self._reconnect(destination))
 
     def _reconnect(self, destination: str) -> None:
-        self._check_open()
         link = self._links.get(destination)
         if link is not None and not link.connected and link.monitor_descriptor is not None:
-            self._reopen(link)
+            self._links.reopen(link)
 
     def pending_count(self, destination: str) -> int:
         """How many messages to ``destination`` are not acknowledged, sent or not."""
-        return self._thread.call(lambda: len(self._outbox(destination)))
+        return self._call(lambda: len(self._outbox(destination)))
 
     def pending_size_bytes(self, destination: str) -> int:
         """The bytes of their parts."""
-        return self._thread.call(lambda: self._outbox(destination).size_bytes)
+        return self._call(lambda: self._outbox(destination).size_bytes)
 
     def _outbox(self, destination: str) -> Outbox:
-        self._check_open()
         self._take_sends()
-        link = self._links.get(destination)
-        return self._make_outbox() if link is None else link.outbox
+        return self._links.outbox(destination)
+
+    def _call(self, function: Callable[[], Result]) -> Result:
+        """Run it where the sockets are owned, unless they are closed."""
+
+        def called() -> Result:
+            self._check_open()
+            return function()
+
+        return self._thread.call(called)
 
     def connected(self, destination: str) -> bool:
         """Whether there is a connection to ``destination``, as of the last process(). True for an
@@ -320,7 +231,7 @@ class Messenger:
             check_ns = link.next_deadline_ns()
             if check_ns is not None and (deadline_ns is None or check_ns < deadline_ns):
                 deadline_ns = check_ns
-        for listener in self._listeners:
+        for listener in self._listeners.all:
             check_ns = listener.reopen_due_ns
             if check_ns is not None and (deadline_ns is None or check_ns < deadline_ns):
                 deadline_ns = check_ns
@@ -333,28 +244,24 @@ class Messenger:
         What they raise comes out of here; nothing is lost by it but the message that was being
         handled, and process() may be called again.
         """
-        self._check_open()
-        if self._processing:
-            raise MessengerError("process() was called from within a callback of this messenger")
-        self._processing, self._held = True, False
+        self._begin("process")
         try:
             now_ns = self._clock_ns()
-            self._collect_ready(now_ns, with_replies=True)
-            self._wake.hold()
-            self._take_listener_news()
-            self._reopen_due(now_ns)
+            self._take_news(now_ns, with_replies=True)
+            self._listeners.reopen_due(now_ns)
+            self._links.reopen_due(now_ns)
             for turn in range(TURNS_MAX):
                 self._receive()
-                if self._closed:
+                if self._posted.closed:
                     break
                 if turn == 0:
-                    self._retry_due(now_ns)  # behind the replies that are there
+                    self._links.retry_due(now_ns)  # behind the replies that are there
                 self._transmit(now_ns)
-                if not (self._readiness.ready or self._sends or self._replies):
+                if not (self._readiness.ready or self._posted.waits):
                     break
         finally:
             self._processing = False
-            if self._closed:
+            if self._posted.closed:
                 self._close_sockets()
             else:
                 self._finish()
@@ -365,19 +272,20 @@ class Messenger:
 
         ``replies=False`` leaves them where they are if the owner is patient: ``replies_wait`` says that there are some.
         """
-        self._check_open()
-        if self._processing:
-            raise MessengerError("receive() was called from within a callback of this messenger")
-        self._processing, self._held = True, False
+        self._begin("receive")
         try:
-            self._collect_ready(self._clock_ns(), with_replies=replies or self._readiness.replies_due_ns is None)
-            self._wake.hold()
-            self._take_listener_news()
+            self._take_news(self._clock_ns(), with_replies=replies or self._readiness.replies_due_ns is None)
             self._receive()
         finally:
             self._processing, self._held = False, True
-            if self._closed:
+            if self._posted.closed:
                 self._close_sockets()
+
+    def _begin(self, name: str) -> None:
+        self._check_open()
+        if self._processing:
+            raise MessengerError(f"{name}() was called from within a callback of this messenger")
+        self._processing, self._held = True, False
 
     @property
     def replies_wait(self) -> bool:
@@ -387,7 +295,7 @@ class Messenger:
     @property
     def has_new(self) -> bool:
         """Messages or replies were given since the last flush() or process()."""
-        return bool(self._sends or self._replies)
+        return self._posted.waits
 
     def hold(self) -> None:
         """What is sent and replied from now on wakes nobody: the owner is going to call flush()."""
@@ -401,7 +309,7 @@ class Messenger:
         self._check_open()
         if self._processing:
             return True
-        if self._sends or self._replies or self._sending:
+        if self._posted.waits or self._links.sending:
             if self._wake.signalled and not self._held:
                 self._wake.clear()
             self._wake.hold()
@@ -417,12 +325,12 @@ class Messenger:
 
     def close(self) -> None:
         """Close every socket at once; what is not acknowledged is lost, replies not yet sent are too."""
-        if self._closed:
+        if self._posted.closed:
             return
         self._thread.join()
-        self._closed = True
+        self._posted.closed = True
         if self._processing:
-            for source in (*self._links, *self._listeners):
+            for source in (*self._links, *self._listeners.all):
                 source.closed = True  # process() closes the sockets as it ends
         else:
             self._close_sockets()
@@ -453,29 +361,12 @@ class Messenger:
 
     # The owner's work
 
-    def _collect_ready(self, now_ns: int, *, with_replies: bool) -> None:
+    def _take_news(self, now_ns: int, *, with_replies: bool) -> None:
         for monitored in self._readiness.collect(now_ns, with_replies=with_replies):
             monitored.read_monitor(now_ns)
-            self._sending[monitored] = None
-
-    def _reopen_due(self, now_ns: int) -> None:
-        """Take up again what failed for reasons that may be over."""
-        for listener in self._listeners:
-            if listener.reopen_due_ns is not None and listener.reopen_due_ns <= now_ns:
-                listener.reopen(now_ns)
-        for link in list(self._links):
-            if link.reopen_due_ns is not None and link.reopen_due_ns <= now_ns:
-                self._reopen(link)
-
-    def _retry_due(self, now_ns: int) -> None:
-        """Queue what is to be sent again, and give up connections on which nothing is heard."""
-        for link in list(self._links):
-            silent_ns = link.silent_ns
-            if silent_ns is not None and silent_ns <= now_ns:
-                link.give_up()
-                self._reopen(link)
-            elif link.connected and link.outbox.requeue_due(now_ns):
-                self._sending[link] = None
+            self._links.sending[monitored] = None
+        self._wake.hold()
+        self._links.take_listener_news()
 
     def _receive(self) -> None:
         """Replies and their callbacks first, then messages and their server loops."""
@@ -486,95 +377,41 @@ class Messenger:
                 if source.receive():
                     ready.pop(source, None)
                 if not source.closed:
-                    self._sending[source] = None  # acknowledgements make room, and so may the news
+                    self._links.sending[source] = None  # acknowledgements make room, and so may the news
         for source in sources:
             if isinstance(source, Listener) and source.receive():
                 ready.pop(source, None)
 
     def _transmit(self, now_ns: int) -> None:
         self._take_sends()
-        replied: dict[Listener, None] = {}
-        for _ in range(len(self._replies)):
-            reply = self._replies.popleft()
-            listener = reply.listener
-            if not listener.closed:
-                listener.reply(reply)
-                replied[listener] = None
-        for listener in replied:
-            if listener.has_unread():
-                self._readiness.ready[listener] = None
-        if not self._sending:
-            return
-        for link in self._sending:
-            if link.transmit(now_ns):
-                self._readiness.unread[link] = None
-        self._sending.clear()
-        # What could not be sent waits for news of its link, be it room or a reply.
-        if self.patient and all(link.outbox.all_sent for link in self._links):
-            self._readiness.put_replies_off(now_ns)
-        else:
-            self._readiness.expect_replies()
+        if self._posted.replies:
+            self._listeners.transmit(self._posted.replies)
+        if self._links.sending:
+            self._links.transmit(now_ns, patient=self.patient)
 
     def _take_sends(self) -> None:
-        for _ in range(len(self._sends)):
-            destination, parts, callback, turn = self._sends.popleft()
-            link = self._links.get(destination)
-            if link is None:
-                link = self._links.open(destination)
-            waits = callback is not None or (turn is not None and turn.callback is not None)
-            link.outbox.add(parts, callback, next(self._callback_ids) if waits else NOOP, turn)
-            self._sending[link] = None
-
-    def _reopen(self, link: Link) -> Link:
-        self._sending.pop(link, None)
-        return self._links.reopen(link)
-
-    def _listener_changed(self, link: Link, listening: bool) -> None:
-        self._listener_news.append((link, listening))
-        self._wake.signal()
-
-    def _take_listener_news(self) -> None:
-        """Make anew what inproc itself does not."""
-        while self._listener_news:
-            link, listening = self._listener_news.popleft()
-            if link.closed:
-                continue
-            if not listening:
-                link.connected = False
-            elif not link.connected:
-                reopened = self._reopen(link)
-                reopened.outbox.requeue_all()
-                self._sending[reopened] = None
+        messages = self._posted.messages
+        for _ in range(len(messages)):
+            self._links.add(*messages.popleft())
 
     def _finish(self) -> None:
         """Keep the descriptor readable while there is work left."""
         self._wake.release()
-        if self._readiness.ready or self._sends or self._replies or self._sending or self._listener_news:
+        if self._readiness.ready or self._posted.waits or self._links.sending or self._links.listener_news:
             self._wake.signal()
-
-    def _new_callback_id(self) -> int:
-        """For a callback that is given with a reply; never NOOP."""
-        return next(self._given_ids) % CALLBACK_ID_MAX + 1
 
     def _thread_ended(self) -> None:
         if self._room is not None:
             self._room.wake()
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._posted.closed:
             raise MessengerClosedError("the messenger is closed")
 
     def _close_sockets(self) -> None:
         self._links.close()
-        for listener in self._listeners:
-            self._readiness.unwatch(listener)
-            listener.close()
-        if self._gate is not None:
-            self._gate.close()
-        self._listeners.clear()
-        self._sending.clear()
-        self._sends.clear()
-        self._replies.clear()
+        self._listeners.close()
+        self._posted.clear()
         self._readiness.close()
         self._wake.close()
         if self._owns_context:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator.messenger.limits import (
     IN_FLIGHT_MAX,
@@ -47,74 +47,44 @@ class RetryPolicy:
         return int(delay_ns * (1.0 - self.jitter * random_unit))
 
 
+@dataclass(slots=True, eq=False)
 class PendingMessage:
     """One message from send_message() to its acknowledgement."""
 
-    __slots__ = (
-        "attempts",
-        "callback",
-        "callback_id",
-        "due_ns",
-        "in_flight",
-        "message_id",
-        "parts",
-        "pending",
-        "queued",
-        "sent_before",
-        "size_bytes",
-        "skipped_count",
-        "turn",
-    )
-
-    def __init__(
-        self,
-        message_id: int,
-        parts: tuple[bytes, ...],
-        callback: ReplyCallback | None,
-        callback_id: int,
-        turn: Turn | None = None,
-    ) -> None:
-        self.message_id = message_id
-        self.parts = parts
-        self.callback = callback
-        self.callback_id = callback_id
-        self.turn = turn
-        self.size_bytes = sum(map(len, parts))
-        self.pending = True  # not acknowledged
-        self.queued = True  # waits to be sent, or sent again
-        self.in_flight = False  # sent on the connection that there is
-        self.sent_before = False  # on this connection or one before
-        self.attempts = 0  # times sent on that connection
-        self.due_ns = 0  # when it is tried again, while in flight
-        self.skipped_count = 0  # IDs right below, acknowledged when it was first sent on that connection
+    message_id: int
+    parts: tuple[bytes, ...]
+    callback: ReplyCallback | None
+    callback_id: int
+    turn: Turn | None
+    size_bytes: int
+    pending: bool = True  # not acknowledged
+    queued: bool = True  # waits to be sent, or sent again
+    in_flight: bool = False  # sent on the connection that there is
+    sent_before: bool = False  # on this connection or one before
+    attempts: int = 0  # times sent on that connection
+    due_ns: int = 0  # when it is tried again, while in flight
+    skipped_count: int = 0  # IDs right below, acknowledged when it was first sent on that connection
 
 
+@dataclass(slots=True, eq=False)
 class Outbox:
     """The pending messages of one link."""
 
-    def __init__(
-        self,
-        retry: RetryPolicy,
-        random: Callable[[], float],
-        *,
-        in_flight_max: int = IN_FLIGHT_MAX,
-        in_flight_size_bytes_max: int = IN_FLIGHT_SIZE_BYTES_MAX,
-    ) -> None:
-        self._retry = retry
-        self._random = random
-        self._in_flight_max = in_flight_max
-        self._in_flight_size_bytes_max = in_flight_size_bytes_max
-        self._in_flight_size_bytes = 0
-        self._pending: dict[int, PendingMessage] = {}
-        self._queue: deque[PendingMessage] = deque()
-        self._next_id = 1
-        self.lowest_pending_id = 1  # equal to the next ID when nothing is pending
-        self.retry_check_ns: int | None = None  # no retry is due before
-        self._last_sent_id = 0  # for the first time on this connection
-        self._arrived_id = 0  # the highest that the receiver has had, as far as it has said on this connection
-        self._asked_id = 0  # the last that was sent again on this connection, if it was not answered since
-        self._asked_ns: int | None = None  # when a message was sent again, with nothing heard since
-        self._silences = 0  # connections in a row that were given up with nothing heard
+    retry: RetryPolicy
+    random: Callable[[], float]
+    in_flight_max: int = IN_FLIGHT_MAX
+    in_flight_size_bytes_max: int = IN_FLIGHT_SIZE_BYTES_MAX
+    lowest_pending_id: int = 1  # equal to the next ID when nothing is pending
+    retry_check_ns: int | None = None  # no retry is due before
+    _in_flight_size_bytes: int = 0
+    _pending: dict[int, PendingMessage] = field(default_factory=dict)
+    _queue: deque[PendingMessage] = field(default_factory=deque)
+    _next_id: int = 1
+    _last_sent_id: int = 0  # for the first time on this connection
+    _arrived_id: int = 0  # the highest that the receiver has had, as far as it has said on this connection
+    _asked_id: int = 0  # the last that was sent again on this connection, if it was not answered since
+    _asked_ns: int | None = None  # when a message was sent again, with nothing heard since
+    _silences: int = 0  # connections in a row that were given up with nothing heard
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -133,7 +103,7 @@ class Outbox:
         self, parts: tuple[bytes, ...], callback: ReplyCallback | None, callback_id: int, turn: Turn | None = None
     ) -> PendingMessage:
         """Take a message over and give it the next ID."""
-        message = PendingMessage(self._next_id, parts, callback, callback_id, turn)
+        message = PendingMessage(self._next_id, parts, callback, callback_id, turn, sum(map(len, parts)))
         self._next_id += 1
         self._pending[message.message_id] = message
         self._queue.append(message)
@@ -152,13 +122,13 @@ class Outbox:
         if not queue:
             return None
         message = queue[0]
-        if message.message_id - self.lowest_pending_id >= self._in_flight_max:
+        if message.message_id - self.lowest_pending_id >= self.in_flight_max:
             return None
         in_flight_size_bytes = self._in_flight_size_bytes
         if (
             in_flight_size_bytes
             and not message.in_flight
-            and in_flight_size_bytes + message.size_bytes > self._in_flight_size_bytes_max
+            and in_flight_size_bytes + message.size_bytes > self.in_flight_size_bytes_max
         ):
             return None
         return message
@@ -177,7 +147,7 @@ class Outbox:
             self._asked_id = message.message_id
             if self._asked_ns is None:
                 self._asked_ns = now_ns
-        message.due_ns = now_ns + self._retry.delay_ns(message.attempts, self._random())
+        message.due_ns = now_ns + self.retry.delay_ns(message.attempts, self.random())
         if self.retry_check_ns is None or message.due_ns < self.retry_check_ns:
             self.retry_check_ns = message.due_ns
 
@@ -251,7 +221,7 @@ class Outbox:
             return False
         due: list[PendingMessage] = []
         next_check_ns: int | None = None
-        last_in_flight_id = self.lowest_pending_id + self._in_flight_max
+        last_in_flight_id = self.lowest_pending_id + self.in_flight_max
         for message_id in range(self.lowest_pending_id, min(last_in_flight_id, self._next_id)):
             message = self._pending.get(message_id)
             if message is None or not message.in_flight or message.queued:
@@ -261,11 +231,11 @@ class Outbox:
                     message.queued = True
                     due.append(message)
                     continue
-                message.due_ns = now_ns + self._retry.delay_ns(message.attempts, self._random())
+                message.due_ns = now_ns + self.retry.delay_ns(message.attempts, self.random())
             if next_check_ns is None or message.due_ns < next_check_ns:
                 next_check_ns = message.due_ns
         self._queue.extendleft(reversed(due))
         if next_check_ns is not None:  # each look is at all that is in flight: they come together, not one by one
-            next_check_ns = max(next_check_ns, now_ns + self._retry.delay_ns_min // LOOKS_PER_DELAY)
+            next_check_ns = max(next_check_ns, now_ns + self.retry.delay_ns_min // LOOKS_PER_DELAY)
         self.retry_check_ns = next_check_ns
         return bool(due)

@@ -30,15 +30,15 @@ class PendingLimits:
 PENDING_LIMITS = PendingLimits()
 
 
+@dataclass(slots=True, eq=False)
 class _Pending:
     """To one destination, ever: what was taken, by any thread under the lock, and what of it is pending no more, which
     only the messenger's owner writes."""
 
-    __slots__ = ("done_count", "done_size_bytes", "taken_count", "taken_size_bytes")
-
-    def __init__(self) -> None:
-        self.taken_count = self.taken_size_bytes = 0
-        self.done_count = self.done_size_bytes = 0
+    taken_count: int = 0
+    taken_size_bytes: int = 0
+    done_count: int = 0
+    done_size_bytes: int = 0
 
 
 class Room:

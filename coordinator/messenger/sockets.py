@@ -85,6 +85,17 @@ class Warnings:
             logger.warning("%s; %s (%d more since the last warning)", what, outcome, left_out)
 
 
+class Shared:
+    """By the links and listeners of one messenger. ``incarnation``: a random u64 that no other messenger has."""
+
+    def __init__(self, context: Context, incarnation: int, clock_ns: Callable[[], int]) -> None:
+        self.context = context
+        self.incarnation = incarnation
+        self.counters = Counters()
+        self.warnings = Warnings(clock_ns)
+        self.stranger_warnings = Warnings(clock_ns)  # apart, so that they hide no others
+
+
 def keep_alive(socket: Socket) -> None:
     """Let the kernel find out that a peer's machine is gone. ZeroMQ's own heartbeats end the process where one is due
     on a connection that has broken and was not read to its end (an assertion in stream_engine_base.cpp, out_event)."""

@@ -216,7 +216,7 @@ def test_callbacks_run_before_server_loops(house: House) -> None:
     other.send_message(middle_endpoint, b"y")
     other.process()
     watched = select.poll()
-    watched.register(middle._listeners[0].descriptor, select.POLLIN)
+    watched.register(middle._listeners.all[0].descriptor, select.POLLIN)
     end = time.monotonic() + WAIT_SECONDS
     while other.counters().sent < 2 or not watched.poll(10):
         other.process()
@@ -227,9 +227,9 @@ def test_callbacks_run_before_server_loops(house: House) -> None:
     watched.register(middle._links[other_endpoint].descriptor, select.POLLIN)
     assert watched.poll(WAIT_SECONDS * 1000)
     # The descriptors tell of news, perhaps of a connection only: hand over to the messenger when both have come.
-    for ready in (middle._listeners[0]._socket, middle._links[other_endpoint]._socket):
+    for ready in (middle._listeners.all[0]._socket, middle._links[other_endpoint]._socket):
         assert ready.poll(int(WAIT_SECONDS * 1000), zmq.POLLIN)
-        messenger_source = middle._listeners[0] if ready.type == zmq.ROUTER else middle._links[other_endpoint]
+        messenger_source = middle._listeners.all[0] if ready.type == zmq.ROUTER else middle._links[other_endpoint]
         middle._readiness.ready[messenger_source] = None  # the poll above took the news in
     middle.process()
     house.messengers.append(middle)
@@ -357,7 +357,7 @@ def test_a_reply_that_is_no_longer_kept_still_acknowledges(house: House, monkeyp
         received.reply(received.parts[0] * 1000)
 
     endpoint = receiver.listen(house.endpoint(), loop)
-    receiver._listeners[0]._inbox.conversation(sender.incarnation, 1, house.peer).replies_size_bytes_max = 1500
+    receiver._listeners.all[0]._inbox.conversation(sender.incarnation, 1, house.peer).replies_size_bytes_max = 1500
     replies: list[list[bytes]] = []
     sender.send_message(endpoint, b"a", replies.append)
     sender.send_message(endpoint, b"b", replies.append)
@@ -1026,7 +1026,7 @@ def test_who_only_receives_sends_nothing_before_the_flush(house: House) -> None:
     assert receiver.has_new
     receiver.receive()
     assert receiver.has_new
-    assert len(receiver._replies) == 1
+    assert len(receiver._posted.replies) == 1
     receiver.flush()
     assert not receiver.has_new
     house.drive(lambda: sender.counters().acknowledged == 1)
@@ -1275,7 +1275,7 @@ def test_close_within_a_callback(house: House) -> None:
 def test_process_within_a_callback_is_refused(house: House) -> None:
     messenger = house.messenger()
     messenger.listen(house.endpoint(), lambda received: messenger.process())
-    messenger.send_message(messenger._listeners[0].endpoint, b"x")
+    messenger.send_message(messenger._listeners.all[0].endpoint, b"x")
     with pytest.raises(MessengerError, match="within a callback"):
         house.drive(lambda: False)
 

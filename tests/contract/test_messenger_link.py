@@ -15,7 +15,7 @@ from coordinator.messenger.handshakes import Handshakes
 from coordinator.messenger.limits import RECONNECT_REFUSED_NS, SILENCE_NS
 from coordinator.messenger.link import Link
 from coordinator.messenger.outbox import Outbox
-from coordinator.messenger.sockets import Context, Counters, Warnings
+from coordinator.messenger.sockets import Context, Shared, Warnings
 
 ENDPOINT = "tcp://127.0.0.1:9"
 PAIR = KeyPair.new()
@@ -37,13 +37,13 @@ def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def link_of(context: Context, server_key: str | None = None) -> Link:
     pair = None if server_key is None else PAIR
     outbox = Outbox(RetryPolicy(), lambda: 0.0)
-    return Link(context, ENDPOINT, 1, 1, outbox, Counters(), Warnings(lambda: 0), pair, server_key)
+    return Link(Shared(context, 1, lambda: 0), ENDPOINT, 1, outbox, pair, server_key)
 
 
 def test_a_listener_changes_its_socket_for_other_keys_of_its_own_and_not_for_other_callers() -> None:
     messenger = Messenger(security=Security(PAIR, {}, lambda endpoint: ()))
     messenger.listen("tcp://127.0.0.1:*", lambda received: None)
-    (listener,) = messenger._listeners
+    (listener,) = messenger._listeners.all
     before = listener._socket
     messenger.secure(Security(PAIR, {PAIR.public: "a"}, lambda endpoint: ()))
     assert listener._socket is before

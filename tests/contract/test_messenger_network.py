@@ -247,7 +247,7 @@ def test_nothing_in_zeromq_stops_reading_or_has_a_heartbeat() -> None:
         endpoint = messenger.listen("tcp://127.0.0.1:*", lambda received: received.reply())
         messenger.send_message(endpoint, b"x")
         until(messenger, lambda counters: counters.acknowledged)
-        for source in (messenger._listeners[0], messenger._links[endpoint]):
+        for source in (messenger._listeners.all[0], messenger._links[endpoint]):
             assert source._socket.getsockopt(zmq.HEARTBEAT_IVL) == 0
             assert source._socket.getsockopt(zmq.RCVHWM) == 0
             assert source._socket.getsockopt(zmq.TCP_KEEPALIVE) == 1

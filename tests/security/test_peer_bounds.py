@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.clients import REPLY_OVERHEAD_BYTES
+from coordinator.core.client_table import REPLY_OVERHEAD_BYTES
 from coordinator.core.limits import Limits
 from protocol.checksum import crc64
 from protocol.client import (

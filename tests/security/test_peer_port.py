@@ -222,14 +222,14 @@ def test_a_client_that_does_not_read_cannot_have_more_queued_than_its_share(
         deaf.sendall(b"\x04" + bytes([len(ready)]) + ready + b"\0" + bytes([len(HELLO)]) + HELLO)
         until(lambda: port.clients)
         route, _ = port.clients[0]
-        (listener,) = port.messenger._listeners
+        (listener,) = port.messenger._listeners.all
         queues = listener._client_queues
         for size_bytes, count in ((MIB, 100), (1000, 20_000)):
             unsent = port.messenger.counters().replies_unsent
             for _ in range(count):
                 route.say(bytes(size_bytes))
             until(lambda unsent=unsent: port.messenger.counters().replies_unsent > unsent)
-            until(lambda: not port.messenger._replies)
+            until(lambda: not port.messenger._posted.replies)
             assert queues._size_bytes <= CLIENT_QUEUED_SIZE_BYTES_MAX + MIB
         reads = port.dealer(context)
         reads.send(HELLO)

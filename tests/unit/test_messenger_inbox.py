@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.messenger import inbox as messenger_inbox
-from coordinator.messenger.duplicates import Sighting
+from coordinator.messenger.duplicates import OrderedTracker, Sighting
 from coordinator.messenger.envelope import Kind
 from coordinator.messenger.inbox import Conversation, Inbox, StoredReply
 from coordinator.messenger.limits import (
@@ -16,11 +16,12 @@ from coordinator.messenger.limits import (
     PEER_CONVERSATIONS_MAX,
     PEER_REPLIES_SIZE_BYTES_MAX,
     REPLY_OVERHEAD_BYTES,
+    SPAN_MAX,
 )
 
 
-def conversation(**limits: int) -> Conversation:
-    return Conversation(1, 1, ordered=True, **limits)
+def conversation(span_max: int = SPAN_MAX, **limits: int) -> Conversation:
+    return Conversation(1, 1, OrderedTracker(span_max), **limits)  # type: ignore[arg-type]
 
 
 def test_a_reply_is_kept_until_its_sender_has_it() -> None:

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from coordinator.messenger.duplicates import Sighting
+from coordinator.messenger.duplicates import DuplicateTracker, OrderedTracker, Sighting
 from coordinator.messenger.inbox import Conversation
 from coordinator.messenger.outbox import Outbox, RetryPolicy
 
@@ -26,7 +26,7 @@ def sends_per_message(
     """
     chance = random.Random(seed)
     box = Outbox(RetryPolicy(), chance.random)
-    talk = Conversation(1, 1, ordered=ordered)
+    talk = Conversation(1, 1, (OrderedTracker if ordered else DuplicateTracker)())
     for _ in range(messages):
         box.add((b"x",), None, 0)
     under_way: list[tuple[int, int, bool, tuple[int, int, int]]] = []  # when, number, whether a message, fields
