@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from coordinator.core.words import Methods
     from pipeline.arguments import ArgumentDecoder
-    from sight.sql.database import Decode, Log
+    from sight.sql.database import Database, Decode, Log
 
 ROWS_SHOWN_MAX = 1_000  # as a table, for people
 _ROWS_AT_ONCE = 1_000
@@ -69,6 +69,18 @@ def sql(
         raise click.UsageError("give one of --csv, --json and --parquet")
     if parquet is not None and parquet.exists():
         raise FailedError(f"{parquet} is there already: give another name, or remove it first")
+    with opened(registry, names, at, query, trust_pickle=trust_pickle) as database:
+        _run(database.connection, query, as_csv=as_csv, as_json=as_json, parquet=parquet)
+
+
+@contextmanager
+def opened(
+    registry: Registry, names: Sequence[str], at: int | Time | None, query: str, *, trust_pickle: bool = False
+) -> Iterator[Database]:
+    """With the tables that ``query`` names, as of ``at``, of ``names``, or of all instances that have a log.
+
+    Raises FailedError, click.UsageError, ImmortalError.
+    """
     try:
         import duckdb  # noqa: F401
 
@@ -79,11 +91,11 @@ def sql(
         logs = _logs(registry, names, at, stack, trust_pickle=trust_pickle)
         database = stack.enter_context(open_database(logs, _decode({log.name: log.settings for log in logs})))
         database.prepare(query)
-        _run(database.connection, query, as_csv=as_csv, as_json=as_json, parquet=parquet)
+        yield database
 
 
 def _logs(
-    registry: Registry, names: tuple[str, ...], at: int | Time | None, stack: ExitStack, *, trust_pickle: bool
+    registry: Registry, names: Sequence[str], at: int | Time | None, stack: ExitStack, *, trust_pickle: bool
 ) -> list[Log]:
     from pipeline.moments import first_record_at
     from sight.sql.database import Log
@@ -142,8 +154,6 @@ def _decode(settings: dict[str, InstanceSettings]) -> Decode:
 def _run(connection: DuckDBPyConnection, query: str, *, as_csv: bool, as_json: bool, parquet: Path | None) -> None:
     import duckdb
 
-    from sight.sql.database import OUR_TABLES
-
     try:
         found = connection.sql(query)
         if found is None:
@@ -161,12 +171,18 @@ def _run(connection: DuckDBPyConnection, query: str, *, as_csv: bool, as_json: b
                 echo_json({name: _json_value(value) for name, value in zip(columns, row, strict=True)})
         else:
             _print_rows(columns, rows)
-    except duckdb.CatalogException as error:
-        raise FailedError(
-            f"{error}\nthere are {', '.join(OUR_TABLES)}; and NAME and NAME.ATTRIBUTE of each instance"
-        ) from None
     except duckdb.Error as error:
-        raise FailedError(str(error)) from None
+        raise wrong_query(error) from None
+
+
+def wrong_query(error: Exception) -> FailedError:
+    """What DuckDB says of a query; where it knows no such table, also which there are."""
+    import duckdb
+
+    from sight.sql.database import OUR_TABLES
+
+    more = f"\nthere are {', '.join(OUR_TABLES)}; and NAME and NAME.ATTRIBUTE of each instance"
+    return FailedError(f"{error}{more if isinstance(error, duckdb.CatalogException) else ''}")
 
 
 def _count(connection: DuckDBPyConnection, parquet: Path) -> int:
@@ -186,13 +202,14 @@ def _print_rows(columns: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> None
         if len(shown) == ROWS_SHOWN_MAX:
             more = True
             break
-        shown.append([_cell(value) for value in row])
+        shown.append([cell(value) for value in row])
     print_table([printable(name) for name in columns], shown)
     if more:
         echo(f"... and more than these {ROWS_SHOWN_MAX:,}: --json, --csv and --parquet give all", err=True)
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """As people read it."""
     if value is None:
         return "-"
     return value.hex(" ") if isinstance(value, bytes) else str(value)

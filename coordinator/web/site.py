@@ -8,6 +8,7 @@ from coordinator.web.fleet import Fleet
 from coordinator.web.jobs import Jobs
 from coordinator.web.logs import Logs
 from coordinator.web.notes import Notes
+from coordinator.web.sql_runs import SqlRuns
 from coordinator.web.token import Token
 from replay.travel.sessions import Sessions
 
@@ -24,6 +25,7 @@ class Site:
         self.travel = Sessions(registry.home)
         self.notes = Notes(registry.home)
         self.jobs = Jobs(registry.home)
+        self.sql = SqlRuns()
 
     def settings(self, name: str) -> InstanceSettings:
         """Raises UnknownInstanceError, ConfigError."""
@@ -33,3 +35,4 @@ class Site:
         self.fleet.close()
         self.travel.close()
         self.jobs.close()
+        self.sql.close()

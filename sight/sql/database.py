@@ -101,6 +101,18 @@ class Database:
         for name in wanted & states.keys():
             self._make_state(name, states[name])
 
+    def seal(self, memory_mb: int) -> None:
+        """From here on queries reach the tables that were made, and no file: for who may ask and nothing else."""
+        paths = [path for log in self._logs.values() for table in TABLES for path in log.paths(table)]
+        for setting in (
+            f"allowed_paths = {_texts(paths)}",
+            "temp_directory = ''",
+            f"memory_limit = '{memory_mb}MiB'",
+            "enable_external_access = false",
+            "lock_configuration = true",
+        ):
+            self.connection.execute(f"set {setting}")
+
     def _wanted(self, query: str) -> set[str]:
         """The tables of ours, and the instances whose state it names."""
         import duckdb

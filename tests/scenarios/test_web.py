@@ -530,6 +530,62 @@ def test_queries_of_an_instance_that_runs(shown: Browser) -> None:
     assert "Its class has none" in shown.server.ask("/i/ledger/queries")[1]
 
 
+def test_sql_over_all_instances(shown: Browser) -> None:
+    page = shown.go("/")
+    page.get_by_role("link", name="SQL").click()
+    looks_right(shown, "sql")
+
+    def ask(query: str, at: str = "", names: str = "") -> None:
+        page.get_by_label("Query").fill(query)
+        page.get_by_label("As of").fill(at)
+        page.get_by_label("Only these instances").fill(names)
+        page.get_by_role("button", name="Run").click()
+
+    ask("select d.key, d.value, l.value from desk.titles d join ledger.lines l using (key) where key like 'book%'")
+    cells = page.locator("#found tbody tr").first.locator("td")
+    cells.first.wait_for()
+    key, booked, counted = cells.all_inner_texts()
+    assert key.startswith("book ")
+    assert int(booked) > 0
+    assert booked == counted, "one moment of both"
+    page.locator("#cut summary").click()
+    assert "desk: " in page.locator("#cut p").inner_text()
+    looks_right(shown, "sql-found")
+    ask("select key, value from titles_of_nobody", "1", "desk")
+    page.get_by_role("alert").get_by_text("there are messages, records").wait_for()
+    assert "immortal sql 'select key, value from titles_of_nobody' --instance desk --at 1" in page.content()
+    ask("select count(*) as n from desk.titles", "0", "desk")
+    page.locator("#found td").get_by_text("0", exact=True).wait_for()
+    ask("select arguments_json as \"<i>\" from messages where method = 'add' and kind = 'client'")
+    page.locator("#count", has_text="row").wait_for()
+    assert "<script>alert(1)</script>" in page.locator("#found").inner_text()
+    assert "<i>" in page.locator("#found thead").inner_text()
+    assert len(page.content()) < 200_000  # one of them has 1 MiB
+    ask("select * from range(1000)")
+    page.locator("#count", has_text="500 rows, and more than these").wait_for()
+    ask("selec", "x")
+    page.get_by_role("alert").get_by_text("a record's number, or a time").wait_for()
+
+
+def test_a_query_of_the_page_reads_the_tables_and_does_nothing_else(shown: Browser, fleet: Fleet) -> None:
+    token = csrf_of(shown.server.ask("/sql")[1])
+
+    def said(query: str) -> str:
+        status, text, _ = shown.server.ask("/sql", "POST", f"csrf={token}&query={quote(query)}")
+        assert status == 200
+        return text.partition('role="alert"')[2].partition("<p")[0].replace("&#39;", "'")
+
+    assert said("select count(*) from messages") == ""
+    secret = fleet.folder / "desk.py"
+    assert "Permission Error" in said(f"select * from read_text('{secret}')")
+    written = fleet.folder / "written.csv"
+    assert "one query that only reads" in said(f"copy (select 1) to '{written}'")
+    assert not written.exists()
+    assert "memory" in said("select string_agg(repeat('x', 1000000) || i, '') from range(2000) t(i)")
+    assert shown.server.ask("/sql", "POST", "query=select+1")[0] == 403
+    assert "select 1" not in shown.server.ask("/sql?query=select+1")[1]
+
+
 def test_a_page_that_only_shows(shown: Browser) -> None:
     page = shown.go("/i/desk")
     assert page.get_by_role("link", name="Take a checkpoint").count() == 0

@@ -24,6 +24,11 @@
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   function text(us) { return new Date(Number(origin / 1000000n) + us / 1000).toISOString().replace("T", " ").slice(0, 23); }
+  function tick(us, step) {  // to the µs where the next one is less than a ms away
+    if (step >= 1e3) return text(us).slice(11);
+    const whole = origin / 1000n + BigInt(Math.floor(us));
+    return new Date(Number(whole / 1000n)).toISOString().slice(11, 23) + String(whole % 1000n).padStart(3, "0");
+  }
   function span(us) {
     if (us < 1e3) return `${us.toFixed(0)} µs`;
     if (us < 1e6) return `${(us / 1e3).toFixed(1)} ms`;
@@ -93,10 +98,10 @@
     context.fillStyle = dim;
     context.strokeStyle = line;
     for (const one of segments) {
-      const ticks = Math.floor(one.width / 140);
+      const ticks = Math.floor(one.width / 140), step = (one.to - one.from) / ticks;
       for (let i = 0; i < ticks; i++) {
-        const us = one.from + (one.to - one.from) * i / ticks, x = xOf(us);
-        context.fillText(text(us).slice(11), x + 3, 11);
+        const us = one.from + step * i, x = xOf(us);
+        context.fillText(tick(us, step), x + 3, 11);
         context.beginPath();
         context.moveTo(x, 4);
         context.lineTo(x, height);
