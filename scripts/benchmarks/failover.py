@@ -6,7 +6,15 @@ Two `immortal run --restart` of one instance, each with a home of its own, as on
 each has its own address, with ``shared`` one address goes along, as a virtual one does. Another instance and an outside
 client call it all the time, one call after the other. ``migrate`` is the command, ``stop`` a SIGTERM of who has it,
 ``kill`` a SIGKILL of its supervisor, coordinator and app: each machine is a PID namespace then (which needs root), so
-that nobody sees by their absence that they are gone. The longest time between two answers around each move counts.
+that nobody sees by their absence that they are gone. ``upgrade`` starts the other one with the next version of the app,
+and migrates once that follows: a rolling upgrade, to and fro between two versions. The longest time between two answers
+around each move counts.
+
+    python -m scripts.benchmarks.failover --how kill --runs 200 --state-mib 1024 --address own --json kill.json
+    python -m scripts.benchmarks.failover --how migrate --runs 200 --state-mib 1024 --address own --json migrate.json
+    python -m scripts.benchmarks.failover --report kill.json migrate.json
+
+The last one writes the section of docs/benchmarks.md, with a histogram for each.
 """
 
 from __future__ import annotations
@@ -33,12 +41,13 @@ import psycopg
 from appsdk.client import connect, start
 from coordinator.instances.registry import free_port
 from scripts.benchmarks.context import ROOT, prepare_environment
+from scripts.benchmarks.failover_report import histogram, put, section, share_ms
+from scripts.benchmarks.machine import describe, load_average
 from scripts.benchmarks.rivals.servers import postgres
 
 WAIT_S = 120.0
 SETTLED_S = 1.0  # of calls before each move, and behind it
 APPS = "scripts.benchmarks.failover_apps"
-BUCKETS_MS = (50, 100, 200, 300, 500, 1000, 1500, 2000, 3000, 5000)
 
 
 class Machine:
@@ -128,6 +137,7 @@ class World:
         alone = options.how == "kill"
         self._database = psycopg.connect(url, autocommit=True)
         self._options = options
+        self._version = 1  # of the app
         homes = [folder / name for name in ("a", "b", "callers")]
         for home in homes:
             home.mkdir()
@@ -201,20 +211,33 @@ class World:
 
     def move(self) -> int:
         """The moment of it. The machine that has the instance is machines[0], before and behind it."""
+        if self._options.how == "upgrade":
+            self._upgrade_standby(self.machines[1])
         until(self.has_standby, "somebody follows who has caught up")
         time.sleep(SETTLED_S)
         before, (first, _) = self.holder(), self.machines
         moment_ns = time.monotonic_ns()
-        if self._options.how == "migrate":
+        if self._options.how in ("migrate", "upgrade"):
             first.immortal("migrate", "keeper")
         else:
             first.end(signal.SIGTERM if self._options.how == "stop" else signal.SIGKILL)
         until(lambda: self.holder() not in ("", before) or self._options.how == "kill", "it was taken over")
         time.sleep(SETTLED_S + (self._options.lease_s if self._options.how == "kill" else 0))
-        if self._options.how != "migrate":
+        if self._options.how == "upgrade":
+            first.end(signal.SIGTERM)
+        elif self._options.how != "migrate":
             first.start("keeper", "Keeper")
         self.machines.reverse()
         return moment_ns
+
+    def _upgrade_standby(self, standby: Machine) -> None:
+        """It follows with the old code, and is upgraded as it takes over."""
+        standby.end(signal.SIGTERM)
+        until(lambda: not self.has_standby(), "it follows no more")
+        self._version = 3 - self._version
+        app = "NextKeeper" if self._version == 2 else "FormerKeeper"
+        standby.immortal("upgrade", "keeper", f"{APPS}:{app}", "--to", str(self._version))
+        standby.start("keeper", app)
 
     def end(self) -> None:
         for machine in (self.callers, *self.machines):
@@ -235,28 +258,28 @@ def made(options: argparse.Namespace) -> Iterator[World]:
 
 
 def told(what: str, waits_ms: list[float]) -> None:
-    ordered = sorted(waits_ms)
-    at = {share: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.9, 0.99)}
-    print(f"{what}: p50 {at[0.5]:.0f} ms, p90 {at[0.9]:.0f}, p99 {at[0.99]:.0f}, most {ordered[-1]:.0f}")
-    least = 0
-    for bucket in BUCKETS_MS:
-        count = sum(least <= wait < bucket for wait in ordered)
-        if count:
-            print(f"  {least:>5} to {bucket:>5} ms {count:>5} {'#' * count}")
-        least = bucket
+    at = {share: share_ms(waits_ms, share) for share in (0.5, 0.9, 0.99)}
+    print(f"{what}: p50 {at[0.5]:.0f} ms, p90 {at[0.9]:.0f}, p99 {at[0.99]:.0f}, most {max(waits_ms):.0f}")
+    for line in histogram(waits_ms):
+        print(f"  {line}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.failover", description=__doc__)
-    parser.add_argument("--how", choices=("migrate", "stop", "kill"), default="migrate")
+    parser.add_argument("--how", choices=("migrate", "stop", "kill", "upgrade"), default="migrate")
     parser.add_argument("--address", choices=("own", "shared"), default="shared")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--state-mib", type=int, default=0)
     parser.add_argument("--lease-s", type=int, default=1)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="write docs/benchmarks.md from these")
     options = parser.parse_args()
+    if options.report is not None:
+        put(ROOT / "docs" / "benchmarks.md", section([json.loads(path.read_text()) for path in options.report]))
+        return
     prepare_environment()
     waits: dict[str, list[float]] = {"peer": [], "client": []}
+    load = [load_average()]
     with made(options) as world:
         client = Answers(world.endpoints, world.machines[0].home)
         for _ in range(options.runs):
@@ -271,7 +294,9 @@ def main() -> None:
     for who, waits_ms in waits.items():
         told(f"{options.how}, address {options.address}, {options.state_mib} MiB, {who}", waits_ms)
     if options.json is not None:
-        options.json.write_text(json.dumps({**vars(options), "json": None, "waits_ms": waits}))
+        told_of = {name: value for name, value in vars(options).items() if name not in ("json", "report")}
+        about = {"machine": describe(options.json.absolute().parent), "load": [*load, load_average()]}
+        options.json.write_text(json.dumps({**told_of, **about, "waits_ms": waits}))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from appsdk import Immortal, peer, rpc
+from appsdk import Immortal, peer, rpc, upgrades
 
 PIECE_SIZE_BYTES = 1 << 20
 
@@ -24,6 +24,52 @@ class Keeper(Immortal):
     def grow(self, mib: int) -> None:
         first = len(self.ballast)
         self.ballast += [bytes([number % 251]) * PIECE_SIZE_BYTES for number in range(first, first + mib)]
+
+    @rpc
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+
+@upgrades(Keeper)
+class NextKeeper(Immortal):
+    """Version 2."""
+
+    count: int
+    ballast: list[bytes]
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.ballast = []
+
+    @classmethod
+    def upgrade(cls, old: Keeper) -> NextKeeper:
+        new = cls()
+        new.count, new.ballast = old.count, old.ballast
+        return new
+
+    @rpc
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+
+@upgrades(NextKeeper)
+class FormerKeeper(Immortal, version=1):
+    """Version 1 again."""
+
+    count: int
+    ballast: list[bytes]
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.ballast = []
+
+    @classmethod
+    def upgrade(cls, old: NextKeeper) -> FormerKeeper:
+        new = cls()
+        new.count, new.ballast = old.count, old.ballast
+        return new
 
     @rpc
     def add(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from scripts.benchmarks.charts import draw
+from scripts.benchmarks.failover_report import put, section_of
 from scripts.benchmarks.figures import IMMORTAL, Figure, Target, median, number, spread
 from scripts.benchmarks.run import PARTS, figures_of
 
@@ -53,7 +54,10 @@ def write_report(runs: Sequence[Run], docs: Path) -> Path:
         ],
     )
     path = docs / "benchmarks.md"
+    failover = section_of(path.read_text()) if path.exists() else ""  # of runs of their own
     path.write_text(f"{text.strip()}\n")
+    if failover:
+        put(path, failover)
     return path
 
 
