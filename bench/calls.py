@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
 from types import MappingProxyType
+from typing import Any
 
 from bench.call_workload import Measured, Run, decode_measured, encode_run
 from bench.disk import append_latencies
@@ -183,9 +184,11 @@ def immortal_caller(
     *,
     name: str = IMMORTAL,
     curve: bool = False,
+    **settings: Any,
 ) -> Iterator[Caller]:
-    """The first of ``apps`` takes the runs. ``variables``: of the environment of all processes."""
-    services = register(home, dict(apps), dict(variables), curve=curve)
+    """The first of ``apps`` takes the runs. ``variables``: of the environment of all processes. ``settings``: of the
+    instances, as ``coordinator.instances.registry.Registry.register`` takes them."""
+    services = register(home, dict(apps), dict(variables), curve=curve, **settings)
     with running(services):
         yield Caller(name, processes_of(services), lambda: _check_alive(services))
 

@@ -61,10 +61,12 @@ class Instance:
     error: str | None = None
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=12))
     _pids: dict[str, int] = field(default_factory=dict)
+    _started: threading.Event = field(default_factory=threading.Event)  # this life of the supervisor
     _readers: list[threading.Thread] = field(default_factory=list)
 
     def start(self) -> None:
         self._pids = {}
+        self._started = threading.Event()
         self.supervisor = subprocess.Popen(
             [*immortal(self.home), "run", self.name, APPS[self.name], "--restart", "--log-format", "json"],
             cwd=Path(__file__).parent,
@@ -105,6 +107,7 @@ class Instance:
                 started = re.search(r'"message": "started", "coordinator_pid": (\d+), "app_pid": (\d+)', line)
                 if started and supervisor is self.supervisor:
                     self._pids = {COORDINATOR: int(started[1]), APP: int(started[2])}
+                    self._started.set()
 
     @property
     def log_file(self) -> Path:
@@ -128,6 +131,8 @@ class Instance:
 
     def stop(self) -> None:
         """Cleanly: with a last checkpoint. Raises RunError."""
+        if not self._started.wait(STOP_S):  # one that still imports its modules would end at the signal, as any program
+            raise self.failed(f"its supervisor did not start within {STOP_S:.0f} s")
         self.supervisor.terminate()
         try:
             status = self.supervisor.wait(STOP_S)

@@ -27,6 +27,7 @@ import collatz
 from appsdk.patterns.harmony import Ventilator, connect
 
 HERE = Path(__file__).parent
+PATIENCE_S = 300.0  # of each call: a busy machine takes long to start or recover an instance
 CLASSES = {"cluster": "appsdk.patterns.harmony:Cluster", "steps": "appsdk.patterns.harmony:Collector"}
 
 
@@ -109,13 +110,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o700)
-        with running(folder, options.workers) as (workers, services), connect("cluster", home=folder) as cluster:
+        with (
+            running(folder, options.workers) as (workers, services),
+            connect("cluster", home=folder, timeout=PATIENCE_S) as cluster,
+        ):
             plan: list[Workers | Service] = [workers] * options.kills
             plan += [services[index % 2] for index in range(options.instances)]
             chance.shuffle(plan)
             began_s = time.monotonic()
             batch = cluster.batch("collatz", "steps", collector="steps")
-            with connect("cluster", home=folder) as other:
+            with connect("cluster", home=folder, timeout=PATIENCE_S) as other:
                 killing = threading.Thread(
                     target=kill_all_along, args=(other, options.tasks, plan, chance), daemon=True
                 )

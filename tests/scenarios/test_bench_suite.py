@@ -12,6 +12,7 @@ import pytest
 
 from scripts.benchmarks.figures import Figure, Target
 from scripts.benchmarks.report import write_report
+from scripts.benchmarks.rivals.servers import postgres_programs
 from scripts.benchmarks.run import PARTS
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +64,23 @@ def test_figures_in_json(run: tuple[Path, str, dict[str, Any]]) -> None:
     assert {"immortal", "grpc asyncio", "grpc threads", "loopback TCP", "disk: append + fdatasync"} == set(p50.samples)
     assert [target.met(p50.samples) is not None for target in p50.targets] == [True]
     assert {"immortal", "grpc asyncio", "bare Python loop"} == set(figures["1000 awaited calls outstanding"].samples)
+
+
+@pytest.mark.skipif(postgres_programs() is None, reason="there is no PostgreSQL")
+def test_a_log_in_postgresql_is_beside_one_in_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("psycopg", reason="psycopg is not installed")
+    file = tmp_path / "figures.json"
+    tmp_path.chmod(0o755)
+    bench("--quick", "--only", "database", "--repeats", "1", "--seconds", "0.02", "--json", f"{file}")
+    part = json.loads(file.read_text())["parts"]["database"]
+    assert part["error"] == ""
+    figures = {data["name"]: Figure.from_json(data) for data in part["figures"]}
+    both = {"immortal", "immortal, log in PostgreSQL"}
+    assert all(set(figure.samples) >= both for figure in figures.values())
+    asked = [target for figure in figures.values() for target in figure.targets if not target.against]
+    assert [target.in_words("calls/s") for target in asked] == ["at least 300,000 calls/s"]
+    p50 = figures["1 awaited at a time, log in PostgreSQL, p50"]
+    assert [target.met(p50.samples) is not None for target in p50.targets] == [True]
 
 
 def test_report(run: tuple[Path, str, dict[str, Any]], tmp_path: Path) -> None:

@@ -12,21 +12,25 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 
 from appsdk.client import connect
-from appsdk.patterns.clone import Change, Table
+from appsdk.patterns.clone import Change, Table, limits
+from appsdk.patterns.clone import connect as connect_clone
 from bench.processes import BenchError
 from coordinator.service.parent_death import die_with_parent
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import IMMORTAL, Figure
+from scripts.benchmarks.services import start_service
 
 CLIENTS = 100
 MANY_CLIENTS = 1000
 _CHANGES = 100  # of one update
 _KEYS = 1000
 _PROCESSES = 2
+_WAIT_S = 60.0
 
 
 class _Copies:
@@ -70,9 +74,7 @@ class _Copies:
 def _processes(home: Path) -> Iterator[str]:
     """A table, a forwarder of it, and one that follows the forwarder: where that one publishes."""
     environment = {**os.environ, "IMMORTAL_HOME": str(home)}
-    coordinator = [sys.executable, "-m", "coordinator", "--home", str(home)]
     quiet = subprocess.DEVNULL
-    subprocess.run([*coordinator, "register", "prices", "--peer", "tcp://127.0.0.1:*"], check=True, stdout=quiet)
     with contextlib.ExitStack() as stack:
 
         def start(command: list[str]) -> subprocess.Popen[str]:
@@ -88,7 +90,7 @@ def _processes(home: Path) -> Iterator[str]:
             stack.callback(process.kill)
             return process
 
-        start([*coordinator, "run", "prices", "appsdk.patterns.clone:Table"])
+        start_service(stack, home, "prices", "appsdk.patterns.clone:Table")
         place = ""
         for _ in range(2):
             upstream = ["--upstream", place] if place else []
@@ -124,22 +126,49 @@ def _delay_ms(table: Table, copies: _Copies) -> float:
     return 1e3 * (last_s - began_s)
 
 
+@contextlib.contextmanager
+def _one_that_reads_nothing(home: Path) -> Iterator[None]:
+    """A client whose program takes no change: behind its high-water mark changes are dropped, for it alone."""
+    with (
+        mock.patch.object(limits, "CHANGES_WAITING_MAX", 10),
+        connect_clone(
+            "prices", home=home, window_bytes=limits.WINDOW_BYTES_MIN, mark_bytes=limits.MARK_BYTES_MIN
+        ) as slow,
+    ):
+        changes = slow.changes(timeout=_WAIT_S)
+        yield
+        for _ in changes:
+            if slow.counts.dropped:
+                return
+        raise BenchError("nothing was dropped for the client that reads nothing")
+
+
+@contextlib.contextmanager
+def _entitled(table: Table) -> Iterator[None]:
+    """Each client sees what it is entitled to, filtered at the publisher: all that is measured, and nothing else."""
+    table.entitle("*", ["key"])
+    yield
+    table.disentitle("*")
+
+
 def run(context: Context) -> list[Figure]:
     figures = []
     with context.home() as home, _processes(home) as leaf, connect(Table, "prices", home=home) as table:
-        for clients, publishers, what in (
-            (CLIENTS, (), f"{CLIENTS} copies"),
-            (CLIENTS, (leaf,), f"{CLIENTS} copies, three levels"),
-            (MANY_CLIENTS, (), f"{MANY_CLIENTS} copies"),
+        for clients, publishers, what, meanwhile in (
+            (CLIENTS, (), f"{CLIENTS} copies", contextlib.nullcontext()),
+            (CLIENTS, (leaf,), f"{CLIENTS} copies, three levels", contextlib.nullcontext()),
+            (CLIENTS, (), f"{CLIENTS} copies, beside one that reads nothing", _one_that_reads_nothing(home)),
+            (CLIENTS, (), f"{CLIENTS} copies, entitled to a subtree", _entitled(table)),
+            (MANY_CLIENTS, (), f"{MANY_CLIENTS} copies", contextlib.nullcontext()),
         ):
-            copies = _Copies(home, clients, publishers)
-            try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(meanwhile)
+                copies = _Copies(home, clients, publishers)
+                stack.callback(copies.end)
                 turn = partial(_rate, table, copies, context.amounts.seconds)
                 name = f"changes of a table, {what}"
                 figures.append(Figure(name, "changes/s", "higher", context.interleave({IMMORTAL: turn}, name)))
                 name = f"one change until the last has it, {what}"
                 waits = context.interleave({IMMORTAL: partial(_delay_ms, table, copies)}, name)
                 figures.append(Figure(name, "ms", "lower", waits))
-            finally:
-                copies.end()
     return figures

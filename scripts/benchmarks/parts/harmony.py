@@ -17,6 +17,7 @@ from bench.processes import BenchError
 from coordinator.service.parent_death import die_with_parent
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import IMMORTAL, Figure
+from scripts.benchmarks.services import start_service
 
 WORKERS = 2
 _TASKS_A_SECOND = 40_000  # about what two processors do: so many for each second that a turn is to take
@@ -27,16 +28,13 @@ _WAIT_S = 120.0
 @contextlib.contextmanager
 def _cluster(home: Path) -> Iterator[None]:
     """A cluster, its collector and its workers."""
-    coordinator = [sys.executable, "-m", "coordinator", "--home", str(home)]
     quiet = subprocess.DEVNULL
-    commands = []
-    for name, app in _CLASSES.items():
-        subprocess.run([*coordinator, "register", name, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=quiet)
-        commands.append([*coordinator, "run", name, app])
-    commands += [[sys.executable, "-m", "appsdk.patterns.harmony", "work", "cluster", "operator:neg"]] * WORKERS
+    command = [sys.executable, "-m", "appsdk.patterns.harmony", "work", "cluster", "operator:neg"]
     environment = {**os.environ, "IMMORTAL_HOME": str(home)}
     with contextlib.ExitStack() as stack:
-        for command in commands:
+        for name, app in _CLASSES.items():
+            start_service(stack, home, name, app)
+        for _ in range(WORKERS):
             process = subprocess.Popen(
                 command, stdout=quiet, stderr=quiet, env=environment, preexec_fn=die_with_parent(os.getpid())
             )

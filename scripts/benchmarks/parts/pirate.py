@@ -1,4 +1,7 @@
-"""The pirate's requests, one at a time and several, beside REQ and REP sockets that promise nothing."""
+"""The pirate's requests, one at a time and several: to plain servers, and to instances from peer to peer.
+
+Beside REQ and REP sockets that promise nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,16 @@ from pathlib import Path
 
 import zmq
 
-from appsdk.patterns.pirate import connect
+from appsdk.patterns.pirate import connect, connect_instances
+from bench.call_apps import Callee
 from bench.processes import BenchError
 from bench.usage import processor_s
 from coordinator.service.parent_death import die_with_parent
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import Figure
+from scripts.benchmarks.services import start_service
 
-BARE, PIRATE, STORED = "bare REQ/REP", "pirate", "pirate, replies stored"
+BARE, PIRATE, STORED, PEERS = "bare REQ/REP", "pirate", "pirate, replies stored", "pirate, instances"
 _KINDS = {BARE: "bare", PIRATE: "pirate", STORED: "stored"}
 SERVERS = 4  # of the pool, for several at a time
 _AT_A_TIME = 64
@@ -51,6 +56,13 @@ def _servers(kind: str, home: Path, count: int) -> Iterator[tuple[list[str], lis
         for process in processes:
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def _instances(home: Path) -> Iterator[list[list[int]]]:
+    """echo-0 and so on: the process IDs of each, of its coordinator and its app."""
+    with contextlib.ExitStack() as stack:
+        yield [start_service(stack, home, f"echo-{number}", "bench.call_apps:Callee") for number in range(SERVERS)]
 
 
 def _measured(seconds: float, pids: list[int], ask: Callable[[], int]) -> Turn:
@@ -112,14 +124,45 @@ def _many_at_a_time(kind: str, home: Path, seconds: float) -> Turn:
             runner.run(connector.__aexit__(None, None, None))
 
 
+def _one_at_a_peer(home: Path, pids: list[list[int]], seconds: float) -> Turn:
+    with connect_instances(Callee, ["echo-0"], home=home) as pool:
+
+        def call() -> int:
+            _check(pool.echo(BODY))
+            return 1
+
+        for _ in range(_WARM_UP):
+            call()
+        return _measured(seconds, pids[0], call)
+
+
+def _many_at_peers(home: Path, pids: list[list[int]], seconds: float) -> Turn:
+    with asyncio.Runner() as runner:
+
+        async def call() -> int:
+            for reply in await asyncio.gather(*(pool.echo(BODY) for _ in range(_AT_A_TIME))):
+                _check(reply)
+            return _AT_A_TIME
+
+        connector = connect_instances(Callee, "echo-*", home=home)
+        pool = runner.run(connector.__aenter__())
+        try:
+            runner.run(call())
+            return _measured(seconds, [pid for both in pids for pid in both], lambda: runner.run(call()))
+        finally:
+            runner.run(connector.__aexit__(None, None, None))
+
+
 def run(context: Context) -> list[Figure]:
     figures: list[Figure] = []
-    with context.home() as home:
-        for what, kinds, turn in (
-            ("one request at a time", (BARE, PIRATE, STORED), _one_at_a_time),
-            (f"{_AT_A_TIME} requests at a time, {SERVERS} servers", (PIRATE, STORED), _many_at_a_time),
+    seconds = context.amounts.seconds
+    with context.home() as home, _instances(home) as pids:
+        for what, kinds, turn, to_peers in (
+            ("one request at a time", (BARE, PIRATE, STORED), _one_at_a_time, _one_at_a_peer),
+            (f"{_AT_A_TIME} requests at a time, {SERVERS} servers", (PIRATE, STORED), _many_at_a_time, _many_at_peers),
         ):
-            turns = {name: partial(turn, _KINDS[name], home, context.amounts.seconds) for name in kinds}
+            turns = {name: partial(turn, _KINDS[name], home, seconds) for name in kinds}
+            turns[PEERS] = partial(to_peers, home, pids, seconds)
             measured = context.interleave(turns, what)
             rates = {name: [rate for rate, _ in some] for name, some in measured.items()}
             costs = {name: [cost for _, cost in some] for name, some in measured.items()}

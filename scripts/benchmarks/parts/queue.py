@@ -17,6 +17,7 @@ from bench.processes import BenchError
 from coordinator.service.parent_death import die_with_parent
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import IMMORTAL, Figure
+from scripts.benchmarks.services import start_service
 
 WORKERS = 2
 _AT_A_TIME = 64
@@ -27,13 +28,11 @@ BODY = b"sixteen bytes ..."
 @contextlib.contextmanager
 def _queue(home: Path) -> Iterator[None]:
     """A queue and its workers."""
-    coordinator = [sys.executable, "-m", "coordinator", "--home", str(home)]
     quiet = subprocess.DEVNULL
-    subprocess.run([*coordinator, "register", "jobs", "--peer", "tcp://127.0.0.1:*"], check=True, stdout=quiet)
-    commands = [[*coordinator, "run", "jobs", "appsdk.patterns.queue:Queue"]]
-    commands += [[sys.executable, "-m", "scripts.benchmarks.queue_worker", str(home)]] * WORKERS
+    command = [sys.executable, "-m", "scripts.benchmarks.queue_worker", str(home)]
     with contextlib.ExitStack() as stack:
-        for command in commands:
+        start_service(stack, home, "jobs", "appsdk.patterns.queue:Queue")
+        for _ in range(WORKERS):
             process = subprocess.Popen(command, stdout=quiet, stderr=quiet, preexec_fn=die_with_parent(os.getpid()))
             stack.callback(process.wait)
             stack.callback(process.kill)
