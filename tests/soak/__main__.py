@@ -1,16 +1,20 @@
-"""scripts/soak [--kills N | --faults N] [--minutes M] [--round K] [--seed S] [--workload NAME]..."""
+"""scripts/soak [--kills N | --faults N] [--minutes M] [--round K] [--seed S] [--workload NAME]...
+scripts/soak --ha [--takeovers N] [--minutes M] [--seed S]"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Protocol
+from types import FrameType
+from typing import NoReturn, Protocol
 
 from tests.soak.faults import Faults
 from tests.soak.havoc import Havoc
@@ -33,8 +37,26 @@ class Course(Protocol):
     def end(self) -> None: ...
 
 
+class Stopped(BaseException):
+    """By a signal."""
+
+
+def stop_at_signals() -> None:
+    """All services are ended then. They have process groups of their own: nobody else would do it."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        for one in numbers:
+            signal.signal(one, signal.SIG_IGN)  # the end is under way
+        raise Stopped(number)
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    for one in numbers:
+        signal.signal(one, stop)
+
+
 def run_round(name: str, faults: bool, count: int, deadline_s: float, seed: str) -> tuple[Course, str]:
-    """Start, wreak, settle, stop, compare. Raises SoakError; the folder with all logs stays then."""
+    """Start, wreak, settle, stop, compare. Raises SoakError; the folder with all logs stays then, and only then."""
+    keeps = False
     rng = random.Random(seed)
     folder = Path(tempfile.mkdtemp(prefix=f"immortal-soak-{name}-"))
     workload: Workload = WORKLOADS[name](folder, rng)
@@ -52,6 +74,7 @@ def run_round(name: str, faults: bool, count: int, deadline_s: float, seed: str)
             service.stop()
         found = workload.check()
     except SoakError as error:
+        keeps = True
         done = ", ".join(f"{count} {what}" for what, count in course.counts.items())
         raise SoakError(
             f"{name}, seed {seed!r}, after {done or 'nothing'}: {error}\nlogs are kept in {folder}"
@@ -60,7 +83,8 @@ def run_round(name: str, faults: bool, count: int, deadline_s: float, seed: str)
         course.end()
         for service in workload.services:
             service.end()
-    shutil.rmtree(folder)
+        if not keeps:
+            shutil.rmtree(folder, ignore_errors=True)
     return course, found
 
 
@@ -74,6 +98,9 @@ def main() -> int:
     )
     parser.add_argument("--kills", type=int, help="kill -9 in all (default: 1000)")
     parser.add_argument("--faults", type=int, help="in place of kills: faults of all kinds in all")
+    parser.add_argument("--ha", action="store_true", help="logs in PostgreSQL, with followers: faults of both")
+    parser.add_argument("--takeovers", type=int, help="with --ha: faults in all (default: 200)")
+    parser.add_argument("--small", action="store_true", help="with --ha: only one bank and the teller have followers")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no new faults after so long")
     parser.add_argument("--round", type=int, default=50, help="kills or faults before the counts are compared (50)")
     parser.add_argument("--seed", type=int, default=None, help="draws all; which one it was is printed")
@@ -81,6 +108,12 @@ def main() -> int:
     options = parser.parse_args()
     if options.kills is not None and options.faults is not None:
         parser.error("--kills and --faults are two kinds of run: give one of them")
+    if not options.ha and (options.takeovers is not None or options.small):
+        parser.error("--takeovers and --small go with --ha")
+    if options.ha and (options.kills, options.faults, options.workload) != (None,) * 3:
+        parser.error("--kills, --faults and --workload do not go with --ha")
+    if options.takeovers is not None and options.takeovers < 1:
+        parser.error("--takeovers must be at least 1")
     faults = options.faults is not None
     total = options.faults if faults else options.kills or 1000
     if total < 1 or options.round < 1 or options.minutes <= 0:
@@ -88,6 +121,10 @@ def main() -> int:
     if faults and not (shutil.which("cc") or shutil.which("gcc")):
         parser.error("--faults needs a C compiler, for the disks that fail and the clocks that jump")
     seed = random.randrange(1 << 32) if options.seed is None else options.seed
+    if options.ha:
+        from tests.soak.ha import run  # psycopg is not needed otherwise
+
+        return run(options.takeovers or 200, options.minutes, seed, small=options.small)
     names = options.workload or sorted(WORKLOADS)
     what = "faults" if faults else "kills"
     print(f"seed {seed}", flush=True)
@@ -119,4 +156,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    stop_at_signals()
+    try:
+        sys.exit(main())
+    except Stopped as stopped:
+        print("soak: stopped; nothing of it runs any more", file=sys.stderr, flush=True)
+        os._exit(128 + stopped.args[0])  # threads may wait for answers still

@@ -17,6 +17,7 @@ from typing import Any
 from coordinator.config import InstanceSettings
 from coordinator.fault_points import VARIABLE, FaultPoint
 from coordinator.operator import control
+from coordinator.service.parent_death import die_with_parent
 from protocol.errors import ImmortalError
 
 APP, COORDINATOR, SUPERVISOR = "app", "coordinator", "supervisor"
@@ -77,6 +78,7 @@ class Service:
                 stdout=output,
                 stderr=output,
                 process_group=0,
+                preexec_fn=die_with_parent(os.getpid()),  # whatever ends this one
             )
 
     def stop(self) -> None:
@@ -106,7 +108,7 @@ class Service:
                     os.kill(pid, signal.SIGKILL)
         self.end()
         plan = str(self.plan).encode()
-        wait_for(lambda: not _processes_with(plan), lambda: f"all processes of {self.name} have ended")
+        wait_for(lambda: not processes_with(plan), lambda: f"all processes of {self.name} have ended")
 
     # --- what is known of it ------------------------------------------------------------------------------------------
 
@@ -211,7 +213,7 @@ class Service:
         return True
 
 
-def _processes_with(value: bytes) -> list[int]:
+def processes_with(value: bytes) -> list[int]:
     """Whose environment has it."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -103,7 +103,7 @@ class WordCount:
         )
 
     def check(self) -> str:
-        counter, reader = (final_state(service) for service in self.services)
+        counter, reader = (final_state(service.name, service.settings.log) for service in self.services)
         if counter["words"] != dict(self._words):
             different = {
                 word: (counter["words"].get(word, 0), self._words.get(word, 0))
@@ -116,17 +116,17 @@ class WordCount:
         return f"{self._line_count:,} lines, {self._words.total():,} words: equal"
 
 
-def final_state(service: Service) -> dict[str, Any]:
+def final_state(name: str, log: str) -> dict[str, Any]:
     """The state in the last checkpoint, which a clean stop takes; the log is sound. Raises SoakError."""
-    verification = verify_log(service.settings.log, service.name)
+    verification = verify_log(log, name)
     problems = [finding.message for finding in verification.findings() if finding.severity is not Severity.NOTE]
     if problems:
-        raise SoakError(f"the log of {service.name} is not sound: {problems}")
-    with open_reader(service.settings.log, service.name) as reader:
+        raise SoakError(f"the log of {name} is not sound: {problems}")
+    with open_reader(log, name) as reader:
         summary = reader.summary()
         newest = summary.checkpoints[-1]
         if newest.sequence_id != summary.last_sequence_id:
-            raise SoakError(f"the last checkpoint of {service.name} is not of its last record")
+            raise SoakError(f"the last checkpoint of {name} is not of its last record")
         blob = b"".join(reader.checkpoint_chunks(newest.checkpoint_id))
     state: dict[str, Any] = msgspec.msgpack.decode(decode_envelope(blob)[1])
     return state
@@ -138,7 +138,7 @@ class Bank:
     TRANSFERS_AT_ONCE = 100
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
-        self._books = _module("run", EXAMPLES / "bank")
+        self._books = module_of("run", EXAMPLES / "bank")
         self._home = folder / "registry"
         self._seed = rng.randrange(1000)
         self._transfers = 0
@@ -175,7 +175,7 @@ class Bank:
         return f"{self._transfers:,} transfers: the books are right"
 
     def _state(self, service: Service) -> Any:
-        final_state(service)
+        final_state(service.name, service.settings.log)
         return self._books.final_state(self._home, service.name)
 
 
@@ -188,7 +188,7 @@ class Shop:
     WAITING_MAX = 800
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
-        self._shop = _module("shop", EXAMPLES / "http")
+        self._shop = module_of("shop", EXAMPLES / "http")
         self._home = folder / "registry"
         settings = Registry(self._home).register("shop", "tcp://127.0.0.1:*")
         self.services = [Service(settings, Run("shop:Shop", EXAMPLES / "http", {}), folder)]
@@ -230,7 +230,8 @@ class Shop:
         return f"of {len(self._receipts)} orders the last {len(waiting)} ({', '.join(waiting[:8])} ...)"
 
     def check(self) -> str:
-        taken = final_state(self.services[0])["orders"]
+        (shop,) = self.services
+        taken = final_state(shop.name, shop.settings.log)["orders"]
         unanswered = [str(error) for receipt in self._receipts.values() if (error := receipt.exception()) is not None]
         if unanswered:
             raise SoakError(f"{len(unanswered)} orders were not answered: {unanswered[:3]}")
@@ -241,7 +242,7 @@ class Shop:
         return f"{len(taken):,} orders: each was taken once"
 
 
-def _module(name: str, folder: Path) -> Any:
+def module_of(name: str, folder: Path) -> Any:
     """A module of an example, which imports others of its folder."""
     sys.path.insert(0, str(folder))
     try:
