@@ -122,6 +122,8 @@ MODULES = (
     "appsdk.calls.outbox",
     "appsdk.dispatch.delivery",
     "appsdk.dispatch.dispatcher",
+    "appsdk.dispatch.records",
+    "appsdk.dispatch.rewinds",
     "coordinator.log.format",
     "coordinator.log.rows",
 )

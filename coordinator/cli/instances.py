@@ -100,7 +100,7 @@ def run(
     if not follow:
         control.refuse_running(settings.folder)
     mark = upgrade_mark.read(settings.folder)
-    upgrading = mark is not None and mark.pending and not follow
+    upgrading = mark is not None and mark.pending
     app = app or (mark.app if mark is not None and upgrading else None) or settings.app
     if app is None:
         raise RegistryError(f"{name!r} has not been run yet: say what its app is ('immortal run {name} MODULE:CLASS')")
@@ -128,7 +128,7 @@ def run(
         nonlocal now, upgrading
         with contextlib.suppress(ImmortalError):  # as it was: the coordinator reads the same, and says what is wrong
             mark = upgrade_mark.read(settings.folder)
-            upgrading = mark is not None and mark.pending and not follow
+            upgrading = mark is not None and mark.pending
             now = (mark.app if mark is not None and upgrading else None) or registry.load(name).app or now
         return {
             Role.COORDINATOR: coordinator_command(

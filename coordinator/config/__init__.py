@@ -7,7 +7,7 @@ line and the field: a typo must not become a default. Every setting stands in :m
 """
 
 from coordinator.config.reading import check_settings, line_of, read_settings
-from coordinator.config.schema import AppAuth, AppSendMode, InstanceSettings, Tuning
+from coordinator.config.schema import AppAuth, AppSendMode, Checkpoints, InstanceSettings, Tuning
 from coordinator.config.values import (
     LOG_KEY_FILE,
     ConfigError,
@@ -24,6 +24,7 @@ __all__ = [
     "LOG_KEY_FILE",
     "AppAuth",
     "AppSendMode",
+    "Checkpoints",
     "ConfigError",
     "InstanceSettings",
     "Tuning",

@@ -11,9 +11,10 @@ from typing import Any
 from msgspec import Struct
 
 from coordinator.config.app_hosts import LOCALHOST, is_loopback
-from coordinator.config.schema import AppAuth, InstanceSettings
+from coordinator.config.schema import AppAuth, Checkpoints, InstanceSettings
 from coordinator.config.setting import Setting, setting_of, settings_of
 from coordinator.config.values import ConfigError, WrongValueError, check_instance_name
+from coordinator.core.limits import ReplayCheck
 from coordinator.core.permissions import ANYTHING
 from coordinator.log_url import is_in_folder, own_log
 from protocol.shown import near_miss
@@ -106,6 +107,7 @@ def check_settings(values: Mapping[str, Any], name: str, path: Path, text: str =
     given.setdefault("app_auth", default_app_auth(given.get("app_send_port")))
     _check_app_auth(given, source)
     _check_metrics_files(given, source)
+    _check_checkpoints(given, source)
     if isinstance(allowed := given.get("allow"), dict):
         limited = {caller: permission for caller, permission in allowed.items() if permission != ANYTHING}
         given |= {"allow": tuple(allowed), "permissions": limited}
@@ -128,6 +130,21 @@ def _check_keys(given: Mapping[str, Any], source: Source) -> None:
     if both := given.get("peer_keys", {}).keys() & given.get("client_keys", {}).keys():
         field = source.field(min(both), "client_keys")
         raise ConfigError(f"{field}: it stands under [peer_keys] too; a name is an instance's or a client's")
+
+
+def _check_checkpoints(given: Mapping[str, Any], source: Source) -> None:
+    if given.get("checkpoints") is not Checkpoints.ON_STANDBY:
+        return
+    place = source.field("checkpoints")
+    if is_in_folder(given.get("log", "")):
+        raise ConfigError(f'{place}: "on-standby" is for a log in a database, as in log = "postgresql://..."')
+    if "log_key" in given:
+        raise ConfigError(f'{place}: "on-standby" goes without a log_key: only who writes a log can authenticate it')
+    if given.get("replay_check") is ReplayCheck.OFF:
+        raise ConfigError(
+            f'{place}: "on-standby" goes without replay_check = "off": a state is taken of a follower because its calls'
+            " are seen to be the same"
+        )
 
 
 def _check_metrics_files(given: Mapping[str, Any], source: Source) -> None:

@@ -53,6 +53,13 @@ class AppAuth(enum.StrEnum):
     NONE = "none"  # it need not: for clients that know only the base protocol
 
 
+class Checkpoints(enum.StrEnum):
+    """Whose app is asked for checkpoints while an instance runs."""
+
+    ON_PRIMARY = "on-primary"
+    ON_STANDBY = "on-standby"
+
+
 class Tuning(Struct, frozen=True):
     """Limits that few will ever change: the table [tuning]."""
 
@@ -152,6 +159,13 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         StoreUrl | None,
         says("Where checkpoints of more than 1 MiB of a log in a database go.", default="into the database"),
     ] = None
+    checkpoints: Annotated[
+        Checkpoints,
+        says(
+            "Whose app gives the checkpoints: the instance's own, or a follower's while there is one, for a log in a "
+            "database."
+        ),
+    ] = Checkpoints.ON_PRIMARY
     keep_checkpoints: Annotated[
         _Checkpoints | None, says("How many are kept, with the log after the oldest of them; all: for time travel.")
     ] = 2  # the newest, and one to fall back on

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from coordinator.core import notices
@@ -38,61 +38,50 @@ class _Told:
     seen_ns: int  # when it was last that bad
 
 
+@dataclass(slots=True)
 class BackPressure:
-    def __init__(
-        self,
-        limits: Limits,
-        session: AppSession,
-        log: GroupCommit,
-        peers: Peers,
-        checkpoints: Checkpointing,
-        impulses: Impulses,
-        stopping: Stopping,
-        pausing: Pausing,
-        turn: Turn,
-    ) -> None:
-        self.paused = False
-        self.held_up_for: list[str] = []  # ONESELF among them where the own log is what is too slow
-        self._limits = limits
-        self._session = session
-        self._log = log
-        self._peers = peers
-        self._checkpoints = checkpoints
-        self._impulses = impulses
-        self._stopping = stopping
-        self._pausing = pausing
-        self._turn = turn
-        self._told: dict[str, _Told] = {}
+    limits: Limits
+    session: AppSession
+    log: GroupCommit
+    peers: Peers
+    checkpoints: Checkpointing
+    impulses: Impulses
+    stopping: Stopping
+    pausing: Pausing
+    turn: Turn
+    paused: bool = False
+    held_up_for: list[str] = field(default_factory=list)  # ONESELF among them where the own log is what is too slow
+    _told: dict[str, _Told] = field(default_factory=dict)
 
     def look(self) -> None:
         """Pause or resume the app, and tell the operator what has changed for the streams."""
-        limits, peers, effects = self._limits, self._peers, self._turn.effects
+        limits, peers, effects = self.limits, self.peers, self.turn.effects
         if peers.busy or self._told:
             spilling = peers.spilling
             self.held_up_for = spilling.full
             if self.held_up_for or self._told or spilling.kept_bytes:
-                effects.extend(self._look(peers, self._turn.now_ns))
+                effects.extend(self._look(peers, self.turn.now_ns))
         else:  # nothing waits for anybody
             self.held_up_for = []
         full = (
-            self._log.from_app_bytes > limits.log_pending_bytes
-            or self._checkpoints.chunks_pending_bytes > limits.chunks_pending_bytes
+            self.log.from_app_bytes > limits.log_pending_bytes
+            or self.checkpoints.chunks_pending_bytes > limits.chunks_pending_bytes
             # ... the last checkpoint comes behind what the app has sent
-            or (bool(self.held_up_for) and not self._stopping.asked)
-            or (self._impulses.held_bytes > limits.log_pending_bytes and self._app_has_nothing_to_do)
-            or self._stopping.hands_over
+            or (bool(self.held_up_for) and not self.stopping.asked)
+            or (self.impulses.held_bytes > limits.log_pending_bytes and self._app_has_nothing_to_do)
+            or self.stopping.hands_over
         )
-        if full != self.paused and self._session.phase is not Phase.WAITING:
+        if full != self.paused and self.session.phase is not Phase.WAITING:
             self.paused = full
             effects.append(PauseApp() if full else ResumeApp())
 
     @property
     def _app_has_nothing_to_do(self) -> bool:
         """Nobody waits for what the app sends: no record is on its way to it, no checkpoint from it."""
-        session = self._session
-        has_all = session.fed_sequence_id == self._log.durable_sequence_id or self._pausing.is_paused
+        session = self.session
+        has_all = session.fed_sequence_id == self.log.durable_sequence_id or self.pausing.is_paused
         has_nothing = has_all and session.unsent_bytes <= 0
-        return has_nothing and session.phase is Phase.NORMAL and not self._stopping.asked
+        return has_nothing and session.phase is Phase.NORMAL and not self.stopping.asked
 
     def _look(self, peers: Peers, now_ns: int) -> Iterator[Report]:
         spill_is_full = bool(self.held_up_for) and peers.spilling.is_full
@@ -126,10 +115,10 @@ class BackPressure:
         if load is Load.WAITED_FOR:
             return Report(notices.AppWaitsFor(*waits))
         state = "takes its messages too slowly" if stream.state is StreamState.OPEN else "takes no messages"
-        limit_mib = _mib(self._limits.output_memory_bytes)
+        limit_mib = _mib(self.limits.output_memory_bytes)
         if load is Load.SPILLED:
             return Report(notices.Spills(*waits, state, limit_mib))
-        return Report(notices.HeldUp(*waits, state, limit_mib, _mib(self._limits.spill_limit_bytes)))
+        return Report(notices.HeldUp(*waits, state, limit_mib, _mib(self.limits.spill_limit_bytes)))
 
 
 def _mib(size_bytes: int) -> float | int:

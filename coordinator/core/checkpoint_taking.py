@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coordinator.core import notices
+from coordinator.core.adopting import Adopting
 from coordinator.core.app_outbox import AppOutbox
 from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.effects import Trim
@@ -16,8 +17,9 @@ from coordinator.core.errors import AppProtocolError
 from coordinator.core.failing import Failing
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.interfaces import ONESELF, CheckpointHeader, VersionStart
-from coordinator.core.lifecycle import BEHIND, Lifecycle
+from coordinator.core.lifecycle import BEHIND, Lifecycle, Proof
 from coordinator.core.log_access import LogAccess
+from coordinator.core.offering import Offering
 from coordinator.core.session import AWAITING_CHECKPOINT, AppSession, Phase, Step
 from coordinator.core.stopping import Stopping
 from coordinator.core.streams.intake import Intake
@@ -48,15 +50,25 @@ class CheckpointTaking:
     lifecycle: Lifecycle
     stopping: Stopping
     wakes: Wakes
+    offering: Offering
+    adopting: Adopting
 
     def ask_if_due(self) -> None:
         """To be called while the app has time for one, and none waits to become durable."""
         session, checkpoints, stopping = self.session, self.checkpoints, self.stopping
-        if stopping.feeds_no_more:
+        if stopping.feeds_no_more or self.offering.takes_blob:  # an app gives one at a time
+            return
+        is_apps = stopping.asked or self.lifecycle.proof is BEHIND
+        adopting, wanted = self.adopting, checkpoints.wanted
+        if adopting.waits and not is_apps:
             return
         logged_bytes = self.log.logged_bytes
-        if stopping.asked or self.lifecycle.proof is BEHIND or checkpoints.is_due(logged_bytes, self.turn.now_ns):
+        if is_apps or checkpoints.is_due(logged_bytes, self.turn.now_ns):
             checkpoints.asked(logged_bytes)
+            # One that was promoted shows by its next checkpoint that it has made all that the log knows of.
+            if not is_apps and self.lifecycle.proof is Proof.COMPLETE and adopting.begin(at_once=wanted):
+                return
+            adopting.give_up()
             stopping.checkpoint_asked()
             session.advance(Step.CHECKPOINT_ASKED)
             session.checkpoint_sequence_id = session.fed_sequence_id
@@ -66,6 +78,9 @@ class CheckpointTaking:
 
     def blob_began(self) -> None:
         session = self.session
+        if self.offering.takes_blob:
+            self.offering.began()
+            return
         if session.phase not in AWAITING_CHECKPOINT or self.checkpoints.on_its_way:
             raise AppProtocolError(
                 f"the app sent a Checkpoint in the phase {session.phase.value!r}, none was asked for"
@@ -81,6 +96,9 @@ class CheckpointTaking:
         self._begin()
 
     def blob_came(self, blob: BlobData) -> None:
+        if self.offering.takes_blob:
+            self.offering.came(blob.data, last=blob.last)
+            return
         if self.session.phase is Phase.UPGRADING:
             if blob.last:
                 self.upgrades.upgraded()
@@ -93,16 +111,28 @@ class CheckpointTaking:
 
     def snapshot_began(self, message: Message) -> None:
         phase = self.session.phase
+        if self.offering.takes_blob:
+            self.offering.began()
+            return
         if phase is not Phase.CHECKPOINTING or self.checkpoints.on_its_way:
             raise AppProtocolError(f"the app began a snapshot in the phase {phase.value!r}, none was asked for")
         self._begin()
 
     def snapshot_chunk(self, message: Message) -> None:
+        if self.offering.takes_blob:
+            self.offering.came(message.data, last=False)
+            return
         if not self._snapshot_is_on_its_way:
             raise AppProtocolError("the app sent a part of a snapshot that it had not begun")
         self._receive(message.data, last=False)
 
     def snapshot_ended(self, message: Message) -> None:
+        if self.offering.takes_blob and message.data:
+            self.offering.failed()
+            return
+        if self.offering.takes_blob:
+            self.offering.came(b"", last=True)
+            return
         if not self._snapshot_is_on_its_way:
             raise AppProtocolError("the app ended a snapshot that it had not begun")
         if not message.data:
@@ -177,13 +207,16 @@ class CheckpointTaking:
         group.transaction.version = VersionStart(session.description.version, -1, session.label)
         return group
 
-    def durable(self, header: CheckpointHeader) -> None:
-        """The checkpoint of ``header`` counts from now on."""
+    def durable(self, header: CheckpointHeader, *, adopted: bool = False) -> None:
+        """The checkpoint of ``header`` counts from now on. ``adopted``: a follower has taken it."""
         wake_at_ns = self.checkpoints.became_durable(header)
         if wake_at_ns is not None:
             self.wakes.checkpoint_at(wake_at_ns)
         self.failing.checkpoint_durable(header.sequence_id)
-        self.turn.report(notices.CheckpointTaken(header.checkpoint_id, header.sequence_id, header.size_bytes))
+        if adopted:
+            self.adopting.durable(header)
+        else:
+            self.turn.report(notices.CheckpointTaken(header.checkpoint_id, header.sequence_id, header.size_bytes))
         if not self.peers.ready:
             self.peers.became_ready(self.turn.now_ns)
         self.turn.effects.append(Trim())

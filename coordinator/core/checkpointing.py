@@ -48,6 +48,11 @@ class Checkpointing:
         self.wanted = False
         self._logged_bytes_at_last = logged_bytes
 
+    def next_id(self) -> int:
+        """For one that somebody else is asked for: nobody gets this ID again."""
+        self._next_id += 1
+        return self._next_id - 1
+
     def begin(
         self,
         sequence_id: int,
@@ -57,8 +62,7 @@ class Checkpointing:
         open_calls: Mapping[str, Sequence[int]],
     ) -> int:
         """Its state is that behind the record ``sequence_id``, and as far as ``outputs``; its ID."""
-        checkpoint_id = self._next_id
-        self._next_id += 1
+        checkpoint_id = self.next_id()
         self._writer = CheckpointWriter(
             checkpoint_id, sequence_id, version, outputs, unacknowledged, open_calls, self._limits.chunk_size_bytes
         )

@@ -3,7 +3,8 @@
 Duties of a driver:
 
 1. Commit and WriteCheckpointChunk reach the log in the order in which they were asked for, and are answered in it.
-   One that fails holds those behind it: they are neither done nor answered, up to the answer to the next ReadTail.
+   One that fails holds those behind it: none is answered up to the answer to the next ReadTail, and none is done but
+   one that was under way with it, where it was done itself.
 2. Nothing is answered as done before it is: Committed means durable. A log that another has taken answers Fenced.
 3. SendToApp's bytes go to the connection that was up when it was asked for, in order, or nowhere.
 4. SendToPeer is at least once and may be reordered; after ResetPeer nothing asked for before it is sent any more.
@@ -12,6 +13,7 @@ Duties of a driver:
 6. WakeAt is answered by one Tick once as much time has passed as was left to it, whatever the wall clock does
    meanwhile; a later WakeAt takes its place.
 7. After Stop nothing else is carried out.
+8. AskStandby and OfferCheckpoint get there, or not; OfferChunk is answered once each, in order.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from coordinator.core.interfaces import CheckpointHeader, Token, Transaction
+from coordinator.core.interfaces import CheckpointHeader, Offer, Token, Transaction
 from coordinator.core.notices import Notice
 from protocol.client import ClientFrame
 from protocol.errors import ImmortalError
@@ -63,6 +65,31 @@ class WriteCheckpointChunk(Struct):
     checkpoint_id: int
     index: int
     data: bytes
+
+
+class AskStandby(Struct):
+    """Have one that has caught up with the log take this checkpoint: CheckpointOffered may answer, of a later time."""
+
+    checkpoint_id: int
+    epoch: int
+
+
+class DropAsked(Struct):
+    """Nothing is wanted any more of who was asked by AskStandby: what it writes from now on is not taken."""
+
+
+class OfferChunk(Struct):
+    """Of who follows: as WriteCheckpointChunk, for the checkpoint that it was asked for. It may be refused."""
+
+    checkpoint_id: int
+    index: int
+    data: bytes
+
+
+class OfferCheckpoint(Struct):
+    """Tell who writes the log that the checkpoint is there, whole; its chunks are durable by then."""
+
+    offer: Offer
 
 
 class Trim(Struct):
@@ -190,6 +217,10 @@ Effect = (
     | AcquireRight
     | Commit
     | WriteCheckpointChunk
+    | AskStandby
+    | DropAsked
+    | OfferChunk
+    | OfferCheckpoint
     | Trim
     | ReadTail
     | LoadLog

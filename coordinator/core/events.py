@@ -18,7 +18,7 @@ from coordinator.core.effects import (
     WriteCheckpointChunk,
 )
 from coordinator.core.errors import LogError
-from coordinator.core.interfaces import Letter, LogSpace, LogSummary, OutputBatch, StoredClients, Token
+from coordinator.core.interfaces import Letter, LogSpace, LogSummary, Offer, OutputBatch, StoredClients, Token
 from coordinator.core.permissions import Permission
 from protocol.client import ClientFrame
 from protocol.handlers import Order
@@ -210,6 +210,33 @@ class ChunkWritten(Struct):
     size_bytes: int
 
 
+class StandbysChanged(Struct):
+    """``is_ready``: somebody follows the log, and has all of it but the last moment."""
+
+    is_ready: bool
+
+
+class CheckpointOffered(Struct):
+    """What AskStandby asked for is there."""
+
+    offer: Offer
+
+
+class CheckpointAsked(Struct):
+    """To who follows: the one that writes the log, in ``epoch``, asks for a checkpoint by this ID."""
+
+    checkpoint_id: int
+    epoch: int
+
+
+class ChunkOffered(Struct):
+    """Answers OfferChunk. ``problem``: why it was not taken; the checkpoint is not wanted any more, or can't be had."""
+
+    checkpoint_id: int
+    size_bytes: int
+    problem: str = ""
+
+
 class LogLoaded(Struct):
     """Answers LoadLog."""
 
@@ -342,6 +369,10 @@ Event = (
     | Fenced
     | TailRead
     | ChunkWritten
+    | StandbysChanged
+    | CheckpointOffered
+    | CheckpointAsked
+    | ChunkOffered
     | LogLoaded
     | CheckpointChecked
     | CheckpointChunkRead

@@ -15,7 +15,7 @@ import msgspec
 from coordinator.core import notices
 from coordinator.core.careful import Watch, message_in_words
 from coordinator.core.checkpointing import Checkpointing
-from coordinator.core.effects import Effect, Report, SendToApp
+from coordinator.core.effects import CloseApp, Effect, Report, SendToApp
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, LogSummary, Suspect, Transaction
@@ -62,6 +62,7 @@ class Failing:
     _suspect: Suspect = NO_SUSPECT  # as the log has it, or will
     _summary: LogSummary | None = None  # of the log that the session replays
     _settled_sequence_id: int = -1  # the session began behind this record, or has a checkpoint of it
+    _adopted_sequence_id: int = -1  # up to here a follower's checkpoint says what has become of messages
     _told: bool = False  # this session's app has its verdicts
     _leaving: bool = False
     _unlogged: dict[MessageKey, Verdict] = field(default_factory=dict)  # of apps that follow, and not in the log yet
@@ -81,6 +82,7 @@ class Failing:
         self._summary = summary
         self._settled_sequence_id = settled_sequence_id
         self._told = self._leaving = False
+        self._adopted_sequence_id = -1
         self._awaited.clear()
 
     def introduce(self) -> None:
@@ -133,6 +135,10 @@ class Failing:
         """
         return not self._awaited and not self._unlogged
 
+    def agrees_up_to(self, sequence_id: int) -> bool:
+        """As :attr:`is_at_one`, of the messages up to this record."""
+        return not any(key[0] <= sequence_id for key in (*self._awaited, *self._unlogged))
+
     def forget_unlogged(self) -> None:
         """The app that has said it is gone."""
         self._unlogged = {}
@@ -142,6 +148,10 @@ class Failing:
     def checkpoint_durable(self, sequence_id: int) -> None:
         self._settled_sequence_id = sequence_id
         self.verdicts.forget_until(sequence_id)
+
+    def checkpoint_adopted(self, sequence_id: int) -> None:
+        """The log has a checkpoint of a follower, whose app may have handled what this one is still at."""
+        self._adopted_sequence_id = sequence_id
 
     def end_well(self, transaction: Transaction) -> None:
         """The app is said goodbye to, behind its last checkpoint: it has lived through everything."""
@@ -231,11 +241,23 @@ class Failing:
                 f"at most {TEXT_CHARACTERS_MAX} are allowed"
             )
         self._awaited.discard(verdict.key)
-        if self.right.writes and not self.peers.following:
+        if verdict.sequence_id <= self._adopted_sequence_id:
+            self._begin_anew(verdict)
+        elif self.right.writes and not self.peers.following:
             self.give(_clipped(verdict), from_app=True)
         elif self.verdicts.known(verdict.key) is None:
             self._unlogged[verdict.key] = _clipped(verdict)
             self.verdicts.know([_clipped(verdict)])
+
+    def _begin_anew(self, verdict: Verdict) -> None:
+        """The log has a checkpoint behind that message, with the state of an app for which it did not fail. What this
+        app has sent behind the verdict is not read any more, so nobody has heard of it."""
+        where = message_in_words(verdict.sequence_id, verdict.message_index, verdict.caller)
+        self._report(
+            notices.AppBeginsAnew(f"{where} has failed here and not at the standby whose checkpoint the log has by now")
+        )
+        self.session.refused = True
+        self.effects.append(CloseApp())
 
     def give(self, verdict: Verdict, *, from_app: bool = False) -> Group | None:
         """Nothing leaves from here on before it is durable. None if there is one on that message already."""

@@ -113,6 +113,12 @@ class GroupCommit:
         self._count(group, size_bytes, from_app)
         return group
 
+    def append_no_message(self) -> None:
+        """Have a record without messages: for the marks that it has."""
+        group = self._waiting[-1]
+        group.chunks.append(b"")
+        group.required = True
+
     @property
     def open_sequence_id(self) -> int:
         """Of the record that the open group becomes, if it has input."""

@@ -151,6 +151,18 @@ class CheckpointHeader:
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """A checkpoint that a follower has taken for who writes the log in ``epoch``, and whose chunks are in the log.
+
+    ``verdicts``: on which messages, up to its record and behind the checkpoint that it began with, its app had one.
+    """
+
+    epoch: int
+    header: CheckpointHeader
+    verdicts: Sequence[MessageKey] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ClientPosition:
     """How much of one client's requests is in the log.
 
@@ -240,6 +252,7 @@ class Transaction(Struct):
     spilled: list[SpilledBatch] = []
     spilled_ends: dict[str, int] = {}  # what the log has spilled behind that position goes
     checkpoint: CheckpointHeader | None = None  # its blob's chunks were written before
+    adopts: bool = False  # ... by a follower
     version: VersionStart | None = None  # the version that begins with this checkpoint
     verdicts: list[Verdict] = []  # each once; those that are letters are kept as such, too
     letters_removed: list[MessageKey] = []  # dead letters that were retried or dropped, or that there is no room for
@@ -266,7 +279,8 @@ class Transaction(Struct):
             self.clients_forgotten_ns = later.clients_forgotten_ns
         self.spilled += later.spilled
         self.spilled_ends.update(later.spilled_ends)
-        self.checkpoint = later.checkpoint or self.checkpoint  # of two, the later one makes the other superfluous
+        if later.checkpoint is not None:  # of two, the later one makes the other superfluous
+            self.checkpoint, self.adopts = later.checkpoint, later.adopts
         require(self.version is None or later.version is None, "two versions begin in one transaction")
         self.version = self.version or later.version
         self.verdicts += later.verdicts
@@ -330,6 +344,10 @@ class LogStore(Protocol):
         """It may take as long as another machine likes: a loop that others wait for asks it for nothing itself."""
 
     @property
+    def appends_max(self) -> int:
+        """As many small commits are worth being under way at once; 1: :meth:`begin` begins none."""
+
+    @property
     def lost(self) -> LogError | None:
         """Set where another one has taken the log over since, which an append would be told. Any thread."""
 
@@ -347,6 +365,15 @@ class LogStore(Protocol):
     def give_up(self) -> None:
         """Write no more, so that others may: what is closed does so as well. Reads go on."""
 
+    def ask_standby(self, name: str, checkpoint_id: int, epoch: int) -> None:
+        """Ask the standby ``name`` for a checkpoint. Raises LogError. These three are for any thread, one at a time."""
+
+    def drop_asked(self) -> None:
+        """What was asked for is not wanted any more. Raises LogError."""
+
+    def take_offer(self) -> Offer | None:
+        """What the standby that was asked last has to say; None: nothing yet. Raises LogError."""
+
     def summary(self) -> LogSummary: ...
 
     def clients(self) -> StoredClients:
@@ -358,6 +385,18 @@ class LogStore(Protocol):
         Raises LogFullError or LogSyncError; after either the store accepts no further commit. Raises
         LogUnavailableError where nobody knows whether it was done: :meth:`tail` says.
         """
+
+    def begin(self, transaction: Transaction, ticket: int) -> bool:
+        """As :meth:`commit`, but wait for nothing: :meth:`finish` says that it is durable. All that was begun is
+        finished before anything else is written. False: this one can't be begun. It counts as begun where this raises
+        LogUnavailableError."""
+
+    def finish(self, *, wait: bool) -> bool:
+        """Whether the oldest commit that was begun is durable by now. ``wait``: for that. Raises as :meth:`commit`:
+        all that were begun are as unknown then, or as little done, as that one."""
+
+    def waits_for(self) -> tuple[int, int]:
+        """A file descriptor and events of select.poll: when :meth:`finish` may have something to do."""
 
     def tail(self) -> tuple[int, int]:
         """The ticket of the last commit that is durable (0: none of this writer is), and the last sequence ID.

@@ -200,14 +200,20 @@ class Lifecycle:
         Raises FollowerError.
         """
         session, versions = self.session, self.upgrades.versions
+        problem = ""
         if len(summary.versions) > len(versions.starts):
             started, had = summary.versions[-1], versions.current
-            raise FollowerError(
-                f"the log goes on with version {started.version} of the app behind record {started.sequence_id}, and "
-                f"this follower runs version {had}: start it again with the new code"
-            )
-        problem = ""
-        if summary.last_sequence_id < session.fed_sequence_id:
+            if started.version != versions.upgrade_to or len(summary.versions) > len(versions.starts) + 1:
+                raise FollowerError(
+                    f"the log goes on with version {started.version} of the app behind record {started.sequence_id}, "
+                    f"and this follower runs version {had}: start it again with the new code"
+                )
+            if not versions.goes_on_with(started, session.fed_sequence_id):
+                problem = f"record {started.sequence_id} was the last one of the old version, the next have the new one"
+                self.load(summary)
+        if problem:
+            pass
+        elif summary.last_sequence_id < session.fed_sequence_id:
             problem = f"the log ends with record {summary.last_sequence_id}, it was cut or replaced"
         elif summary.first_sequence_id > session.fed_sequence_id + 1:
             problem = f"the log begins with record {summary.first_sequence_id} by now, what is before is trimmed away"

@@ -188,6 +188,13 @@ class Limits:
     checkpoint_age_ns: int | None = None
     """The last checkpoint's age: beyond it, and if there is anything new in the log, the app is asked for the next."""
 
+    checkpoints_on_standby: bool = False
+    """A checkpoint that is due is asked of who follows, not of the app."""
+
+    standby_checkpoint_ns: int = 120_000_000_000
+    """So long a checkpoint that is due waits for who follows; then the app is asked for it, so that the log stays
+    bounded."""
+
     letters_max: int = 10_000
     """Dead letters kept for an operator; beyond it the oldest go."""
 

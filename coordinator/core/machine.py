@@ -14,6 +14,7 @@ from typing import Any
 
 from coordinator.core import events as ev
 from coordinator.core import notices
+from coordinator.core.adopting import Adopting
 from coordinator.core.app_clock import AppClock
 from coordinator.core.app_inbox import AppInbox
 from coordinator.core.app_outbox import AppOutbox
@@ -37,6 +38,7 @@ from coordinator.core.lifecycle import BEHIND, Lifecycle
 from coordinator.core.limits import Limits
 from coordinator.core.log_access import LogAccess
 from coordinator.core.log_room import LogRoom
+from coordinator.core.offering import Offering
 from coordinator.core.pausing import Pausing
 from coordinator.core.permissions import Permission
 from coordinator.core.queries import Queries
@@ -156,6 +158,23 @@ class Machine:
             stopping,
             pausing,
         )
+        self._offering = Offering(
+            turn,
+            right,
+            outbox,
+            session,
+            log,
+            peers,
+            intake,
+            failing,
+            self._checkpoints,
+            self._versions,
+            policy,
+            limits,
+        )
+        self._adopting = Adopting(
+            turn, session, log, epoch, peers, failing, self._checkpoints, self._versions, limits, self._wakes
+        )
         self._taking = CheckpointTaking(
             name,
             turn,
@@ -171,6 +190,8 @@ class Machine:
             self._lifecycle,
             stopping,
             self._wakes,
+            self._offering,
+            self._adopting,
         )
         self._inbox = AppInbox(
             name,
@@ -194,7 +215,7 @@ class Machine:
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.Started: self._taking_over.started,
             ev.RightHeld: self._taking_over.held,
-            ev.RightGranted: self._taking_over.granted,
+            ev.RightGranted: self._right_granted,
             ev.AppConnected: self._lifecycle.connected,
             ev.AppData: self._inbox.received,
             ev.AppSent: self._app_sent,
@@ -215,8 +236,12 @@ class Machine:
             ev.HandlerOrdered: handlers.order,
             ev.Committed: self._committed,
             ev.ChunkWritten: self._chunk_written,
+            ev.StandbysChanged: self._adopting.standbys_changed,
+            ev.CheckpointOffered: self._adopting.offered,
+            ev.CheckpointAsked: self._offering.asked,
+            ev.ChunkOffered: self._offering.chunk_offered,
             ev.LogLoaded: self._was_read(self._log_loaded),
-            ev.CheckpointChecked: self._was_read(self._lifecycle.checkpoint_checked),
+            ev.CheckpointChecked: self._was_read(self._checkpoint_checked),
             ev.CheckpointChunkRead: self._was_read(self._feeding.checkpoint_chunk_read),
             ev.RecordsRead: self._was_read(self._feeding.records_read),
             ev.SpilledRead: self._was_read(self._spilled_read),
@@ -284,6 +309,8 @@ class Machine:
             self._taking_over.go_on()  # that may have brought the app to where it follows
         else:
             self._feeding.feed()
+        if self._offering.waits:
+            self._offering.go_on()
         if self._waiting.waits:
             self._waiting.go_on()
         if self._queries.waits:
@@ -296,6 +323,8 @@ class Machine:
         for answers in peers.take_answers():
             clients.answered(answers)
         clients.flush()
+        if self._adopting.is_under_way and self._session.phase is NORMAL:
+            self._adopting.go_on()
         while self._log.commits_next:
             self._commit(now_ns)
 
@@ -312,6 +341,14 @@ class Machine:
             self._stop(None)
 
     # --- the log -----------------------------------------------------------------------------------------------------
+
+    def _right_granted(self, event: ev.RightGranted) -> None:
+        self._taking_over.granted(event)
+        self._offering.took_over()
+
+    def _checkpoint_checked(self, event: ev.CheckpointChecked) -> None:
+        if not self._adopting.checked(event):
+            self._lifecycle.checkpoint_checked(event)
 
     def _log_loaded(self, event: ev.LogLoaded) -> None:
         was_loaded = self._session.is_loaded
@@ -372,7 +409,7 @@ class Machine:
         if transaction.version is not None:
             self._upgrades.began(transaction.version)
         if transaction.checkpoint is not None:
-            self._taking.durable(transaction.checkpoint)
+            self._taking.durable(transaction.checkpoint, adopted=transaction.adopts)
 
     def _chunk_written(self, event: ev.ChunkWritten) -> None:
         self._access.written()
@@ -469,6 +506,8 @@ class Machine:
         self._peers.forget_outputs()
         self._checkpoints.abandon()
         self._checkpoints.wanted = False
+        self._offering.app_lost()
+        self._adopting.app_lost()
         self._lifecycle.app_lost()
         self._back_pressure.paused = False
         self._impulses.forget()

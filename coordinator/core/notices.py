@@ -132,6 +132,14 @@ class FollowerBeginsAnew(Notice):
     problem: str
 
 
+class AppBeginsAnew(Notice):
+    """A checkpoint that the log has, of a follower, says otherwise than the app, which is later."""
+
+    level = "warning"
+    template = "{problem}; the app begins anew, at that checkpoint"
+    problem: str
+
+
 class WaitsForReceivers(Notice):
     """A log that was cut can't be recovered before all receivers of this instance's calls are up."""
 
@@ -202,6 +210,41 @@ class CheckpointTaken(Notice):
     checkpoint: int
     after_record: int
     size_bytes: int = msgspec.field(name="bytes")
+
+
+class CheckpointAdopted(Notice):
+    """A checkpoint that a follower has taken is durable."""
+
+    template = "checkpoint taken by a standby"
+    checkpoint: int
+    after_record: int
+    size_bytes: int = msgspec.field(name="bytes")
+
+
+class CheckpointOffered(Notice):
+    """Of a follower: a checkpoint that the one that writes the log has asked for is in the log, and may be adopted."""
+
+    template = "checkpoint taken for the one that writes the log"
+    checkpoint: int
+    after_record: int
+    size_bytes: int = msgspec.field(name="bytes")
+
+
+class OfferRefused(Notice):
+    """Of a follower: what it was asked for is not wanted any more, or can't be put into the log."""
+
+    level = "debug"
+    template = "the checkpoint that was asked for is given up: {problem}"
+    checkpoint: int
+    problem: str
+
+
+class StandbyTakesNone(Notice):
+    """A checkpoint was to come from a follower, and is asked of the instance's own app in the end."""
+
+    level = "warning"
+    template = "no standby took the checkpoint that is due ({reason}): the app takes it"
+    reason: str
 
 
 class CheckpointFailed(Notice):

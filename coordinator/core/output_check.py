@@ -138,6 +138,11 @@ class OutputCheck:
         while self._logged and self._logged[0].last_position <= last.position:
             self._logged_size_bytes -= len(self._logged.popleft().payload)
 
+    def has_confirmed(self, mark: OutputMark) -> bool:
+        """A mark of the log has shown that the replay made the same up to ``mark``, impulses left out."""
+        confirmed = self._confirmed
+        return not self._told and (confirmed.position >= mark.position or confirmed.checksum == mark.checksum)
+
     def finish(self) -> None:
         """The replay is complete and holds nothing back. Raises OutputDivergenceError if it has made too little."""
         if self._expected:

@@ -1,6 +1,8 @@
-"""Batches of an output stream, cut at the borders of their messages."""
+"""Batches of an output stream, cut at the borders of their messages, and joined."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from coordinator.core.errors import require
 from coordinator.core.interfaces import OutputBatch
@@ -32,6 +34,14 @@ def fitting(batch: OutputBatch, size_bytes_max: int) -> tuple[OutputBatch, Outpu
         count = max(1, min(count - 1, count * size_bytes_max // offset))
         offset = offset_after(batch.payload, count, batch.count)
     return (batch, None) if count == batch.count else _cut_at(batch, count, offset)
+
+
+def join(batches: Sequence[OutputBatch]) -> OutputBatch:
+    """One or more batches, each at the position behind the one before it, as one."""
+    if len(batches) == 1:
+        return batches[0]
+    payload = b"".join([batch.payload for batch in batches])
+    return OutputBatch(batches[0].first_position, sum([batch.count for batch in batches]), payload)
 
 
 def _cut_at(batch: OutputBatch, count: int, offset: int) -> tuple[OutputBatch, OutputBatch]:

@@ -97,7 +97,7 @@ class Queries:
             return
         refusal = self._refusal(frame, caller)
         if refusal is not None:
-            self.clients.refuse(token, frame, *refusal)
+            self.clients.answers.refuse(token, frame, *refusal)
             return
         query = _Query(token, frame, caller, *decode_query_call(frame.payload))
         self._open[query.key] = query
@@ -133,7 +133,7 @@ class Queries:
             or self._open_bytes + len(frame.payload) > max(limits.queries_bytes, len(frame.payload))
         ):
             return ClientCode.BUSY, f"{self.name!r} has {len(self._open)} queries to answer, {asker_count} of them here"
-        open_count = self.clients.open_of(caller) + asker_count
+        open_count = self.clients.table.open_by[caller] + asker_count
         if not self.intake.first_of(caller, frame.payload, 1, now_ns, open_count)[0]:
             return ClientCode.BUSY, f"{caller!r} has used up what it may call of {self.name!r} for now"
         return None
@@ -192,7 +192,7 @@ class Queries:
     def _tell(self, query: _Query, reply: Reply) -> None:
         self._close(query)
         self.answered_count += 1
-        self.clients.answer_query(query.token, query.frame, reply)
+        self.clients.answers.answer_query(query.token, query.frame, reply)
 
     def _close(self, query: _Query) -> None:
         del self._open[query.key]
@@ -210,7 +210,7 @@ class Queries:
         for query in list(self._open.values()):
             self._close(query)
             text = f"the app of {self.name!r} has ended before it answered"
-            self.clients.refuse(query.token, query.frame, ClientCode.NOT_READY, text)
+            self.clients.answers.refuse(query.token, query.frame, ClientCode.NOT_READY, text)
         self._waiting.clear()
         self._asked.clear()
         self._room = ROOM_MIN

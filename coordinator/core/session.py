@@ -161,6 +161,7 @@ class AppSession:
         self.refused = False  # it broke the protocol; nothing more is read
         self.attached: set[str] = set()
         self.upgraded = False  # it has answered an UpgradeTakeCheckpoint: it may take itself for primary
+        self.upgraded_sequence_id = -2  # ... behind this record; -2: it has not
         self.fed_sequence_id = -1  # the last record given to the app
         self.replay_target = -1  # the last record it gets before it is primary
         self.checkpoint_sequence_id = -1  # the last record it got before it was asked for a checkpoint

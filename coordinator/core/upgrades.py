@@ -70,6 +70,7 @@ class Upgrades:
         """The app has sent the checkpoint that an upgrade begins with."""
         session = self.session
         session.upgraded = True
+        session.upgraded_sequence_id = session.fed_sequence_id
         if self._repeated is not None:
             self._repeated = None
             session.advance(Step.UPGRADE_REPLAYED)

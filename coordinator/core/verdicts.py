@@ -54,6 +54,10 @@ class Verdicts:
         """No replay begins before this record. The log has them still."""
         self._known = {key: verdict for key, verdict in self._known.items() if key[0] > sequence_id}
 
+    def known_until(self, sequence_id: int) -> list[MessageKey]:
+        """On which messages of records up to this one there is a verdict that a replay is to be told."""
+        return sorted(key for key in self._known if key[0] <= sequence_id)
+
     @property
     def known_count(self) -> int:
         return len(self._known)

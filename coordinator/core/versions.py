@@ -32,6 +32,14 @@ class Versions:
         """A replay begins at this checkpoint: it passes the versions that began behind it."""
         self._ahead = deque(behind(self.starts, header))
 
+    def goes_on_with(self, start: VersionStart, fed_sequence_id: int) -> bool:
+        """A log that is followed has another version now, which the code that follows it knows; False where that was
+        given records of it as the old one."""
+        if fed_sequence_id > start.sequence_id:
+            return False
+        self._ahead.append(start)
+        return True
+
     def began(self, start: VersionStart) -> None:
         self.starts.append(start)
         self.upgrade_to = None

@@ -22,10 +22,16 @@ class Wakes:
     _held_back_ns: int | None = None  # for senders that have used up their rate
     _turn_ns: int | None = None  # for batches that wait for their turn
     _log_ns: int | None = None  # for a log that does not answer
+    _standby_ns: int | None = None  # for a checkpoint of who follows
 
     def checkpoint_at(self, time_ns: int) -> None:
         self._checkpoint_ns = time_ns
         self._plan()
+
+    def standby_at(self, time_ns: int) -> None:
+        if self._standby_ns is None or time_ns < self._standby_ns:
+            self._standby_ns = time_ns
+            self._plan()
 
     def log_at(self, time_ns: int | None) -> None:
         self._log_ns = time_ns
@@ -64,6 +70,8 @@ class Wakes:
             self._turn_ns = None
         if self._log_ns is not None and now_ns >= self._log_ns:
             self._log_ns = None
+        if self._standby_ns is not None and now_ns >= self._standby_ns:
+            self._standby_ns = None
         self._plan()
 
     def _plan(self) -> None:
@@ -75,6 +83,7 @@ class Wakes:
             self._held_back_ns,
             self._turn_ns,
             self._log_ns,
+            self._standby_ns,
         )
         due_ns = [at_ns for at_ns in wishes_ns if at_ns is not None]
         if due_ns:

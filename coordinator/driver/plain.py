@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.interfaces import LogStore
-from coordinator.driver.ports import Read, Write
+from coordinator.driver.ports import Offered, Read, Write
 from coordinator.driver.reads import answer
 
 
@@ -102,6 +102,15 @@ class PlainLog:
         return ev.ChunkWritten(len(job.data))
 
     def trim(self, effect: ef.Trim) -> None:
+        pass
+
+    def ask_standby(self, effect: ef.AskStandby) -> None:
+        pass
+
+    def drop_asked(self, effect: ef.DropAsked) -> None:
+        pass
+
+    def offer(self, effect: Offered) -> None:
         pass
 
     def run_inline(self) -> None:

@@ -13,6 +13,7 @@ from coordinator.core import effects as ef
 from coordinator.core.events import Event
 
 Write = ef.Commit | ef.WriteCheckpointChunk
+Offered = ef.OfferChunk | ef.OfferCheckpoint
 StoreRead = ef.LoadLog | ef.CheckCheckpoint | ef.ReadCheckpointChunk | ef.ReadRecords | ef.ReadSpilled | ef.ReadLetters
 """What an open log answers by itself."""
 Read = StoreRead | ef.ReadTail
@@ -72,9 +73,9 @@ class PeerPort(Protocol):
 class LogPort(Protocol):
     """The log. Each request is answered by an event in the inbox, at once or later: writes in their order.
 
-    A write that is answered by a LogFailed that may pass may have been done or not. What was submitted behind it is
-    neither done nor answered, up to a ReadTail: that is answered with where the log ends, and from there on things are
-    written again.
+    A write that is answered by a LogFailed that may pass may have been done or not. What was submitted behind it, up to
+    a ReadTail, is not answered; it is not done unless it was under way with it and that one was done. The ReadTail is
+    answered with where the log ends, and from there on things are written again.
     """
 
     def acquire(self, effect: ef.AcquireRight, /) -> None: ...
@@ -83,6 +84,13 @@ class LogPort(Protocol):
         """Raises nothing: what fails is answered by LogFailed."""
 
     def trim(self, effect: ef.Trim, /) -> None: ...
+
+    def ask_standby(self, effect: ef.AskStandby, /) -> None: ...
+
+    def drop_asked(self, effect: ef.DropAsked, /) -> None: ...
+
+    def offer(self, effect: Offered, /) -> None:
+        """Of who follows; another's log by now, or not reached: chunks are answered all the same."""
 
     @property
     def has_inline(self) -> bool:

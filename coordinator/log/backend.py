@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
-from coordinator.core.errors import LogError
+from coordinator.core.errors import LogError, fail
 from coordinator.core.interfaces import Standby
 from coordinator.fault_points import FaultPoint
 from coordinator.log.findings import Finding
@@ -137,6 +137,8 @@ class Backend(ReadBackend, Protocol):
     """Why it accepts nothing more."""
     is_remote: bool = False
     """An append or a look may take as long as another machine likes: not for a loop that others wait for."""
+    appends_max: int = 1
+    """As many small appends are worth being under way at once. More than one: :meth:`begin` and what goes with it."""
     fence: int
     """The writer's term, for its appends; 0 where a lock alone keeps others off."""
     mended: list[str]
@@ -166,10 +168,27 @@ class Backend(ReadBackend, Protocol):
         Raises LogUnavailableError where nobody knows whether it was done: :meth:`resolve` comes next.
         """
 
-    def resolve(self) -> bool:
-        """Whether the append that raised LogUnavailableError was done; if not, it never will be. False where none was
-        open. The fence may be another one from here on. Raises LogUnavailableError, FencedError, LogError."""
+    def begin(self, append: Append) -> bool:
+        """Send it, behind those that were begun and are not finished, and wait for nothing. False: that can't be, so
+        it is for :meth:`append` once those are finished. Raises as that; it counts as begun where it is unknown."""
         return False
+
+    def finish(self, *, wait: bool) -> bool:
+        """Whether the oldest one that was begun is durable by now. ``wait``: for that. Raises as :meth:`append`.
+
+        What is raised is of that one; those behind it are as unknown, or as little done, as it is.
+        """
+        fail("nothing was begun")
+
+    def waits_for(self) -> tuple[int, int]:
+        """A file descriptor and events of select.poll: when :meth:`finish` may have something to do."""
+        fail("nothing was begun")
+
+    def resolve(self) -> int:
+        """How many were done, the oldest first, of the append that raised LogUnavailableError and of those that had
+        been begun with it; the others never will be. 0 where none was open. The fence may be another one from here on.
+        Raises LogUnavailableError, FencedError, LogError."""
+        return 0
 
     def space(self) -> Space: ...
 
@@ -188,6 +207,21 @@ class Backend(ReadBackend, Protocol):
     def keep_apart(self, name: str, rows: Iterable[Row]) -> Path:
         """Write ``rows``, table by table and in the order of their keys, into a log of its own; where that is."""
         raise only_in_folders(self.where, "cut")
+
+    def ask_standby(self, name: str, checkpoint_id: int, epoch: int) -> None:
+        """Ask the standby ``name`` for that checkpoint. What was asked for before is not taken any more.
+
+        Raises LogUnavailableError, LogError, as :meth:`drop_asked` and :meth:`take_offer` do.
+        """
+        raise LogError(f"nobody else writes chunks into {self.where}")
+
+    def drop_asked(self) -> None:
+        """Nothing is asked of anybody."""
+        return
+
+    def take_offer(self) -> bytes | None:
+        """What the standby has said that was asked last; None: nothing yet."""
+        return None
 
     def settle(self) -> None:
         """Bring to its place what is durable and waits somewhere else for that."""
@@ -306,8 +340,25 @@ class Place(Protocol):
         raise LogError(f"the log {self.where} can't be made as a copy: in a folder or in PostgreSQL it can")
 
 
+class Asked(Struct, frozen=True):
+    """A checkpoint that the writer of ``fence`` has asked a standby for; ``epoch``: as the core counts them."""
+
+    fence: int
+    checkpoint_id: int
+    epoch: int
+
+
 class Following(Protocol):
     """A follower, as the writer knows of it. One thread."""
+
+    asked: Asked | None
+    """The checkpoint that the writer wants of it, as of a moment ago."""
+
+    def put_chunk(self, asked: Asked, index: int, value: bytes) -> None:
+        """Keep a sealed chunk under its own key, which is new. Raises LogError where nobody wants it any more."""
+
+    def offer(self, asked: Asked, offer: bytes) -> None:
+        """Tell the writer that all chunks are there. Raises LogError."""
 
     def say(self, *, is_ready: bool) -> None:
         """Whether its app has all that the log has, so that it could take over at once."""

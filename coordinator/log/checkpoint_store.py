@@ -65,9 +65,12 @@ class CheckpointWriter:
             self._pending = PendingBlob(checkpoint_id)
         self._pending.add(data)
 
-    def put_header(self, view: View, header: CheckpointHeader, changes: Changes) -> None:
-        """Header and outputs go into ``changes``; the blob must be there, with the header's size and CRC."""
-        pending = self._pending
+    def put_header(self, view: View, header: CheckpointHeader, changes: Changes, *, adopts: bool = False) -> None:
+        """Header and outputs go into ``changes``; the blob must be there, with the header's size and CRC.
+
+        ``adopts``: somebody else has written it, and it was read and compared with its CRC since.
+        """
+        pending = _written_by_another(view, header) if adopts else self._pending
         if pending is None or pending.checkpoint_id != header.checkpoint_id:
             pending = PendingBlob(header.checkpoint_id)
         pending.require_complete(header)
@@ -83,6 +86,18 @@ class CheckpointWriter:
 
     def header_committed(self) -> None:
         self._pending = None
+
+
+def _written_by_another(view: View, header: CheckpointHeader) -> PendingBlob:
+    pending = PendingBlob(header.checkpoint_id, check=header.check)
+    for key, size_bytes in view.sizes("chunks", CHUNK_KEY.pack(header.checkpoint_id, 0)):
+        checkpoint_id, index = CHUNK_KEY.unpack(key)
+        if checkpoint_id != header.checkpoint_id:
+            break
+        require(index == pending.chunk_count, f"chunk {pending.chunk_count} of checkpoint {checkpoint_id} is missing")
+        pending.chunk_count += 1
+        pending.size_bytes += size_bytes - log_format.CRC_SIZE_BYTES
+    return pending
 
 
 def checkpoint_spans(checkpoint_id: int) -> list[Span]:

@@ -6,14 +6,23 @@ import contextlib
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogUnavailableError, fail
+from coordinator.core.errors import (
+    DamagedCheckpointError,
+    DamagedLogError,
+    LogError,
+    LogUnavailableError,
+    fail,
+    require,
+)
 from coordinator.core.interfaces import (
     Letter,
     LogSpace,
     LogSummary,
+    Offer,
     OutputBatch,
     Standby,
     StoredClients,
@@ -37,6 +46,7 @@ from coordinator.log.budget import Budget
 from coordinator.log.checkpoint_store import CheckpointWriter, half_written
 from coordinator.log.format import StoredHeader
 from coordinator.log.meta import first_and_last_sequence_id
+from coordinator.log.offers import decode_offer
 from coordinator.log.rebuild import rebuilding
 from coordinator.log.rows import Changes, add_dependent, changes_of, depends_on_log
 from coordinator.log.values import checked_prefix
@@ -44,9 +54,18 @@ from protocol.varint import Readable
 from protocol.verdicts import MessageKey
 
 if TYPE_CHECKING:
-    from coordinator.log.sealing import Sealer
+    from coordinator.log.sealing import Change, Sealer
 
 _RECORD_HEADER = struct.Struct("<iiQq")
+
+
+class _Begun(NamedTuple):
+    """An append that the backend has not answered, and what it changes here once it is durable."""
+
+    ticket: int
+    last_sequence_id: int
+    has_header: bool
+    change: Change | None
 
 
 class RowLogStore:
@@ -73,7 +92,8 @@ class RowLogStore:
         self._checkpoint_writer = CheckpointWriter()
         self._sealer: Sealer | None = None
         self._ticket = 0  # of the last commit that is durable
-        self._unknown: Callable[[], None] | None = None  # an append may be durable or not; this is what it would change
+        self._begun: deque[_Begun] = deque()
+        self._is_unknown = False  # how many of those are durable
         with backend.view() as view:
             marker = read_marker(view)
             self._last_sequence_id = first_and_last_sequence_id(view)[1]
@@ -97,6 +117,11 @@ class RowLogStore:
         return self.backend.is_remote
 
     @property
+    def appends_max(self) -> int:
+        """As LogStore.appends_max. What a log's key adds to an append follows from what is durable."""
+        return self.backend.appends_max if self._sealer is None else 1
+
+    @property
     def lost(self) -> LogError | None:
         return self.backend.lost
 
@@ -113,6 +138,19 @@ class RowLogStore:
 
     def give_up(self) -> None:
         self.backend.give_up()
+
+    def ask_standby(self, name: str, checkpoint_id: int, epoch: int) -> None:
+        """As LogStore.ask_standby."""
+        self.backend.ask_standby(name, checkpoint_id, epoch)
+
+    def drop_asked(self) -> None:
+        """As LogStore.drop_asked."""
+        self.backend.drop_asked()
+
+    def take_offer(self) -> Offer | None:
+        """As LogStore.take_offer."""
+        offer = self.backend.take_offer()
+        return None if offer is None else decode_offer(offer)
 
     # --- the log's key ------------------------------------------------------------------------------------------------
 
@@ -245,17 +283,49 @@ class RowLogStore:
         """As LogStore.commit. Raises LogFullError, LogSyncError or FencedError, then refuses everything."""
         with self._write_lock:
             self._resolve()
-            records = transaction.records
-            if records:
-                check_records(records, self._last_sequence_id, self.identity.committer_id)
-            changes = changes_of(transaction, self.clock_ns() if transaction.verdicts else 0)
+            changes = self._changes_of(transaction, self._last_sequence_id)
             if depends_on_log(transaction):
                 with self.backend.view() as view:
                     add_dependent(changes, transaction, view)
                     if transaction.checkpoint is not None:
-                        self._checkpoint_writer.put_header(view, transaction.checkpoint, changes)
-            append = Append(self._last_sequence_id, records=records, puts=changes.puts, deletes=changes.deletes)
+                        adopts = transaction.adopts
+                        self._checkpoint_writer.put_header(view, transaction.checkpoint, changes, adopts=adopts)
+            append = _append_of(transaction, changes, self._last_sequence_id)
             self._append(append, ticket, has_header=transaction.checkpoint is not None)
+
+    def begin(self, transaction: Transaction, ticket: int) -> bool:
+        """As LogStore.begin."""
+        if self._sealer is not None or depends_on_log(transaction):
+            return False
+        with self._write_lock:
+            last = self._begun[-1].last_sequence_id if self._begun else self._last_sequence_id
+            append = _append_of(transaction, self._changes_of(transaction, last), last)
+            append.fence = self.backend.fence
+            self._begun.append(_Begun(ticket, _last_of(append), False, None))
+            with self._open():
+                is_begun = self.backend.begin(append)
+            if not is_begun:
+                self._begun.pop()
+            return is_begun
+
+    def finish(self, *, wait: bool) -> bool:
+        """As LogStore.finish."""
+        with self._write_lock:
+            with self._open():
+                is_done = self.backend.finish(wait=wait)
+            if is_done:
+                self._appended(self._begun.popleft())
+            return is_done
+
+    def waits_for(self) -> tuple[int, int]:
+        """As LogStore.waits_for."""
+        return self.backend.waits_for()
+
+    def _changes_of(self, transaction: Transaction, last_sequence_id: int) -> Changes:
+        """``last_sequence_id``: where its records go on."""
+        if transaction.records:
+            check_records(transaction.records, last_sequence_id, self.identity.committer_id)
+        return changes_of(transaction, self.clock_ns() if transaction.verdicts else 0)
 
     def write_checkpoint_chunk(self, checkpoint_id: int, index: int, data: Readable) -> None:
         """Keep one chunk; chunks come in order, index 0 begins anew. An empty one is not stored."""
@@ -312,24 +382,33 @@ class RowLogStore:
         self._append(Append(last, puts=changes.puts, deletes=changes.deletes, points=points))
 
     def _append(self, append: Append, ticket: int = 0, *, has_header: bool = False) -> None:
+        require(not self._begun, f"{len(self._begun)} commits are under way, and something else is to be written")
         append.fence = self.backend.fence
         change = None if self._sealer is None else self._sealer.seal(append, self.backend)
-
-        def appended() -> None:
-            if self._sealer is not None and change is not None:
-                self._sealer.adopt(change)
-            if append.records:
-                self._last_sequence_id = append.records[-1][0]
-            if has_header:
-                self._checkpoint_writer.header_committed()
-            self._ticket = ticket or self._ticket
-
-        try:
+        self._begun.append(_Begun(ticket, _last_of(append), has_header, change))
+        with self._open():
             self.backend.append(append)
+        self._appended(self._begun.popleft())
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        """What fails in here leaves those that were begun open, or they never will be durable."""
+        try:
+            yield
         except LogUnavailableError:
-            self._unknown = appended
+            self._is_unknown = True
             raise
-        appended()
+        except BaseException:
+            self._begun.clear()
+            raise
+
+    def _appended(self, begun: _Begun) -> None:
+        if self._sealer is not None and begun.change is not None:
+            self._sealer.adopt(begun.change)
+        self._last_sequence_id = begun.last_sequence_id
+        if begun.has_header:
+            self._checkpoint_writer.header_committed()
+        self._ticket = begun.ticket or self._ticket
 
     def tail(self) -> tuple[int, int]:
         """As LogStore.tail."""
@@ -338,11 +417,12 @@ class RowLogStore:
             return self._ticket, self._last_sequence_id
 
     def _resolve(self) -> None:
-        """What has become of the append that the backend gave no answer to."""
-        if (appended := self._unknown) is not None:
-            if self.backend.resolve():
-                appended()
-            self._unknown = None
+        """What has become of the appends that the backend gave no answer to."""
+        if self._is_unknown:
+            for _ in range(self.backend.resolve()):
+                self._appended(self._begun.popleft())
+            self._begun.clear()
+            self._is_unknown = False
 
     def settle(self) -> None:
         """Bring all that is durable to where it belongs, as a stop does."""
@@ -351,6 +431,15 @@ class RowLogStore:
     def close(self) -> None:
         """Close the log and let others write it. Harmless when closed already."""
         self.backend.close()
+
+
+def _append_of(transaction: Transaction, changes: Changes, last_sequence_id: int) -> Append:
+    return Append(last_sequence_id, records=transaction.records, puts=changes.puts, deletes=changes.deletes)
+
+
+def _last_of(append: Append) -> int:
+    """The last record, once it is done."""
+    return append.records[-1][0] if append.records else append.expected_last_sequence_id
 
 
 def check_records(records: Sequence[tuple[int, Readable]], last_sequence_id: int, committer_id: int) -> None:

@@ -16,7 +16,7 @@ from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import LogError, LogUnavailableError, fail
 from coordinator.core.interfaces import LogStore, Standby
-from coordinator.driver.ports import Read, StoreRead, Write
+from coordinator.driver.ports import Offered, Read, StoreRead, Write
 from coordinator.driver.reads import answer, failed, problem_of
 from coordinator.fault_points import FaultPoint, reach
 from coordinator.log_port.reads import LogReads
@@ -72,6 +72,8 @@ class LogEndpoint:
         self._unmeasured_bytes = 0  # handed to the disk since it was measured
         self.measure_at_ns = 0  # on the monotonic clock
         self.heir = ""  # to whom the log is left
+        self._standbys: Sequence[Standby] = ()  # as they were looked at last
+        self._has_standby = self._is_asked = self._takes_offer = False
 
     # --- the right to write ------------------------------------------------------------------------------------------
 
@@ -86,7 +88,7 @@ class LogEndpoint:
         self._was_granted(store)
         self._writer = self._make_writer(store)
         self._ready.register(self._writer.fileno(), select.EPOLLIN)
-        return ev.RightGranted(ONLY_TERM)
+        return ev.RightGranted(ONLY_TERM, store.appends_max)
 
     @property
     def store(self) -> LogStore | None:
@@ -183,6 +185,57 @@ class LogEndpoint:
         if self._writer is not None:
             self._inbox += self._writer.run_inline()
 
+    # --- checkpoints of standbys -------------------------------------------------------------------------------------
+
+    def ask_standby(self, effect: ef.AskStandby) -> None:
+        store, names = self._store, [standby.name for standby in self.standbys if standby.is_ready]
+        if store is not None and names:
+            self._is_asked = True
+            self._do(lambda: store.ask_standby(names[0], effect.checkpoint_id, effect.epoch))
+
+    def drop_asked(self, effect: ef.DropAsked) -> None:
+        if (store := self._store) is not None:
+            self._is_asked = False
+            self._do(store.drop_asked)
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """What fails is as if nobody had answered: the core waits for that for a while only."""
+
+        def done() -> ev.Event | None:
+            try:
+                work()
+            except LogError as error:
+                self._log.warning(f"a standby could not be asked for a checkpoint: {error}", kind="ask standby")
+            return None
+
+        self._reads.submit(done)
+
+    def _look_for_offer(self, store: LogStore) -> None:
+        def look() -> ev.Event | None:
+            self._takes_offer = False
+            try:
+                offer = store.take_offer()
+            except LogError as error:
+                what = f"whether a standby has taken the checkpoint is not known: {error}"
+                self._log.warning(what, kind="take offer")
+                return None
+            return None if offer is None else ev.CheckpointOffered(offer)
+
+        if not self._takes_offer:
+            self._takes_offer = True
+            self._reads.submit(look)
+
+    def offer(self, request: Offered) -> None:
+        if self._store is None and self._follower is not None:
+            self._follower.offer(request)
+        else:
+            self._refuse_offered(request)
+
+    def _refuse_offered(self, request: Offered) -> None:
+        if isinstance(request, ef.OfferChunk):
+            problem = "this one writes the log by now"
+            self._inbox.append(ev.ChunkOffered(request.checkpoint_id, len(request.data), problem))
+
     # --- for the loop ------------------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
@@ -203,7 +256,10 @@ class LogEndpoint:
                 self._ready.unregister(self._follower.fileno())
                 inbox.append(self._grant(store))
                 for request in self._follower.take_unanswered():
-                    self._hand_over(store, request)
+                    if isinstance(request, Offered):
+                        self._refuse_offered(request)
+                    else:
+                        self._hand_over(store, request)
 
     def close(self) -> None:
         """Finish what was to be written, then others may write; what is read is not wanted any more."""
@@ -218,11 +274,25 @@ class LogEndpoint:
 
     def look(self) -> None:
         """Now and then: whether the log is another one's by now. Who only answers queries would never hear of it."""
-        if self._store is not None and (error := self._store.lost) is not None:
+        store = self._store
+        if store is None:
+            return
+        if (error := store.lost) is not None:
             self._inbox.append(ev.LogFailed(error))
+        if self._is_asked:
+            self._look_for_offer(store)
 
     def measure(self, now_ns: int) -> None:
-        """Now and then while the log changes, and while it has too little room: a trim makes some."""
+        """Now and then while the log changes, and while it has too little room: a trim makes some.
+
+        At each call: who follows it.
+        """
+        if (standbys := self.standbys) is not self._standbys:
+            self._standbys = standbys
+            has_standby = any(standby.is_ready for standby in standbys)
+            if has_standby != self._has_standby:
+                self._has_standby = has_standby
+                self._inbox.append(ev.StandbysChanged(has_standby))
         if now_ns < self.measure_at_ns and self._unmeasured_bytes < MEASURE_SIZE_BYTES:
             return
         self._unmeasured_bytes = 0

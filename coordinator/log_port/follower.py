@@ -16,9 +16,10 @@ from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import DamagedLogError, LogError, LogLockedError, LogUnavailableError
 from coordinator.core.interfaces import LogStore, LogSummary
-from coordinator.driver.ports import StoreRead
+from coordinator.driver.ports import Offered, StoreRead
 from coordinator.driver.reads import failed, problem_of
-from coordinator.log.backend import Following
+from coordinator.log.backend import Asked, Following
+from coordinator.log.offers import encode_offer, sealed_chunk
 from coordinator.log_port.mailbox import Mailbox
 from protocol.errors import ImmortalError
 
@@ -66,7 +67,7 @@ class LogFollower(Mailbox[ev.Event]):
     def __init__(self, places: Places) -> None:
         super().__init__()
         self._places = places
-        self._asked: queue.SimpleQueue[StoreRead | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[StoreRead | Offered | None] = queue.SimpleQueue()
         self._waiting: list[ef.LoadLog | ef.ReadRecords] = []  # for the log to grow
         self._store: LogStore | None = None
         self._reader: FollowedLog | None = None
@@ -74,6 +75,7 @@ class LogFollower(Mailbox[ev.Event]):
         self._closing = False
         self._news_s = 0.0  # when there was something new last
         self._following: Following | None = None
+        self._checkpoint: Asked | None = None  # as the machine was told that the writer asks for it
         self._had_all_s = -HAD_ALL_S  # when the app had, or was given, all that the log had
         self._thread = threading.Thread(target=self._run, name="log-follower", daemon=True)
 
@@ -84,14 +86,18 @@ class LogFollower(Mailbox[ev.Event]):
     def submit(self, request: StoreRead) -> None:
         self._asked.put(request)
 
+    def offer(self, request: Offered) -> None:
+        """For the checkpoint that the writer has asked for."""
+        self._asked.put(request)
+
     def take_store(self) -> LogStore | None:
         """The log, once it is ours to write: nothing else is answered here from then on."""
         store, self._store = self._store, None
         return store
 
-    def take_unanswered(self) -> list[StoreRead]:
+    def take_unanswered(self) -> list[StoreRead | Offered]:
         """What was asked for and is the store's to answer, once that was taken."""
-        requests: list[StoreRead] = [*self._waiting]
+        requests: list[StoreRead | Offered] = [*self._waiting]
         while not self._asked.empty():
             request = self._asked.get()
             if request is not None:
@@ -164,8 +170,37 @@ class LogFollower(Mailbox[ev.Event]):
             return
         if isinstance(request, ef.LoadLog | ef.ReadRecords):
             self._waiting.append(request)
+        elif isinstance(request, Offered):
+            self._offer(request)
         elif request is not None:
             self._tell(self._answer(request))
+
+    # --- the checkpoint that the writer asks for ---------------------------------------------------------------------
+
+    def _look_for_asked(self, following: Following) -> None:
+        asked = following.asked
+        if asked != self._checkpoint:
+            self._checkpoint = asked
+            if asked is not None:
+                self._tell(ev.CheckpointAsked(asked.checkpoint_id, asked.epoch))
+
+    def _offer(self, request: Offered) -> None:
+        following, asked = self._following, self._checkpoint
+        checkpoint_id = (
+            request.checkpoint_id if isinstance(request, ef.OfferChunk) else request.offer.header.checkpoint_id
+        )
+        problem = ""
+        try:
+            if following is None or asked is None or asked.checkpoint_id != checkpoint_id:
+                problem = "who asked for it does not want it any more"
+            elif isinstance(request, ef.OfferChunk):
+                following.put_chunk(asked, request.index, sealed_chunk(checkpoint_id, request.index, request.data))
+            else:
+                following.offer(asked, encode_offer(request.offer))
+        except LogError as error:
+            problem = str(error)
+        if isinstance(request, ef.OfferChunk):
+            self._tell(ev.ChunkOffered(checkpoint_id, len(request.data), problem))
 
     def _answer(self, request: StoreRead) -> ev.Event:
         reader = self._reader
@@ -201,6 +236,7 @@ class LogFollower(Mailbox[ev.Event]):
             else:
                 self._tell(event)
         if self._following is not None:
+            self._look_for_asked(self._following)
             self._following.say(is_ready=time.monotonic() - self._had_all_s < HAD_ALL_S)
 
     def _grown(self, reader: FollowedLog, request: ef.ReadRecords) -> ev.Event | None:

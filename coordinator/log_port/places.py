@@ -65,7 +65,10 @@ class LogPlaces:
     def follow(self, nudge: Callable[[], None]) -> Following | None:
         """As Place.follow."""
         settings = self._settings
-        return self._place.follow(Options(lease_s=settings.lease_s, endpoint=settings.peer), nudge)
+        options = Options(
+            lease_s=settings.lease_s, endpoint=settings.peer, checkpoints_to=settings.checkpoints_to or ""
+        )
+        return self._place.follow(options, nudge)
 
     def holder(self) -> str | None:
         """Who writes the log, in words; None: nobody does."""

@@ -1,19 +1,24 @@
 """All writes to the log, in order: small ones inline, larger ones on a thread, trimming when there is time.
 
 A small commit takes 150 µs; handing it to a thread and back costs more than that, and with a busy Python thread beside
-it much more. A large one would keep the loop from everything else for milliseconds.
+it much more. A large one would keep the loop from everything else for milliseconds. So would a small one to another
+machine: it is begun inline, several at a time, and finished when its answer has arrived (`begun.py`). The thread waits
+for those that were begun before it writes.
 
 Of a write that the log did not answer nobody knows whether it was done. What was submitted behind it is not written
-then: it would stand in the log before it, or twice. Whoever submits asks where the log ends (ReadTail), and writes on.
+then: it would stand in the log before it, or twice; what was begun behind it is as unknown. Whoever submits asks where
+the log ends (ReadTail), and writes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
@@ -22,6 +27,7 @@ from coordinator.core.errors import FencedError, LogError, LogUnavailableError
 from coordinator.core.events import ChunkWritten, Committed, Event, Fenced, LogFailed, TailRead
 from coordinator.core.interfaces import LogStore, Transaction
 from coordinator.fault_points import FaultPoint, armed, reach
+from coordinator.log_port.begun import BegunCommits
 from coordinator.log_port.mailbox import Mailbox
 from coordinator.notices import Sink
 from coordinator.notices.timed import CommitTimed
@@ -39,7 +45,7 @@ _Job = _Write | ReadTail
 class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what came of them
     """Writes through ``store``; what is done arrives as events in :meth:`take_done`.
 
-    ``fileno()`` is readable when the thread has finished something. Trimming keeps the newest ``keep_checkpoints``; see
+    ``fileno()`` is readable when something is finished. Trimming keeps the newest ``keep_checkpoints``; see
     :meth:`LogStore.trim`. ``times``: is told what each commit took, ``was_committed`` its ticket, from either thread.
     """
 
@@ -58,12 +64,16 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         self._was_committed = was_committed
         self._keep_checkpoints = keep_checkpoints
         self._keep_since_ns: int | None = None
-        self._inline_size_bytes_max = -1 if store.is_remote else inline_size_bytes_max
+        self._begins = store.appends_max > 1 and not armed  # a fault point is reached by one commit at a time
+        self._inline_size_bytes_max = -1 if store.is_remote and not self._begins else inline_size_bytes_max
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._on_thread = 0  # jobs handed over and not yet collected
-        self._inline: deque[_Write] = deque()
+        self._inline: deque[Commit] = deque()
         self._holds = False  # since a write that was not answered: nothing is written before the end of the log is read
-        self._store_lock = threading.Lock()
+        self._store_lock = threading.RLock()
+        self._ready = select.epoll()
+        self._ready.register(super().fileno(), select.EPOLLIN)
+        self._begun = BegunCommits(store, self._ready)
         self._trim = threading.Event()
         self._trims_count = 0  # asked for
         self._trim_lock = threading.Lock()  # between asking for one and taking the last for done
@@ -73,14 +83,21 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
 
+    def fileno(self) -> int:
+        return self._ready.fileno()
+
     def submit(self, job: _Job) -> None:
         if isinstance(job, Commit) and job.size_bytes <= self._inline_size_bytes_max and not self._on_thread:
             self._inline.append(job)
-            return
-        for waiting in (*self._inline, job):  # the order is kept
-            self._on_thread += 1
-            self._jobs.put(waiting)
+        else:
+            self._hand_over(*self._inline, job)  # the order is kept
+
+    def _hand_over(self, *jobs: _Job) -> None:
+        """To the thread: ``jobs``, which are all that waits."""
         self._inline.clear()
+        for job in jobs:
+            self._on_thread += 1
+            self._jobs.put(job)
 
     @property
     def has_inline(self) -> bool:
@@ -88,20 +105,81 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         return bool(self._inline)
 
     def run_inline(self) -> list[Event]:
-        """Do the small writes that were submitted since the last call; the events that say so."""
+        """Do the small writes that were submitted since the last call, and return the events that say so; or begin
+        them, and return none."""
+        if self._begins:
+            self._begin_inline()
+            return []
         events = []
         while self._inline and not self._holds:
             events.append(self._write(self._inline.popleft()))
         self._inline.clear()
         return events
 
+    def _begin_inline(self) -> None:
+        with self._unless_writing() as is_free:
+            while is_free and self._inline and not self._holds:
+                try:
+                    if not self._begun.begin(self._inline[0]):
+                        break
+                except Exception as error:  # as in _write; behind what may have been left for the loop already
+                    self.put([(0, [self._begun_failed(error)])])
+                self._inline.popleft()
+        if self._holds:
+            self._inline.clear()
+        else:
+            self._hand_over(*self._inline)
+
     def take_done(self) -> list[Event]:
-        """The events of what the thread has finished."""
+        """The events of what is finished."""
         events = []
         for jobs_count, came in self.take():
             self._on_thread -= jobs_count
             events += came
+        if self._begun:
+            with self._unless_writing() as is_free:
+                if is_free:
+                    events += self._finished(wait=False)
+                    self._begun.watch()
         return events
+
+    @contextlib.contextmanager
+    def _unless_writing(self) -> Iterator[bool]:
+        """Whether the thread does not write: for the loop, which waits for nothing."""
+        if not self._store_lock.acquire(blocking=False):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self._store_lock.release()
+
+    def _finished(self, *, wait: bool) -> list[Event]:
+        """Of the commits that were begun. For who has the store's lock."""
+        events: list[Event] = []
+        while self._begun:
+            try:
+                done = self._begun.finish(wait=wait)
+            except Exception as error:  # as in _write
+                events.append(self._begun_failed(error))
+                break
+            if done is None:
+                break
+            self._note_committed(done.commit.ticket, done.took_s)
+            events.append(Committed(done.commit.ticket))
+        return events
+
+    def _begun_failed(self, error: Exception) -> Event:
+        event = self._answer_to(self._begun.oldest, error)
+        self._begun.clear()
+        return event
+
+    def _finish_begun(self) -> None:
+        """For the thread: what was begun comes before what it writes."""
+        with self._store_lock:
+            if self._begun:
+                self._begun.unwatch()
+                self.put([(0, self._finished(wait=True))])
 
     def trim(self, keep_since_ns: int | None = None) -> None:
         """Remove, whenever there is nothing to write, one step after the other of what is not needed any more: also not
@@ -124,6 +202,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         self._closing = True
         self._jobs.put(None)
         self._thread.join()
+        self._ready.close()
         super().close()
 
     def _write(self, job: _Write) -> Event:
@@ -134,24 +213,30 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
                         _reach_commit(job.transaction, _BEFORE)
                     started_s = time.perf_counter()
                     self._store.commit(job.transaction, job.ticket)
-                    took_s = time.perf_counter() - started_s
-                    self.commit_s += (took_s - self.commit_s) * COMMIT_MEAN_WEIGHT
-                    if self._times is not None:
-                        self._times.take(CommitTimed(took_s))
-                    if self._was_committed is not None:
-                        self._was_committed(job.ticket)
+                    self._note_committed(job.ticket, time.perf_counter() - started_s)
                     if armed:
                         _reach_commit(job.transaction, _AFTER)
                     return Committed(job.ticket)
                 self._store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
                 reach(FaultPoint.AFTER_CHUNK)
                 return ChunkWritten(len(job.data))
-        except FencedError as error:
-            return Fenced(job.ticket if isinstance(job, Commit) else 0, error.holder)
         except Exception as error:  # it must not end the thread: the machine would wait for its answer for ever
-            failed = _failed(error, job)
-            self._holds = failed.retryable
-            return failed
+            return self._answer_to(job, error)
+
+    def _note_committed(self, ticket: int, took_s: float) -> None:
+        self.commit_s += (took_s - self.commit_s) * COMMIT_MEAN_WEIGHT
+        if self._times is not None:
+            self._times.take(CommitTimed(took_s))
+        if self._was_committed is not None:
+            self._was_committed(ticket)
+
+    def _answer_to(self, job: _Write, error: Exception) -> Event:
+        """To a write that has failed."""
+        if isinstance(error, FencedError):
+            return Fenced(job.ticket if isinstance(job, Commit) else 0, error.holder)
+        failed = _failed(error, job)
+        self._holds = failed.retryable
+        return failed
 
     def _read_tail(self) -> Event:
         try:
@@ -170,12 +255,14 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
             if job is not None:
                 self.put([self._do(job)])
             elif self._closing and self._jobs.empty():
+                self._finish_begun()
                 return
             elif self._trim.is_set():
                 self._trim_step()
 
     def _do(self, job: _Job) -> tuple[int, list[Event]]:
         """How many jobs were done, ``job`` and some behind it, and what came of them."""
+        self._finish_begun()
         if isinstance(job, ReadTail):
             return 1, [self._read_tail()]
         if self._holds:
@@ -234,6 +321,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         trims_count = self._trims_count  # before the step looks at what there is
         try:
             with self._store_lock:
+                self._finish_begun()
                 more = self._store.trim(keep_checkpoints=self._keep_checkpoints, keep_since_ns=self._keep_since_ns)
                 reach(FaultPoint.AFTER_TRIM)
         except Exception:

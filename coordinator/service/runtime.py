@@ -22,7 +22,7 @@ from coordinator.app.side import AppSide
 from coordinator.audit.audit_log import AuditLog
 from coordinator.audit.auditor import Auditor
 from coordinator.clock import LOOK_NS, InstanceClock
-from coordinator.config import InstanceSettings
+from coordinator.config import Checkpoints, InstanceSettings
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import (
@@ -268,7 +268,10 @@ class Coordinator:
 
     def _was_granted(self, store: LogStore) -> None:
         if self._place is not self._settings:
-            self._clock.take_over(store.summary())
+            summary = store.summary()
+            self._clock.take_over(summary)
+            if summary.versions:  # another may have done the upgrade that was asked for
+                complete_upgrade(self._settings, self._registry, summary.versions[-1].version)
 
     def _take_in(self) -> None:
         """Wait until something is ready or due, and put what comes of it into the driver's inbox."""
@@ -416,6 +419,7 @@ def limits_of(settings: InstanceSettings) -> Limits:
         disk_free_bytes_min=settings.disk_free_mb * MIB,
         checkpoint_trigger_bytes=settings.log_trigger_mb * MIB,
         checkpoint_age_ns=None if settings.checkpoint_age_s is None else settings.checkpoint_age_s * 10**9,
+        checkpoints_on_standby=settings.checkpoints is Checkpoints.ON_STANDBY,
         kills_max=settings.kills_before_verdict,
         replay_check=settings.replay_check,
         arguments_bytes_max=settings.rpc_limit_mb * MIB,
@@ -437,6 +441,10 @@ def upgrade_asked_for(settings: InstanceSettings, registry: Registry, store: Log
     versions = store.summary().versions
     if versions:
         complete_upgrade(settings, registry, versions[-1].version)
+    return _pending(settings)
+
+
+def _pending(settings: InstanceSettings) -> int | None:
     mark = upgrade_mark.read(settings.folder)
     return mark.to if mark is not None and mark.pending else None
 
@@ -528,7 +536,10 @@ def _run(
     places = LogPlaces(settings, log, trust_pickle=trust_pickle)
     try:
         if place is not None:
-            return Coordinator(settings, registry, None, log, promote=promote, follow=places, place=place).run()
+            upgrade_to = _pending(settings)  # done as it takes over, unless the log has that version by then
+            return Coordinator(
+                settings, registry, None, log, upgrade_to, promote=promote, follow=places, place=place
+            ).run()
         store = places.open_store()
         try:
             upgrade_to = upgrade_asked_for(settings, registry, store)

@@ -20,6 +20,7 @@ PARTS = {
     "queries": "calls from outside, logged and not",
     "shapes": "fan-out, fan-in, a chain of five",
     "durable": "a durable handler of three steps",
+    "database": "a log in PostgreSQL",
     "recovery": "replay, and kill -9",
     "checkpoint": "checkpoint pauses",
     "start": "start and idle memory",

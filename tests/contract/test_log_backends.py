@@ -89,6 +89,28 @@ def test_a_new_log_has_what_it_was_created_with(place: Place, backend: Backend) 
         assert keys(view, "no such table") == keys_back(view, "no such table") == []
 
 
+def test_appends_that_are_begun_come_one_behind_the_other(place: Place, backend: Backend) -> None:
+    """Where a backend begins any: the last one is found to be there with all before it."""
+    put(backend, count=1)
+    begun = [
+        Append(last, backend.fence, [(last + 1, b"begun")], [("peers", b"last", b"%d" % last)]) for last in (0, 1, 2)
+    ]
+    is_begun = [backend.begin(append) for append in begun]
+    assert is_begun == [backend.appends_max > 1] * 3
+    if backend.appends_max > 1:
+        assert [backend.finish(wait=True) for _ in begun] == [True] * 3
+    else:
+        for append in begun:
+            backend.append(append)
+    assert backend.resolve() == 0
+    backend = reopened(place, backend, crashed=True)
+    with backend.view() as view:
+        assert first_and_last_sequence_id(view) == (0, 3)
+        assert view.get("peers", b"last") == b"2"
+    put(backend, 3, count=1)
+    backend.close()
+
+
 def test_rows_come_in_the_order_of_their_keys(backend: Backend) -> None:
     put(backend, peers=[KEYS[index] for index in (3, 0, 4, 2, 1)], clients=[b"another table"])
     with backend.view() as view:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import msgspec
 import pytest
 
 from coordinator.core.errors import FencedError, LogError, LogFormatError, LogLockedError, LogUnavailableError
-from coordinator.core.interfaces import Transaction
+from coordinator.core.interfaces import StreamStart, Transaction
 from coordinator.log import create_log, open_log, open_reader
 from coordinator.log.authentication import LogKey
 from coordinator.log.backend import Append, Options, Place, Row, Span, View
@@ -35,7 +36,7 @@ from tests.helpers.postgres import Postgres
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed")
 
 from coordinator.log.backends.postgres import following, lease, schema  # noqa: E402  # which needs it
-from coordinator.log.backends.postgres.writing import statements  # noqa: E402
+from coordinator.log.backends.postgres import statements as written  # noqa: E402
 
 COMMITTER_ID = 77
 WAIT_S = 20.0
@@ -104,6 +105,12 @@ def waits(postgres: Postgres, pid: int, event: str) -> bool:
     return postgres.execute(query, pid) == [(event,)]
 
 
+def is_settling(postgres: Postgres, before: int) -> bool:
+    """Whether a writer waits for what it was not told, on another connection than the one with this process."""
+    query = "SELECT pid FROM pg_stat_activity WHERE application_name ~ 'immortal' AND pid <> %s AND wait_event IN"
+    return bool(postgres.execute(f"{query} ('SyncRep', 'transactionid', 'tuple')", before))
+
+
 @contextlib.contextmanager
 def head_held(postgres: Postgres) -> Iterator[None]:
     """No append gets past the heads of logs."""
@@ -164,23 +171,201 @@ def test_a_wait_for_standbys_that_is_cut_off_leaves_it_unknown(
 
 
 def test_an_append_that_the_server_is_still_at_is_waited_for(store: RowLogStore, postgres: Postgres) -> None:
-    """The road is cut off while it waits for a lock: the server does not know, and goes on when it may."""
+    """The road is cut off while it waits for a lock."""
     store.commit(records(0), 1)
     pid = appender(store)
     with head_held(postgres):
         appending = Appending(store, records(1), 2)
         until(lambda: waits(postgres, pid, "transactionid"))
-        road = socket.socket(fileno=os.dup(store.backend._connection.fileno()))  # type: ignore[attr-defined]
-        road.shutdown(socket.SHUT_RDWR)
-        road.close()
+        cut_road(store)
         assert isinstance(appending.ended(), LogUnavailableError)
         tail: list[tuple[int, int]] = []
         asking = threading.Thread(target=lambda: tail.append(store.tail()))
         asking.start()
-        until(lambda: waits(postgres, appender(store), "tuple") or waits(postgres, appender(store), "transactionid"))
+        until(lambda: is_settling(postgres, pid))
     asking.join(WAIT_S)
     assert tail == [(2, 1)]
     store.commit(records(2), 3)
+
+
+def begin(store: RowLogStore, first: int, count: int) -> None:
+    """Of one record each, with tickets from ``first`` + 1 on."""
+    for number in range(first, first + count):
+        assert store.begin(records(number), number + 1)
+
+
+def go_on(store: RowLogStore, until_ticket: int) -> int:
+    """Settle what is open, and write the rest up to that ticket; the ticket that the tail had."""
+    done, last = store.tail()
+    assert last == done - 1
+    for number in range(done, until_ticket):
+        store.commit(records(number), number + 1)
+    assert store.read(0, 1 << 20) == [value(number) for number in range(until_ticket)]
+    assert store.tail() == (until_ticket, until_ticket - 1)
+    return done
+
+
+def cut_road(store: RowLogStore) -> None:
+    """The server does not know, and goes on with what it has."""
+    road = socket.socket(fileno=os.dup(store.backend._connection.fileno()))  # type: ignore[attr-defined]
+    road.shutdown(socket.SHUT_RDWR)
+    road.close()
+
+
+def test_several_appends_are_under_way_on_one_connection(store: RowLogStore, postgres: Postgres) -> None:
+    store.commit(records(0), 1)
+    with head_held(postgres):
+        begin(store, 1, 3)
+        until(lambda: waits(postgres, appender(store), "transactionid"))
+        assert store.finish(wait=False) is False
+    assert store.tail() == (1, 0), "as far as it is known"
+    assert [store.finish(wait=True) for _ in range(3)] == [True] * 3
+    assert store.tail() == (4, 3)
+    store.commit(records(4), 5)
+    begin(store, 5, 1)
+    fd, events = store.waits_for()
+    waiting = select.poll()
+    waiting.register(fd, events)
+    while not store.finish(wait=False):
+        assert waiting.poll(WAIT_S * 1000)
+    assert store.tail() == (6, 5)
+
+
+@pytest.mark.parametrize("how", ["terminate", "cancel"])
+def test_a_connection_that_breaks_with_several_under_way(store: RowLogStore, postgres: Postgres, how: str) -> None:
+    """Where the first one is only cancelled, the others are not done either: each expects the one before it."""
+    store.commit(records(0), 1)
+    with head_held(postgres):
+        begin(store, 1, 3)
+        until(lambda: waits(postgres, appender(store), "transactionid"))
+        postgres.execute(f"SELECT pg_{how}_backend(%s)", appender(store))
+        with pytest.raises(LogUnavailableError):
+            store.finish(wait=True)
+        with pytest.raises(LogUnavailableError, match="is not known yet"):
+            store.begin(records(4), 5)
+        with pytest.raises(LogUnavailableError, match="is not known yet"):
+            store.finish(wait=True)
+    assert go_on(store, 5) == 1
+
+
+def test_a_connection_that_breaks_between_two_that_are_under_way(store: RowLogStore, postgres: Postgres) -> None:
+    begin(store, 0, 3)
+    assert store.finish(wait=True)
+    postgres.execute("SELECT pg_terminate_backend(%s)", appender(store))
+    begun, finished = 3, 1
+    with contextlib.suppress(LogUnavailableError):
+        while True:
+            begun += 1
+            begin(store, begun - 1, 1)
+            store.finish(wait=True)
+            finished += 1
+    assert finished <= go_on(store, begun + 1) <= begun
+
+
+def test_of_several_that_the_server_is_still_at_the_tail_says_how_many_it_did(
+    store: RowLogStore, postgres: Postgres
+) -> None:
+    store.commit(records(0), 1)
+    with head_held(postgres):
+        begin(store, 1, 3)
+        before = appender(store)
+        until(lambda: waits(postgres, before, "transactionid"))
+        cut_road(store)
+        with pytest.raises(LogUnavailableError):
+            store.finish(wait=True)
+        settled: list[int] = []
+        settling = threading.Thread(target=lambda: settled.append(go_on(store, 6)))
+        settling.start()
+        until(lambda: is_settling(postgres, before))
+    settling.join(WAIT_S)
+    assert settled[0] in (2, 3, 4), "the first one held the head before the writer took it from itself"
+
+
+@pytest.mark.parametrize("how", ["terminate", "cancel"])
+def test_a_wait_for_standbys_that_is_cut_off_leaves_all_under_way_unknown(
+    store: RowLogStore, postgres: Postgres, how: str
+) -> None:
+    store.commit(records(0), 1)
+    with standby_missing(postgres):
+        begin(store, 1, 3)
+        until(lambda: waits(postgres, appender(store), "SyncRep"))
+        before = appender(store)
+        postgres.execute(f"SELECT pg_{how}_backend(%s)", before)
+        with pytest.raises(LogUnavailableError):
+            store.finish(wait=True)
+        settled: list[int] = []
+        settling = threading.Thread(target=lambda: settled.append(go_on(store, 6)))
+        settling.start()
+        until(lambda: is_settling(postgres, before))
+        assert settled == []
+    settling.join(WAIT_S)
+    assert settled[0] in (2, 3, 4)
+
+
+def test_of_several_that_are_fenced_none_is_done(store: RowLogStore, postgres: Postgres, url: str) -> None:
+    store.commit(records(0), 1)
+    with head_held(postgres):
+        begin(store, 1, 2)
+        until(lambda: waits(postgres, appender(store), "transactionid"))
+        cut_road(store)
+    with pytest.raises(LogUnavailableError):
+        store.finish(wait=True)
+    done = store.tail()[0]
+    postgres.execute("UPDATE immortal.leases SET process = '{}', until = '-infinity'")
+    second = open_log(url, "alice")
+    try:
+        assert store.begin(records(done), done + 1)
+        assert store.begin(records(done + 1), done + 2)
+        for _ in range(2):
+            with pytest.raises(FencedError, match=r"at epoch \d+: it writes the log"):
+                store.finish(wait=True)
+        second.commit(records(done), 1)
+    finally:
+        second.close()
+
+
+def test_behind_one_that_the_server_refuses_none_is_done(store: RowLogStore, postgres: Postgres) -> None:
+    postgres.execute("ALTER TABLE immortal.rows ADD CONSTRAINT no_carol CHECK (table_name <> 'peers') NOT VALID")
+    try:
+        begin(store, 0, 1)
+        assert store.begin(Transaction(peers={"carol": 7}), 2)
+        begin(store, 1, 1)
+        assert store.finish(wait=True)
+        for _ in range(2):
+            with pytest.raises(LogError, match=r"refuses it: .*no_carol"):
+                store.finish(wait=True)
+        assert postgres.execute("SELECT last_sequence_id, appends_count FROM immortal.heads WHERE is_there") == [(0, 1)]
+    finally:
+        postgres.execute("ALTER TABLE immortal.rows DROP CONSTRAINT no_carol")
+
+
+def test_one_that_is_large_or_depends_on_the_log_is_not_begun(
+    store: RowLogStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not store.begin(Transaction(stream_starts={"bob": StreamStart(1)}), 1)
+    monkeypatch.setattr(written, "ROWS_MAX", 1)
+    assert not store.begin(Transaction(peers={"bob": 1, "carol": 2}), 1)
+    store.commit(Transaction(peers={"bob": 1, "carol": 2}), 1)
+    begin(store, 0, 1)
+    assert store.finish(wait=True)
+    assert [store.tail(), store.summary().peers] == [(1, 0), {"bob": 1, "carol": 2}]
+
+
+def test_arguments_arrive_at_the_server_as_they_were_given(postgres: Postgres) -> None:
+    """Those of immortal.append, in the order of its types."""
+    types = written.PREPARE.partition("(")[2].partition(")")[0]
+    names = ", ".join(f"${number + 1}" for number in range(16))
+    rows = [["a", "é", ""], [b"", b"\0\xff"], [None, b"x", None], [], [7, -1, 2**40]]
+    for texts, keys, ends, empty, numbers in (rows, [[], [], [], [], []]):
+        given = ["né", 1, 2**62, -1, 0, texts, keys, ends, -5, 5, numbers, [3, 2**31 - 1], keys, texts, empty, keys]
+        with psycopg.connect(postgres.url().partition("#")[0]) as connection:
+            connection.execute(f"PREPARE same ({types}) AS SELECT {names}".encode())
+            sent = written.encoded(given)
+            result = connection.pgconn.exec_prepared(b"same", sent, [1] * 16, 1)
+            assert result.status == psycopg.pq.ExecStatus.TUPLES_OK, result.error_message
+            taken = psycopg.adapt.Transformer(connection)
+            taken.set_pgresult(result)
+            assert list(taken.load_row(0, tuple) or ()) == given
 
 
 def test_a_server_that_has_restarted_fails_one_read_and_one_append(store: RowLogStore, postgres: Postgres) -> None:
@@ -211,13 +396,14 @@ def test_a_late_append_of_the_same_writer_is_fenced(store: RowLogStore) -> None:
     """What was on its way when the tail was asked for comes too late."""
     backend: Any = store.backend
     store.commit(records(0), 1)
-    late, count = Append(0, backend.fence, records(1).records), backend._appends_count
+    late = Append(0, backend.fence, records(1).records)
+    arguments = [backend._instance, late.fence, backend._appends_count + 1, 0, 1, *next(written.statements(late))]
     backend._is_unknown = True
-    assert backend.resolve() is False
-    backend._appends_count, now = count, backend._appends_count
-    answer = backend._send(late, list(statements(late)))
-    backend._appends_count = now
-    assert answer[0] is False
+    assert backend.resolve() == 0
+    backend._sender.send(arguments)
+    while (answer := backend._sender.answer()) is None:
+        backend._sender.wait()
+    assert answer == (False, late.fence + 1, 0, 0, lease.own_name())
     store.commit(records(1), 2)
     assert store.tail() == (2, 1)
 
@@ -517,6 +703,28 @@ def test_a_migration_is_done_whole_or_not_at_all(
     before = [(len(schema.MIGRATIONS) - 1,)]
     assert postgres.execute("SELECT version FROM immortal.schema_version", database=database) == before
     assert postgres.execute("SELECT to_regclass('immortal.half')", database=database) == [(None,)]
+
+
+def test_who_comes_while_the_schema_is_made_sees_nothing_of_it_yet(
+    postgres: Postgres, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two coordinators that start at once with new logs: the second one saw a version between, and gave up."""
+    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, "SELECT pg_advisory_xact_lock(7)"))
+    monkeypatch.setattr(schema, "VERSION", len(schema.MIGRATIONS))
+    places = [place_of(postgres.url(name, database)) for name in ("alice", "bob")]
+    with psycopg.connect(postgres.url(database=database)) as other:
+        other.execute("SELECT pg_advisory_lock(7)")
+        making = [threading.Thread(target=made, args=(place,)) for place in places]
+        making[0].start()
+        waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+        until(lambda: postgres.execute(waiting) == [(1,)])
+        assert not places[1].exists()
+        making[1].start()
+        until(lambda: postgres.execute(waiting) == [(2,)])
+        other.execute("SELECT pg_advisory_unlock(7)")
+        for thread in making:
+            thread.join(WAIT_S)
+    assert [place.exists() for place in places] == [True, True]
 
 
 def test_a_coordinator_needs_the_rights_of_immortal_writer_and_no_more(postgres: Postgres, database: str) -> None:

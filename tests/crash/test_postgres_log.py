@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from coordinator.instances.registry import Registry, free_port
+from coordinator.log import open_reader
 from coordinator.operator import control
 from tests.helpers.cli import Run, immortal
 from tests.helpers.counting import CALLS, WAIT_S, House
@@ -146,6 +147,71 @@ def test_an_instance_migrates_there_and_back_under_load(house: House) -> None:
     house.until(lambda: house.status("counter")["role"] == "writing", "it is back")
     house.until(lambda: house.status("feeder")["outputs"]["counter"]["endpoint"] == peers[0], "and its caller, too")
     all_is_counted(house)
+
+
+NEXT = """
+from __future__ import annotations
+
+import counting
+from appsdk import Immortal, peer, rpc, upgrades
+
+
+@upgrades(counting.Counter)
+class Counter(Immortal):
+    seen: int
+    wrong: int
+
+    def __init__(self) -> None:
+        self.seen = self.wrong = 0
+
+    @classmethod
+    def upgrade(cls, old: counting.Counter) -> Counter:
+        new = cls()
+        new.seen, new.wrong = old.seen, old.wrong
+        return new
+
+    @rpc
+    def add(self, number: int) -> None:
+        self.wrong += number != self.seen + 1
+        self.seen += 1
+        self.feeder.noted.fork(number)
+
+    @rpc
+    def totals(self) -> tuple[int, int]:
+        return self.seen, self.wrong
+
+    feeder = peer(lambda: counting.Feeder, "feeder")
+"""
+
+
+def test_a_standby_with_the_next_version_follows_and_is_upgraded_as_it_takes_over(house: House) -> None:
+    first = house.run("counter", "counting:Counter")
+    house.until(lambda: first.said("ready"), "the first one is up")
+    elsewhere = another_machine(house)
+    (elsewhere.home / "next.py").write_text(NEXT)
+    shutil.copy(house.home / "feeder.toml", elsewhere.home)
+    (elsewhere.home / "feeder").mkdir(mode=0o700)
+    shutil.copy(house.home / "feeder" / "public_keys", elsewhere.home / "feeder")
+    asked = elsewhere.immortal("upgrade", "counter", "next:Counter", "--to", "2")
+    assert asked.returncode == 0, asked
+    second = elsewhere.run("counter")
+    with (house.home / "feeder.toml").open("a") as file:
+        file.write(f'\n[peers]\ncounter = "{house.registry.load("counter").log}"\n')
+    house.run("feeder", "counting:Feeder")
+    house.until(lambda: house.status("counter")["sequence_id"] > 20, "calls have come")
+    caught_up(house)
+    assert (house.status("counter")["version"], second.said("upgraded")) == (1, False)
+    moved = house.immortal("migrate", "counter")
+    assert moved.returncode == 0, moved
+    house.until(lambda: second.said("upgraded"), "it is upgraded")
+    assert not second.said("ready") or elsewhere.status("counter")["version"] == 2
+    house.until(lambda: house.call("feeder", "totals")[:2] == [CALLS, CALLS], "all calls are answered")
+    assert house.call("feeder", "totals")[2] == 0
+    assert elsewhere.call("counter", "totals") == [CALLS, 0]
+    assert "version 2; no upgrade is asked for" in elsewhere.immortal("upgrade", "counter").stdout
+    with open_reader(house.registry.load("counter").log) as reader:
+        assert [start.version for start in reader.summary().versions] == [1, 2]
+    assert second.stop() == 0
 
 
 def test_an_instance_that_nobody_follows_stays_where_it_is(house: House) -> None:
@@ -282,3 +348,38 @@ def test_a_large_checkpoint_is_in_a_store_and_comes_back_from_there(postgres: Po
         assert "large: sound" in immortal(tmp_path, "log", "verify", "large")
     finally:
         run.kill()
+
+
+def test_a_standby_takes_the_checkpoints_and_recoveries_begin_there(house: House) -> None:
+    with (house.home / "counter.toml").open("a") as file:
+        file.write('\ncheckpoints = "on-standby"\n')
+    first = house.run("counter", "counting:Counter")
+    house.until(lambda: first.said("ready"), "the first one is up")
+    second = house.run("counter")
+    house.run("feeder", "counting:Feeder")
+    house.until(lambda: house.status("counter")["sequence_id"] > 20, "calls have come")
+    caught_up(house)
+    taken = house.immortal("checkpoint", "counter", "--json")
+    assert taken.returncode == 0, taken
+    assert first.said("checkpoint taken by a standby")
+    assert second.said("checkpoint taken for the one that writes the log")
+    assert not first.said("no standby took"), first.lines
+    first.kill()
+    house.until(lambda: second.said("recovered"), "the standby takes over")
+    second.kill()
+    third = house.run("counter")
+    house.until(lambda: third.said("ready"), "the next one is up")
+    begun = [line for line in third.lines if line["message"] == "recovering"]
+    assert begun[0]["checkpoint"] == json.loads(taken.stdout)["id"], "nobody has taken one since"
+    all_is_counted(house)
+    assert third.stop() == 0
+    assert "counter: sound" in house.immortal("log", "verify", "counter").stdout
+
+
+def test_without_a_standby_the_instance_takes_its_checkpoints(house: House) -> None:
+    with (house.home / "counter.toml").open("a") as file:
+        file.write('\ncheckpoints = "on-standby"\n')
+    first = house.run("counter", "counting:Counter")
+    house.until(lambda: first.said("ready"), "it is up")
+    assert house.immortal("checkpoint", "counter").returncode == 0
+    assert len([line for line in first.lines if line["message"] == "checkpoint taken"]) == 2

@@ -34,9 +34,8 @@ class Postgres:
         self._programs = programs
         self.folder = Path(tempfile.mkdtemp(prefix="immortal-postgres-"))
         self._data = self.folder / "data"
-        self._user: str | None = None
-        if os.geteuid() == 0:  # which it refuses to run as
-            self._user = "postgres" if _is_user("postgres") else "nobody"
+        self._user = user_of_servers()
+        if self._user is not None:
             shutil.chown(self.folder, self._user)
         self._log = self.folder / "log"
         self._run("initdb", "-D", str(self._data), "-U", "owner", "-A", "trust", "-E", "UTF8", "--no-locale")
@@ -89,6 +88,13 @@ class Postgres:
             user=self._user,
         )
         assert done.returncode == 0, done.stderr
+
+
+def user_of_servers() -> str | None:
+    """As whom it runs; None: as this process. It refuses to run as root."""
+    if os.geteuid() != 0:
+        return None
+    return "postgres" if _is_user("postgres") else "nobody"
 
 
 def _is_user(name: str) -> bool:

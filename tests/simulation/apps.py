@@ -218,6 +218,7 @@ class CheckingApp:
         self._state: State | None = None
         self._made: list[tuple[str, int, bytes]] = []  # calls that are not in ``out`` yet
         self._upgrading_to = 0
+        self._upgraded = False
         self._snapshot: deque[bytes] = deque()  # what is still to be said of the one on its way
         self._ticks_sent = 0
         self._impulses: list[tuple[str, int] | None] = []  # (peer, number) by count; None for a tick
@@ -237,7 +238,7 @@ class CheckingApp:
 
     @property
     def is_restless(self) -> bool:
-        return self.primary or bool(self._made)
+        return self.primary or bool(self._made) or bool(self._snapshot)
 
     @property
     def is_done(self) -> bool:
@@ -360,11 +361,12 @@ class CheckingApp:
             self._checkpoint()
             self._become_primary()
         elif message_type == MessageType.TAKE_CHECKPOINT:
-            if self.primary and not self._plain and self._rng.random() < 0.5:
+            if not (self._upgraded or self._plain) and self._rng.random() < 0.5:
                 self._begin_snapshot()
             else:
                 self._checkpoint()
-                self._become_primary()
+                if self._upgraded:  # a follower is asked for one as well
+                    self._become_primary()
         elif message_type == MessageType.BECOMING_PRIMARY:
             self._marks["promoted"] += 1
             self._become_primary()
@@ -551,6 +553,7 @@ class CheckingApp:
             return
         self._marks["upgrade of the past repeated"] += to < self._version
         state.version = to
+        self._upgraded = True
         self._checkpoint()
 
     # --- of its own accord -------------------------------------------------------------------------------------------
@@ -582,7 +585,7 @@ class CheckingApp:
         if self._made and rng.random() < 0.7:
             self._flush(everything=True)
         if not self.primary:
-            return bool(self._made)
+            return bool(self._snapshot or self._made)
         if not self._plain and len(self._impulses) - self._accepted > IMPULSES_OUTSTANDING_MAX:
             return True
         while self._ticks_sent < self.work:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import LogError, LogFullError, LogSyncError, LogUnavailableError
-from coordinator.core.interfaces import LogSummary, Transaction
+from coordinator.core.interfaces import CheckpointHeader, LogSummary, Transaction
 from coordinator.log.backend import Span
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from coordinator.log.memory import MemoryLogStore
@@ -144,9 +144,19 @@ class Disk:
             for one in jobs:
                 assert isinstance(one, ef.Commit)
                 transaction.absorb(one.transaction)
+        if transaction.checkpoint is not None and transaction.adopts:
+            self._look_at_adopted(transaction.checkpoint)
         self.store.commit(transaction)
         self._written(transaction)
         return [ev.Committed(one.ticket) for one in jobs if isinstance(one, ef.Commit)]
+
+    def _look_at_adopted(self, header: CheckpointHeader) -> None:
+        """The state of a follower is behind a record that the log has, and was taken for this writer."""
+        if header.sequence_id > self.store.last_sequence_id:
+            raise Violation(f"a checkpoint of record {header.sequence_id} is adopted, which the log has not")
+        term = self.shared.offers[header.checkpoint_id]
+        if term != self.fence:
+            raise Violation(f"the writer of term {self.fence} adopts a checkpoint taken for that of term {term}")
 
     def _fail(self, jobs: list[Job]) -> LogError:
         kind, self.fails_next = self.fails_next, None

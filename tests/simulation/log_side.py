@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.driver.ports import Read, Write
+from coordinator.core.interfaces import Offer
+from coordinator.core.session import Phase
+from coordinator.driver.ports import Offered, Read, Write
 from coordinator.driver.reads import answer
-from tests.simulation.clock import US
+from coordinator.log.format import CHUNK_KEY
+from coordinator.log.offers import decode_offer, encode_offer, sealed_chunk
+from tests.simulation.clock import MS, US
 from tests.simulation.disk import Job
+from tests.simulation.shared_log import Asked
 from tests.simulation.trace import Violation
 
 if TYPE_CHECKING:
@@ -44,6 +49,7 @@ class LogSide:
         self._appends_max = rng.choice((1, 1, 3))
         self._waiting: list[ef.LoadLog | ef.ReadRecords] = []  # of who follows, for the log to grow
         self._right_asked = self._looking = False
+        self._offered: deque[Offered] = deque()
 
     @property
     def is_quiet(self) -> bool:
@@ -151,6 +157,78 @@ class LogSide:
     def trim(self, effect: ef.Trim) -> None:
         self._disk.trimming = True
         self._work_later()
+
+    # --- checkpoints of standbys -------------------------------------------------------------------------------------
+
+    def ask_standby(self, effect: ef.AskStandby) -> None:
+        self._clock.after(self._rng.random() * 500 * US, self._asks, effect)
+
+    def _asks(self, effect: ef.AskStandby) -> None:
+        shared = self._disk.shared
+        following = [node for node in shared.waiting if node.phase is Phase.FOLLOWING]
+        if self._is_gone or not self._disk.is_writer or not following:
+            return
+        node = self._rng.choice(following)
+        shared.asked = Asked(shared.term, node, effect.checkpoint_id, effect.epoch)
+        if self._rng.random() < 0.95:
+            node.post(ev.CheckpointAsked(effect.checkpoint_id, effect.epoch))
+
+    def drop_asked(self, effect: ef.DropAsked) -> None:
+        if self._disk.is_writer:
+            self._disk.shared.asked = None
+
+    def offer(self, effect: Offered) -> None:
+        if self._disk.fence:
+            if isinstance(effect, ef.OfferChunk):
+                self._inbox.append(ev.ChunkOffered(effect.checkpoint_id, len(effect.data), "it writes"))
+            return
+        self._offered.append(effect)
+        if len(self._offered) == 1:
+            self._clock.after(self._rng.random() * 100 * US, self._puts)
+
+    def _puts(self) -> None:
+        if self._is_gone:
+            return
+        effect = self._offered.popleft()
+        if isinstance(effect, ef.OfferChunk):
+            problem = self._put_chunk(effect)
+            self._node.post(ev.ChunkOffered(effect.checkpoint_id, len(effect.data), problem))
+        else:
+            self._put_offer(effect)
+        if self._offered:
+            self._clock.after(self._rng.random() * 100 * US, self._puts)
+
+    def _is_asked_for(self, checkpoint_id: int) -> bool:
+        asked = self._disk.shared.asked
+        return asked is not None and (asked.node, asked.checkpoint_id) == (self._node, checkpoint_id)
+
+    def _put_chunk(self, chunk: ef.OfferChunk) -> str:
+        if not self._is_asked_for(chunk.checkpoint_id):
+            return "not wanted any more (simulated)"
+        key = CHUNK_KEY.pack(chunk.checkpoint_id, chunk.index)
+        durable = self._disk.store.backend.durable
+        if durable.get("chunks", key) is not None:
+            return "it is there already (simulated)"
+        durable.put("chunks", key, sealed_chunk(chunk.checkpoint_id, chunk.index, chunk.data))
+        return ""
+
+    def _put_offer(self, effect: ef.OfferCheckpoint) -> None:
+        """Told to whoever writes when it gets there."""
+        shared, checkpoint_id = self._disk.shared, effect.offer.header.checkpoint_id
+        if not self._is_asked_for(checkpoint_id):
+            return
+        shared.offers[checkpoint_id] = shared.term
+        self._world.marks["checkpoint offered"] += 1
+        delay_ns = self._rng.random() * self._rng.choice((200 * US, 200 * US, 10 * MS))
+        self._clock.after(delay_ns, self._tell_writer, decode_offer(encode_offer(effect.offer)))
+
+    def _tell_writer(self, offer: Offer) -> None:
+        writer = self._disk.shared.writer
+        if writer is not None:
+            self._world.marks["checkpoint offered to the next writer"] += (
+                self._disk.shared.offers[offer.header.checkpoint_id] != self._disk.shared.term
+            )
+            writer.post(ev.CheckpointOffered(offer))
 
     @property
     def has_inline(self) -> bool:

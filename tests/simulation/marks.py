@@ -26,6 +26,9 @@ NOTICES: dict[type[notices.Notice], str] = {
     notices.StreamWaits: "stream stopped",
     notices.NotCalledAgain: "verdict: KILLED",
     notices.AppCutOff: "app lost inside a message",
+    notices.CheckpointAdopted: "checkpoint of a follower adopted",
+    notices.StandbyTakesNone: "checkpoint asked of the app after all",
+    notices.OfferRefused: "checkpoint of a follower not wanted any more",
 }
 """Of what the core tells, the marks."""
 
@@ -89,6 +92,7 @@ EXPECTED = frozenset(
         "handed over",
         "taken over from one that lives",
         "fenced",
+        "checkpoint offered to the next writer",
     ]
 )
 

@@ -13,15 +13,18 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from appsdk.dispatch.dispatcher import Dispatcher
 from appsdk.dispatch.life import Life
+from appsdk.dispatch.records import Records
+from appsdk.dispatch.rewinds import Rewinds
 from appsdk.waiting.clock import Clock as AppTimers
 from appsdk.waiting.tasks import Tasks
+from coordinator.core.adopting import Adopting
 from coordinator.core.app_clock import AppClock
 from coordinator.core.app_inbox import AppInbox
 from coordinator.core.careful import Watch
 from coordinator.core.checkpoint_taking import CheckpointTaking
 from coordinator.core.checkpointing import Checkpointing
+from coordinator.core.client_table import ClientTable
 from coordinator.core.clients import Clients
 from coordinator.core.clock import SteadyClock, Timekeeper
 from coordinator.core.epoch import Epoch
@@ -29,11 +32,13 @@ from coordinator.core.failing import Failing
 from coordinator.core.lifecycle import Lifecycle
 from coordinator.core.log_access import LogAccess
 from coordinator.core.machine import Machine
+from coordinator.core.offering import Offering
 from coordinator.core.streams.followed import Followed
 from coordinator.core.streams.handshake import Handshake
 from coordinator.core.streams.inbound import Inbound
 from coordinator.core.streams.input_stream import InputStream
 from coordinator.core.streams.output_stream import OutputStream
+from coordinator.core.streams.send_buffer import SendBuffer
 from coordinator.core.taking_over import TakingOver
 from coordinator.core.verdicts import Verdicts
 from coordinator.core.versions import Versions
@@ -110,6 +115,27 @@ MUTATIONS = (
         "(room := 1 << 30)",
     ),
     Mutation(
+        "a follower's state is taken for that of a later record",
+        Offering,
+        "go_on",
+        "self._sequence_id = self.session.fed_sequence_id",
+        "self._sequence_id = self.session.fed_sequence_id + 1",
+    ),
+    Mutation(
+        "a follower's checkpoint has the marks that were known when its state was taken",
+        Followed,
+        "cut",
+        "cut.waits_for[destination] = waiting",
+        "cut.reach(stream)",
+    ),
+    Mutation(
+        "a checkpoint is adopted that was taken for the writer before",
+        Adopting,
+        "offered",
+        "if is_asked and offer.epoch == self.epoch.number:",
+        "if is_asked:",
+    ),
+    Mutation(
         "a log is handed over before the last append to it is durable",
         Machine,
         "_settle",
@@ -154,8 +180,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a frame takes an impulse along that is not durable",
-        OutputStream,
-        "next_batch",
+        SendBuffer,
+        "_take",
         "and unsent[0].ticket <= durable_ticket\n",
         "\n",
     ),
@@ -165,8 +191,8 @@ MUTATIONS = (
         "_calls",
         "impulses.take(calls)",
         "impulses.take(calls)\n"
-        "                self._peers.log.open.impulses_accepted -= calls.count\n"
-        "                self._session.note_accepted(calls.count, self._session.fed_sequence_id)",
+        "                self.peers.log.open.impulses_accepted -= calls.count\n"
+        "                self.session.note_accepted(calls.count, self.session.fed_sequence_id)",
     ),
     Mutation(
         "a record goes to the app before it is durable",
@@ -246,8 +272,8 @@ MUTATIONS = (
         "a replay forgets the impulses",
         OutputStream,
         "__init__",
-        "deque(batch for batch in impulses if batch.first_position > self.position)",
-        "deque([])",
+        "self._kept_impulses.keep(impulses, self.position)",
+        "pass",
     ),
     Mutation(
         "a mark counts an impulse that is not durable",
@@ -309,8 +335,8 @@ MUTATIONS = (
     ),
     Mutation(
         "clients are forgotten by the clock alone",
-        Clients,
-        "_forget_unused",
+        ClientTable,
+        "forget_unused",
         "self._running.before(limits.client_keep_ns)",
         "self._running.last_ns - limits.client_keep_ns",
         321,
@@ -399,7 +425,7 @@ MUTATIONS = (
         Clients,
         "_take",
         "        group.transaction.clients[frame.client_id] = client.position",
-        "        self._log.close_group().transaction.clients[frame.client_id] = client.position",
+        "        self.log.close_group().transaction.clients[frame.client_id] = client.position",
     ),
     Mutation(
         "spilled messages are removed before they are acknowledged",
@@ -470,18 +496,18 @@ MUTATIONS = (
     ),
     Mutation(
         "what a failed call has called is sent",
-        Dispatcher,
-        "_rewind",
-        "self.outbox.back_to_copy()",
-        "self.outbox.close_batches(); self.outbox.mark(); self.outbox.back_to_copy()",
+        Rewinds,
+        "_go_over",
+        "outbox.back_to_copy()",
+        "outbox.close_batches(); outbox.mark(); outbox.back_to_copy()",
         43,
     ),
     Mutation(
         "what was sent before is sent again by a rewind",
-        Dispatcher,
-        "_rewind",
-        "self.outbox.back_to_copy()",
-        "self.outbox.begin_copy(); self.outbox.back_to_copy()",
+        Rewinds,
+        "_go_over",
+        "outbox.back_to_copy()",
+        "outbox.begin_copy(); outbox.back_to_copy()",
         43,
     ),
     Mutation(
@@ -494,7 +520,7 @@ MUTATIONS = (
     ),
     Mutation(
         "who waits for a call that has failed is not told",
-        Dispatcher,
+        Records,
         "_pass_over",
         "self._failures.answer(verdict, message)",
         "pass",

@@ -167,6 +167,7 @@ class Node:
             if side is not None:
                 side.end()
         had_right = self.disk.shared.release(self)
+        self.disk.shared.tell_of_standbys()
         lost = self.disk.crash()
         if had_right:
             self._clock.after(
@@ -229,6 +230,7 @@ class Node:
         if is_fenced and self._stopped is None:
             raise Violation(f"{self.name} goes on, though another writes its log")
         self._look_who_writes()
+        self.disk.shared.tell_of_standbys()
         peers = self._driver.machine._peers
         world.marks["batch waited for its turn"] += peers.turns.waiting_bytes > 0
         for destination, stream in peers.outputs.items():

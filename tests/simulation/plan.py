@@ -144,7 +144,17 @@ def _with_other_logs(plan: Plan) -> Plan:
     kinds = ["log silent"] * rng.choice((0, 0, 1, 3)) + ["take over"] * (rng.randrange(5) if followers else 0)
     more = [Fault(rng.randrange(1, last + 100), kind, rng.random()) for kind in kinds]
     faults = sorted([*kept, *more], key=lambda fault: fault.at_effect)
-    return replace(plan, followers=followers, faults=tuple(faults), fails=plan.fails and not followers)
+    plan = replace(plan, followers=followers, faults=tuple(faults), fails=plan.fails and not followers)
+    return _with_checkpoints_of_followers(plan) if followers else plan
+
+
+def _with_checkpoints_of_followers(plan: Plan) -> Plan:
+    """In some, followers take the checkpoints; who writes waits for that for a while, short or long."""
+    rng = plan.stream("checkpoints of followers")
+    if rng.random() < 0.4:
+        return plan
+    wait_ns = rng.choice((1_000_000, 20_000_000, 20_000_000))
+    return replace(plan, limits=replace(plan.limits, checkpoints_on_standby=True, standby_checkpoint_ns=wait_ns))
 
 
 # What these need to show is rare enough: a crash in another moment takes it away.

@@ -6,12 +6,25 @@ one does not know, and goes on until the log takes nothing more of it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from coordinator.core import events as ev
+from coordinator.core.session import Phase
 from coordinator.log.memory import MemoryLogStore
 
 if TYPE_CHECKING:
     from tests.simulation.node import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A checkpoint that the writer of ``term`` wants of ``node``."""
+
+    term: int
+    node: Node
+    checkpoint_id: int
+    epoch: int
 
 
 class SharedLog:
@@ -23,11 +36,16 @@ class SharedLog:
         self.ticket = 0
         self.writer: Node | None = None
         self.waiting: list[Node] = []  # for the right to write
+        self.asked: Asked | None = None
+        self.offers: dict[int, int] = {}  # by checkpoint ID: the term of the writer for whom it was taken
+        self._has_standby = False  # as the writer was told
 
     def grant(self, node: Node) -> int:
         """To ``node``, whoever has it; its term. What the last writer has begun is no part of the log."""
         self.term += 1
         self.ticket = 0
+        self.asked = None
+        self._has_standby = False
         self.reopen()
         self.writer = node
         if node in self.waiting:
@@ -47,3 +65,10 @@ class SharedLog:
             return False
         self.writer = None
         return True
+
+    def tell_of_standbys(self) -> None:
+        """The writer, where that has changed."""
+        has_standby = any(node.phase is Phase.FOLLOWING for node in self.waiting)
+        if self.writer is not None and has_standby != self._has_standby:
+            self._has_standby = has_standby
+            self.writer.post(ev.StandbysChanged(has_standby))

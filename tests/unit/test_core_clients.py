@@ -269,8 +269,8 @@ class Counted(OrderedDict[str, Any]):
 
 def test_clients_without_replies_are_not_gone_through_for_each_answer() -> None:
     driven = started(Limits(replies_bytes=1000))
-    clients = driven.machine._clients
-    clients._clients = counted = Counted()
+    table = driven.machine._clients.table
+    table._clients = counted = Counted()
     count = 100
     for number in range(count):
         driven.handle(request("t", 1, call(1), client_id=f"idle {number}"))
@@ -282,19 +282,19 @@ def test_clients_without_replies_are_not_gone_through_for_each_answer() -> None:
         driven.data(answer(1, "0123456789", client_id=f"busy {number}"))
     assert driven.machine.status(0)["clients"]["replies"] == 4  # type: ignore[index]
     assert counted.looked_at <= 2 * count
-    assert len(clients._holders) <= 5, "who has no replies any more is not remembered"
+    assert len(table._holders) <= 5, "who has no replies any more is not remembered"
 
 
 def test_of_forgotten_clients_nothing_is_left() -> None:
     driven = started(Limits(clients_max=3))
-    clients = driven.machine._clients
+    table = driven.machine._clients.table
     for number in range(100):
         driven.now_ns += 10
         driven.handle(request("t", 1, call(1), client_id=f"{number}", time_ns=driven.now_ns))
         driven.data(answer(1, 1, client_id=f"{number}"))
-        assert len(clients) <= 4
-        assert len(clients._holders) <= 8
-    assert {client_id for _, client_id, client in clients._holders if client.replies} == {"97", "98", "99"}
+        assert len(table) <= 4
+        assert len(table._holders) <= 8
+    assert {client_id for _, client_id, client in table._holders if client.replies} == {"97", "98", "99"}
 
 
 def test_who_calls_again_is_not_the_one_that_was_unused_for_longest() -> None:

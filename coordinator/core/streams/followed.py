@@ -9,10 +9,32 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from coordinator.core.interfaces import OutputBatch, OutputMark
 from coordinator.core.streams.local_end import LocalEnd
 from coordinator.core.streams.output_stream import OutputStream
 from protocol.batch import offset_after
+
+
+@dataclass(slots=True)
+class Cut:
+    """The output streams between two messages of the app, by destination: each is known once what the app has made
+    before it has its place.
+
+    ``waits_for``: so many of these messages have none yet. ``outputs``, ``unacknowledged``: as a checkpoint's header
+    has them.
+    """
+
+    waits_for: dict[str, int] = field(default_factory=dict)
+    outputs: dict[str, OutputMark] = field(default_factory=dict)
+    unacknowledged: dict[str, list[OutputBatch]] = field(default_factory=dict)
+
+    def reach(self, stream: OutputStream) -> None:
+        self.waits_for.pop(stream.destination, None)
+        self.outputs[stream.destination] = stream.mark
+        if stream.memory_bytes:
+            self.unacknowledged[stream.destination] = stream.unacknowledged
 
 
 class Followed:
@@ -20,12 +42,24 @@ class Followed:
 
     def __init__(self, end: LocalEnd) -> None:
         self._end = end
+        self._cut: Cut | None = None
         self._made: dict[str, deque[tuple[int, bytes]]] = {}  # (count, payload)
         self._marked: dict[str, int] = {}  # the last position that a mark of the log has
 
     def forget(self) -> None:
         self._made.clear()
         self._marked.clear()
+        self._cut = None
+
+    def cut(self, streams: Mapping[str, OutputStream]) -> Cut:
+        """What the app has made so far, and nothing that it makes from now on. One at a time."""
+        cut = self._cut = Cut()
+        for destination, stream in streams.items():
+            if waiting := sum([count for count, _ in self._made.get(destination, ())]):
+                cut.waits_for[destination] = waiting
+            else:
+                cut.reach(stream)
+        return cut
 
     def made(self, stream: OutputStream, count: int, payload: bytes) -> None:
         """The app's next ``count`` messages, packed. Raises DivergenceError."""
@@ -47,11 +81,16 @@ class Followed:
                 made.appendleft((count - room, payload[offset:]))
                 count, payload = room, payload[:offset]
             stream.append(count, payload)
+            if self._cut is not None and stream.destination in self._cut.waits_for:
+                self._cut.waits_for[stream.destination] -= count
+                if not self._cut.waits_for[stream.destination]:
+                    self._cut.reach(stream)
 
     def place_all(self, streams: Mapping[str, OutputStream]) -> None:
         """All that was made takes its place, and no mark is waited for. Raises DivergenceError."""
         waiting, self._made = self._made, {}
         self._marked.clear()
+        self._cut = None
         for destination, made in waiting.items():
             for count, payload in made:
                 streams[destination].append(count, payload, self._end.held_ticket)

@@ -7,6 +7,7 @@ log as well.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from coordinator.core.effects import OpenPeer, ResetPeer, SendToPeer
 from coordinator.core.interfaces import ONESELF, OutputBatch, OutputMark
@@ -24,30 +25,24 @@ from protocol.peer import FrameType, PeerFrame
 from protocol.trailer import OutputMarkEntry
 
 
+@dataclass(slots=True)
 class Outbound:
     """``streams``: all of them, by destination; ``busy``: those that are not idle, and perhaps others."""
 
-    def __init__(
-        self,
-        end: LocalEnd,
-        receivers: Receivers,
-        handshake: Handshake,
-        expected: Expected,
-        inbound: Inbound,
-        intake: Intake,
-        followed: Followed,
-    ) -> None:
-        self.streams: dict[str, OutputStream] = {}
-        self.busy: dict[str, OutputStream] = {}
-        self.spilling = Spilling(end, self.streams, self.busy)
-        self._end = end
-        self._receivers = receivers
-        self._handshake = handshake
-        self._expected = expected
-        self._inbound = inbound
-        self._intake = intake
-        self._followed = followed
-        self._moved: set[str] = set()  # those that may have a new mark
+    end: LocalEnd
+    receivers: Receivers
+    handshake: Handshake
+    expected: Expected
+    inbound: Inbound
+    intake: Intake
+    followed: Followed
+    streams: dict[str, OutputStream] = field(default_factory=dict)
+    busy: dict[str, OutputStream] = field(default_factory=dict)
+    spilling: Spilling = field(init=False)
+    _moved: set[str] = field(default_factory=set)  # those that may have a new mark
+
+    def __post_init__(self) -> None:
+        self.spilling = Spilling(self.end, self.streams, self.busy)
 
     # --- which there are ---------------------------------------------------------------------------------------------
 
@@ -59,12 +54,12 @@ class Outbound:
         return self.add(
             OutputStream(
                 destination,
-                self._end.limits,
+                self.end.limits,
                 acknowledged=self.acknowledged(destination),
-                attempt=self._end.epoch << 32,
-                check=self._expected.check(destination),
-                spilled=self._expected.take_spilled(destination),
-                begins_now=not self._end.catching_up,
+                attempt=self.end.epoch << 32,
+                check=self.expected.check(destination),
+                spilled=self.expected.take_spilled(destination),
+                begins_now=not self.end.catching_up,
             ),
         )
 
@@ -78,56 +73,56 @@ class Outbound:
     def acknowledged(self, destination: str) -> int:
         """The position up to which the receiver is known to have the stream."""
         if destination == ONESELF:
-            return self._inbound.stream(ONESELF).durable
-        return self._receivers.acknowledged.get(destination, 0)
+            return self.inbound.stream(ONESELF).durable
+        return self.receivers.acknowledged.get(destination, 0)
 
     def add(self, stream: OutputStream) -> OutputStream:
         destination = stream.destination
         self.streams[destination] = self.busy[destination] = stream
         if destination in (ONESELF, CLIENTS):
             stream.state = StreamState.OPEN
-        elif not self._end.following:
+        elif not self.end.following:
             self.begin(stream)
         return stream
 
     def begin(self, stream: OutputStream) -> None:
         """Reach for the receiver: the stream is one of an app that works, or is to."""
-        stream.offset = self._receivers.start(stream.destination).offset
-        self._end.effects.append(OpenPeer(stream.destination))
-        self._handshake.greet(stream)
+        stream.offset = self.receivers.start(stream.destination).offset
+        self.end.effects.append(OpenPeer(stream.destination))
+        self.handshake.greet(stream)
 
     def forget(self) -> None:
         """The app is gone: its outputs will come again, by replay."""
         for destination, stream in self.streams.items():
             if destination not in (ONESELF, CLIENTS) and stream.state is not StreamState.CLOSED:
-                self._end.effects.append(ResetPeer(destination))
+                self.end.effects.append(ResetPeer(destination))
         self.forget_streams()
 
     def forget_streams(self) -> None:
         for known in (self.streams, self.busy, self._moved):
             known.clear()
-        self._followed.forget()
+        self.followed.forget()
 
     # --- from the app ------------------------------------------------------------------------------------------------
 
     def append(self, destination: str, count: int, payload: bytes) -> None:
         """The app's next ``count`` messages to ``destination``."""
-        self._intake.open_calls.answered(destination, payload)
+        self.intake.open_calls.answered(destination, payload)
         self._moved.add(destination)
         stream = self.stream(destination)
-        if self._end.following:
-            self._followed.made(stream, count, payload)
+        if self.end.following:
+            self.followed.made(stream, count, payload)
         else:
-            stream.append(count, payload, self._end.held_ticket)
+            stream.append(count, payload, self.end.held_ticket)
 
     def place(self, marks: Iterable[OutputMarkEntry]) -> None:
         """The log that is followed has these ``marks``: what the app has made up to them takes its place."""
         for mark in marks:
-            self._followed.reached(self.stream(mark.destination), mark.position)
+            self.followed.reached(self.stream(mark.destination), mark.position)
 
     def place_all(self) -> None:
         """There is nobody any more whose marks are to be waited for."""
-        self._followed.place_all(self.streams)
+        self.followed.place_all(self.streams)
 
     def new_marks(self, ticket: int) -> dict[str, OutputMark]:
         """The marks of the streams that have moved since this was last asked, for the commit ``ticket``.
@@ -135,7 +130,7 @@ class Outbound:
         None from behind a verdict that only a later commit holds: without it a replay would make something else.
         """
         marks: dict[str, OutputMark] = {}
-        if self._end.held_ticket > ticket:
+        if self.end.held_ticket > ticket:
             return marks
         for destination in sorted(self._moved):
             mark = self.streams[destination].take_new_mark(ticket)
@@ -144,11 +139,16 @@ class Outbound:
                 self._moved.discard(destination)
         return marks
 
+    @property
+    def any_unmarked(self) -> bool:
+        """The app has made something of which no record has a mark."""
+        return any(self.streams[destination].is_unmarked for destination in self._moved)
+
     # --- to the receivers --------------------------------------------------------------------------------------------
 
     def send(self, now_ns: int) -> None:
         """Put on their way all batches that may go now; none before the first checkpoint is durable: they follow it."""
-        end, busy, spilling = self._end, self.busy, self.spilling
+        end, busy, spilling = self.end, self.busy, self.spilling
         if not end.ready or end.held or end.following:
             return
         durable_ticket = end.log.durable_ticket
@@ -167,7 +167,7 @@ class Outbound:
                 spilling.look(stream, now_ns)
             while (batch := stream.next_batch(durable_ticket)) is not None:
                 if destination == ONESELF:
-                    self._inbound.take_own(batch, now_ns)
+                    self.inbound.take_own(batch, now_ns)
                     continue
                 frame = end.frame(
                     FrameType.BATCH,
@@ -186,9 +186,9 @@ class Outbound:
     def take_answers(self) -> list[OutputBatch]:
         """The app's new answers to clients; under the same conditions as :meth:`send`."""
         stream = self.streams.get(CLIENTS)
-        if stream is None or not self._end.ready or self._end.held or self._end.following:
+        if stream is None or not self.end.ready or self.end.held or self.end.following:
             return []
-        return stream.take_all(self._end.log.durable_ticket)
+        return stream.buffer.take_all(self.end.log.durable_ticket)
 
     def spilled_read(self, destination: str, first_position: int, batches: Sequence[OutputBatch]) -> None:
         """What was asked for by ReadSpilled."""
@@ -202,33 +202,33 @@ class Outbound:
         """A receiver has answered."""
         stream = self.touched(destination)
         if stream is not None:
-            self._handshake.replied(stream, tag, frame)
+            self.handshake.replied(stream, tag, frame)
 
     def moved(self, destination: str) -> None:
         """Nothing of what is on its way there will arrive."""
         stream = self.touched(destination)
         if stream is not None:
-            self._handshake.moved(stream)
+            self.handshake.moved(stream)
 
     def own_became_durable(self) -> None:
         """Of the stream to oneself, perhaps: its receiver is the own log."""
-        source, stream = self._inbound.streams.get(ONESELF), self.streams.get(ONESELF)
+        source, stream = self.inbound.streams.get(ONESELF), self.streams.get(ONESELF)
         if source is not None and stream is not None and source.durable > stream.acknowledged:
             self.busy[ONESELF] = stream
             stream.acknowledge(source.durable)
 
     def answers_durable(self, position: int) -> None:
         """The replies up to this position of the stream to CLIENTS are in the log."""
-        self._receivers.heard_of(CLIENTS, position)
+        self.receivers.heard_of(CLIENTS, position)
         if (stream := self.touched(CLIENTS)) is not None:
             stream.acknowledge(position)
 
     @property
     def any_failed(self) -> bool:
-        return self._handshake.some_failed and any(stream.state is StreamState.FAILED for stream in self.busy.values())
+        return self.handshake.some_failed and any(stream.state is StreamState.FAILED for stream in self.busy.values())
 
     def retry_failed(self) -> None:
         """What stopped them may have been mended at the other end: ask again."""
         for stream in self.busy.values():
             if stream.state is StreamState.FAILED:
-                self._handshake.greet(stream)
+                self.handshake.greet(stream)

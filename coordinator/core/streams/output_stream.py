@@ -16,16 +16,16 @@ stream was reset, since its log was wiped or replaced.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from coordinator.core.errors import DivergenceError
 from coordinator.core.interfaces import ONESELF, ImpulseBatch, OutputBatch, OutputMark, SpilledExtent
 from coordinator.core.limits import Limits
 from coordinator.core.output_check import OutputCheck
-from coordinator.core.pieces import behind, fitting
+from coordinator.core.pieces import behind
+from coordinator.core.streams.kept_impulses import KeptImpulses
+from coordinator.core.streams.send_buffer import SendBuffer
 from coordinator.core.streams.spill import Spill
 from protocol.batch import offset_after
 from protocol.checksum import crc64
@@ -37,12 +37,6 @@ class StreamState(Enum):
     GREETING = "greeting"
     OPEN = "open"
     FAILED = "failed"
-
-
-@dataclass(slots=True)
-class _Waiting:
-    batch: OutputBatch
-    ticket: int  # of the commit that must be durable before it is sent; 0: none
 
 
 class OutputStream:
@@ -75,7 +69,8 @@ class OutputStream:
         self.offset = 0  # the receiver's position p is p + offset here
         self.greeted_position = 0  # what Hello said, in the receiver's positions
         self.window_bytes = limits.peer_window_bytes  # what the receiver grants
-        self.spill = Spill(limits.spill_row_bytes, spilled)
+        self.buffer = SendBuffer(limits)
+        self.spill = Spill(limits.spill_row_bytes, spilled)  # behind the buffer
         self.called = self.moved_on = False  # since Outbound last looked: by the app, by the receiver
         self.called_ns = self.moved_on_ns = 0  # when it last saw that
         self.spill_credit_bytes = 0  # what may be spilled because as much was sent: while the app is to be slowed
@@ -83,15 +78,12 @@ class OutputStream:
         # Since the replay is complete: the last one sent, by it or before it; a stream that no replay made sent none.
         self._sent_through: int | None = 0 if begins_now else None
         self._limits = limits
-        self._unsent: deque[_Waiting] = deque()
-        self._unsent_bytes = 0
-        self._in_flight: deque[OutputBatch] = deque()
-        self._in_flight_bytes = 0
         self._marked_position = self.position
         self._impulse_ticket = 0  # of the last impulse's commit
         self._opening_ticket = 0  # of the commit without which nothing is sent
         self._check = check  # while a replay makes messages again
-        self._kept_impulses = deque(batch for batch in impulses if batch.first_position > self.position)
+        self._kept_impulses = KeptImpulses(destination)
+        self._kept_impulses.keep(impulses, self.position)
         self._restore(unacknowledged)
 
     def _restore(self, unacknowledged: Sequence[OutputBatch]) -> None:
@@ -116,34 +108,27 @@ class OutputStream:
         On replay, kept impulses take their places between them. Raises DivergenceError.
         """
         self.called = True
-        while self._kept_impulses:
-            room = self._kept_impulses[0].first_position - self.position - 1
-            if room < 0:
-                raise self._misplaced_impulse()
-            if room >= count:
-                break
+        while (room := self._kept_impulses.room(self.position, count)) < count:
             if room:
                 offset = offset_after(payload, room, count)
                 self._add(room, payload[:offset], ticket)
                 payload, count = payload[offset:], count - room
-            self._add_kept_impulse()
+            self._add_impulses_that_follow()
         self._add(count, payload, ticket)
         self._add_impulses_that_follow()
 
     def keep_impulses(self, impulses: Sequence[ImpulseBatch]) -> None:
         """The log has these impulses, in the order of their positions: the new ones among them get theirs."""
-        last = self._kept_impulses[-1].last_position if self._kept_impulses else self.position
-        self._kept_impulses.extend(batch for batch in impulses if batch.first_position > last)
+        self._kept_impulses.keep(impulses, self.position)
 
     def room_up_to(self, position: int) -> int:
         """How many messages of the app, impulses left out, the stream takes until it has ``position``."""
-        kept = sum([batch.count for batch in self._kept_impulses if batch.first_position <= position])
-        return max(0, position - self.position - kept)
+        return max(0, position - self.position - self._kept_impulses.count_up_to(position))
 
     def append_impulses(self, count: int, payload: bytes, ticket: int) -> ImpulseBatch:
         """New impulses; not sent, nor anything behind them, before the commit ``ticket`` is durable."""
-        if self._kept_impulses:  # an app that had held calls back sends something new before them
-            raise self._misplaced_impulse()
+        if len(self._kept_impulses):  # an app that had held calls back sends something new before them
+            raise self._kept_impulses.misplaced(self.position)
         batch = ImpulseBatch(self.destination, self.position + 1, count, payload)
         self._impulse_ticket = ticket
         self._add(count, payload, ticket, made_by_replay=False)
@@ -152,12 +137,7 @@ class OutputStream:
     @property
     def end_of_replay(self) -> int:
         """The position that the stream has at the end of the replay, when this is it."""
-        position = self.position
-        for impulses in self._kept_impulses:
-            if impulses.first_position != position + 1:
-                break
-            position = impulses.last_position
-        return position
+        return self._kept_impulses.end_behind(self.position)
 
     def finish_replay(self, *, all_sent: bool = True) -> None:
         """The replay is complete: impulses that came after the last replayed message go behind it.
@@ -170,8 +150,8 @@ class OutputStream:
             self._check.finish()
             self._check = None
         self._sent_through = self.position if all_sent else None
-        if all_sent and self._kept_impulses:
-            raise self._misplaced_impulse()
+        if all_sent and len(self._kept_impulses):
+            raise self._kept_impulses.misplaced(self.position)
         if all_sent and self.spill.known_position > self.position:
             raise DivergenceError(
                 f"the log holds {self.spill.known_position} messages for {self.destination!r}, the replay made only "
@@ -188,7 +168,7 @@ class OutputStream:
     def has_kept_impulses(self) -> bool:
         """Impulses whose places the replay has not reached; those right behind what it made take theirs now."""
         self._add_impulses_that_follow()
-        return bool(self._kept_impulses)
+        return len(self._kept_impulses) > 0
 
     def heal_cut(self) -> tuple[list[ImpulseBatch], list[int]]:
         """The log was cut: what its lost part had sent is never made again. Go on behind what the receiver has.
@@ -199,7 +179,7 @@ class OutputStream:
         """
         self._check = None
         self.spill.end_at(self.position)
-        kept, self._kept_impulses = list(self._kept_impulses), deque()
+        kept = self._kept_impulses.take_all()
         rows = []
         if self.acknowledged > self.position:
             gap = self.acknowledged - self.position
@@ -213,19 +193,12 @@ class OutputStream:
         self._sent_through = self.position
         return rows, [impulses.first_position for impulses in kept]
 
-    def _misplaced_impulse(self) -> DivergenceError:
-        return DivergenceError(
-            f"an impulse to {self.destination!r} has position {self._kept_impulses[0].first_position}, the replay has "
-            f"made {self.position} messages where it belongs: the handlers did not do what they did before"
-        )
-
     def _add_impulses_that_follow(self) -> None:
         """Kept impulses whose place is right behind what was made."""
-        while self._kept_impulses and self._kept_impulses[0].first_position == self.position + 1:
-            self._add_kept_impulse()
+        while (impulses := self._kept_impulses.take_following(self.position)) is not None:
+            self._add_kept(impulses)
 
-    def _add_kept_impulse(self) -> None:
-        impulses = self._kept_impulses.popleft()
+    def _add_kept(self, impulses: ImpulseBatch) -> None:
         if impulses.payload:
             self._add(impulses.count, impulses.payload, 0, made_by_replay=False)
         else:  # acknowledged long ago, or left in the log: its place matters
@@ -251,21 +224,17 @@ class OutputStream:
         rest = behind(batch, self.acknowledged)
         if rest is None:
             return
-        if self.spill.active or (self._may_spill and len(rest.payload) > self._room_bytes):
+        if self.spill.active or (self._may_spill and len(rest.payload) > self.buffer.room_bytes):
             self.spill.add(rest, ticket, logged=logged)
         else:
-            self._put(rest, ticket)
-
-    def _put(self, batch: OutputBatch, ticket: int) -> None:
-        self._unsent.append(_Waiting(batch, ticket))
-        self._unsent_bytes += len(batch.payload)
+            self.buffer.put(rest, ticket)
 
     # --- memory and the log --------------------------------------------------------------------------------------
 
     @property
     def memory_bytes(self) -> int:
         """Not acknowledged, and in memory."""
-        return self._in_flight_bytes + self._unsent_bytes + self.spill.gathered_bytes
+        return self.buffer.in_flight_bytes + self.buffer.unsent_bytes + self.spill.gathered_bytes
 
     @property
     def spilled_bytes(self) -> int:
@@ -281,14 +250,8 @@ class OutputStream:
     def memory_is_full(self) -> bool:
         """More is held than may be; one message alone may be larger than that."""
         return self.memory_bytes > self._limits.output_memory_bytes and (
-            len(self._in_flight) + len(self._unsent) > 1 or self.spill.gathered_bytes > 0
+            len(self.buffer) > 1 or self.spill.gathered_bytes > 0
         )
-
-    @property
-    def _room_bytes(self) -> int:
-        """For what is sent before all that is spilled; the rest is for what gathers to be a row."""
-        limits = self._limits
-        return limits.output_memory_bytes - limits.spill_row_bytes - self._in_flight_bytes - self._unsent_bytes
 
     def spilled_by_writer(self, extents: Sequence[SpilledExtent]) -> None:
         """Of a stream that follows: the log has these of its messages, which need not stay in memory here."""
@@ -297,19 +260,17 @@ class OutputStream:
 
     def next_read(self, durable_ticket: int) -> tuple[int, int, int] | None:
         """Where there is room again: what gathered goes back to the others; (first, last position, size) to read."""
-        spill = self.spill
+        buffer, spill = self.buffer, self.spill
         if self.state is not StreamState.OPEN:
             return None
-        while (
-            waiting := spill.take_gathered(self._room_bytes, at_least_one=not (self._unsent or self._in_flight))
-        ) is not None:
-            self._put(*waiting)
+        while (waiting := spill.take_gathered(buffer.room_bytes, at_least_one=buffer.is_empty)) is not None:
+            buffer.put(*waiting)
         limits = self._limits
         # Not all that there is room for: it would only lie in memory until the window lets it go.
         enough_bytes = min(limits.output_memory_bytes // 2, 2 * self.window_bytes)
         size_bytes = min(limits.read_size_bytes, limits.output_memory_bytes // 4)
-        has_enough = self._unsent_bytes >= enough_bytes or self._room_bytes < size_bytes
-        if has_enough and (self._unsent or self._in_flight):
+        has_enough = buffer.unsent_bytes >= enough_bytes or buffer.room_bytes < size_bytes
+        if has_enough and not buffer.is_empty:
             return None
         found = spill.next_read(durable_ticket)
         return None if found is None else (*found, size_bytes)
@@ -317,107 +278,37 @@ class OutputStream:
     def spilled_read(self, first_position: int, batches: Sequence[OutputBatch]) -> None:
         """What was asked for by :meth:`next_read`."""
         for batch in self.spill.take_read(first_position, batches):
-            self._put(batch, 0)
+            self.buffer.put(batch, 0)
 
     # --- frames out ----------------------------------------------------------------------------------------------
 
     def next_batch(self, durable_ticket: int) -> OutputBatch | None:
         """The next batch to send now, if the stream is open, the window too, and enough has gathered."""
-        unsent = self._unsent
-        limits = self._limits
-        if (
-            self.state is not StreamState.OPEN
-            or self._opening_ticket > durable_ticket
-            or not unsent
-            or unsent[0].ticket > durable_ticket
-            or len(self._in_flight) >= limits.peer_window_frames
-            or (len(self._in_flight) > 1 and self._unsent_bytes < min(limits.peer_gather_bytes, self.window_bytes))
-        ):
+        if self.state is not StreamState.OPEN or self._opening_ticket > durable_ticket:
             return None
-        room_bytes = self.window_bytes - self._in_flight_bytes
-        if len(unsent[0].batch.payload) > room_bytes:
-            if self._in_flight:
-                return None
-            # One message that is larger than the window goes alone.
-            waiting = unsent.popleft()
-            front, rest = fitting(waiting.batch, self.window_bytes)
-            if rest is not None:
-                unsent.appendleft(_Waiting(rest, waiting.ticket))
-            unsent.appendleft(_Waiting(front, waiting.ticket))
-        taken = [unsent.popleft().batch]
-        size_bytes = len(taken[0].payload)
-        frame_bytes_max = min(limits.peer_frame_bytes, room_bytes)
-        while (
-            unsent
-            and unsent[0].ticket <= durable_ticket
-            and size_bytes + len(unsent[0].batch.payload) <= frame_bytes_max
-        ):
-            batch = unsent.popleft().batch
-            taken.append(batch)
-            size_bytes += len(batch.payload)
-        self._unsent_bytes -= size_bytes
-        if len(taken) == 1:
-            batch = taken[0]
-        else:
-            payload = b"".join([batch.payload for batch in taken])
-            batch = OutputBatch(taken[0].first_position, sum(batch.count for batch in taken), payload)
-        self._in_flight.append(batch)
-        self._in_flight_bytes += size_bytes
-        if self._sent_through is not None and batch.last_position > self._sent_through:
+        batch = self.buffer.next_batch(durable_ticket, self.window_bytes)
+        if batch is not None and self._sent_through is not None and batch.last_position > self._sent_through:
             self._sent_through = batch.last_position
         return batch
-
-    def take_all(self, durable_ticket: int) -> list[OutputBatch]:
-        """All that may go, for a receiver that is at hand and needs no window; it is on its way until acknowledged."""
-        unsent = self._unsent
-        taken: list[OutputBatch] = []
-        while unsent and unsent[0].ticket <= durable_ticket:
-            taken.append(unsent.popleft().batch)
-        size_bytes = sum([len(batch.payload) for batch in taken])
-        self._in_flight.extend(taken)
-        self._in_flight_bytes += size_bytes
-        self._unsent_bytes -= size_bytes
-        return taken
 
     def acknowledge(self, position: int) -> int:
         """Everything up to ``position`` is durable at the receiver; how many bytes of the log that frees."""
         if position <= self.acknowledged:
             return 0
         self.acknowledged = position
-        in_flight = self._in_flight
-        while in_flight and in_flight[0].last_position <= position:
-            size_bytes = len(in_flight.popleft().payload)
-            self._in_flight_bytes -= size_bytes
-            self.spill_credit_bytes += size_bytes // 2
+        self.spill_credit_bytes += self.buffer.acknowledge(position) // 2
         self.moved_on = True
-        if not in_flight:  # after a restart, when the receiver has more than was known
-            self._drop_acknowledged()
         return self.spill.acknowledge(position)
-
-    def _drop_acknowledged(self) -> None:
-        """Of what waits to be sent."""
-        unsent = self._unsent
-        while unsent and unsent[0].batch.first_position <= self.acknowledged:
-            waiting = unsent.popleft()
-            rest = behind(waiting.batch, self.acknowledged)
-            size_bytes = len(waiting.batch.payload) - (len(rest.payload) if rest else 0)
-            self._unsent_bytes -= size_bytes
-            if rest is not None:
-                unsent.appendleft(_Waiting(rest, waiting.ticket))
 
     def give_up_in_flight(self) -> None:
         """What is on its way will not arrive, or not in order: it is to be sent again, under a new attempt."""
         self.attempt += 1
-        for batch in reversed(self._in_flight):
-            self._unsent.appendleft(_Waiting(batch, 0))
-        self._unsent_bytes += self._in_flight_bytes
-        self._in_flight.clear()
-        self._in_flight_bytes = 0
+        self.buffer.give_up_in_flight()
 
     def reset(self) -> None:
         """All that was sent or answered so far counts for nothing."""
         self.give_up_in_flight()
-        self._drop_acknowledged()  # of a frame that was acknowledged in part
+        self.buffer.acknowledge(self.acknowledged)  # of a frame that was acknowledged in part
         self.first_tag = self.attempt
         self.state = StreamState.CLOSED
         self.error = self.failure = ""
@@ -438,7 +329,8 @@ class OutputStream:
         """Nothing is to be done for it, or waited for, until something comes from the app or the receiver."""
         return (
             self.state is StreamState.OPEN
-            and not (self._unsent or self._in_flight or self.called or self.moved_on)
+            and self.buffer.is_empty
+            and not (self.called or self.moved_on)
             and not self.spill.active
             and not self.spill.kept_bytes
         )
@@ -447,11 +339,11 @@ class OutputStream:
     def wants_reply(self) -> bool:
         """Whether something here is held up until the receiver answers."""
         return (
-            bool(self._unsent)
+            self.buffer.has_unsent
             or self.spill.active
             or self.spill.kept_bytes > 0
             or self.state is StreamState.GREETING
-            or 2 * self._in_flight_bytes > self.window_bytes
+            or 2 * self.buffer.in_flight_bytes > self.window_bytes
         )
 
     @property
@@ -459,20 +351,20 @@ class OutputStream:
         """The last position that the receiver can have of this log. With more, it has something else at those."""
         return self.position if self._sent_through is None else max(self._sent_through, self.acknowledged)
 
-    @property
-    def sent(self) -> int:
-        """The last position that was sent, on the current attempt or earlier ones."""
-        return self._in_flight[-1].last_position if self._in_flight else self.acknowledged
-
-    @property
-    def in_flight_bytes(self) -> int:
-        return self._in_flight_bytes
-
     # --- marks ---------------------------------------------------------------------------------------------------
 
     @property
     def mark(self) -> OutputMark:
         return OutputMark(self.position, self.checksum)
+
+    @property
+    def is_unmarked(self) -> bool:
+        """:meth:`take_new_mark` would give one, sooner or later."""
+        return self.position != self._marked_position
+
+    def has_confirmed(self, mark: OutputMark) -> bool:
+        """While a replay makes it: the log's marks have shown that it is the same up to ``mark``."""
+        return self._check is not None and self._check.has_confirmed(mark)
 
     def take_new_mark(self, ticket: int) -> OutputMark | None:
         """The mark, if the stream has moved since this was last asked: for a record that the commit ``ticket`` holds.
@@ -487,4 +379,4 @@ class OutputStream:
     @property
     def unacknowledged(self) -> list[OutputBatch]:
         """What is in memory. What lies between two of these, or behind them, is in the log, or on its way there."""
-        return [*self._in_flight, *(waiting.batch for waiting in self._unsent), *self.spill.gathered]
+        return [*self.buffer.batches, *self.spill.gathered]

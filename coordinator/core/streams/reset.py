@@ -5,7 +5,7 @@ A running coordinator does it with its streams; on a log that nobody writes it i
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -30,44 +30,36 @@ def _pending(start: StreamStart, *, forked: bool) -> StreamStart:
     return replace(start, pending=True, forked=forked or (start.pending and start.forked))
 
 
+@dataclass(slots=True)
 class Reset:
     """Of the streams of a running instance."""
 
-    def __init__(
-        self,
-        end: LocalEnd,
-        receivers: Receivers,
-        handshake: Handshake,
-        inbound: Inbound,
-        outbound: Outbound,
-        open_calls: OpenCalls,
-    ) -> None:
-        self._end = end
-        self._receivers = receivers
-        self._handshake = handshake
-        self._inbound = inbound
-        self._outbound = outbound
-        self._open_calls = open_calls
+    end: LocalEnd
+    receivers: Receivers
+    handshake: Handshake
+    inbound: Inbound
+    outbound: Outbound
+    open_calls: OpenCalls
 
     def known(self) -> list[str]:
         """The peers whose logs are known."""
-        known = {name for name, stream in self._inbound.streams.items() if stream.committer_id}
-        return sorted((known | self._receivers.committer_ids.keys()) - {ONESELF, IMPULSES})
+        known = {name for name, stream in self.inbound.streams.items() if stream.committer_id}
+        return sorted((known | self.receivers.committer_ids.keys()) - {ONESELF, IMPULSES})
 
     def reset(self, peer: str, *, forked: bool = False) -> Group | None:
         """Let the streams from and to ``peer`` begin anew with whatever log it has; the group that makes it durable.
 
         ``forked``: a copy of this log has sent something else. None if nothing is known of it.
         """
-        receivers, source = self._receivers, self._inbound.streams.get(peer)
+        receivers, source = self.receivers, self.inbound.streams.get(peer)
         known_source = source is not None and source.committer_id != 0
         if peer in (ONESELF, IMPULSES) or not (known_source or peer in receivers.committer_ids):
             return None
-        self._open_calls.forget(peer)
-        group = self._end.log.append_outside_record(0)
+        self.open_calls.forget(peer)
+        group = self.end.log.append_outside_record(0)
         if source is not None and known_source:
             group.transaction.sources[peer] = source.reset()
-        stream = self._outbound.touched(peer)
+        stream = self.outbound.touched(peer)
         if peer in receivers.committer_ids:
             forked = forked or (stream is not None and stream.forked)
             receivers.set_start(peer, _pending(receivers.start(peer), forked=forked), group)
@@ -75,8 +67,8 @@ class Reset:
             known = receivers.acknowledged.get(peer, 0)  # more than that counts as far as it is made
             stream.acknowledged = max(known, min(stream.acknowledged, stream.position))
             stream.reset()
-            self._end.effects.append(ResetPeer(peer))
-            self._handshake.greet(stream)
+            self.end.effects.append(ResetPeer(peer))
+            self.handshake.greet(stream)
         return group
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from coordinator.core.errors import require
 from coordinator.core.interfaces import OutputBatch, SpilledExtent
-from coordinator.core.pieces import behind, cut
+from coordinator.core.pieces import behind, cut, join
 
 COUNTED_SIZE_BYTES = 1 << 20  # rows are counted together up to this, so that the count itself takes no memory
 
@@ -147,14 +147,14 @@ class Spill:
             batch = segment.batch
             follows = not segment.logged and joined and joined[-1].last_position + 1 == batch.first_position
             if joined and (not follows or joined_bytes >= self._row_bytes):
-                rows.append(_join(joined))
+                rows.append(join(joined))
                 joined, joined_bytes = [], 0
             if not segment.logged:
                 joined.append(batch)
                 joined_bytes += len(batch.payload)
             self.add_stored(batch.first_position, batch.last_position, len(batch.payload), ticket)
         if joined:
-            rows.append(_join(joined))
+            rows.append(join(joined))
         for row in rows:
             self._keep(row.last_position, len(row.payload))
         return rows
@@ -257,10 +257,3 @@ def _split_behind(batch: OutputBatch, position: int) -> tuple[OutputBatch, Outpu
     if batch.last_position <= position:
         return batch, None
     return cut(batch, position - batch.first_position + 1)
-
-
-def _join(batches: Sequence[OutputBatch]) -> OutputBatch:
-    if len(batches) == 1:
-        return batches[0]
-    payload = b"".join([batch.payload for batch in batches])
-    return OutputBatch(batches[0].first_position, sum(batch.count for batch in batches), payload)

@@ -27,9 +27,7 @@ def run(context: Context) -> list[Figure]:
     with context.home() as home, ExitStack() as stack:
         home.chmod(0o755)  # PostgreSQL's user has to pass through it
         callers = [
-            stack.enter_context(
-                immortal_caller(home / kind, {"caller": CALLER, "callee": f"scripts.benchmarks.apps:{kind}"}, name=name)
-            )
+            stack.enter_context(immortal_caller(home / kind, apps(kind), name=name))
             for name, kind in ((IMMORTAL, "EffectSteps"), (LOCAL, "LocalSteps"))
         ]
         for name, start in _rivals(context, home).items():
@@ -63,10 +61,8 @@ def run(context: Context) -> list[Figure]:
 
 def _rivals(context: Context, home: Path) -> dict[str, Callable[[], AbstractContextManager[Caller]]]:
     starts: dict[str, Callable[[], AbstractContextManager[Caller]]] = {}
-    if importlib.util.find_spec("dbos") is None:
-        context.skip("DBOS", "the package dbos is not installed: scripts/bench does that")
-    else:
-        starts[DBOS_SQLITE] = lambda: _dbos(DBOS_SQLITE, f"sqlite:///{home / 'dbos.sqlite'}")
+    if has_dbos(context):
+        starts[DBOS_SQLITE] = lambda: dbos(DBOS_SQLITE, f"sqlite:///{home / 'dbos.sqlite'}")
         if servers.postgres_programs() is None:
             context.skip(DBOS_POSTGRES, "there is no PostgreSQL; on Debian: apt-get install postgresql")
         else:
@@ -80,8 +76,21 @@ def _rivals(context: Context, home: Path) -> dict[str, Callable[[], AbstractCont
     return starts
 
 
+def apps(steps: str) -> dict[str, str]:
+    """Who calls handlers of the class ``steps``, and who has them."""
+    return {"caller": CALLER, "callee": f"scripts.benchmarks.apps:{steps}"}
+
+
+def has_dbos(context: Context) -> bool:
+    is_there = importlib.util.find_spec("dbos") is not None
+    if not is_there:
+        context.skip("DBOS", "the package dbos is not installed: scripts/bench does that")
+    return is_there
+
+
 @contextlib.contextmanager
-def _dbos(name: str, url: str) -> Iterator[Caller]:
+def dbos(name: str, url: str) -> Iterator[Caller]:
+    """With its tables in the database ``url``."""
     with start_module("scripts.benchmarks.rivals.dbos_steps", url) as process:
         _expect_line(process, name)
         yield Caller(name, {"app": process}, lambda: None)
@@ -89,7 +98,7 @@ def _dbos(name: str, url: str) -> Iterator[Caller]:
 
 @contextlib.contextmanager
 def _dbos_postgres(home: Path) -> Iterator[Caller]:
-    with servers.postgres(home) as url, _dbos(DBOS_POSTGRES, url) as caller:
+    with servers.postgres(home) as url, dbos(DBOS_POSTGRES, url) as caller:
         yield caller
 
 

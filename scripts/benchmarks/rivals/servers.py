@@ -71,6 +71,15 @@ def postgres(folder: Path) -> Iterator[str]:
         shutil.rmtree(home, ignore_errors=True)
 
 
+def postgres_database(url: str, name: str) -> str:
+    """A new database of the server whose database ``url`` names; its URL."""
+    import psycopg
+
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(psycopg.sql.SQL("CREATE DATABASE {}").format(psycopg.sql.Identifier(name)))
+    return url.replace("/postgres?", f"/{name}?")
+
+
 def restate_program() -> Path | None:
     """None: it is not installed."""
     program = RESTATE_FOLDER / "node_modules" / ".bin" / "restate-server"

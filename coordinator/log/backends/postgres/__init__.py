@@ -171,7 +171,7 @@ class PostgresPlace(Place):
             self._look_s = 0.0
             nudge()
 
-        return PostgresFollowing(self._address, options.endpoint, look)
+        return PostgresFollowing(self._address, options.endpoint, look, options.checkpoints_to)
 
     def remove(self) -> None:
         if not self.exists():

@@ -9,8 +9,8 @@ from psycopg import Connection
 
 from coordinator.log.backend import Append, Row, View
 from coordinator.log.backends.postgres.packing import PACK_SIZE_BYTES_MAX
+from coordinator.log.backends.postgres.statements import CHANGE, ROWS_MAX, statements
 from coordinator.log.backends.postgres.view import RECORDS
-from coordinator.log.backends.postgres.writing import CHANGE, ROWS_MAX, statements
 from coordinator.log.format import ALL_TABLES, META_JOURNAL, SEQUENCE_KEY
 
 

@@ -17,9 +17,10 @@ from typing import Any
 import psycopg
 
 from coordinator.core.errors import LogError
-from coordinator.log.backend import Following, Watching
+from coordinator.log.backend import Asked, Following, Watching
 from coordinator.log.backends.postgres import lease as leases
-from coordinator.log.backends.postgres.connecting import Address, connect, reaching
+from coordinator.log.backends.postgres.connecting import Address, Connections, connect, reaching
+from coordinator.log.backends.postgres.standby_checkpoints import StandbyChunks, asked_of
 
 LOOK_S = 1.0  # without news; a standby counts for three of them
 AGAIN_S = 0.5  # until a database that does not answer is tried again
@@ -87,9 +88,13 @@ class PostgresFollowing(Listening, Following):
     """Known to who writes the log. ``endpoint``: where peers would reach it. ``nudge``: called by the thread when the
     lease has changed."""
 
-    def __init__(self, address: Address, endpoint: str, nudge: Callable[[], None]) -> None:
-        self._endpoint, self._nudge = endpoint, nudge
+    def __init__(self, address: Address, endpoint: str, nudge: Callable[[], None], checkpoints_to: str = "") -> None:
+        """``checkpoints_to``: as of a writer, for the checkpoints that it asks for."""
+        self.asked: Asked | None = None
+        self._endpoint, self._nudge, self._checkpoints_to = endpoint, nudge, checkpoints_to
         self._is_ready = False
+        self._connections = Connections(address)
+        self._chunks: StandbyChunks | None = None
         super().__init__(address)
 
     def say(self, *, is_ready: bool) -> None:
@@ -100,12 +105,37 @@ class PostgresFollowing(Listening, Following):
     def look(self, connection: _Connection, *, is_news: bool) -> None:
         if is_news:
             self._nudge()
+        asked = asked_of(connection, self._instance, leases.own_name())
+        if asked != self.asked:
+            self.asked = asked
+            self._nudge()
         connection.execute(
             "INSERT INTO immortal.standbys VALUES (%s, %s, %s, %s, %s, clock_timestamp())"
             " ON CONFLICT (instance, name) DO UPDATE SET host = excluded.host, endpoint = excluded.endpoint,"
             " is_ready = excluded.is_ready, seen = excluded.seen",
             [self._instance, leases.own_name(), socket.gethostname(), self._endpoint, self._is_ready],
         )
+
+    def put_chunk(self, asked: Asked, index: int, value: bytes) -> None:
+        """As Following.put_chunk."""
+        with self._connections.borrowed() as connection:
+            self._own_chunks().put(connection, asked, index, value)
+
+    def offer(self, asked: Asked, offer: bytes) -> None:
+        """As Following.offer."""
+        with self._connections.borrowed() as connection:
+            self._own_chunks().offer(connection, asked, offer)
+
+    def _own_chunks(self) -> StandbyChunks:
+        if self._chunks is None:
+            self._chunks = StandbyChunks(self._instance, leases.own_name(), self._checkpoints_to)
+        return self._chunks
+
+    def close(self, wait_s: float) -> None:
+        super().close(wait_s)
+        self._connections.close()
+        if self._chunks is not None:
+            self._chunks.close()
 
     def leave(self, connection: _Connection) -> None:
         connection.execute(

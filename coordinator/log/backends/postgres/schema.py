@@ -1,7 +1,7 @@
 """The schema ``immortal`` of a database: its tables, the one function that appends, and how it came to be.
 
 Each entry of MIGRATIONS brings the schema from the version of its index to the next one. What has been released is
-never changed: a change is one more entry. They are applied in one transaction each, under an advisory lock, by whoever
+never changed: a change is one more entry. They are applied in one transaction, under an advisory lock, by whoever
 makes a log (`immortal register`); whoever opens one only compares the version.
 """
 
@@ -233,15 +233,15 @@ def migrate(connection: Connection, where: str) -> int:
     """Bring the schema to VERSION; the version that it had (0: there was none). Raises LogError."""
     connection.execute("SELECT pg_advisory_lock(%s)", [MIGRATION_LOCK])
     try:
-        before = version = version_of(connection) or 0
-        if version > VERSION:
+        before = version_of(connection) or 0
+        if before > VERSION:
             check(connection, where)
         try:
-            while version < VERSION:
-                with connection.transaction():
-                    connection.execute(MIGRATIONS[version])
-                    version += 1
-                    connection.execute("UPDATE immortal.schema_version SET version = %s", [version])
+            with connection.transaction():  # who opens a log meanwhile sees the version of before, or this one
+                for step in MIGRATIONS[before:]:
+                    connection.execute(step)
+                if before < VERSION:
+                    connection.execute("UPDATE immortal.schema_version SET version = %s", [VERSION])
         except errors.InsufficientPrivilege as error:
             raise LogError(
                 f"the schema 'immortal' of {where} can't be made or changed: {error.diag.message_primary}; this needs"

@@ -2,11 +2,12 @@
 
 The head of a log has its epoch, how many appends its writer has done in it, the last record, and who writes. An append
 says what it expects there. Who takes the log over raises the epoch: both change one row, so one of them comes first,
-and no clock has a part in it.
+and no clock has a part in it. Small appends may be under way at the same time: each expects what the one before it
+leaves there, so none is done where that one was not.
 
-A connection that breaks during an append leaves it unknown whether it was done; and the server may still be at it. So
-the writer takes the log over from itself: once the epoch is one higher, that append was done or never will be, and the
-count of appends says which.
+A connection that breaks leaves it unknown which of those under way were done; and the server may still be at them. So
+the writer takes the log over from itself: once the epoch is one higher, they were done or never will be, and the count
+of appends says how many.
 """
 
 from __future__ import annotations
@@ -14,37 +15,51 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import psycopg
 
 from coordinator.core.errors import FencedError, LogError, LogLockedError, LogUnavailableError, fail, require
 from coordinator.core.interfaces import Standby
 from coordinator.fault_points import armed, reach
-from coordinator.log.backend import Append, Backend, Options, Row, Space, Span
+from coordinator.log.backend import Append, Asked, Backend, Options, Space, Span
 from coordinator.log.backends.postgres import lease as leases
+from coordinator.log.backends.postgres import standby_checkpoints as asking
 from coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads, Pointer
 from coordinator.log.backends.postgres.connecting import Address, Connections, connect, is_broken, reaching
 from coordinator.log.backends.postgres.durability import Durability
-from coordinator.log.backends.postgres.packing import packs
-from coordinator.log.backends.postgres.view import RECORDS, SEQUENCE_ID_MAX, PostgresView, viewing
+from coordinator.log.backends.postgres.sending import Answer, Sender
+from coordinator.log.backends.postgres.statements import CHANGE, statements
+from coordinator.log.backends.postgres.view import RECORDS, PostgresView, viewing
 from coordinator.log.meta import read_identity
 
-STATEMENT_SIZE_BYTES_MAX = 32 << 20  # of rows; a larger append is several statements of one transaction
-ROWS_MAX = 20_000  # in a statement
+APPENDS_MAX = 2
+"""Small ones under way at a time: as many as a server does while the answer to the first comes back from another
+machine. It syncs for each, so that more of them would cost more than they bring."""
 MEASURED_S = 10.0  # the rows of a log are summed up, which takes as long as it has rows
 UNKNOWN_FREE_BYTES = 1 << 60  # a database does not say what its disk has left
 
 _APPEND = "SELECT * FROM immortal.append(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
-CHANGE = "SELECT immortal.change(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
+_CHECKPOINTS = (CHUNKS, "checkpoints")  # tables of which rows may go to a store, and be waited for
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+
+class _Begun(NamedTuple):
+    """An append that the server has not answered."""
+
+    append: Append
+    begun_s: float
 
 
 class PostgresBackend(Backend):
     """``synced`` is told what each append took: the round trip, and the server's sync in it."""
 
     is_remote = True
+    appends_max = APPENDS_MAX
 
     def __init__(self, address: Address, instance_name: str, options: Options) -> None:
         """Raises LogLockedError, LogFormatError, LogIdentityError, LogUnavailableError, LogError."""
@@ -56,14 +71,16 @@ class PostgresBackend(Backend):
         self._lock = threading.Lock()
         self._readers = Connections(address)
         self._measured: tuple[float, int] | None = None
-        self._appends_count = 0  # done in this epoch
-        self._is_unknown = False  # whether one more was
-        self._is_warned = False  # during an append
+        self._appends_count = 0  # answered as done in this epoch
+        self._begun: deque[_Begun] = deque()
+        self._is_unknown = False  # how many of those were done
+        self._is_warned = False  # since none was under way
         self._is_given_up = self._is_ended = False
+        self._asked_key = b""  # of what a standby was asked for last; b"": nothing is asked
         self._lease = leases.Lease(address, options.lease_s, options.endpoint)
         self._chunks = ChunkUploads(options.checkpoints_to, address.named)
         self._has_objects = bool(options.checkpoints_to)
-        self._connection = self._connected()
+        self._connection, self._sender = self._connected()
         try:
             with reaching(address):
                 self.durability = Durability.of(self._connection)
@@ -82,10 +99,20 @@ class PostgresBackend(Backend):
             raise
         self._lease.begin()
 
-    def _connected(self) -> psycopg.Connection[tuple[Any, ...]]:
+    def _connected(self) -> tuple[Connection, Sender]:
         connection = connect(self._address)
         connection.add_notice_handler(self._take_notice)
-        return connection
+        try:
+            with reaching(self._address):
+                return connection, Sender(connection)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _reconnect(self) -> None:
+        with contextlib.suppress(psycopg.Error):
+            self._connection.close()
+        self._connection, self._sender = self._connected()
 
     def _take_notice(self, notice: psycopg.errors.Diagnostic) -> None:
         """A wait for standbys that somebody has cut off is answered as done, with a warning."""
@@ -98,6 +125,7 @@ class PostgresBackend(Backend):
             if (held := leases.holder(connection, self._instance, lock=True)) is not None:
                 raise LogLockedError(f"the log {self.where} is in use by {held.name}")
             self._lease.take(connection)
+            asking.forget(connection, self._instance)
             row = connection.execute(
                 "UPDATE immortal.heads SET epoch = epoch + 1, appends_count = 0, holder = %s"
                 " WHERE instance = %s AND is_there RETURNING epoch",
@@ -131,30 +159,46 @@ class PostgresBackend(Backend):
 
     def append(self, append: Append) -> None:
         with self._lock:
-            self.refuse_after_failure()
-            if self._is_unknown:
-                raise LogUnavailableError(f"what became of the last append to {self.where} is not known yet")
-            started_s = time.perf_counter()
+            self._require_known()
+            require(not self._begun, f"{len(self._begun)} appends are under way, and one is to be waited for")
             gone = self._objects_of(append.deletes)
             append = self._chunks.outward(append, self.fence)
             parts = list(statements(append))
-            self._is_warned = False
-            try:
-                with reaching(self._address):
-                    answer = self._send(append, parts)
-                if self._is_warned:
-                    raise LogUnavailableError(f"the database {self.where} has not waited for its standbys")
-            except LogUnavailableError:
-                self._is_unknown = True
-                raise
-            except LogError as error:  # the server has refused it: nothing of it is there
-                self.failure = error
-                raise
-            self._check(append, answer)
-            self._appends_count += 1
+            if len(parts) == 1 and not armed:
+                self._send(append, parts[0])
+                while not self._finish():
+                    self._sender.wait()
+            else:
+                self._send_parts(append, parts)
             self._chunks.remove(gone)
-            if self.synced is not None:
-                self.synced(time.perf_counter() - started_s)
+
+    def begin(self, append: Append) -> bool:
+        with self._lock:
+            self._require_known()
+            if any(row[0] in _CHECKPOINTS for row in (*append.puts, *append.deletes)):
+                return False
+            first, *more = statements(append)
+            if more:
+                return False
+            self._send(append, first)
+            return True
+
+    def finish(self, *, wait: bool) -> bool:
+        with self._lock:
+            self._require_known()
+            while not self._finish():
+                if not wait:
+                    return False
+                self._sender.wait()
+            return True
+
+    def waits_for(self) -> tuple[int, int]:
+        return self._connection.fileno(), self._sender.events
+
+    def _require_known(self) -> None:
+        self.refuse_after_failure()
+        if self._is_unknown:
+            raise LogUnavailableError(f"what became of the last append to {self.where} is not known yet")
 
     def _objects_of(self, spans: Sequence[Span]) -> list[Pointer]:
         """Of the chunks that go."""
@@ -164,48 +208,89 @@ class PostgresBackend(Backend):
         with viewing(self._readers, self._instance) as view:
             return [pointer for span in chunks for pointer in view.pointers(span.first, span.end)]
 
-    def _send(self, append: Append, parts: list[list[object]]) -> tuple[Any, ...]:
-        connection, first = self._connection, parts[0]
+    def _send(self, append: Append, part: list[object]) -> None:
+        head = self._head(append)
+        with self._open():
+            self._sender.send([*head, *part])
+
+    def _head(self, append: Append) -> list[object]:
+        """The first arguments of immortal.append. From here on it counts as begun."""
         last = append.records[-1][0] if append.records else append.expected_last_sequence_id
         for span in append.deletes:
             if span.table == RECORDS and span.end is None:  # by hand: the log ends before it
                 last = min(last, int.from_bytes(span.first.ljust(8, b"\0"), "big") - 1)
-        head = [self._instance, append.fence, self._appends_count + 1, append.expected_last_sequence_id, last]
-        with contextlib.ExitStack() as stack:
-            if len(parts) > 1 or armed:
-                stack.enter_context(connection.transaction())
-            answer = connection.execute(_APPEND, [*head, *first], binary=True).fetchone()
-            assert answer is not None
-            if answer[0]:
+        if not self._begun:
+            self._is_warned = False
+        self._begun.append(_Begun(append, time.perf_counter()))
+        number = self._appends_count + len(self._begun)
+        return [self._instance, append.fence, number, append.expected_last_sequence_id, last]
+
+    def _finish(self) -> bool:
+        """Whether the oldest append under way is answered, and done: all its duties."""
+        with self._open():
+            answer = self._sender.answer()
+        if answer is not None:
+            self._done(answer)
+        return answer is not None
+
+    def _send_parts(self, append: Append, parts: list[list[object]]) -> None:
+        """In one transaction, and wait for its end."""
+        connection, head = self._connection, self._head(append)
+        with self._open(), connection.transaction():
+            row = connection.execute(_APPEND, [*head, *parts[0]], binary=True).fetchone()
+            assert row is not None
+            if row[0]:
                 for part in parts[1:]:
                     connection.execute(CHANGE, [self._instance, *part])
             for point in append.points:
                 reach(point)
-        return answer
+        self._done(Answer(*row))
 
-    def _check(self, append: Append, answer: tuple[Any, ...]) -> None:
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        """What fails in here leaves those under way open, or keeps them from ever being done."""
+        try:
+            with reaching(self._address):
+                yield
+        except LogUnavailableError:
+            self._is_unknown = True
+            raise
+        except LogError as error:  # the server has refused one: nothing of it is there, nor of those behind it
+            self.failure = error
+            raise
+
+    def _done(self, answer: Answer) -> None:
+        if self._is_warned:
+            self._is_unknown = True
+            raise LogUnavailableError(f"the database {self.where} has not waited for its standbys")
+        append, begun_s = self._begun[0]
+        self._check(append, answer)
+        self._begun.popleft()
+        self._appends_count += 1
+        if self.synced is not None:
+            self.synced(time.perf_counter() - begun_s)
+
+    def _check(self, append: Append, answer: Answer) -> None:
         """Raises FencedError, InvariantError."""
-        is_done, epoch, count, last, holder = answer
-        if is_done:
+        if answer.is_done:
             return
-        if epoch != append.fence:
-            self.failure = fenced(self.where, epoch, holder)
+        if answer.epoch != append.fence:
+            self.failure = fenced(self.where, answer.epoch, answer.holder)
             raise self.failure
-        if count != self._appends_count:
-            fail(f"append {self._appends_count + 1} of an epoch that has {count}")
+        if answer.appends_count != self._appends_count:
+            fail(f"append {self._appends_count + 1} of an epoch that has {answer.appends_count}")
+        last = answer.last_sequence_id
         fail(f"an append follows record {append.expected_last_sequence_id}, the log ends with {last}")
 
-    def resolve(self) -> bool:
+    def resolve(self) -> int:
         with self._lock:
             self.refuse_after_failure()
             if not self._is_unknown:
-                return False
-            if is_broken(self._connection):
-                with contextlib.suppress(psycopg.Error):
-                    self._connection.close()
-                self._connection = self._connected()
+                return 0
+            self._reconnect()  # answers may still be on their way to the old one
             with reaching(self._address), self._connection.transaction():
-                # Waits for an append that the server is still at. The change is durable with all that was before it.
+                # Waits for an append that the server is still at; one behind it comes before this, or finds another
+                # epoch. The change is durable with all that was before it.
                 row = self._connection.execute(
                     "SELECT epoch, appends_count, holder FROM immortal.heads WHERE instance = %s AND is_there"
                     " FOR UPDATE",
@@ -221,14 +306,38 @@ class PostgresBackend(Backend):
                 self.failure = fenced(self.where, epoch, holder)
                 raise self.failure
             done = count - self._appends_count
-            if done not in (0, 1):
+            if not 0 <= done <= len(self._begun):
                 self.failure = LogError(
                     f"the database {self.where} has lost acknowledged input: it has {count} appends of this epoch,"
                     f" {self._appends_count} were acknowledged; a server was promoted that had not all of them"
                 )
                 raise self.failure
             self.fence, self._appends_count, self._is_unknown = self.fence + 1, 0, False
-            return bool(done)
+            self._begun.clear()
+            return int(done)
+
+    # --- checkpoints of standbys --------------------------------------------------------------------------------------
+
+    def ask_standby(self, name: str, checkpoint_id: int, epoch: int) -> None:
+        asked = Asked(self.fence, checkpoint_id, epoch)
+        self._asked_key = asking.key_of(asked, name)
+        with self._readers.borrowed() as connection:
+            asking.ask(connection, self._instance, asked, name)
+
+    def drop_asked(self) -> None:
+        if self._asked_key and self.lost is None:
+            self._asked_key = b""
+            with self._readers.borrowed() as connection:
+                asking.forget(connection, self._instance)
+
+    def take_offer(self) -> bytes | None:
+        if not self._asked_key:
+            return None
+        with self._readers.borrowed() as connection:
+            offer = asking.answer(connection, self._instance, self._asked_key)
+        if offer is not None:
+            self._asked_key = b""
+        return offer
 
     # --- what else ----------------------------------------------------------------------------------------------------
 
@@ -263,51 +372,10 @@ class PostgresBackend(Backend):
             return
         self._is_given_up = True
         with contextlib.suppress(LogError), self._lock, reaching(self._address):
-            if is_broken(self._connection):
-                self._connection.close()
-                self._connection = self._connected()
+            if is_broken(self._connection) or self._begun:
+                self._reconnect()
             self._lease.give_up(self._connection, self.heir)
 
 
 def fenced(where: str, epoch: int, holder: str) -> FencedError:
     return FencedError(holder, f"fenced by {holder} at epoch {epoch}: it writes the log {where} now")
-
-
-def statements(append: Append) -> Iterator[list[object]]:
-    """The arguments of immortal.change, but the first, for one statement or more. Raises LogError."""
-    spans = [span for span in append.deletes if span.table != RECORDS]
-    removed = [span for span in append.deletes if span.table == RECORDS]
-    require(len(removed) < 2, f"records are removed in {len(removed)} spans at once")
-    packed = list(packs(append.records))
-    batches = _batches(append.puts)
-    first = next(batches, [])
-    yield [*_span_arguments(spans, removed), *_columns(packed, 3), *_columns(first, 3)]
-    for batch in batches:
-        yield [*_span_arguments([], []), *_columns([], 3), *_columns(batch, 3)]
-
-
-def _span_arguments(spans: list[Span], removed: list[Span]) -> list[object]:
-    begin, end = 0, 0
-    for span in removed:
-        begin = int.from_bytes(span.first[:8].ljust(8, b"\0"), "big")
-        end = SEQUENCE_ID_MAX if span.end is None else int.from_bytes(span.end[:8].ljust(8, b"\0"), "big")
-        end += span.is_one
-    tables, firsts, ends = _columns(spans, 3)
-    return [tables, firsts, ends, begin, end]
-
-
-def _columns(rows: Iterable[tuple[Any, ...]], count: int) -> list[list[Any]]:
-    return [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(count)]
-
-
-def _batches(puts: Iterable[Row]) -> Iterator[list[tuple[str, bytes, bytes]]]:
-    batch: list[tuple[str, bytes, bytes]] = []
-    size_bytes = 0
-    for table, key, value in puts:
-        if batch and (size_bytes + len(value) > STATEMENT_SIZE_BYTES_MAX or len(batch) >= ROWS_MAX):
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append((table, bytes(key), bytes(value)))
-        size_bytes += len(key) + len(value)
-    if batch:
-        yield batch

@@ -1,0 +1,32 @@
+"""What a standby says of a checkpoint whose chunks it has written for the one that writes the log."""
+
+from __future__ import annotations
+
+import msgspec
+
+from coordinator.core.errors import LogError
+from coordinator.core.interfaces import Offer
+from coordinator.log import format as log_format
+from coordinator.log.format import CHUNK_KEY
+from protocol.varint import Readable
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Offer).decode
+
+
+def sealed_chunk(checkpoint_id: int, index: int, data: Readable) -> bytes:
+    """As it stands in the table of chunks."""
+    return log_format.seal_chunk(CHUNK_KEY.pack(checkpoint_id, index), data)
+
+
+def encode_offer(offer: Offer) -> bytes:
+    """It is read by the writer alone, soon: no part of the log's format."""
+    return _encode(offer)
+
+
+def decode_offer(data: bytes) -> Offer:
+    """Raises LogError."""
+    try:
+        return _decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise LogError(f"what a standby says of its checkpoint can't be read: {error}") from None
