@@ -30,6 +30,7 @@ class Period:
 
     def __init__(self, given: object) -> None:
         self.period_ns = _period_ns(given)
+        self.text = f"every {given}"  # as its class says it
 
     def next_ns(self, time_ns: int, due_ns: int | None) -> int:
         """The first time after ``time_ns``, both since the Unix epoch; ``due_ns``: one that there was."""
@@ -62,6 +63,7 @@ class Cron:
             raise DefinitionError(f'@cron({expression!r}): a cron expression was expected, such as "0 3 * * mon"')
         self._expression = expression
         self._zone = _zone(zone)
+        self.text = f"{expression} ({zone})"
         try:
             never = next(CronSim(expression, datetime(2000, 1, 1, tzinfo=UTC)), None) is None
         except CronSimError as error:

@@ -117,6 +117,17 @@ class Clock:
         due += [self._due[0][0]] if self._due else []
         return min(due, default=None)
 
+    def describe(self) -> list[dict[str, object]]:
+        """Each handler with a schedule, in plain values; ``due_ns`` None: it has not begun."""
+        return [
+            {
+                "handler": handler.function.__qualname__,
+                "schedule": handler.schedule.text,
+                "due_ns": self.schedules.get(handler.method_id),
+            }
+            for handler in self._scheduled
+        ]
+
     def take_timers(self, time_ns: int) -> list[Due]:
         """Those that are due at ``time_ns``, in the order of their times."""
         found = []

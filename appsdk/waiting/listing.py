@@ -33,7 +33,7 @@ STEPS_MAX = 1000  # of one handler that are told, the last
 
 def describe_all(tasks: Tasks) -> Values:
     """The oldest HANDLERS_COUNT_MAX; ``count``: of all. ``multicasts``: whom the instance waits for, if it does.
-    ``groups``: those that its class declares, if it takes part in any."""
+    ``groups``: those that its class declares, if it takes part in any. ``schedules``: of its class, if it has any."""
     found: list[Task | SavedTask] = sorted(
         [*tasks.all_waiting, *tasks.limits.queued.values()], key=attrgetter("number")
     )
@@ -43,6 +43,8 @@ def describe_all(tasks: Tasks) -> Values:
         values["multicasts"] = multicasts
     if (groups := getattr(tasks.instance, "_immortal_groups", None)) is not None:
         values["groups"] = groups()
+    if schedules := tasks.clock.describe():
+        values["schedules"] = schedules
     return values
 
 

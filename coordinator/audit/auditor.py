@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from coordinator.audit.audit_log import AuditLog
 from coordinator.messenger import Counters, Role, Security
 
-READ_ONLY = frozenset({"status", "peers", "clock", "handlers"})  # verbs that change nothing
+READ_ONLY = frozenset({"status", "peers", "clients", "clock", "handlers"})  # verbs that change nothing
 
 
 class Auditor:

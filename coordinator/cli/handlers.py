@@ -30,7 +30,7 @@ def handlers(ctx: click.Context, name: str, as_json: bool) -> None:
     """Show the 'async def' handlers of NAME that wait: for what, since when, and at which line.
 
     The instance must be running. Each has an ID, a number of its own in the life of the instance. Of more than 1,000 it
-    shows the oldest.
+    shows the oldest. Handlers with a schedule follow, with the time of their next run.
     """
     if ctx.invoked_subcommand is None:
         _list(_settings_of(ctx), as_json)
@@ -60,8 +60,10 @@ def _list(settings: InstanceSettings, as_json: bool) -> None:
     answer = _ask(settings, "handlers", {})
     found = [with_times(one) for one in answer["handlers"]]
     multicasts = [with_times(one) for one in answer.get("multicasts", ())]
+    schedules = [with_times(one) for one in answer.get("schedules", ())]
     if as_json:
-        echo_json({"count": answer["count"], "handlers": found} | ({"multicasts": multicasts} if multicasts else {}))
+        more = {"multicasts": multicasts, "schedules": schedules}
+        echo_json({"count": answer["count"], "handlers": found} | {key: value for key, value in more.items() if value})
         return
     for one in multicasts:
         echo(waits_in_words(one))
@@ -72,6 +74,9 @@ def _list(settings: InstanceSettings, as_json: bool) -> None:
         print_table(("ID", "handler", "called by", "since", "waits for", "at"), rows, right=("ID",))
         if answer["count"] > len(found):
             echo(f"... and {answer['count'] - len(found):,} more")
+    if schedules:
+        rows = [(one["handler"], one["schedule"], next_run_in_words(one)) for one in schedules]
+        print_table(("runs by itself", "schedule", "next"), rows)
 
 
 @handlers.command()
@@ -189,13 +194,18 @@ def with_times(value: Any) -> Any:
         return [with_times(one) for one in value]
     if not isinstance(value, dict):
         return value
-    times = {key[:-3]: time_text(one) for key, one in value.items() if key.endswith("_ns")}
+    times = {key[:-3]: time_text(one) for key, one in value.items() if key.endswith("_ns") and one is not None}
     return {key: with_times(one) for key, one in value.items()} | times
 
 
 def waits_in_words(one: Values) -> str:
     """Of an ordered multicast, with times."""
     return printable(f"since {_second(one['since'])} it waits for {one['for']}: {one['what']} ({one['count']} wait)")
+
+
+def next_run_in_words(schedule: Values) -> str:
+    """With times."""
+    return "not begun" if schedule["due_ns"] is None else _second(schedule["due"])
 
 
 def _second(time: str) -> str:

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import ItemsView
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
 
 from coordinator.core.allowance import Allowance
 from coordinator.core.clock import RunningTime
@@ -104,6 +105,10 @@ class ClientTable:
 
     def items(self) -> ItemsView[str, Client]:
         return self._clients.items()
+
+    def heard_last(self, count: int) -> list[tuple[str, Client]]:
+        """So many of them, the last one first."""
+        return list(islice(reversed(self._clients.items()), count))
 
     # --- requests ----------------------------------------------------------------------------------------------------
 

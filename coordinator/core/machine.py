@@ -47,7 +47,7 @@ from coordinator.core.replay_check import ReplayPolicy
 from coordinator.core.resets import Resets
 from coordinator.core.right import Right
 from coordinator.core.session import NORMAL, RECOVERED, WORKS, AppSession, Phase, Step
-from coordinator.core.status import describe, describe_flow, describe_peers, describe_right
+from coordinator.core.status import describe, describe_clients, describe_flow, describe_peers, describe_right
 from coordinator.core.stopping import Stopping
 from coordinator.core.streams.intake import Intake
 from coordinator.core.streams.peers import Peers
@@ -582,6 +582,10 @@ class Machine:
     def peers_status(self) -> dict[str, dict[str, object]]:
         """What `immortal peers show` shows of each other instance; plain values."""
         return describe_peers(self._peers, self._back_pressure.held_up_for)
+
+    def clients_status(self) -> dict[str, object]:
+        """What the page shows of outside callers; plain values."""
+        return describe_clients(self._clients.table)
 
     @property
     def forbidden(self) -> Mapping[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from coordinator.core.back_pressure import BackPressure
+from coordinator.core.client_table import ClientTable
 from coordinator.core.group_commit import GroupCommit
 from coordinator.core.interfaces import ONESELF, CheckpointHeader
 from coordinator.core.limits import Limits
@@ -14,6 +15,8 @@ from coordinator.core.right import Right
 from coordinator.core.session import GETS_RECORDS, AppSession, Phase
 from coordinator.core.streams.peers import Peers
 from protocol.client import CLIENTS
+
+CLIENTS_TOLD_MAX = 200
 
 
 def describe(
@@ -96,6 +99,26 @@ def describe_flow(
             "pending_bytes": log.pending_bytes,  # on their way to the disk
         },
     }
+
+
+def describe_clients(table: ClientTable) -> dict[str, object]:
+    """``clients``: the CLIENTS_TOLD_MAX that were heard last, the last one first; ``count``: of all.
+
+    ``owner``: whose keys it uses; ``time_ns``: of its last request, since the Unix epoch.
+    """
+    found = [
+        {
+            "id": client_id,
+            "owner": client.owner or None,
+            "time_ns": client.time_ns,
+            "requests": client.number,
+            "open_requests": client.open_count,
+            "replies": len(client.replies),
+            "bytes": client.size_bytes,
+        }
+        for client_id, client in table.heard_last(CLIENTS_TOLD_MAX)
+    ]
+    return {"count": len(table), "clients": found}
 
 
 def describe_peers(peers: Peers, held_up_for: Collection[str]) -> dict[str, dict[str, object]]:

@@ -44,6 +44,7 @@ class OperatorEndpoint:
             "clock": lambda asked: asked.answer(clock.status()),
             "accept-clock": self._accept_clock,
             "peers": lambda asked: asked.answer({"peers": self._peers_status()}),
+            "clients": lambda asked: asked.answer(machine.clients_status()),
             "hand-over": self._hand_over,
             "reclaim": lambda asked: post(ev.Reclaimed(asked)),
             **dict.fromkeys(operator_verbs.VERBS, self._change),

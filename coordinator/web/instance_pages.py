@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from sse_starlette import EventSourceResponse
@@ -77,17 +78,20 @@ def handler(request: Request) -> Response:
 
 def _view(site: Site, settings: InstanceSettings) -> Values:
     row = site.fleet.row(settings.name)
-    handlers, count, problem = _handlers(settings) if "pid" in row.status else ([], 0, "")
+    runs = "pid" in row.status
+    waiting = _handlers(settings) if runs else _Waiting()
     return {
         "row": row,
         "settings": settings,
-        "streams": _streams(row.status, _peers(settings) if "pid" in row.status else {}),
-        "handlers": handlers,
-        "kinds": Counter(kind for one in handlers for kind in one["kinds"]),
-        "handlers_count": count,
-        "handlers_problem": problem,
+        "streams": _streams(row.status, _peers(settings) if runs else {}),
+        "handlers": waiting.handlers,
+        "kinds": Counter(kind for one in waiting.handlers for kind in one["kinds"]),
+        "handlers_count": waiting.count,
+        "handlers_problem": waiting.problem,
+        "schedules": waiting.schedules,
         "letters": row.status.get("letters") or {},
         "clients": row.status.get("clients") or {},
+        "callers": _clients(settings) if runs else [],
         "verdicts": {kind: count for kind, count in (row.status.get("verdicts") or {}).items() if count},
     }
 
@@ -129,14 +133,32 @@ def _peers(settings: InstanceSettings) -> Values:
     return peers
 
 
-def _handlers(settings: InstanceSettings) -> tuple[list[Values], int, str]:
-    """Those that wait, how many there are in all, and why that is not known."""
+def _clients(settings: InstanceSettings) -> list[Values]:
+    """Outside callers that were heard last."""
+    try:
+        clients: list[Values] = control.query(settings.folder, "clients", ASK_S).get("clients", [])
+    except ControlError:
+        return []
+    return clients
+
+
+@dataclass(slots=True, frozen=True)
+class _Waiting:
+    """Handlers that wait, how many there are in all, and why that is not known; and those with a schedule."""
+
+    handlers: list[Values] = field(default_factory=list)
+    count: int = 0
+    problem: str = ""
+    schedules: list[Values] = field(default_factory=list)
+
+
+def _handlers(settings: InstanceSettings) -> _Waiting:
     try:
         answer = control.query(settings.folder, "handlers", ASK_S)
     except ControlError as error:
-        return [], 0, str(error)
+        return _Waiting(problem=str(error))
     if "handlers" not in answer:
-        return [], 0, str(answer.get("error", "the app does not tell"))
+        return _Waiting(problem=str(answer.get("error", "the app does not tell")))
     found = [
         {
             "id": one["id"],
@@ -150,7 +172,7 @@ def _handlers(settings: InstanceSettings) -> tuple[list[Values], int, str]:
         }
         for one in with_times(answer["handlers"][:HANDLERS_SHOWN_MAX])
     ]
-    return found, answer["count"], ""
+    return _Waiting(found, answer["count"], schedules=answer.get("schedules", []))
 
 
 def _wait(name: str, one: Values, wait: Values) -> Values:

@@ -37,7 +37,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from appsdk import Immortal, Retry, impulse, peer, query, rpc
+from appsdk import Immortal, Retry, every, impulse, peer, query, rpc
 
 LONG = timedelta(hours=9)
 
@@ -59,6 +59,10 @@ class Ledger(Immortal):
     def book(self, title: str, amount: int) -> None:
         self.total += amount
         self.lines[title[:80]] = self.lines.get(title[:80], 0) + amount
+
+    @every("2h")
+    def close_books(self) -> None:
+        pass
 
 
 class Desk(Immortal):
@@ -244,11 +248,23 @@ def test_an_instance_and_who_waits_in_it(shown: Browser) -> None:
     assert "desk.py:" in waiting.locator("td[data-label=At]").inner_text()
     streams = page.locator("h2:has-text('Streams') + table tbody tr")
     assert "ledger" in streams.all_inner_texts()[-1]
+    clients = page.locator("h2:has-text('Clients') + table tbody tr")
+    assert clients.locator("td[data-label=Requests]").all_inner_texts()[-1] == "123"
     looks_right(shown, "instance")
     waiting.get_by_role("link").click()
     page.locator(".call", has_text="ask(").wait_for()
     assert "\\x1b[31m" in page.locator(".call").inner_text()
     looks_right(shown, "handler")
+
+
+def test_what_runs_by_itself(shown: Browser, fleet: Fleet) -> None:
+    assert "every 2h" in immortal(fleet.folder, "handlers", "ledger")
+    page = shown.go("/i/ledger")
+    row = page.locator("h2:has-text('Schedules') + table tbody tr")
+    assert row.locator("th").inner_text() == "Ledger.close_books"
+    assert row.locator("td[data-label=Schedule]").inner_text() == "every 2h"
+    assert row.locator("td[data-label='Next run']").inner_text().startswith("in ")
+    looks_right(shown, "schedules")
 
 
 def test_messages_by_pages(shown: Browser) -> None:

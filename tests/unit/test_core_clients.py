@@ -100,6 +100,18 @@ def test_the_trace_of_a_request_is_in_the_log_and_the_app_sees_nothing_of_it() -
     ]  # fmt: skip
 
 
+def test_those_that_were_heard_last_are_told() -> None:
+    driven = started()
+    for client_id, number in (("c", 1), ("d", 1), ("c", 2)):
+        driven.handle(request("t", number, call(7), client_id=client_id))
+    driven.data(answer(1, "seven"))
+    told = driven.machine.clients_status()
+    assert told["count"] == 2
+    assert [(one["id"], one["requests"], one["open_requests"], one["replies"]) for one in told["clients"]] == [
+        ("c", 2, 1, 1), ("d", 1, 1, 0),
+    ]  # fmt: skip
+
+
 def test_an_id_that_the_log_would_take_for_another_is_refused() -> None:
     driven = started()
     effects = driven.handle(request("t", 1, call(7), client_id=f"c\0{'4b' * 16}-{'0f' * 8}-01"))

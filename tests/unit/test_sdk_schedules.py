@@ -16,6 +16,7 @@ from appsdk.handlers.definition import definition_of
 from appsdk.handlers.schedules import TIME_NS_MAX, Cron
 from appsdk.running.inspection import inspect_state
 from appsdk.waiting.clock import ToldTime
+from coordinator.core import events as ev
 from protocol.messages import RpcType
 from tests.helpers.sdk import first_start
 from tests.helpers.waiting import WaitingInstances
@@ -132,6 +133,22 @@ def test_it_runs_at_its_times_and_makes_up_for_missed_ones_once(tmp_path: Path) 
     assert one.app("one").awaited == 4
     one.pass_time(86_400)
     assert len(one.app("one").runs) == 5
+    one.close()
+
+
+def test_what_runs_by_itself_is_told_with_its_next_run(tmp_path: Path) -> None:
+    one = WaitingInstances(tmp_path, {"one": Nightly})
+    schedules = one.ask("one", ev.HandlersAsked, 0)["schedules"]
+    assert [(told["handler"], told["schedule"], told["due_ns"]) for told in schedules] == [
+        ("Nightly.run", "30 3 * * * (UTC)", None),
+        ("Nightly.later", "0 12 * * mon-fri (Europe/Berlin)", None),
+        ("Nightly.hourly", "every 1h", None),
+    ]
+    one.tell_time()
+    due_ns = {told["handler"]: told["due_ns"] for told in one.ask("one", ev.HandlersAsked, 0)["schedules"]}
+    assert due_ns["Nightly.run"] == ns("2023-11-15T03:30:00Z")
+    assert due_ns["Nightly.later"] == ns("2023-11-15T11:00:00Z")
+    assert isinstance(due_ns["Nightly.hourly"], int)
     one.close()
 
 
