@@ -126,6 +126,7 @@ class Clock:
                 "due_ns": self.schedules.get(handler.method_id),
             }
             for handler in self._scheduled
+            if handler.schedule
         ]
 
     def take_timers(self, time_ns: int) -> list[Due]:
