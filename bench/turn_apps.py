@@ -12,6 +12,7 @@ from bench.turns import IDLE_PEERS, TurnCosts
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.machine import Machine
+from coordinator.core.parts import Parts
 from coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers, SetClock
 from coordinator.driver.turn import Driver
 from coordinator.log.memory import MemoryLogStore
@@ -81,7 +82,7 @@ class _Core:
     def __init__(self, peers: int) -> None:
         inbox: list[ev.Event] = []
         log = PlainLog(MemoryLogStore(1), inbox)
-        machine = Machine("a")
+        machine = Machine(Parts("a"))
         self._log, self._peers = log, _Peers()
         self._driver = Driver(machine, inbox, PlainApp(), self._peers, log, SetClock(NOW_NS), PlainHost())
         self._driver.start()

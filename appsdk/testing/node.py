@@ -16,6 +16,7 @@ from appsdk.testing.stand_ins import StandInRunner, StandIns
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.machine import Machine
+from coordinator.core.parts import Parts
 from coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
 from coordinator.driver.turn import Driver
 from coordinator.log.memory import MemoryLogStore
@@ -77,7 +78,7 @@ class Node:
     def start(self) -> None:
         """Coordinator and app begin, from what the log has."""
         self.failure = None
-        machine = Machine(self.name, None, self.upgrade_to)
+        machine = Machine(Parts(self.name, None, self.upgrade_to))
         inbox: list[ev.Event] = []
         self._log = PlainLog(self.store, inbox)
         self._driver = Driver(

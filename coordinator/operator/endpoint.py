@@ -44,7 +44,7 @@ class OperatorEndpoint:
             "clock": lambda asked: asked.answer(clock.status()),
             "accept-clock": self._accept_clock,
             "peers": lambda asked: asked.answer({"peers": self._peers_status()}),
-            "clients": lambda asked: asked.answer(machine.clients_status()),
+            "clients": lambda asked: asked.answer(machine.view.clients()),
             "hand-over": self._hand_over,
             "reclaim": lambda asked: post(ev.Reclaimed(asked)),
             **dict.fromkeys(operator_verbs.VERBS, self._change),
@@ -83,7 +83,7 @@ class OperatorEndpoint:
         except (VerbError, HandOverError) as error:
             asked.answer({"refused": str(error)})
             return
-        if not self._machine.can_hand_over:
+        if not self._machine.view.can_hand_over:
             asked.answer({"refused": "its app does not work now: try again once it does ('immortal status')"})
             return
         self._log.leave_to(heir.name)
@@ -99,7 +99,7 @@ class OperatorEndpoint:
         if store is None:
             fail("an operator changes a log that is not ours")
         try:
-            event = operator_verbs.event_of(asked.verb, asked.argument, asked, store, self._machine.letters)
+            event = operator_verbs.event_of(asked.verb, asked.argument, asked, store, self._machine.view.letters)
         except (VerbError, LogError) as error:
             asked.answer({"error": str(error)})
         else:
@@ -107,7 +107,7 @@ class OperatorEndpoint:
 
     def _status(self) -> dict[str, object]:
         status: dict[str, Any] = {
-            **self._machine.status(self._clock.now_ns()),
+            **self._machine.view.status(self._clock.now_ns()),
             "pid": os.getpid(),
             "clock": self._clock.status(),
             "standbys": [{"name": one.name, "peer": one.endpoint, "ready": one.is_ready} for one in self._log.standbys],
@@ -126,7 +126,7 @@ class OperatorEndpoint:
 
     def _peers_status(self) -> dict[str, dict[str, object]]:
         """What the machine knows of each peer, and how it is reached."""
-        peers = self._machine.peers_status()
+        peers = self._machine.view.peers()
         for name, peer in peers.items():
             peer |= self._peers.describe_peer(name, peer["error"])
         return peers

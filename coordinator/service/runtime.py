@@ -36,6 +36,7 @@ from coordinator.core.errors import (
 from coordinator.core.interfaces import LogStore
 from coordinator.core.limits import MIB, Limits
 from coordinator.core.machine import Machine
+from coordinator.core.parts import Parts
 from coordinator.driver.turn import Driver
 from coordinator.earliest import earliest
 from coordinator.fault_points import FaultPoint, reach
@@ -116,13 +117,15 @@ class Coordinator:
             is_ours=store is not None,
         )
         self._machine = machine = Machine(
-            settings.name,
-            limits_of(settings),
-            upgrade_to,
-            promote=promote,
-            follow=follow is not None,
-            permissions=settings.permissions,
-            running=self._clock.running,
+            Parts(
+                settings.name,
+                limits_of(settings),
+                upgrade_to,
+                promote=promote,
+                follow=follow is not None,
+                permissions=settings.permissions,
+                running=self._clock.running,
+            )
         )
         self._is_the_instance = False  # it is reached where the instance is
         self._was_ready = False  # an app was recovered, or begun, in this process
@@ -234,7 +237,7 @@ class Coordinator:
             **self._app.where,
             encrypted=security is not None,
             runs=compiled.describe(),
-            **{key: self._machine.status(self._clock.now_ns())[key] for key in ("committer_id", "sequence_id")},
+            **{key: self._machine.view.status(self._clock.now_ns())[key] for key in ("committer_id", "sequence_id")},
         )
         if (warning := insecurity(settings, security)) is not None:
             self._log.warning(warning)
@@ -290,7 +293,7 @@ class Coordinator:
             inbox += app.take_sent()
         peers_due = peers_ready or (self._peers_due_ns is not None and now_ns >= self._peers_due_ns)
         if peers_due and peers.process(now_ns, ready=peers_ready):
-            peers.audit(self._auditor, self._machine.forbidden, self._machine.held_back, now_ns)
+            peers.audit(self._auditor, self._machine.view.forbidden, self._machine.view.held_back, now_ns)
         if self._control_fileno in ready or (self._control_due_ns is not None and now_ns >= self._control_due_ns):
             self._operator.take(self._control.process())
         self._log_endpoint.measure(now_ns)
@@ -376,7 +379,7 @@ class Coordinator:
             self._stop_deadline_ns = 0  # at once
 
     def _stop_late(self) -> None:
-        at = self._machine.handling_in_words(self._clock.now_ns())
+        at = self._machine.view.handling_in_words(self._clock.now_ns())
         late = f"the app gave no checkpoint in time{f' (it is {at})' if at else ''}"
         self._log.warning(f"{late}; stopping without one: the log has everything")
         self._machine.stopped = True

@@ -74,7 +74,7 @@ def test_what_makes_no_sense(verb: str, argument: str) -> None:
 @pytest.mark.parametrize("argument", ['{"all": true, "who": "ann"}', '{"keys": [[1, 0, 0, 0]], "who": "ann"}'])
 def test_letters_to_retry_come_with_what_they_are(argument: str) -> None:
     driven = with_letter()
-    event = event_of("letters-retry", argument, "t", driven.store, driven.machine.letters)
+    event = event_of("letters-retry", argument, "t", driven.store, driven.machine.view.letters)
     assert isinstance(event, ev.LettersRetried)
     assert event.who == "ann"
     letter = event.letters[KEY]

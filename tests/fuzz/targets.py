@@ -188,11 +188,11 @@ def peers(data: bytes) -> None:
         assert not driven.of(ef.Stop)
     replies = driven.of(ef.ReplyToPeer)
     assert len(replies) <= answered
-    for name, stream in driven.machine.status(0)["inputs"].items():  # type: ignore[attr-defined]
+    for name, stream in driven.machine.view.status(0)["inputs"].items():  # type: ignore[attr-defined]
         taken[name] = stream["position"]
     assert len(arguments(bytes(driven.app_bytes))) == sum(taken.values())
     second = driven.crash()
-    assert {name: at["position"] for name, at in second.machine.status(0)["inputs"].items()} == {  # type: ignore[attr-defined]
+    assert {name: at["position"] for name, at in second.machine.view.status(0)["inputs"].items()} == {  # type: ignore[attr-defined]
         name: position for name, position in taken.items() if position
     }
 

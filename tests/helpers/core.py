@@ -10,6 +10,7 @@ from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
+from coordinator.core.parts import Parts
 from coordinator.core.permissions import Permission
 from coordinator.core.session import Phase
 from coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
@@ -147,14 +148,7 @@ class Driven:
     ) -> None:
         self.held_by = "process 77" if follow else ""  # who writes the log
         self.store = store or MemoryLogStore(COMMITTER_ID)
-        self.machine = Machine(
-            name,
-            limits,
-            upgrade_to,
-            promote=promote,
-            follow=follow,
-            permissions=permissions,
-        )
+        self.machine = Machine(Parts(name, limits, upgrade_to, promote=promote, follow=follow, permissions=permissions))
         self.auto = auto
         self.now_ns = NOW_NS
         self.effects: list[ef.Effect] = []  # all of them, in order
@@ -275,12 +269,12 @@ class Driven:
 
     @property
     def phase(self) -> Phase:
-        return Phase(self.machine.status(self.now_ns)["phase"])
+        return Phase(self.machine.view.status(self.now_ns)["phase"])
 
     @property
     def unsent_bytes(self) -> int:
         """Of what the app was sent, what its socket has not taken."""
-        return int(str(self.machine.status(self.now_ns)["unsent_bytes"]))
+        return int(str(self.machine.view.status(self.now_ns)["unsent_bytes"]))
 
     def of(self, effect_type: type[EffectType]) -> list[EffectType]:
         return [effect for effect in self.effects if isinstance(effect, effect_type)]
@@ -320,7 +314,7 @@ class Driven:
         """``greeted``: a sender that is new here has said Hello before; of that nothing is kept."""
         payload = {"count": len(messages), "payload": b"".join(messages), "time_ns": 5}
         frame = self.peer_frame(FrameType.BATCH, position, **(payload | fields))
-        source = self.machine._peers.input(frame.sender)
+        source = self.machine.parts.peers.input(frame.sender)
         if greeted and not source.committer_id and frame.receiver == self.machine.name:
             source._greeted_committer_id = frame.committer_id
         return self.handle(ev.PeerFrameReceived(token, frame))

@@ -184,7 +184,7 @@ def test_messages_are_counted_over_all_batches_of_the_record(guarded: Guarded) -
 def test_a_peer_cannot_push_out_dead_letters_of_others(guarded: Guarded) -> None:
     guarded.send(1, *[fork(number, REFUSE) for number in range(50)])
     assert guarded.serve() == []
-    assert guarded.driven.machine.letters == []
+    assert guarded.driven.machine.view.letters == []
     assert len(guarded.verdicts) == 50
 
 
@@ -423,7 +423,7 @@ def test_a_peer_cannot_make_more_calls_than_its_rate(few: Guarded) -> None:
     assert (welcome.frame_type, welcome.position) == (FrameType.WELCOME, 4)
     few.send(5, *calls[4:])
     assert few.serve() == list(range(8))
-    assert few.driven.machine.status(0)["held_back"] == {"b": 3}
+    assert few.driven.machine.view.status(0)["held_back"] == {"b": 3}
 
 
 def test_a_peer_within_its_rate_is_not_held_up(few: Guarded) -> None:
@@ -546,7 +546,7 @@ def patient() -> Guarded:
 
 
 def open_calls(guarded: Guarded) -> int:
-    found: int = guarded.driven.machine.status(0)["open_calls"]["b"]
+    found: int = guarded.driven.machine.view.status(0)["open_calls"]["b"]
     return found
 
 
@@ -559,19 +559,19 @@ def test_a_peer_cannot_have_more_open_calls_than_it_may(patient: Guarded) -> Non
         (Cause.FORBIDDEN, index, "'b' has 2 calls of 'a' open, and may have no more") for index in (2, 3)
     ]
     assert patient.verdicts[0].method == "hold"
-    assert patient.driven.machine.forbidden == {"b": 2}
+    assert patient.driven.machine.view.forbidden == {"b": 2}
     patient.send(1, fork(0, GO), name="c")
     patient.serve()
     assert open_calls(patient) == 1
     patient.send(6, waiting(5, 5, HOLD), waiting(6, 6, HOLD))
     patient.serve()
-    assert patient.driven.machine.forbidden == {"b": 3}
+    assert patient.driven.machine.view.forbidden == {"b": 3}
 
 
 def test_a_peer_gains_nothing_by_giving_its_calls_one_number(patient: Guarded) -> None:
     patient.send(1, *[waiting(1, 1, HOLD)] * 5)
     patient.serve()
-    assert (open_calls(patient), patient.driven.machine.forbidden) == (2, {"b": 3})
+    assert (open_calls(patient), patient.driven.machine.view.forbidden) == (2, {"b": 3})
     patient.driven.handle(ev.CheckpointRequested())
     patient.serve()
     patient.crash()
@@ -600,7 +600,7 @@ def test_only_calls_that_wait_for_an_answer_count(patient: Guarded) -> None:
     patient.send(1, *[waiting_of("c", number, HOLD) for number in range(5)], name="c")
     assert open_calls(patient) == 2
     patient.serve()
-    assert patient.driven.machine.forbidden == {}
+    assert patient.driven.machine.view.forbidden == {}
 
 
 def waiting_of(caller: str, number: int, method_id: int) -> bytes:
@@ -654,7 +654,7 @@ def test_a_peers_open_calls_are_counted_over_a_crash(patient: Guarded, *, checkp
     assert [frame.position for frame in answers(patient.driven.effects) if frame.receiver == "b"] == [5]
     assert open_calls(patient) == 2
     patient.send(6, waiting(6, 6, HOLD))
-    assert patient.driven.machine.forbidden == {"b": 1}
+    assert patient.driven.machine.view.forbidden == {"b": 1}
 
 
 def test_what_is_open_is_not_known_before_the_checkpoint_is_chosen(patient: Guarded) -> None:
@@ -664,7 +664,7 @@ def test_what_is_open_is_not_known_before_the_checkpoint_is_chosen(patient: Guar
     driven = patient.driven
     driven.unanswered = (ef.CheckCheckpoint,)
     driven.connect(encode_hello(Hello(ALL_EXTENSIONS, "test")))
-    assert driven.machine._intake.permissions.takes_verdicts, "the app has said so"
+    assert driven.machine.parts.intake.permissions.takes_verdicts, "the app has said so"
     assert patient.greet() == []
     (again,) = patient.send(3, waiting(3, 3, HOLD))
     assert (again.frame_type, again.position) == (FrameType.RESEND, 0)
@@ -714,13 +714,13 @@ def test_open_calls_are_counted_as_a_simple_model_does(seed: int) -> None:
                 beyond += is_beyond
                 holds += kind == HOLD and not is_beyond
                 others += kind != HOLD or is_beyond
-            before = guarded.driven.machine.forbidden.get("b", 0)
+            before = guarded.driven.machine.view.forbidden.get("b", 0)
             (answer,) = guarded.send(position, *calls)
             if guarded.app is None:
                 assert answer.frame_type is FrameType.RESEND
                 continue
             position, held, at_once = position + len(calls), held + holds, at_once + others
-            assert guarded.driven.machine.forbidden.get("b", 0) - before == beyond
+            assert guarded.driven.machine.view.forbidden.get("b", 0) - before == beyond
         elif action == "go":
             guarded.send(gone, fork(0, GO), name="c")
             gone, said_go = gone + 1, said_go + 1
@@ -768,7 +768,7 @@ def test_a_limit_that_is_set_later_counts_from_then_on(patient: Guarded) -> None
     patient.driven.handle(ev.PermissionsChanged(TWO))
     patient.send(6, *[waiting(number, number, HOLD) for number in range(6, 9)])
     patient.serve()
-    assert (open_calls(patient), patient.driven.machine.forbidden) == (2, {"b": 1})
+    assert (open_calls(patient), patient.driven.machine.view.forbidden) == (2, {"b": 1})
 
 
 def test_a_refused_call_is_open_until_its_caller_is_told() -> None:

@@ -312,7 +312,7 @@ def test_without_keys_a_clients_id_never_makes_it_a_peer() -> None:
     """Nor does a peer's name make it a client: their names are told apart by a character that no instance's has."""
     driven = started()
     driven.handle(request("t", 1, call(7), client_id="b"))
-    status = driven.machine.status(0)
+    status = driven.machine.view.status(0)
     assert (status["inputs"], status["clients"]["known"]) == ({}, 1)  # type: ignore[index]
     for sender in ("~b", "~", ""):
         frame = PeerFrame(FrameType.HELLO, sender, "a", 7, 1, 0)

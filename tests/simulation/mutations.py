@@ -27,6 +27,7 @@ from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.client_table import ClientTable
 from coordinator.core.clients import Clients
 from coordinator.core.clock import SteadyClock, Timekeeper
+from coordinator.core.committing import Committing
 from coordinator.core.epoch import Epoch
 from coordinator.core.failing import Failing
 from coordinator.core.lifecycle import Lifecycle
@@ -145,10 +146,10 @@ MUTATIONS = (
     ),
     Mutation(
         "who is fenced goes on",
-        Machine,
-        "_fenced",
-        "        epoch = self.epoch.number\n",
-        "        epoch = self.epoch.number\n        return\n",
+        Committing,
+        "fenced",
+        "        epoch = parts.epoch.number\n",
+        "        epoch = parts.epoch.number\n        return\n",
     ),
     Mutation(
         "who takes over works on in the epoch of the one before",
@@ -196,11 +197,11 @@ MUTATIONS = (
     ),
     Mutation(
         "a record goes to the app before it is durable",
-        Machine,
-        "_commit",
+        Committing,
+        "commit",
         "if group is not None:",
         "if group is not None and group.record is not None and self._session.phase is Phase.NORMAL:\n"
-        "            self._outbox.send(group.record)\n"
+        "            parts.outbox.send(group.record)\n"
         "        if group is not None:",
     ),
     Mutation(

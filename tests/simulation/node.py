@@ -12,6 +12,7 @@ from coordinator.core import events as ev
 from coordinator.core.errors import DamagedLogError, FencedError, LogError, LogFullError, LogSyncError
 from coordinator.core.events import ClockMoved
 from coordinator.core.machine import Machine
+from coordinator.core.parts import Parts
 from coordinator.core.session import Phase
 from coordinator.driver.turn import Driver
 from protocol.errors import ImmortalError
@@ -82,7 +83,7 @@ class Node:
 
     @property
     def phase(self) -> Phase:
-        return self.machine._session.phase if self.machine is not None else Phase.STOPPED
+        return self.machine.parts.session.phase if self.machine is not None else Phase.STOPPED
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -115,7 +116,9 @@ class Node:
         self._upgrade_tried = self.upgrade_to is not None
         limits = self.world.plan.limits
         running = self.time.running
-        machine = Machine(self.name, limits, self.upgrade_to, promote=promote, follow=self.follows, running=running)
+        machine = Machine(
+            Parts(self.name, limits, self.upgrade_to, promote=promote, follow=self.follows, running=running)
+        )
         self._app_side = AppSide(self, self._rng)
         self.peer_side = PeerSide(self, self._rng)
         inbox: list[ev.Event] = []
@@ -142,7 +145,7 @@ class Node:
         self._connecting = False
         starts = self.disk.store.summary().versions
         self.checker.app_begins()
-        app = self.world.make_app(self, self.machine._versions.upgrade_to or (starts[-1].version if starts else 1))
+        app = self.world.make_app(self, self.machine.parts.versions.upgrade_to or (starts[-1].version if starts else 1))
         app.fails_upgrade = self.upgrade_fails
         self.app_life += 1
         assert self._app_side is not None
@@ -231,7 +234,7 @@ class Node:
             raise Violation(f"{self.name} goes on, though another writes its log")
         self._look_who_writes()
         self.disk.shared.tell_of_standbys()
-        peers = self._driver.machine._peers
+        peers = self._driver.machine.parts.peers
         world.marks["batch waited for its turn"] += peers.turns.waiting_bytes > 0
         for destination, stream in peers.outputs.items():
             if destination not in peers.busy and not stream.is_idle and not peers.following:
@@ -248,7 +251,7 @@ class Node:
     def _look_who_writes(self) -> None:
         assert self._driver is not None
         machine, nodes = self._driver.machine, self.world.network.nodes
-        self.world.marks["log silent"] += machine._access.silent_since_ns is not None
+        self.world.marks["log silent"] += machine.parts.access.silent_since_ns is not None
         if not (self.follows and machine.right.writes) or nodes[self.name] is self or not self.disk.is_writer:
             return
         self.world.marks["taken over"] += 1
@@ -373,17 +376,17 @@ class Node:
         if driver is None or app is None or log_side is None:
             return False
         if self.phase is Phase.FOLLOWING and driver.machine.right.follows:
-            fed, last = driver.machine._session.fed_sequence_id, self.disk.store.last_sequence_id
+            fed, last = driver.machine.parts.session.fed_sequence_id, self.disk.store.last_sequence_id
             return fed == last and not driver.inbox
         if self.phase is not Phase.NORMAL:
             return False
         if driver.inbox or not app.is_quiet or not log_side.is_quiet:
             return False
         machine = driver.machine
-        log = machine._log
-        if log.durable_sequence_id > machine._session.fed_sequence_id or not log.open.empty:
+        log = machine.parts.log
+        if log.durable_sequence_id > machine.parts.session.fed_sequence_id or not log.open.empty:
             return False
-        return all(stream.acknowledged >= stream.position for stream in machine._peers.outputs.values())
+        return all(stream.acknowledged >= stream.position for stream in machine.parts.peers.outputs.values())
 
 
 class _StruckError(Exception):

@@ -60,7 +60,7 @@ class WipedWorld(World):
                 node.disk.store.commit(transaction)
                 node.checker.became_durable(transaction)
             return
-        error = node.machine.peers_status().get("b", {}).get("error")
+        error = node.machine.view.peers().get("b", {}).get("error")
         if f"immortal peers reset {node.name} b'" in str(error):
             self.resets += 1
             node.post(ev.PeerReset("b", None))

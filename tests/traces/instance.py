@@ -15,6 +15,7 @@ from coordinator.core import events as ev
 from coordinator.core.interfaces import LogSpace
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
+from coordinator.core.parts import Parts
 from coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers, SetClock
 from coordinator.driver.turn import Driver
 from coordinator.log.memory import MemoryLogStore
@@ -76,7 +77,7 @@ class Instance:
 
     def _start(self, **options: Any) -> None:
         self.clock = SetClock(NOW_NS)
-        self.machine = Machine("a", self.limits, **options)
+        self.machine = Machine(Parts("a", self.limits, **options))
         inbox: list[ev.Event] = []
         self.log = PlainLog(self.store, inbox)
         ports = PlainApp(), PlainPeers(), self.log, self.clock, PlainHost()

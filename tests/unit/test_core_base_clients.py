@@ -108,12 +108,12 @@ def test_they_are_dropped_with_an_upgrade_that_fails() -> None:
     second = upgrading()
     second.data(IMPULSE_OWN)
     second.close()
-    second.machine._versions.upgrade_to = None  # an operator takes it back
+    second.machine.parts.versions.upgrade_to = None  # an operator takes it back
     second.connect()
     second.data(checkpoint(b"old"))
     assert second.phase is Phase.NORMAL
     assert arguments(bytes(second.app_bytes)) == []
-    assert second.machine.status(0)["impulses"] == 0
+    assert second.machine.view.status(0)["impulses"] == 0
 
 
 def test_room_in_the_log_lets_none_in_before_the_upgrade_is_confirmed() -> None:
@@ -299,16 +299,16 @@ def test_a_batch_of_more_than_64_mib_is_taken() -> None:
     for _ in range(70):
         driven.data(one)
     assert not driven.of(ef.CloseApp), driven.reports
-    assert driven.machine.peers_status()["b"]["made"] == 70
+    assert driven.machine.view.peers()["b"]["made"] == 70
     driven.data(CALL_B)
-    assert driven.machine.peers_status()["b"]["made"] == 71
+    assert driven.machine.view.peers()["b"]["made"] == 71
 
 
 @pytest.mark.parametrize("arguments_bytes", [64 * MIB, 64 * MIB - 5])
 def test_a_call_may_have_64_mib_of_arguments(arguments_bytes: int) -> None:
     driven = base()
     driven.data(outgoing(arguments_bytes))
-    assert driven.machine.peers_status()["b"]["made"] == 1
+    assert driven.machine.view.peers()["b"]["made"] == 1
     assert not driven.of(ef.CloseApp)
 
 

@@ -116,7 +116,7 @@ def test_what_ends_an_app_that_is_to_upgrade_behind_it_is_found_as_well() -> Non
         driven.data(said)
         assert driven.phase is Phase.UPGRADING
         driven.data(b"".join(map(encode_handling, noted)))
-        suspect: Any = driven.machine.status(driven.now_ns)["suspect"]
+        suspect: Any = driven.machine.view.status(driven.now_ns)["suspect"]
         assert (suspect["runs"] if suspect else 0) == runs_count - 1
         driven.close()
     (verdict,) = driven.store.summary().verdicts
@@ -167,7 +167,7 @@ def test_deaths_are_counted_without_a_verdict_where_there_is_to_be_none() -> Non
         dies(driven, BLAMED)
     assert suspect_of(driven) == Suspect(1, 0, 6)
     assert not driven.store.summary().verdicts
-    status = driven.machine.status(NOW_NS)["suspect"]
+    status = driven.machine.view.status(NOW_NS)["suspect"]
     assert status == {"record": 1, "message": 0, "runs": 6}
 
 
@@ -307,21 +307,21 @@ def test_a_run_that_ends_without_blame_is_careful_no_more() -> None:
 
 def test_a_long_handler_shows_in_the_status() -> None:
     driven = with_record()
-    assert driven.machine.status(NOW_NS)["handling"] is None
+    assert driven.machine.view.status(NOW_NS)["handling"] is None
     driven.data(encode_handling(Handling(1, 0, 5.0, "Orders.place", "shop")))
-    assert driven.machine.status(NOW_NS + 1_500_000_000)["handling"] == {
+    assert driven.machine.view.status(NOW_NS + 1_500_000_000)["handling"] == {
         "method": "Orders.place",
         "for_s": 6.5,
         "record": 1,
         "message": 0,
         "caller": "shop",
     }
-    assert driven.machine.handling_in_words(NOW_NS) == (
+    assert driven.machine.view.handling_in_words(NOW_NS) == (
         "handling Orders.place for 5 s (record 1, message 0, called by shop)"
     )
     driven.data(encode_handling(Handling(-1)))
-    assert driven.machine.status(NOW_NS)["handling"] is None
-    assert driven.machine.handling_in_words(NOW_NS) == ""
+    assert driven.machine.view.status(NOW_NS)["handling"] is None
+    assert driven.machine.view.handling_in_words(NOW_NS) == ""
 
 
 def test_it_is_told_once_when_it_takes_too_long() -> None:

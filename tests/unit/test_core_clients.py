@@ -105,7 +105,7 @@ def test_those_that_were_heard_last_are_told() -> None:
     for client_id, number in (("c", 1), ("d", 1), ("c", 2)):
         driven.handle(request("t", number, call(7), client_id=client_id))
     driven.data(answer(1, "seven"))
-    told = driven.machine.clients_status()
+    told = driven.machine.view.clients()
     assert told["count"] == 2
     assert [(one["id"], one["requests"], one["open_requests"], one["replies"]) for one in told["clients"]] == [
         ("c", 2, 1, 1), ("d", 1, 1, 0),
@@ -124,9 +124,9 @@ def test_a_repeated_request_is_answered_and_not_logged_again() -> None:
     driven = started()
     driven.handle(request("t", 1, call(7)))
     driven.data(answer(1, "seven"))
-    last = driven.machine.status(0)["sequence_id"]
+    last = driven.machine.view.status(0)["sequence_id"]
     assert said(driven.handle(request("u", 1, call(7)))) == [("u", "REPLY", {1: (1, packed("seven"))})]
-    assert driven.machine.status(0)["sequence_id"] == last
+    assert driven.machine.view.status(0)["sequence_id"] == last
 
 
 def test_an_open_request_is_answered_where_it_was_last_asked_for() -> None:
@@ -212,7 +212,7 @@ def test_acknowledged_replies_go() -> None:
         driven.data(answer(number, number))
     driven.handle(request("t", 3, call(3), acknowledged=2))
     assert driven.store.clients().replies == {}
-    assert driven.machine.status(0)["clients"] == {
+    assert driven.machine.view.status(0)["clients"] == {
         "known": 1, "open_requests": 1, "replies": 0, "replies_bytes": 0, "open_queries": 0, "answered_queries": 0,
     }  # fmt: skip
     assert said(driven.handle(request("t", 1, call(1))))[0] == ("t", "REPLY", {1: (0, b"")})
@@ -223,7 +223,7 @@ def test_a_ping_acknowledges_too() -> None:
     driven.handle(request("t", 1, call(1)))
     driven.data(answer(1, 1))
     driven.handle(ping("t", acknowledged=1))
-    assert driven.machine.status(0)["clients"]["replies"] == 0  # type: ignore[index]
+    assert driven.machine.view.status(0)["clients"]["replies"] == 0  # type: ignore[index]
 
 
 @pytest.mark.parametrize("limits", [Limits(client_replies_max=2), Limits(client_replies_bytes=404)])
@@ -240,7 +240,7 @@ def test_beyond_its_window_the_oldest_replies_go_and_nothing_is_done_again(limit
     second = driven.crash()
     assert said(second.handle(ping("t", 1, 2, 3, 4)))[1] == ("t", "REPLY", {2: (0, b""), 3: (1, b"\3"), 4: (1, b"\4")})
     driven.data(answer(1, 1))
-    assert driven.machine.status(0)["clients"]["open_requests"] == 1  # type: ignore[index]
+    assert driven.machine.view.status(0)["clients"]["open_requests"] == 1  # type: ignore[index]
 
 
 def test_of_all_clients_those_unused_for_longest_lose_their_replies() -> None:
@@ -261,7 +261,7 @@ def test_the_oldest_client_loses_replies_as_well_though_one_has_just_come_for_it
     driven.data(answer(1, "0123456789", client_id="y"))
     for number in range(1, 11):
         driven.data(answer(number, "0123456789", client_id="x"))
-        status = driven.machine.status(0)["clients"]
+        status = driven.machine.view.status(0)["clients"]
         assert status["replies_bytes"] <= 1000  # type: ignore[index]
     assert said(driven.handle(ping("y", 1, client_id="y")))[1][2] == {1: (1, packed("0123456789"))}
     kept = said(driven.handle(ping("x", *range(1, 11), client_id="x")))[1][2]
@@ -281,7 +281,7 @@ class Counted(OrderedDict[str, Any]):
 
 def test_clients_without_replies_are_not_gone_through_for_each_answer() -> None:
     driven = started(Limits(replies_bytes=1000))
-    table = driven.machine._clients.table
+    table = driven.machine.parts.clients.table
     table._clients = counted = Counted()
     count = 100
     for number in range(count):
@@ -292,14 +292,14 @@ def test_clients_without_replies_are_not_gone_through_for_each_answer() -> None:
     for number in range(count):
         driven.handle(request("t", 1, call(1), client_id=f"busy {number}"))
         driven.data(answer(1, "0123456789", client_id=f"busy {number}"))
-    assert driven.machine.status(0)["clients"]["replies"] == 4  # type: ignore[index]
+    assert driven.machine.view.status(0)["clients"]["replies"] == 4  # type: ignore[index]
     assert counted.looked_at <= 2 * count
     assert len(table._holders) <= 5, "who has no replies any more is not remembered"
 
 
 def test_of_forgotten_clients_nothing_is_left() -> None:
     driven = started(Limits(clients_max=3))
-    table = driven.machine._clients.table
+    table = driven.machine.parts.clients.table
     for number in range(100):
         driven.now_ns += 10
         driven.handle(request("t", 1, call(1), client_id=f"{number}", time_ns=driven.now_ns))
@@ -327,7 +327,7 @@ def test_a_forgotten_client_is_not_taken_for_a_new_one() -> None:
     driven.data(answer(1, 1, client_id="x"))
     driven.now_ns += 10
     driven.handle(request("y", 1, call(1), client_id="y", time_ns=driven.now_ns))
-    assert driven.machine.status(0)["clients"]["known"] == 1  # type: ignore[index]
+    assert driven.machine.view.status(0)["clients"]["known"] == 1  # type: ignore[index]
     late = request("x", 1, call(1), client_id="x", time_ns=NOW_NS)
     assert said(driven.handle(late)) == [("x", "REFUSED", ClientCode.FORGOTTEN)]
     second = driven.crash()
@@ -476,8 +476,8 @@ def test_the_clients_are_no_peer() -> None:
     driven.data(answer(1, 1))
     assert not driven.of(ef.OpenPeer)
     assert not driven.of(ef.SendToPeer)
-    assert "~" not in driven.machine.status(0)["outputs"]  # type: ignore[operator]
-    assert driven.machine.peers_status() == {}
+    assert "~" not in driven.machine.view.status(0)["outputs"]  # type: ignore[operator]
+    assert driven.machine.view.peers() == {}
     driven.close()
     assert not driven.of(ef.ResetPeer)
 

@@ -125,7 +125,7 @@ def test_calls_to_oneself_go_on_behind_those_that_were_logged() -> None:
     second.data(call("", 9))
     assert second.phase is Phase.NORMAL, second.reports
     assert second.heard[-1] == (3, "RECORD_TIME", "RPC")
-    assert second.machine.status(0)["inputs"]["a"] == {"position": 3}
+    assert second.machine.view.status(0)["inputs"]["a"] == {"position": 3}
 
 
 def test_a_receiver_may_have_more_than_it_is_known_to_have() -> None:

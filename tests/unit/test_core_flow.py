@@ -34,7 +34,7 @@ def calls(destination: str, first: int, last: int) -> bytes:
 
 
 def stream(driven: Driven, destination: str = "b") -> dict:
-    outputs: dict = driven.machine.status(driven.now_ns)["outputs"]  # type: ignore[assignment]
+    outputs: dict = driven.machine.view.status(driven.now_ns)["outputs"]  # type: ignore[assignment]
     return outputs[destination]
 
 
@@ -93,14 +93,14 @@ def test_beyond_the_limit_the_app_is_not_read_until_there_is_room() -> None:
         if pauses(driven):
             break
     assert pauses(driven) == ["PauseApp"]
-    status = driven.machine.status(driven.now_ns)
+    status = driven.machine.view.status(driven.now_ns)
     assert (status["held_up_for"], status["app_paused"]) == (["b"], True)
-    assert driven.machine.peers_status()["b"]["held_up"] is True
+    assert driven.machine.view.peers()["b"]["held_up"] is True
     assert 1000 < stream(driven)["waiting_bytes"] <= 1000 + 400 + 100
     driven.reply(FrameType.WELCOME, 0)
     assert sent(driven) == list(range(1, number + 1))
-    assert driven.machine.status(driven.now_ns)["held_up_for"] == []
-    assert not driven.machine.status(driven.now_ns)["app_paused"]
+    assert driven.machine.view.status(driven.now_ns)["held_up_for"] == []
+    assert not driven.machine.view.status(driven.now_ns)["app_paused"]
 
 
 def test_a_crash_of_the_app_and_a_replay_do_not_spill_twice() -> None:
@@ -217,7 +217,7 @@ def test_for_a_peer_that_takes_what_it_can_the_app_waits() -> None:
     open_and_full(driven)
     assert pauses(driven) == ["PauseApp"]
     assert not driven.store.summary().spilled
-    assert driven.machine.status(driven.now_ns)["held_up_for"] == ["b"]
+    assert driven.machine.view.status(driven.now_ns)["held_up_for"] == ["b"]
     assert any("the app waits for 'b'" in message for level, message in driven.reports if level == "info")
     assert not [one for one in driven.reports if one[0] in ("warning", "error")]
     driven.reply(FrameType.TRIM_TO, 4)
@@ -264,7 +264,7 @@ def test_what_was_spilled_shrinks_while_the_app_goes_on() -> None:
     for _ in range(200):
         frames = driven.frames(FrameType.BATCH)
         driven.reply(FrameType.TRIM_TO, frames[-1].position + frames[-1].count - 1)
-        while not driven.machine.status(driven.now_ns)["app_paused"]:
+        while not driven.machine.view.status(driven.now_ns)["app_paused"]:
             number += 1
             driven.data(call("b", large(number)))
         if not stream(driven)["spilled_bytes"]:
@@ -358,7 +358,7 @@ def test_a_welcome_and_an_acknowledgement_say_the_window() -> None:
         (FrameType.WELCOME, 1 << 20),
         (FrameType.TRIM_TO, 1 << 20),
     ]
-    assert driven.machine.peers_status()["b"]["granted_bytes"] == 1 << 20
+    assert driven.machine.view.peers()["b"]["granted_bytes"] == 1 << 20
 
 
 def test_a_disk_that_is_behind_makes_windows_smaller() -> None:
@@ -394,7 +394,7 @@ def test_a_full_log_takes_no_input_from_peers_until_there_is_room() -> None:
     reason = "'a' is full: its log takes 2 MiB, log_limit_mb is 0 MiB; its app must catch up, or the limit be raised"
     assert found[0][1] == reason
     assert driven.reports == [], "it was told once, for all"
-    assert driven.machine.status(0)["log"]["full"] == reason  # type: ignore[index]
+    assert driven.machine.view.status(0)["log"]["full"] == reason  # type: ignore[index]
     driven.handle(ev.LogMeasured(LogSpace(950, 1000)))
     driven.batch("t3", 2, rpc(2))
     assert len(list(refusals(driven))) == 3, "not at once, or it would go to and fro"
@@ -402,7 +402,7 @@ def test_a_full_log_takes_no_input_from_peers_until_there_is_room() -> None:
     driven.batch("t4", 2, rpc(2))
     assert ("t4", FrameType.TRIM_TO, 2) in driven.replies
     assert any("the log has room again" in message for _, message in driven.reports)
-    assert driven.machine.status(0)["log"]["full"] is None  # type: ignore[index]
+    assert driven.machine.view.status(0)["log"]["full"] is None  # type: ignore[index]
 
 
 def test_a_disk_with_too_little_left_counts_as_well() -> None:
@@ -414,14 +414,14 @@ def test_a_disk_with_too_little_left_counts_as_well() -> None:
 def test_impulses_wait_for_room_and_keep_their_order() -> None:
     driven = Driven.started(limits=FULL)
     driven.handle(ev.LogMeasured(NO_ROOM))
-    sequence_id = driven.machine.status(0)["sequence_id"]
+    sequence_id = driven.machine.view.status(0)["sequence_id"]
     driven.data(call("", 1, rpc_type=2) + call("", 2, rpc_type=2))
-    assert driven.machine.status(0)["sequence_id"] == sequence_id
-    assert driven.machine.status(0)["impulses"] == 0
+    assert driven.machine.view.status(0)["sequence_id"] == sequence_id
+    assert driven.machine.view.status(0)["impulses"] == 0
     driven.data(call("", 3))  # a call to itself is what it makes of its input: that goes on
-    assert driven.machine.status(0)["sequence_id"] == sequence_id + 1  # type: ignore[operator]
+    assert driven.machine.view.status(0)["sequence_id"] == sequence_id + 1  # type: ignore[operator]
     driven.handle(ev.LogMeasured(ROOM))
-    assert driven.machine.status(0)["impulses"] == 2
+    assert driven.machine.view.status(0)["impulses"] == 2
 
 
 def test_impulses_that_wait_are_forgotten_with_their_app() -> None:
@@ -431,7 +431,7 @@ def test_impulses_that_wait_are_forgotten_with_their_app() -> None:
     driven.close()
     driven.recover()
     driven.handle(ev.LogMeasured(ROOM))
-    assert driven.machine.status(0)["impulses"] == 0
+    assert driven.machine.view.status(0)["impulses"] == 0
 
 
 def test_an_app_that_floods_a_full_log_with_impulses_is_not_read_but_for_its_checkpoint() -> None:
@@ -478,7 +478,7 @@ def test_an_app_that_goes_on_sending_impulses_that_wait_is_turned_away() -> None
     driven.close()
     driven.recover()
     driven.handle(ev.LogMeasured(ROOM))
-    assert driven.machine.status(0)["impulses"] == 0, "nobody was told that they were accepted"
+    assert driven.machine.view.status(0)["impulses"] == 0, "nobody was told that they were accepted"
 
 
 def test_when_a_checkpoint_makes_room() -> None:

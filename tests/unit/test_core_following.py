@@ -12,6 +12,7 @@ from coordinator.core.errors import DivergenceError, FencedError, FollowerError
 from coordinator.core.interfaces import CheckpointHeader, Transaction, VersionStart
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
+from coordinator.core.parts import Parts
 from coordinator.core.right import Role
 from coordinator.core.session import Phase
 from protocol.extensions import Hello, encode_hello
@@ -47,7 +48,7 @@ def test_it_is_fed_what_the_log_has_and_what_comes() -> None:
         record(writer, position)
         follower.look()
     assert arguments(bytes(follower.app_bytes)) == [rpc(1), rpc(2)]
-    status = follower.machine.status(0)
+    status = follower.machine.view.status(0)
     assert (status["role"], status["follows"], status["phase"]) == ("following", "process 77", "following")
     assert (status["sequence_id"], status["backlog_records"]) == (2, 0)
 
@@ -75,11 +76,11 @@ def test_what_the_writers_log_says_was_acknowledged_leaves_its_memory() -> None:
     follower.data(call("b", 1))
     record(writer, 1)  # its mark covers the call
     follower.look()
-    assert follower.machine._peers.outputs["b"].memory_bytes > 0
+    assert follower.machine.parts.peers.outputs["b"].memory_bytes > 0
     writer.reply(FrameType.TRIM_TO, 1)
     record(writer, 2)
     follower.look()
-    assert follower.machine._peers.outputs["b"].memory_bytes == 0
+    assert follower.machine.parts.peers.outputs["b"].memory_bytes == 0
 
 
 def test_one_whose_app_waits_for_room_looks_at_what_the_log_says_by_now() -> None:
@@ -90,7 +91,7 @@ def test_one_whose_app_waits_for_room_looks_at_what_the_log_says_by_now() -> Non
     follower = Driven(writer.store, follow=True, limits=limits)
     follower.connect(HELLO)
     follower.data(attach("b"))
-    while follower.machine.status(0)["unsent_bytes"]:
+    while follower.machine.view.status(0)["unsent_bytes"]:
         follower.app_took_all()
     for _ in range(2):
         writer.data(call("b", bytes(90)))
@@ -118,12 +119,12 @@ def test_a_call_takes_its_place_behind_an_impulse_that_is_read_later() -> None:
     record(writer, 1)
     follower.look()
     follower.data(call("b", 2))  # of record 1; which place it has is not known yet
-    assert follower.machine._peers.outputs["b"].position == 1
+    assert follower.machine.parts.peers.outputs["b"].position == 1
     writer.data(call("b", 7, rpc_type=RpcType.IMPULSE) + call("b", 2))
     record(writer, 2)
     follower.look()
-    stream = follower.machine._peers.outputs["b"]
-    assert (stream.position, stream.mark) == (3, writer.machine._peers.outputs["b"].mark)
+    stream = follower.machine.parts.peers.outputs["b"]
+    assert (stream.position, stream.mark) == (3, writer.machine.parts.peers.outputs["b"].mark)
 
 
 def test_it_takes_over_at_any_record_under_an_epoch_of_its_own() -> None:
@@ -217,7 +218,7 @@ def test_another_version_of_the_app_in_the_log_ends_it() -> None:
 def test_what_an_app_says_before_the_log_is_loaded_is_judged_once_it_is() -> None:
     """An app of the base protocol, at the log of one that is none."""
     writer = Driven.started()
-    machine = Machine("a")
+    machine = Machine(Parts("a"))
     machine.take([ev.Started(), ev.RightGranted(1), ev.AppConnected(), ev.AppData(attach("b"))], 1)
     machine.advance()
     effects = list(machine.take([ev.LogLoaded(writer.store.summary(), writer.store.clients())], 1))
@@ -225,7 +226,7 @@ def test_what_an_app_says_before_the_log_is_loaded_is_judged_once_it_is() -> Non
 
 
 def test_a_stop_before_the_log_is_loaded_says_nothing_to_the_app() -> None:
-    machine = Machine("a")
+    machine = Machine(Parts("a"))
     machine.take([ev.Started(), ev.AppConnected(), ev.AppData(HELLO)], 1)
     effects = list(machine.take([ev.StopRequested()], 1))
     assert [type(one) for one in effects] == [ef.Stop]
@@ -345,6 +346,6 @@ def test_one_whose_app_does_not_work_hands_nothing_over() -> None:
     """Nobody could follow it any better than from its last checkpoint: it stops as ever."""
     writer = Driven.started()
     writer.close()
-    assert not writer.machine.can_hand_over
+    assert not writer.machine.view.can_hand_over
     writer.handle(ev.StopRequested(hands_over=True))
     assert writer.stop.error is None

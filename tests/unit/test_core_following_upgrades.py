@@ -94,7 +94,7 @@ def test_where_its_old_code_was_given_records_of_the_new_version_it_begins_anew(
     follower.connect(HELLO)
     follower.data(checkpoint(b"upgraded"))
     follower.look()
-    assert (follower.phase, follower.machine.status(0)["version"]) == (Phase.FOLLOWING, 2)
+    assert (follower.phase, follower.machine.view.status(0)["version"]) == (Phase.FOLLOWING, 2)
 
 
 @pytest.mark.parametrize("version", [3, 1])
@@ -118,7 +118,7 @@ def test_one_that_has_just_repeated_an_upgrade_gives_no_checkpoint_before_its_ne
     """A base app can't tell whether it is primary from then on."""
     writer, follower = both(b"")
     writer.store.commit(Transaction(version=VersionStart(2, 1, "x")))
-    writer.machine._versions.starts.append(VersionStart(2, 1, "x"))
+    writer.machine.parts.versions.starts.append(VersionStart(2, 1, "x"))
     record(writer, follower, 2)
     follower.forget()
     follower.handle(ev.CheckpointAsked(2, 1))

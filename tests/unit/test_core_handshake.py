@@ -107,7 +107,7 @@ def test_what_is_left_to_send_is_exactly_what_was_handed_over() -> None:
     driven.connect()
     driven.data(HELLO + first_start())
     driven.handle(ev.AppSent(len(driven.app_bytes)))
-    assert driven.machine.status(NOW_NS)["unsent_bytes"] == 0
+    assert driven.machine.view.status(NOW_NS)["unsent_bytes"] == 0
 
 
 def test_calls_behind_the_first_checkpoint_leave_only_once_it_is_durable() -> None:
@@ -310,7 +310,7 @@ def test_an_app_may_call_as_soon_as_it_has_its_whole_state() -> None:
     driven.connect()
     driven.handle(ev.AppSent(driven.unsent_bytes), ev.AppData(attach("b") + call("b", 1)))
     assert driven.phase is Phase.BECOMING_PRIMARY
-    assert driven.machine.status(0)["outputs"]["b"]["position"] == 1  # type: ignore[index]
+    assert driven.machine.view.status(0)["outputs"]["b"]["position"] == 1  # type: ignore[index]
     assert all(level != "error" for level, _ in driven.reports)
 
 
@@ -349,7 +349,7 @@ PHASES_WITH_APP = [phase for phase in Phase if phase not in {Phase.WAITING, Phas
 @pytest.mark.parametrize("phase", PHASES_WITH_APP)
 def test_an_app_lost_in_any_phase_is_waited_for_and_recovered_under_a_new_epoch(phase: Phase) -> None:
     driven = in_phase(phase)
-    before = driven.machine.status(NOW_NS)["epoch"]
+    before = driven.machine.view.status(NOW_NS)["epoch"]
     driven.forget()
     driven.close()
     assert driven.phase is Phase.WAITING
@@ -358,7 +358,7 @@ def test_an_app_lost_in_any_phase_is_waited_for_and_recovered_under_a_new_epoch(
     driven.unanswered = ()
     driven.auto = True
     driven.connect(HELLO)
-    status = driven.machine.status(NOW_NS)
+    status = driven.machine.view.status(NOW_NS)
     assert status["epoch"] == before + 1
     assert driven.store.summary().epoch == before + 1, "the epoch is used before it is durable"
     if phase is Phase.FIRST_START:

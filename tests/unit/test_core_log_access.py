@@ -8,6 +8,7 @@ from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import FencedError, LogLockedError, LogUnavailableError
 from coordinator.core.machine import Machine
+from coordinator.core.parts import Parts
 from coordinator.core.right import Role
 from coordinator.core.session import Phase
 from coordinator.log.memory import MemoryLogStore
@@ -46,19 +47,19 @@ def test_an_append_says_where_the_log_has_to_end_and_whose_it_is() -> None:
 
 
 def test_the_right_to_write_comes_before_the_log_is_loaded() -> None:
-    machine = Machine("a")
-    assert machine.status(0)["role"] == Role.STARTING.value
+    machine = Machine(Parts("a"))
+    assert machine.view.status(0)["role"] == Role.STARTING.value
     machine.take([ev.Started()], 1)
     assert list(machine.take([ev.RightGranted(7)], 1)) == []
     assert list(machine.advance()) == [ef.LoadLog(with_clients=True)]
     store = MemoryLogStore(5)
     machine.take([ev.LogLoaded(store.summary(), store.clients())], 1)
-    status = machine.status(0)
+    status = machine.view.status(0)
     assert (status["role"], status["committer_id"], machine.right.fence) == (Role.WRITING.value, 5, 7)
 
 
 def test_a_right_that_another_has_ends_who_is_not_to_follow() -> None:
-    machine = Machine("a")
+    machine = Machine(Parts("a"))
     machine.take([ev.Started()], 1)
     (stop,) = machine.take([ev.RightHeld("process 77")], 1)
     assert isinstance(stop, ef.Stop)
@@ -85,7 +86,7 @@ def test_a_silent_log_is_told_once_and_holds_back_what_comes() -> None:
     assert not driven.jobs, "nothing is written before it is known what was"
     assert driven.replies == []
     driven.now_ns += 2_000_000_000
-    assert driven.machine.status(driven.now_ns)["log_silent_s"] == 2.0
+    assert driven.machine.view.status(driven.now_ns)["log_silent_s"] == 2.0
     assert not driven.of(ef.Stop)
 
 
@@ -100,7 +101,7 @@ def test_what_the_log_has_is_durable_and_is_not_written_again() -> None:
     assert driven.replies == [("t1", FrameType.TRIM_TO, 1)]
     assert driven.of(ef.Commit) == []
     assert ("info", "the log answers again") in driven.reports
-    assert driven.machine.status(driven.now_ns)["log_silent_s"] is None
+    assert driven.machine.view.status(driven.now_ns)["log_silent_s"] is None
 
 
 def test_what_the_log_has_not_is_written_again_the_same_bytes() -> None:
@@ -121,7 +122,7 @@ def test_it_is_asked_again_after_longer_and_longer_pauses() -> None:
     driven.unanswered = (ef.ReadTail,)
     pauses = []
     for _ in range(8):
-        due_ns = driven.machine._access.due_ns
+        due_ns = driven.machine.parts.access.due_ns
         assert due_ns is not None
         pauses.append(round((due_ns - driven.now_ns) / 1e9, 3))
         later(driven, (due_ns - driven.now_ns) / 1e9)
@@ -166,7 +167,7 @@ def test_chunks_of_a_checkpoint_are_written_again_in_front_of_their_header() -> 
 
 def test_several_appends_are_under_way_where_the_log_takes_them() -> None:
     driven = Driven.started(auto=False)
-    driven.machine._log.appends_max = 3
+    driven.machine.parts.log.appends_max = 3
     for number in range(1, 6):
         driven.batch(f"t{number}", number, rpc(number))
     commits = driven.of(ef.Commit)
@@ -185,5 +186,5 @@ def test_an_app_that_calls_on_is_slowed_while_the_log_is_silent() -> None:
 def test_an_operator_sees_since_when_it_is_silent() -> None:
     driven = silent()
     driven.now_ns += 5_000_000_000
-    row = driven.machine.status(driven.now_ns)
+    row = driven.machine.view.status(driven.now_ns)
     assert problems(row) == ["a: the log does not answer since 5 s ago, trying again"]

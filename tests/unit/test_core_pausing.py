@@ -34,15 +34,15 @@ def test_input_is_durable_and_acknowledged_and_the_app_gets_none_until_somebody_
     driven.batch("t1", 1, rpc(1))
     driven.batch("t2", 2, rpc(2))
     assert [kind for _, kind, _ in driven.replies][-2:] == [FrameType.TRIM_TO, FrameType.TRIM_TO]
-    assert driven.machine.status(NOW_NS)["backlog_records"] == 2
-    assert driven.machine.status(NOW_NS)["paused"] == PAUSED
+    assert driven.machine.view.status(NOW_NS)["backlog_records"] == 2
+    assert driven.machine.view.status(NOW_NS)["paused"] == PAUSED
     assert fed(driven) == []
     driven.now_ns += 2_500_000_000
     driven.handle(ev.InstanceResumed("bob", "r"))
     assert fed(driven) == [rpc(1), rpc(2)]
     assert answers(driven) == [("r", {"changed": True, "paused": PAUSED})]
     assert ("info", "resumed by bob: it was paused by ann for 2.5 s") in driven.reports
-    assert driven.machine.status(driven.now_ns)["paused"] is None
+    assert driven.machine.view.status(driven.now_ns)["paused"] is None
     driven.forget()
     driven.batch("t3", 3, rpc(3))
     assert fed(driven) == [rpc(3)]
@@ -87,7 +87,7 @@ def test_an_app_that_does_not_work_yet_is_not_paused() -> None:
     driven.handle(ev.InstancePaused("ann", "p"))
     ((_, answer),) = answers(driven)
     assert str(answer["refused"]).startswith("the app of 'a' does not work now (phase: waiting for the app)")
-    assert driven.machine.status(NOW_NS)["paused"] is None
+    assert driven.machine.view.status(NOW_NS)["paused"] is None
 
 
 def test_a_checkpoint_is_taken_where_the_app_stands() -> None:
@@ -96,7 +96,7 @@ def test_a_checkpoint_is_taken_where_the_app_stands() -> None:
     driven.handle(ev.CheckpointRequested())
     assert driven.heard == [(-1, "TAKE_CHECKPOINT")]
     driven.data(checkpoint(b"state two"))
-    taken = driven.machine.status(NOW_NS)["checkpoint"]
+    taken = driven.machine.view.status(NOW_NS)["checkpoint"]
     assert isinstance(taken, dict)
     assert (taken["id"], taken["sequence_id"]) == (2, 0)
 
@@ -109,9 +109,9 @@ def test_a_stop_takes_its_checkpoint_and_the_next_life_gets_what_waited() -> Non
     driven.close()
     assert driven.stop.error is None
     later = driven.crash()
-    assert later.machine.status(NOW_NS)["paused"] is None
+    assert later.machine.view.status(NOW_NS)["paused"] is None
     later.recover()
-    assert later.machine.status(NOW_NS)["fed_sequence_id"] == 1
+    assert later.machine.view.status(NOW_NS)["fed_sequence_id"] == 1
 
 
 def test_an_app_that_comes_while_it_is_paused_recovers_at_the_resume() -> None:

@@ -47,7 +47,7 @@ def errors(driven: Driven) -> list[str]:
 
 
 def state_of(driven: Driven, destination: str = "b") -> dict:
-    return driven.machine.status(0)["outputs"][destination]  # type: ignore[index]
+    return driven.machine.view.status(0)["outputs"][destination]  # type: ignore[index]
 
 
 # --- receiving -------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_two_senders_are_two_streams() -> None:
     driven.batch("c1", 1, rpc(2), sender="c", committer_id=5)
     driven.batch("c2", 2, rpc(3), sender="c", committer_id=5)
     assert [position for _, _, position in driven.replies] == [1, 1, 2]
-    inputs: dict = driven.machine.status(0)["inputs"]  # type: ignore[assignment]
+    inputs: dict = driven.machine.view.status(0)["inputs"]  # type: ignore[assignment]
     assert {source: stream["position"] for source, stream in inputs.items()} == {"b": 1, "c": 2}
 
 
@@ -639,11 +639,11 @@ def test_a_slow_app_is_fed_from_the_log_and_its_peers_are_acknowledged_meanwhile
         driven.batch(position, position, rpc(b"x" * 100))
     assert [position for _, _, position in driven.replies] == list(range(1, 21))
     assert len(driven.app_bytes) < 300 + 200 + 100
-    assert driven.machine.status(0)["backlog_records"] > 10  # type: ignore[operator]
+    assert driven.machine.view.status(0)["backlog_records"] > 10  # type: ignore[operator]
     while driven.unsent_bytes:
         driven.handle(ev.AppSent(min(50, driven.unsent_bytes)))
     assert arguments(bytes(driven.app_bytes)) == [rpc(b"x" * 100)] * 20
-    assert driven.machine.status(0)["backlog_records"] == 0
+    assert driven.machine.view.status(0)["backlog_records"] == 0
 
 
 def test_a_large_checkpoint_is_given_in_pieces_as_the_app_takes_them() -> None:
@@ -715,7 +715,7 @@ def test_a_stop_is_not_held_up_by_outputs_that_nobody_takes() -> None:
 def test_a_recovery_shows_no_stream_that_never_was() -> None:
     second = Driven.started().crash()
     second.recover()
-    status = second.machine.status(0)
+    status = second.machine.view.status(0)
     assert (status["inputs"], status["outputs"]) == ({}, {})
 
 
@@ -734,7 +734,7 @@ def test_a_restore_goes_through_the_kept_impulses_once_however_many_receivers_th
     driven = Driven.started()
     names = [f"peer {number}" for number in range(50)]
     kept = Counted(ImpulseBatch(name, position, 1, rpc(position)) for position in (1, 2) for name in names)
-    peers = driven.machine._peers
+    peers = driven.machine.parts.peers
     peers.forget_outputs()
     peers.restore(None, replace(driven.store.summary(), impulses=kept), 2)
     assert kept.looked_at <= 2 * len(kept)

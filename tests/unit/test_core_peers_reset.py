@@ -24,11 +24,11 @@ def errors(driven: Driven) -> list[str]:
 
 
 def state_of(driven: Driven) -> dict:
-    return driven.machine.status(0)["outputs"]["b"]  # type: ignore[index]
+    return driven.machine.view.status(0)["outputs"]["b"]  # type: ignore[index]
 
 
 def peer_of(driven: Driven) -> dict:
-    return driven.machine.peers_status()["b"]
+    return driven.machine.view.peers()["b"]
 
 
 def sent(driven: Driven) -> list[tuple[int, bytes]]:
@@ -257,7 +257,7 @@ def test_an_older_copy_of_this_log_never_takes_what_the_receiver_has_for_its_own
     # The receiver has as many as were made here, or fewer, and yet the 4th and 5th may be others.
     driven = three_of_five()
     sign(driven)  # type: ignore[operator]
-    more = [number for number in (6, 7) if driven.machine.peers_status()["b"]["made"] > 5]
+    more = [number for number in (6, 7) if driven.machine.view.peers()["b"]["made"] > 5]
     if crash:
         driven = driven.crash()
         driven.connect()
@@ -376,7 +376,7 @@ def test_a_reset_that_was_not_used_survives_a_crash() -> None:
     assert peer_of(second)["reset_pending"]
     second.greeted("h", **OTHER)
     assert second.replies == [("h", FrameType.WELCOME, 0)]
-    assert not second.machine._peers.inputs["b"].reset_pending
+    assert not second.machine.parts.peers.inputs["b"].reset_pending
 
 
 def test_an_older_copy_of_the_sender_may_have_a_lower_epoch_and_is_not_taken_twice() -> None:
@@ -785,7 +785,7 @@ def test_only_the_streams_of_that_peer_are_reset() -> None:
     assert [effect.destination for effect in driven.of(ef.ResetPeer)] == ["b"]
     frame = PeerFrame(FrameType.TRIM_TO, "c", "a", 6, 1, 1)
     driven.handle(ev.PeerReplied("c", driven.tags["c"], frame))
-    assert driven.machine.status(0)["outputs"]["c"]["acknowledged"] == 1  # type: ignore[index]
+    assert driven.machine.view.status(0)["outputs"]["c"]["acknowledged"] == 1  # type: ignore[index]
 
 
 def test_what_late_frames_brought_to_a_new_log_is_not_sent_again() -> None:

@@ -74,14 +74,14 @@ def told(effects: list[ef.Effect]) -> list[tuple[object, int, Any]]:
 
 def test_a_query_goes_to_the_app_and_its_answer_to_who_asked_and_nothing_to_the_log() -> None:
     driven = working()
-    before = driven.machine.status(NOW_NS)["sequence_id"]
+    before = driven.machine.view.status(NOW_NS)["sequence_id"]
     driven.handle(query("t", 7))
-    assert driven.machine.status(NOW_NS)["clients"]["open_queries"] == 1  # type: ignore[index]
+    assert driven.machine.view.status(NOW_NS)["clients"]["open_queries"] == 1  # type: ignore[index]
     (question,) = asked(driven)
     assert (question.method_id, question.arguments, question.time_ns) == (4, NO_ARGUMENTS, NOW_NS)
     assert told(driven.data(answer(question))) == [("t", 7, 5)]
     assert not driven.of(ef.Commit)
-    assert driven.machine.status(NOW_NS)["sequence_id"] == before
+    assert driven.machine.view.status(NOW_NS)["sequence_id"] == before
 
 
 def test_one_that_is_asked_twice_is_answered_once_where_it_was_asked_last() -> None:
@@ -199,7 +199,7 @@ def test_permissions_are_those_of_the_call() -> None:
     assert told(driven.handle(query("t", 7, client_id="s", caller="shop"))) == [("t", 7, ClientCode.MALFORMED)]
     (said,) = driven.of(ef.ReplyToClient)
     assert said.frame.reason == "'shop' may not call 'total' of 'a'"
-    assert driven.machine.forbidden == {"shop": 1}
+    assert driven.machine.view.forbidden == {"shop": 1}
     driven.handle(query("t", 8, client_id="r", caller="reports"))
     assert len(asked(driven)) == 1
 

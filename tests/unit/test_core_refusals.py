@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[Callable[[], Driven], bytes, str]] = {
 def test_refused(case: str) -> None:
     make, data, message = REFUSED[case]
     driven = make()
-    extended = bool(driven.machine._session.extensions)
+    extended = bool(driven.machine.parts.session.extensions)
     driven.data(data)
     (error,) = [text for level, text in driven.reports if level == "error"]
     assert error.startswith("the app broke the protocol: ")
@@ -237,7 +237,7 @@ def outcome(pieces: Callable[[bytes], list[bytes]]) -> tuple[object, ...]:
     logged = b"".join(message for message in _logged(driven))
     blobs = [driven.store.read_checkpoint_chunk(h.checkpoint_id, 0) for h in driven.store.summary().checkpoints]
     marks = [dict(header.outputs) for header in driven.store.summary().checkpoints]
-    return sent, logged, blobs, marks, driven.phase, driven.machine.status(0)["outputs"]
+    return sent, logged, blobs, marks, driven.phase, driven.machine.view.status(0)["outputs"]
 
 
 def _logged(driven: Driven) -> list[bytes]:

@@ -50,6 +50,7 @@ FIELDS: dict[str, tuple[Any, Any, Any]] = {
     ),
     "spilled_ends": ({"b": 5}, {"b": 4}, {"b": 4}),
     "checkpoint": (CheckpointHeader(1, 1, 0, 0, 5), CheckpointHeader(2, 2, 0, 0, 6), CheckpointHeader(2, 2, 0, 0, 6)),
+    "adopts": (False, True, True),
     "version": (None, VersionStart(2, 1), VersionStart(2, 1)),
     "verdicts": (
         [Verdict(1, 0, VerdictKind.UNDONE, "ValueError", "no")],

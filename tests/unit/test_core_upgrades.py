@@ -80,7 +80,7 @@ def test_the_handshake_and_its_one_transaction() -> None:
     summary = second.store.summary()
     assert [start.version for start in summary.versions] == [1, 2]
     assert second.store.read_checkpoint_chunk(summary.checkpoints[-1].checkpoint_id, 0) == b"confirmed"
-    assert second.machine.status(0)["version"] == 2
+    assert second.machine.view.status(0)["version"] == 2
 
 
 @pytest.mark.parametrize("blobs", [0, 1])
@@ -92,7 +92,7 @@ def test_a_crash_before_the_last_checkpoint_is_durable_leaves_the_old_version_wh
     second.data(checkpoint(b"never durable"))
     third = second.crash()
     third.auto = True
-    assert third.machine.status(0)["version"] == 1
+    assert third.machine.view.status(0)["version"] == 1
     third.connect(hello(2))
     assert third.heard == [
         b"state one",
@@ -111,7 +111,7 @@ def test_a_crash_behind_it_leaves_the_new_version() -> None:
     third = second.crash(upgrade_to=2)  # the mark may still be there
     third.connect(hello(2))
     assert third.heard == [b"confirmed", PRIMARY]
-    assert third.machine.status(0)["version"] == 2
+    assert third.machine.view.status(0)["version"] == 2
 
 
 def test_the_outputs_of_the_old_code_go_on_behind_the_upgrade() -> None:

@@ -202,7 +202,7 @@ def test_the_first_verdict_counts() -> None:
     second.connect(HELLO)
     second.data(encode_verdict(msgspec.structs.replace(FAILED, text="another")))
     assert second.store.summary().verdicts == [FAILED]
-    assert driven.machine.status(NOW_NS)["verdicts"] == {
+    assert driven.machine.view.status(NOW_NS)["verdicts"] == {
         "refused": 0,
         "undone": 1,
         "kept": 0,
@@ -327,7 +327,7 @@ def test_a_message_that_nobody_waits_for_becomes_a_letter() -> None:
     summary = driven.store.summary()
     assert list(summary.letters) == [KEY]
     assert driven.store.letter(KEY).verdict == LETTER
-    status = driven.machine.status(NOW_NS)["letters"]
+    status = driven.machine.view.status(NOW_NS)["letters"]
     assert status == {"count": 1, "bytes": 64 + len(rpc(1)) + len("no") + len("Traceback"), "lost": 0}
 
 
@@ -345,9 +345,9 @@ def test_the_oldest_letters_go(limits: Limits) -> None:
     for index in range(4):
         driven.data(encode_verdict(msgspec.structs.replace(LETTER, message_index=index)))
     assert list(driven.store.summary().letters) == [(1, 2, 0, 0), (1, 3, 0, 0)]
-    assert driven.machine.status(NOW_NS)["letters"]["lost"] == 2  # type: ignore[index]
+    assert driven.machine.view.status(NOW_NS)["letters"]["lost"] == 2  # type: ignore[index]
     second = driven.crash()
-    assert second.machine.status(NOW_NS)["letters"]["count"] == 2  # type: ignore[index]
+    assert second.machine.view.status(NOW_NS)["letters"]["count"] == 2  # type: ignore[index]
 
 
 def answers(driven: Driven) -> list[tuple[object, dict]]:

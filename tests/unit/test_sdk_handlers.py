@@ -228,7 +228,7 @@ def test_a_cancelled_handler_ends_and_is_no_failure(two: WaitingInstances) -> No
     assert answer["record"] > one["record"]
     assert listed(two) == []
     assert log(two) == []
-    assert two["desk"].driven.machine.letters == []
+    assert two["desk"].driven.machine.view.letters == []
     two.crash("desk")
     assert (listed(two), log(two)) == ([], [])
 
@@ -324,8 +324,8 @@ def test_what_a_cancelled_handler_raises_in_its_place_is_a_failure(two: WaitingI
     two["desk"].impulse("turns", "a")
     (one,) = listed(two)
     assert two.cancel("desk", one["id"], "so")["text"] == "Desk.turns was cancelled, and has ended"
-    ((sequence_id, *_),) = two["desk"].driven.machine.letters
-    letter = two["desk"].driven.store.letter(two["desk"].driven.machine.letters[0])
+    ((sequence_id, *_),) = two["desk"].driven.machine.view.letters
+    letter = two["desk"].driven.store.letter(two["desk"].driven.machine.view.letters[0])
     assert letter is not None
     assert (letter.verdict.type_name, letter.verdict.text) == ("ValueError", "turned: so")
     assert sequence_id > one["record"]
@@ -388,7 +388,7 @@ def test_a_coroutine_that_waits_as_it_is_given_up_fails_the_handler(two: Waiting
     two["desk"].impulse("stubborn", "a")
     (one,) = listed(two)
     assert two.cancel("desk", one["id"])["done"]
-    letter = two["desk"].driven.store.letter(two["desk"].driven.machine.letters[0])
+    letter = two["desk"].driven.store.letter(two["desk"].driven.machine.view.letters[0])
     assert letter is not None
     assert "goes on waiting in a 'finally' or 'except'" in letter.verdict.text
     assert listed(two) == []
