@@ -35,8 +35,9 @@ from tests.helpers.postgres import Postgres
 
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed")
 
-from coordinator.log.backends.postgres import following, lease, schema  # noqa: E402  # which needs it
+from coordinator.log.backends.postgres import connecting, following, lease, schema  # noqa: E402  # which needs it
 from coordinator.log.backends.postgres import statements as written  # noqa: E402
+from coordinator.log.backends.postgres.connecting import Address  # noqa: E402
 
 COMMITTER_ID = 77
 WAIT_S = 20.0
@@ -324,7 +325,9 @@ def test_of_several_that_are_fenced_none_is_done(store: RowLogStore, postgres: P
         second.close()
 
 
-def test_behind_one_that_the_server_refuses_none_is_done(store: RowLogStore, postgres: Postgres) -> None:
+def test_behind_one_that_the_server_refuses_none_is_done(
+    store: RowLogStore, postgres: Postgres, request: pytest.FixtureRequest
+) -> None:
     postgres.execute("ALTER TABLE immortal.rows ADD CONSTRAINT no_carol CHECK (table_name <> 'peers') NOT VALID")
     try:
         begin(store, 0, 1)
@@ -334,7 +337,8 @@ def test_behind_one_that_the_server_refuses_none_is_done(store: RowLogStore, pos
         for _ in range(2):
             with pytest.raises(LogError, match=r"refuses it: .*no_carol"):
                 store.finish(wait=True)
-        assert postgres.execute("SELECT last_sequence_id, appends_count FROM immortal.heads WHERE is_there") == [(0, 1)]
+        query = "SELECT last_sequence_id, appends_count FROM immortal.heads WHERE instance = %s"
+        assert postgres.execute(query, request.node.name) == [(0, 1)]
     finally:
         postgres.execute("ALTER TABLE immortal.rows DROP CONSTRAINT no_carol")
 
@@ -518,6 +522,37 @@ def test_a_renewal_that_comes_late_does_not_take_the_lease_back(store: RowLogSto
     store.give_up()
     until(lambda: store.lost is not None)
     assert place_of(url).holder() is None
+
+
+def test_a_lease_whose_connection_breaks_as_it_is_made_is_renewed_by_the_next_one(
+    store: RowLogStore, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken: list[int] = []
+
+    def connect(address: Address) -> psycopg.Connection[tuple[Any, ...]]:
+        connection = connecting.connect(address)
+        if len(broken) < 2:
+            broken.append(connection.info.backend_pid)
+            postgres.execute("SELECT pg_terminate_backend(%s, 10000)", connection.info.backend_pid)
+        return connection
+
+    monkeypatch.setattr(lease, "connect", connect)
+    address = Address.of(postgres.url("another").removeprefix("postgresql:"))
+    held = lease.Lease(address, 0.1, "")
+    with connecting.connect(address) as connection, connection.transaction():
+        held.take(connection)
+
+    def left_s() -> float:
+        query = "SELECT extract(epoch FROM until - clock_timestamp()) FROM immortal.leases WHERE instance = 'another'"
+        return float(postgres.execute(query)[0][0])
+
+    until(lambda: left_s() < 0)
+    held.begin()
+    try:
+        until(lambda: left_s() > 0)
+        assert len(broken) == 2
+    finally:
+        held.end()
 
 
 def test_who_watches_hears_where_the_instance_is(store: RowLogStore, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,18 +169,18 @@ class Lease:
     def _run(self) -> None:
         connection: psycopg.Connection[tuple[Any, ...]] | None = None
         while not self._ended.wait(self._length_s / RENEWALS):
-            with contextlib.suppress(LogError):  # the next time, or the lease runs out: no append stands on it
+            # What fails is done the next time, or the lease runs out: no append stands on it.
+            with contextlib.suppress(LogError), reaching(self._address):
                 if connection is None or is_broken(connection):
                     connection = connect(self._address)
                     connection.execute("SET synchronous_commit = off")  # nothing is lost with it
-                with reaching(self._address):
-                    renewed = connection.execute(
-                        "UPDATE immortal.leases SET until = clock_timestamp() + make_interval(secs => %s)"
-                        " WHERE instance = %s AND process = %s",
-                        [self._length_s, self._address.named, self._text],
-                    )
-                    if not renewed.rowcount:
-                        self.lost_to = head(connection, self._address.named)
-                    self.standbys = standbys(connection, self._address.named)
+                renewed = connection.execute(
+                    "UPDATE immortal.leases SET until = clock_timestamp() + make_interval(secs => %s)"
+                    " WHERE instance = %s AND process = %s",
+                    [self._length_s, self._address.named, self._text],
+                )
+                if not renewed.rowcount:
+                    self.lost_to = head(connection, self._address.named)
+                self.standbys = standbys(connection, self._address.named)
         if connection is not None:
             connection.close()
