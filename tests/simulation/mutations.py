@@ -135,6 +135,7 @@ MUTATIONS = (
         "offered",
         "if is_asked and offer.epoch == self.epoch.number:",
         "if is_asked:",
+        5833,
     ),
     Mutation(
         "a log is handed over before the last append to it is durable",
