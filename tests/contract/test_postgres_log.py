@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,30 @@ def test_a_wait_for_standbys_that_is_cut_off_leaves_it_unknown(
         assert tail == []
     asking.join(WAIT_S)
     assert tail == [(2, 1)]
+    store.commit(records(2), 3)
+    assert [len(store.read(0, 1 << 20)), store.tail()] == [3, (3, 2)]
+
+
+def test_settling_that_is_cut_off_is_done_again(store: RowLogStore, postgres: Postgres) -> None:
+    """Its own wait for standbys, and its connection as it commits: the tail is told once a standby has it."""
+    store.commit(records(0), 1)
+    waiting = "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND application_name ~ 'immortal'"
+
+    def cut_off(how: str) -> None:
+        until(lambda: postgres.execute(waiting))
+        postgres.execute(f"SELECT pg_{how}_backend(pid) FROM ({waiting}) AS waiting")
+
+    with standby_missing(postgres):
+        appending = Appending(store, records(1), 2)
+        cut_off("cancel")
+        assert isinstance(appending.ended(), LogUnavailableError)
+        with ThreadPoolExecutor() as pool:
+            for how in ("cancel", "terminate", "cancel"):
+                settling = pool.submit(store.tail)
+                cut_off(how)
+                with pytest.raises(LogUnavailableError):
+                    settling.result(WAIT_S)
+    assert store.tail() == (2, 1)
     store.commit(records(2), 3)
     assert [len(store.read(0, 1 << 20)), store.tail()] == [3, (3, 2)]
 

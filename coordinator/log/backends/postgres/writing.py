@@ -74,6 +74,7 @@ class PostgresBackend(Backend):
         self._appends_count = 0  # answered as done in this epoch
         self._begun: deque[_Begun] = deque()
         self._is_unknown = False  # how many of those were done
+        self._settling: tuple[int, int] | None = None  # the epoch that resolving begins, and how many it found done
         self._is_warned = False  # since none was under way
         self._is_given_up = self._is_ended = False
         self._asked_key = b""  # of what a standby was asked for last; b"": nothing is asked
@@ -288,6 +289,7 @@ class PostgresBackend(Backend):
             if not self._is_unknown:
                 return 0
             self._reconnect()  # answers may still be on their way to the old one
+            self._is_warned = False
             with reaching(self._address), self._connection.transaction():
                 # Waits for an append that the server is still at; one behind it comes before this, or finds another
                 # epoch. The change is durable with all that was before it.
@@ -296,25 +298,34 @@ class PostgresBackend(Backend):
                     " FOR UPDATE",
                     [self._instance],
                 ).fetchone()
-                if row is not None and row[0] == self.fence:
-                    self._connection.execute(
-                        "UPDATE immortal.heads SET epoch = epoch + 1, appends_count = 0 WHERE instance = %s",
-                        [self._instance],
-                    )
-            epoch, count, holder = (0, 0, "whoever has removed it") if row is None else row
-            if epoch != self.fence:
-                self.failure = fenced(self.where, epoch, holder)
-                raise self.failure
-            done = count - self._appends_count
-            if not 0 <= done <= len(self._begun):
-                self.failure = LogError(
-                    f"the database {self.where} has lost acknowledged input: it has {count} appends of this epoch,"
-                    f" {self._appends_count} were acknowledged; a server was promoted that had not all of them"
+                epoch, count, holder = (0, 0, "whoever has removed it") if row is None else row
+                done = self._done_until(epoch, count, holder)
+                self._settling = epoch + 1, done
+                self._connection.execute(
+                    "UPDATE immortal.heads SET epoch = epoch + 1, appends_count = 0 WHERE instance = %s",
+                    [self._instance],
                 )
-                raise self.failure
-            self.fence, self._appends_count, self._is_unknown = self.fence + 1, 0, False
+            if self._is_warned:
+                raise LogUnavailableError(f"the database {self.where} has not waited for its standbys")
+            self.fence, self._appends_count, self._is_unknown, self._settling = epoch + 1, 0, False, None
             self._begun.clear()
-            return int(done)
+            return done
+
+    def _done_until(self, epoch: int, count: int, holder: str) -> int:
+        """How many of those that were begun are done, by what the head says. Raises FencedError, LogError."""
+        if self._settling is not None and (epoch, count, holder) == (self._settling[0], 0, leases.own_name()):
+            return self._settling[1]  # it was resolved, and that was not heard, or not waited for
+        if epoch != self.fence:
+            self.failure = fenced(self.where, epoch, holder)
+            raise self.failure
+        done: int = count - self._appends_count
+        if not 0 <= done <= len(self._begun):
+            self.failure = LogError(
+                f"the database {self.where} has lost acknowledged input: it has {count} appends of this epoch,"
+                f" {self._appends_count} were acknowledged; a server was promoted that had not all of them"
+            )
+            raise self.failure
+        return done
 
     # --- checkpoints of standbys --------------------------------------------------------------------------------------
 
