@@ -11,7 +11,12 @@ BEGIN, END = "<!-- failover -->", "<!-- end of failover -->"
 STEPS_MS = (10, 20, 50, 100, 200, 500, 1000)
 LINES_MAX = 20
 BAR_MAX = 60
-HOW = {"kill": "kill -9 of the machine", "migrate": "`immortal migrate`", "stop": "SIGTERM"}
+HOW = {
+    "kill": "kill -9 of the machine",
+    "migrate": "`immortal migrate`",
+    "stop": "SIGTERM",
+    "upgrade": "a rolling upgrade",
+}
 
 
 def share_ms(waits_ms: Sequence[float], share: float) -> float:
