@@ -24,8 +24,6 @@ sys.path.insert(0, str(ROOT))
 from protocol import compiled  # noqa: E402
 
 FLAGS = [] if sys.platform == "win32" else ["-O2", "-g0", "-w"]  # debug information takes as long as the code
-# A module of the core is a few hundred bytes beside the one library that has all: two pages of memory, in place of four.
-LINK_FLAGS = ["-Wl,-z,noseparate-code"] if sys.platform == "linux" else []
 CORE_FLAGS = [*FLAGS, "-fno-asynchronous-unwind-tables"] if FLAGS else []
 
 
@@ -34,10 +32,7 @@ def translate_codec(scratch: Path) -> list[Any]:
     from Cython.Build import cythonize
 
     extensions = [
-        Extension(
-            module, [f"{module.replace('.', '/')}.py"], extra_compile_args=FLAGS, extra_link_args=LINK_FLAGS
-        )
-        for module in compiled.MODULES
+        Extension(module, [f"{module.replace('.', '/')}.py"], extra_compile_args=FLAGS) for module in compiled.MODULES
     ]
     return list(cythonize(extensions, build_dir=str(scratch / "c"), language_level=3, quiet=True))
 
@@ -69,7 +64,6 @@ def translate_core(scratch: Path) -> list[Any]:
             raise RuntimeError(said.getvalue().strip()) from None
     for extension in extensions:
         extension.extra_compile_args = [*extension.extra_compile_args, *CORE_FLAGS]
-        extension.extra_link_args = [*extension.extra_link_args, *LINK_FLAGS]
     return extensions
 
 
