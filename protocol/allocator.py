@@ -4,11 +4,12 @@ Both hold many buffers of up to a few MiB for milliseconds. By default glibc giv
 once and asks for it again, zeroed, page by page: without this, the coordinators take a seventh more for calls of
 64 KiB, and an app takes 32 µs to send one in place of 5. The limits are those that glibc comes to by itself, later.
 
-What the start freed, when modules were read and compiled, goes back before: it would lie idle for good.
+What the start freed goes back, first when the modules are loaded, then when all is up: it would lie idle for good.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -20,15 +21,18 @@ GROWTH_SIZE_BYTES = 4 << 20
 
 def keep_freed_memory() -> None:
     """Set this process's malloc up, once, when its modules are loaded. Does nothing where malloc is not glibc's."""
-    try:
-        libc = ctypes.CDLL(None)
-        mallopt, trim = libc.mallopt, libc.malloc_trim
-    except (OSError, AttributeError):
-        return
-    trim(0)
-    for parameter, value in (
-        (_M_TRIM_THRESHOLD, KEPT_SIZE_BYTES),
-        (_M_TOP_PAD, GROWTH_SIZE_BYTES),
-        (_M_MMAP_THRESHOLD, MAPPED_SIZE_BYTES),
-    ):
-        mallopt(parameter, value)
+    give_back_freed_memory()
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in (
+            (_M_TRIM_THRESHOLD, KEPT_SIZE_BYTES),
+            (_M_TOP_PAD, GROWTH_SIZE_BYTES),
+            (_M_MMAP_THRESHOLD, MAPPED_SIZE_BYTES),
+        ):
+            mallopt(parameter, value)
+
+
+def give_back_freed_memory() -> None:
+    """To the kernel, once: a millisecond. Does nothing where malloc is not glibc's."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -61,7 +61,7 @@ from coordinator.peers.security import insecurity
 from coordinator.service import descriptors
 from coordinator.service.stop_requests import StopRequests
 from protocol import compiled
-from protocol.allocator import keep_freed_memory
+from protocol.allocator import give_back_freed_memory, keep_freed_memory
 from protocol.errors import ImmortalError
 
 if TYPE_CHECKING:
@@ -338,6 +338,8 @@ class Coordinator:
         self._log.take(effect.notice)
 
     def _is_ready(self) -> None:
+        if not self._was_ready:
+            give_back_freed_memory()
         self._was_ready = True
         if self._is_the_instance:
             control.report_ready()
