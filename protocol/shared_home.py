@@ -5,7 +5,8 @@ names (".immortal"), a copy that knows of what: its file ORIGIN_FILE_NAME says s
 folder (private keys, sockets, logs in folders) is of its machine alone:
 
 NAME.toml             the settings
-NAME/public_keys      the public keys of all machines that have some for NAME; first those of who has its lease
+NAME/public_keys      the public keys of all machines that have some for NAME; first those of who has its lease: who is
+                      reached where the lease says, and of those at one address the one on the holder's host
 NAME/upgrade.json     the upgrade that is asked for
 NAME/endpoint         where the lease of its log says that it is, and whose lease that is, in words, a line each; the
                       database alone writes it
@@ -56,7 +57,8 @@ SELECT (SELECT coalesce(max(revision), 0) FROM immortal.registry), (SELECT count
 """
 _ROWS = """
 SELECT r.instance, r.part, r.content FROM immortal.registry r LEFT JOIN immortal.leases l USING (instance)
-    ORDER BY r.instance, r.part, (r.endpoint <> '' AND r.endpoint = l.endpoint) IS NOT TRUE, r.machine
+    ORDER BY r.instance, r.part, (r.endpoint <> '' AND r.endpoint = l.endpoint) IS NOT TRUE,
+        starts_with(l.holder, r.host || ' (process ') IS NOT TRUE, r.machine
 """
 _LEASES = "SELECT instance, endpoint, holder FROM immortal.leases WHERE endpoint <> ''"
 _PUT = """

@@ -39,8 +39,6 @@ def register(registry: Registry, /, name: str, **options: Any) -> None:
         except BaseException:
             without.unregister(registry, name)
             raise
-    if made and registry.copy is not None:
-        registry.copy.announce(name, settings.peer)
     app = " and ".join(settings.app_addresses)
     start = f"immortal run {name} MODULE:CLASS"
     if settings.app_send_port is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import sys
 import threading
 import time
@@ -240,6 +241,30 @@ def test_where_an_instance_has_gone_is_known_at_once_and_the_key_that_it_has_the
         until(lambda: following.moved(known))
     finally:
         following.close()
+
+
+def test_of_machines_with_one_address_the_holder_shows_its_key_first(
+    shared: Fleet, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A virtual address that goes along; each machine is the holder once, whatever its ID is."""
+    hosts = ("a.example", "b.example", "c.example")
+    public = {}
+    shared.machine("a").register("shop", PEER)
+    for host in hosts:
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        registry = shared.machine(host)
+        keys.make(registry.load("shop").folder)
+        public[host] = keys.read_pairs(registry.home / "shop")[0].public
+        assert registry.copy is not None
+        registry.copy.announce("shop", PEER)
+    keys.make(shared.machine("till").home / "till", Role.CLIENT)
+    finder = Finder("shop", shared.url, identity="till")
+    lease(postgres, PEER)
+    for host in hosts:
+        holder = f"{host} (process 7)"
+        postgres.execute("UPDATE immortal.leases SET holder = %s", holder, database=DATABASE)
+        assert finder.find().server_keys[0] == public[host]
+        assert len(finder.find().server_keys) == len(hosts)
 
 
 def test_a_move_is_seen_though_another_process_of_the_machine_was_first_to_write_it(
