@@ -10,7 +10,7 @@ from appsdk import Immortal, peer, rpc, upgrades
 PIECE_SIZE_BYTES = 1 << 20
 
 
-class Keeper(Immortal):
+class Keeper(Immortal, formerly=("FormerKeeper",)):
     """Has a state of some size, and counts."""
 
     count: int
