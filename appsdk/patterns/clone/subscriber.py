@@ -191,10 +191,11 @@ class Subscriber:
 
     def _ask(self, now_s: float) -> None:
         """For a stream, from where the copy is."""
-        self._is_asked = True
-        self._heard_s = now_s
         behind_since_s = self._behind_since_s
-        self._say(self.replica.activate(anew=behind_since_s is not None and now_s - behind_since_s > _BEHIND_S))
+        request = self.replica.activate(anew=behind_since_s is not None and now_s - behind_since_s > _BEHIND_S)
+        self._is_asked = self._say(request)
+        if self._is_asked:
+            self._heard_s = now_s
 
     def _keep_alive(self, now_s: float, *, reads: bool) -> None:
         if self._socket is None:
@@ -209,12 +210,14 @@ class Subscriber:
             self._pinged_s = now_s
             self._say(Ping(self.replica.stream))
 
-    def _say(self, request: Request) -> None:
+    def _say(self, request: Request) -> bool:
+        """False: there is no connection, or the socket has not heard of it yet, though it is watched to be there."""
         assert self._socket is not None
         try:
             self._socket.send(encode(request), _NOBLOCK)
         except zmq.Again:
-            return  # there is no connection: a new one begins with what is to be said
+            return False
+        return True
 
     # --- what comes --------------------------------------------------------------------------------------------------
 
