@@ -73,12 +73,12 @@ class Feeding:
         if session.phase is Phase.LOADING:
             self.lifecycle.load_if_due()
             return False
-        if session.reading or session.refused:
+        if session.refused:
             return False
-        is_held_up = self._takes_none or session.waits_for_hello
-        if is_held_up and session.phase in REPLAYS and self.right.follows and self.peers.spilling.full:
+        gets_none = session.reading or self._takes_none or session.waits_for_hello
+        if gets_none and session.phase in REPLAYS and self.right.follows and self.peers.spilling.full:
             self.lifecycle.look_at_log()
-        if self._takes_none:
+        if session.reading or self._takes_none:
             return False
         if session.phase is Phase.RESTORING:
             self._read_blob()

@@ -157,6 +157,13 @@ class Backend(ReadBackend, Protocol):
         """Set where another one has taken the log over since, as was seen without an append. Any thread."""
         return None
 
+    def require_right(self) -> None:
+        """For who finds the log damaged: what is missing may have been trimmed by another one, who has taken it since.
+
+        Raises FencedError then, LogUnavailableError where nobody can tell.
+        """
+        return
+
     def refuse_after_failure(self) -> None:
         """Raises :attr:`failure`, if there is one."""
         if self.failure is not None:

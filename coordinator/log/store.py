@@ -270,10 +270,11 @@ class RowLogStore:
 
     @contextlib.contextmanager
     def _naming_remedy(self) -> Iterator[None]:
-        """What stops a recovery says which command looks into it."""
+        """What stops a recovery says which command looks into it; or, where the log is another's by now, that."""
         try:
             yield
         except DamagedLogError as error:
+            self.backend.require_right()
             remedy = f"'immortal recover {self.identity.instance_name}' says what can be done"
             raise DamagedLogError(f"{error}: {remedy}", error.sequence_id) from error
 

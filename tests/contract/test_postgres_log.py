@@ -18,7 +18,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.core.errors import FencedError, LogError, LogFormatError, LogLockedError, LogUnavailableError
+from coordinator.core.errors import (
+    DamagedLogError,
+    FencedError,
+    LogError,
+    LogFormatError,
+    LogLockedError,
+    LogUnavailableError,
+)
 from coordinator.core.interfaces import StreamStart, Transaction
 from coordinator.log import create_log, open_log, open_reader
 from coordinator.log.authentication import LogKey
@@ -592,6 +599,21 @@ def test_who_watches_hears_where_the_instance_is(store: RowLogStore, url: str, m
         assert watching.endpoint == "tcp://10.0.0.3:7001", "where it was last"
     finally:
         watching.close(WAIT_S)
+
+
+def test_what_the_next_one_has_trimmed_is_not_damage(store: RowLogStore, postgres: Postgres, url: str) -> None:
+    """A writer that has slept reads on, and does not know yet that the log was taken."""
+    store.commit(records(0, 3), 1)
+    postgres.execute("UPDATE immortal.leases SET process = '{}', until = '-infinity'")
+    second = open_log(url, "alice")
+    try:
+        second.backend.append(Append(2, second.backend.fence, deletes=[Span("records", end=SEQUENCE_KEY.pack(2))]))
+        with pytest.raises(FencedError, match=r"fenced by .* at epoch \d+"):
+            store.read(0, 1 << 20)
+        with pytest.raises(DamagedLogError, match=r"record 0 is missing: .*immortal recover"):
+            second.read(0, 1 << 20)
+    finally:
+        second.close()
 
 
 def test_a_writer_is_fenced_where_all_but_the_epoch_is_as_it_was(postgres: Postgres, url: str) -> None:

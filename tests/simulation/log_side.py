@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
+from coordinator.core.errors import DamagedLogError, FencedError
 from coordinator.core.interfaces import Offer
 from coordinator.core.session import Phase
 from coordinator.driver.ports import Offered, Read, Write
@@ -295,6 +296,10 @@ class LogSide:
             ticket = shared.ticket if self._disk.is_writer else 0
             return ev.TailRead(ticket, shared.store.last_sequence_id)
         event = answer(self._disk.store, request)
+        if isinstance(event, ev.LogFailed) and isinstance(event.error, DamagedLogError) and not self._disk.is_writer:
+            # As a store does: what is missing may have been trimmed by who has the log since.
+            holder = f"node {self._disk.shared.term}"
+            return ev.LogFailed(FencedError(holder, f"fenced by {holder} (simulated)"), request=request)
         if isinstance(event, ev.LogLoaded):
             summary = event.summary
             outputs = summary.checkpoints[-1].outputs if summary.checkpoints else {}

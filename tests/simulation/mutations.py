@@ -18,7 +18,6 @@ from appsdk.dispatch.records import Records
 from appsdk.dispatch.rewinds import Rewinds
 from appsdk.waiting.clock import Clock as AppTimers
 from appsdk.waiting.tasks import Tasks
-from coordinator.core.adopting import Adopting
 from coordinator.core.app_clock import AppClock
 from coordinator.core.app_inbox import AppInbox
 from coordinator.core.careful import Watch
@@ -128,14 +127,6 @@ MUTATIONS = (
         "cut",
         "cut.waits_for[destination] = waiting",
         "cut.reach(stream)",
-    ),
-    Mutation(
-        "a checkpoint is adopted that was taken for the writer before",
-        Adopting,
-        "offered",
-        "if is_asked and offer.epoch == self.epoch.number:",
-        "if is_asked:",
-        5833,
     ),
     Mutation(
         "a log is handed over before the last append to it is durable",

@@ -353,7 +353,7 @@ class Node:
             if not self.stop_asked:
                 raise Violation(f"{self.name} stopped, nobody had asked for it")
             marks["stopped cleanly"] += 1
-            if self.hands_over and self.machine is not None and self.machine.right.writes:
+            if self.machine is not None and self.machine.parts.stopping.hands_over and self.machine.right.writes:
                 marks["handed over"] += 1
                 if any(isinstance(job, ef.Commit) for job in self.disk.jobs):
                     raise Violation(f"{self.name} hands its log over with an append on its way")

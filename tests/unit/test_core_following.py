@@ -112,6 +112,27 @@ def test_one_whose_app_waits_for_room_looks_at_what_the_log_says_by_now() -> Non
     assert follower.of(ef.ResumeApp) == [ef.ResumeApp()]
 
 
+def test_one_that_has_read_all_looks_too_while_its_app_waits_for_room() -> None:
+    """The next record may be long in coming, and what its writer has sent on by now is acknowledged without one."""
+    limits = Limits(output_memory_bytes=100, spill_row_bytes=50)
+    writer = Driven.started()
+    writer.open_stream()
+    follower = Driven(writer.store, follow=True, limits=limits)
+    follower.connect(HELLO)
+    follower.data(attach("b"))
+    for driven in (writer, follower):
+        for _ in range(2):
+            driven.data(call("b", bytes(90)))
+    record(writer, 1)
+    follower.look()
+    assert ef.PauseApp() in follower.effects
+    assert follower.machine.parts.session.reading, "it waits for record 2"
+    follower.now_ns = follower.of(ef.WakeAt)[-1].time_ns
+    follower.forget()
+    follower.handle(ev.Tick())
+    assert follower.of(ef.LoadLog) == [ef.LoadLog()]
+
+
 def test_a_call_takes_its_place_behind_an_impulse_that_is_read_later() -> None:
     """The writer's app sends an impulse while it handles a record: what comes of that record stands behind it."""
     writer, follower = both()

@@ -156,6 +156,13 @@ class PostgresBackend(Backend):
         lost_to = self._lease.lost_to
         return None if lost_to is None else fenced(self.where, *lost_to)
 
+    def require_right(self) -> None:
+        with self._readers.borrowed() as connection:
+            epoch, holder = leases.head(connection, self._instance)
+        settling = self._settling
+        if epoch != self.fence and (settling is None or epoch != settling[0]):
+            raise fenced(self.where, epoch, holder)
+
     # --- appending ----------------------------------------------------------------------------------------------------
 
     def append(self, append: Append) -> None:
