@@ -22,6 +22,7 @@ REOPENED = 400  # one in a hundred or so was enough
 ACCEPTED_S = 10.0
 
 
+@pytest.mark.slow
 def test_a_socket_that_is_made_anew_while_nobody_listens_connects_to_who_listens_then() -> None:
     """Found by the soak: ZeroMQ's thread waited for ever for who was to hear of the socket before."""
     with socket.socket() as listener:

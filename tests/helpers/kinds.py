@@ -7,6 +7,8 @@ KINDS = {  # by the beginning of a test's id
     "tests/faults/": "kills",
     "tests/scenarios/": "kills",
     "tests/scenarios/test_pipeline_": "cluster",
+    "tests/contract/test_pipeline_places.py::test_in_a_real_spark": "cluster",
+    "tests/contract/test_pipeline_places.py::test_a_verification_of_an_encrypted_archive_by_the_command": "cluster",
     "tests/contract/c_client/": "kills",
     "tests/contract/test_app_auth.py": "kills",
     "tests/contract/test_app_ports.py": "kills",

@@ -294,6 +294,7 @@ def encode_later_frame(frame: PeerFrame, frame_type: int) -> list[bytes]:
     return [unchecked[:36] + struct.pack("<Q", crc64(unchecked)) + unchecked[44:], *payload]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["nonsense", "nothing", "later frame"])
 def test_an_answer_that_cannot_be_read_is_no_hot_loop(house: House, answer: str) -> None:
     came: list[int] = []

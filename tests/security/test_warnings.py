@@ -112,6 +112,7 @@ def until_s(deadline_s: float) -> Iterator[None]:
     raise AssertionError("it does not come about")
 
 
+@pytest.mark.slow
 def test_a_peer_cannot_fill_the_log_with_frames_that_are_none(house: House) -> None:
     house.register("alice")
     process, app = house.both("alice")

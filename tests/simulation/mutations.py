@@ -78,6 +78,7 @@ MUTATIONS = (
         "tick",
         "self._turn.effects.append(ReadTail())",
         "self._unknown = self._log.held = False; self._turn.effects.extend(self._writes)",
+        seed=1,
     ),
     Mutation(
         "an append is not fenced",
@@ -99,6 +100,7 @@ MUTATIONS = (
         "_answer",
         "shared.ticket if self._disk.is_writer else 0",
         "max(0, shared.ticket - 1)",
+        seed=2,
     ),
     Mutation(
         "an app takes over before it has the log to its end",
@@ -120,6 +122,7 @@ MUTATIONS = (
         "go_on",
         "self._sequence_id = self.session.fed_sequence_id",
         "self._sequence_id = self.session.fed_sequence_id + 1",
+        seed=147,
     ),
     Mutation(
         "a follower's checkpoint has the marks that were known when its state was taken",
@@ -127,6 +130,7 @@ MUTATIONS = (
         "cut",
         "cut.waits_for[destination] = waiting",
         "cut.reach(stream)",
+        seed=108,
     ),
     Mutation(
         "a log is handed over before the last append to it is durable",
@@ -134,7 +138,7 @@ MUTATIONS = (
         "_settle",
         "stopping.hands_over and self._log.is_idle",
         "stopping.hands_over",
-        seed=324,
+        seed=332,
     ),
     Mutation(
         "who is fenced goes on",
@@ -149,6 +153,7 @@ MUTATIONS = (
         "_load_as_writer",
         "self._epoch_ticket = self.epoch.begin()",
         "self._epoch_ticket = 1; self.log.durable_ticket = 1",
+        seed=1,
     ),
     Mutation(
         "a frame is acknowledged before it is durable",
@@ -163,6 +168,7 @@ MUTATIONS = (
         "_answer_hello",
         "stream.wait_for(stream.received, _ParkedHello(token, frame))\n            return None",
         "return _Reply(FrameType.WELCOME, stream.received)",
+        seed=2,
     ),
     Mutation(
         "an impulse is sent before it is durable",
@@ -170,6 +176,7 @@ MUTATIONS = (
         "append_impulses",
         "payload, ticket, made_by_replay",
         "payload, 0, made_by_replay",
+        seed=2,
     ),
     Mutation(
         "a frame takes an impulse along that is not durable",
@@ -177,6 +184,7 @@ MUTATIONS = (
         "_take",
         "and unsent[0].ticket <= durable_ticket\n",
         "\n",
+        seed=5,
     ),
     Mutation(
         "impulses are accepted before they are durable",
@@ -186,6 +194,7 @@ MUTATIONS = (
         "impulses.take(calls)\n"
         "                self.peers.log.open.impulses_accepted -= calls.count\n"
         "                self.session.note_accepted(calls.count, self.session.fed_sequence_id)",
+        seed=5,
     ),
     Mutation(
         "a record goes to the app before it is durable",
@@ -216,7 +225,7 @@ MUTATIONS = (
         "ask_if_due",
         "session.checkpoint_sequence_id = session.fed_sequence_id",
         "session.checkpoint_sequence_id = self.log.durable_sequence_id",
-        273,
+        seed=181,
     ),
     Mutation(
         "the sender drops one message too many",
@@ -259,7 +268,7 @@ MUTATIONS = (
         "_end",
         "group = self._log_first_record()",
         "self._log_first_record(); self.log.close_group(); group = self.log.append_outside_record(0)",
-        44,
+        seed=44,
     ),
     Mutation(
         "a replay forgets the impulses",
@@ -274,7 +283,7 @@ MUTATIONS = (
         "take_new_mark",
         " or self._impulse_ticket > ticket",
         "",
-        30,
+        seed=30,
     ),
     Mutation(
         "an epoch is used twice",
@@ -289,7 +298,7 @@ MUTATIONS = (
         "refusal",
         "if frame.epoch < self.epoch and not begins_anew:",
         "if False:",
-        14,
+        seed=14,
     ),
     Mutation(
         "what was on its way is not sent again",
@@ -304,6 +313,7 @@ MUTATIONS = (
         "_take",
         "if ahead_ns > 0:",
         "if True:",
+        seed=6,
     ),
     Mutation(
         "a jump of the clock is believed at once",
@@ -311,6 +321,7 @@ MUTATIONS = (
         "read",
         "if self.held_ns is None or abs(ahead_ns - self.held_ns) > TOLERANCE_NS:",
         "if False:",
+        seed=3,
     ),
     Mutation(
         "time is that of the machine's clock",
@@ -318,6 +329,7 @@ MUTATIONS = (
         "read",
         "return Reading(steady_ns + self.offset_ns, begun_ns=ahead_ns)",
         "return Reading(wall_ns, begun_ns=ahead_ns)",
+        seed=3,
     ),
     Mutation(
         "a jump of the clock counts as time in which the instance ran",
@@ -325,6 +337,7 @@ MUTATIONS = (
         "read",
         "self.running.begin(time_ns)",
         "pass",
+        seed=6,
     ),
     Mutation(
         "clients are forgotten by the clock alone",
@@ -332,7 +345,7 @@ MUTATIONS = (
         "forget_unused",
         "self._running.before(limits.client_keep_ns)",
         "self._running.last_ns - limits.client_keep_ns",
-        321,
+        seed=321,
     ),
     Mutation(
         "what sleeps wakes by a jump of the clock",
@@ -340,7 +353,7 @@ MUTATIONS = (
         "due_ns",
         "if began_ns < since_ns",
         "if False",
-        62,
+        seed=62,
     ),
     Mutation(
         "what runs in each period runs by a jump of the clock",
@@ -348,7 +361,7 @@ MUTATIONS = (
         "jumped",
         "self.schedules[handler.method_id] += by_ns",
         "pass",
-        62,
+        seed=62,
     ),
     Mutation(
         "an app that comes later is not told of jumps",
@@ -356,7 +369,7 @@ MUTATIONS = (
         "introduce",
         "self._tell(event)",
         "pass",
-        321,
+        seed=321,
     ),
     Mutation(
         "a checkpoint forgets a jump of the clock",
@@ -364,7 +377,7 @@ MUTATIONS = (
         "save",
         "jumps=self.clock.jumps_that_count()",
         "jumps=[]",
-        62,
+        seed=62,
     ),
     Mutation(
         "damage is passed on",
@@ -372,6 +385,7 @@ MUTATIONS = (
         "read",
         "checked_prefix(values, first_sequence_id, self.identity.committer_id)",
         "values",
+        seed=3,
     ),
     Mutation(
         "the new code gets the old records",
@@ -379,7 +393,7 @@ MUTATIONS = (
         "replay_bound",
         "min(self._ahead[0].sequence_id, target_sequence_id) if self._ahead else target_sequence_id",
         "target_sequence_id",
-        605,
+        seed=605,
     ),
     Mutation(
         "an upgrade's version is not durable with its checkpoint",
@@ -389,7 +403,7 @@ MUTATIONS = (
         "            version = VersionStart(header.version, header.sequence_id, session.label)\n"
         "            self.log.close_group().transaction.version = version\n"
         "            self.log.open.required = True",
-        521,
+        seed=521,
     ),
     Mutation(
         "the next app is told what the last one had sent",
@@ -397,6 +411,7 @@ MUTATIONS = (
         "_app_closed",
         "self._log.forget_app()",
         "pass",
+        seed=3,
     ),
     Mutation(
         "a checkpoint does not wait for the one before it",
@@ -404,7 +419,7 @@ MUTATIONS = (
         "end",
         "self.settled = False",
         "pass",
-        12,
+        seed=12,
     ),
     Mutation(
         "a request that is here already is done again",
@@ -412,6 +427,7 @@ MUTATIONS = (
         "_request",
         "min(frame.count, first_new - frame.number)",
         "0",
+        seed=1,
     ),
     Mutation(
         "a request's number is not durable with its record",
@@ -419,6 +435,7 @@ MUTATIONS = (
         "_take",
         "        group.transaction.clients[frame.client_id] = client.position",
         "        self.log.close_group().transaction.clients[frame.client_id] = client.position",
+        seed=3,
     ),
     Mutation(
         "spilled messages are removed before they are acknowledged",
@@ -434,7 +451,7 @@ MUTATIONS = (
         "replied",
         "position > stream.sent_through",
         "position > stream.position",
-        96,
+        seed=96,
     ),
     Mutation(
         "a verdict is not logged",
@@ -442,6 +459,7 @@ MUTATIONS = (
         "give",
         "group.transaction.verdicts.append(verdict)",
         "pass",
+        seed=6,
     ),
     Mutation(
         "what follows a verdict leaves before it is durable",
@@ -449,7 +467,7 @@ MUTATIONS = (
         "give",
         "self.peers.held_ticket = group.ticket",
         "pass",
-        63,
+        seed=63,
     ),
     Mutation(
         "a second verdict on a message takes the place of the first",
@@ -457,6 +475,7 @@ MUTATIONS = (
         "give",
         "if known is not None and (known.skips or verdict.kind not in OVERRULING):",
         "if False:",
+        seed=6,
     ),
     Mutation(
         "a replay is not told the verdicts",
@@ -464,6 +483,7 @@ MUTATIONS = (
         "introduce",
         "self.verdicts.behind(self._settled_sequence_id, summary)",
         "()",
+        seed=6,
     ),
     Mutation(
         "a replay is not told the verdict on the first record behind its checkpoint",
@@ -471,6 +491,7 @@ MUTATIONS = (
         "forget_until",
         "if key[0] > sequence_id}",
         "if key[0] > sequence_id + 1}",
+        seed=6,
     ),
     Mutation(
         "a replay from an older checkpoint is told the verdicts behind the newest",
@@ -478,7 +499,7 @@ MUTATIONS = (
         "behind",
         "        self.know(summary.verdicts)  # it may begin before the last checkpoint\n",
         "",
-        228,
+        seed=228,
     ),
     Mutation(
         "a dead letter is not kept",
@@ -486,6 +507,7 @@ MUTATIONS = (
         "verdict_rows",
         'rows.append(("letters", key, log_format.seal(b"letters", key, (now_ns, verdict))))',
         "pass",
+        seed=6,
     ),
     Mutation(
         "what a failed call has called is sent",
@@ -493,7 +515,7 @@ MUTATIONS = (
         "_go_over",
         "outbox.back_to_copy()",
         "outbox.close_batches(); outbox.mark(); outbox.back_to_copy()",
-        43,
+        seed=43,
     ),
     Mutation(
         "what was sent before is sent again by a rewind",
@@ -501,7 +523,7 @@ MUTATIONS = (
         "_go_over",
         "outbox.back_to_copy()",
         "outbox.begin_copy(); outbox.back_to_copy()",
-        43,
+        seed=43,
     ),
     Mutation(
         "a rewind begins with the wrong handlers waiting",
@@ -509,7 +531,7 @@ MUTATIONS = (
         "go_back",
         "self._tasks.restore(envelope.tasks or SavedTasks())",
         "pass",
-        43,
+        seed=43,
     ),
     Mutation(
         "who waits for a call that has failed is not told",
@@ -517,7 +539,7 @@ MUTATIONS = (
         "_pass_over",
         "self._failures.answer(verdict, message)",
         "pass",
-        43,
+        seed=43,
     ),
     Mutation(
         "what ends the app's process again and again gets no verdict",
@@ -525,6 +547,7 @@ MUTATIONS = (
         "died",
         "runs_count < self._kills_max",
         "runs_count > 0",
+        seed=6,
     ),
     Mutation(
         "the first message is blamed for the death of its app",
@@ -532,6 +555,7 @@ MUTATIONS = (
         "died",
         "            noted.message_index,\n            VerdictKind.KILLED,",
         "            0,\n            VerdictKind.KILLED,",
+        seed=6,
     ),
 )
 

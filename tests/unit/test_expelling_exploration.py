@@ -31,6 +31,7 @@ OF_FOUR: Script = {"s": (to_group(*FOUR),), "b": (to_group(*FOUR),), "d": (to_gr
 LARGER = (AHEAD, TWO, TWO_EXPEL, DEAD_AND_OTHER, OTHER_RUNS, OF_FOUR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [SENDER, MEMBER, EXPELLER, DEAD_SENDER])
 def test_each_interleaving_goes_on_without_who_is_expelled(script: Script) -> None:
     states, ends = explore_expelling(script)
@@ -38,12 +39,14 @@ def test_each_interleaving_goes_on_without_who_is_expelled(script: Script) -> No
     assert ends > 0
 
 
+@pytest.mark.slow
 def test_each_interleaving_with_one_whose_clock_is_ahead() -> None:
     states, ends = explore_expelling(AHEAD, first_of="u")
     assert states > 100
     assert ends > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", LARGER)
 def test_larger_cases_go_on_as_well(script: Script) -> None:
     for seed in range(400):

@@ -361,6 +361,7 @@ def test_nothing_is_sent_while_it_is_run_again() -> None:
     assert decode_envelope(again.output.blobs[-1])[0].tasks == decode_envelope(life.output.blobs[-1])[0].tasks
 
 
+@pytest.mark.slow
 def test_ten_thousand_that_wait() -> None:
     count = 10_000
     life = started(Teller)

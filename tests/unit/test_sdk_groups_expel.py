@@ -163,6 +163,7 @@ def test_whenever_it_dies_and_comes_back(seed: int) -> None:
         assert traders[0].call(Trader.ask, "q1") == 4
 
 
+@pytest.mark.slow
 def test_a_crash_anywhere_changes_nothing() -> None:
     for env in crash_everywhere(runs_max=60):
         with env:
