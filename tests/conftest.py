@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -85,7 +86,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Modules that tests write are not cached: of two texts of one size within a second, the first would run twice."""
+    """Modules that tests write are not cached: of two texts of one size within a second, the first would run twice.
+
+    Nor is garbage looked for each 700 objects: there is much by now that stays, and that is looked through as well.
+    """
+    gc.set_threshold(20_000, 20, 20)
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 

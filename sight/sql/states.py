@@ -25,8 +25,22 @@ ROWS_AT_ONCE = 50_000
 Row = dict[str, Any]
 
 _NULL = type(None)
-_TYPES = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string(), bytes: pa.binary()}
 _JSON = dict  # as a kind: what no column has
+_FLOAT_INT_MAX = 1 << 53  # integers up to this are floats as well, with nothing lost
+
+
+class _WideInt:
+    """As a kind: a larger one. No column has it beside floats."""
+
+
+_TYPES = {
+    bool: pa.bool_(),
+    int: pa.int64(),
+    _WideInt: pa.int64(),
+    float: pa.float64(),
+    str: pa.string(),
+    bytes: pa.binary(),
+}
 
 
 def state_tables(settings: InstanceSettings, reader: LogReader, last_sequence_id: int) -> dict[str, pa.Table]:
@@ -103,6 +117,8 @@ def _kind(value: Any) -> type:
     plain = _plain(value)
     if type(plain) is int and not -(1 << 63) <= plain < 1 << 63:
         return _JSON
+    if type(plain) is int and abs(plain) > _FLOAT_INT_MAX:
+        return _WideInt
     if type(plain) is str and not plain.isascii():
         try:
             plain.encode()
@@ -113,7 +129,7 @@ def _kind(value: Any) -> type:
 
 def _is_json(kinds: set[type]) -> bool:
     found = kinds - {_NULL}
-    return found != {int, float} and (len(found) > 1 or _JSON in found)
+    return found not in ({int, float}, {int, _WideInt}) and (len(found) > 1 or _JSON in found)
 
 
 def _type(kinds: set[type]) -> pa.DataType:

@@ -71,7 +71,10 @@ def test_who_wants_to_be_alone_waits_for_all_others_and_then_all_others_wait(roo
 def test_each_kind_has_tests() -> None:
     """A file that was renamed would be of no kind, without a word."""
     for beginning in (*KINDS, *DISK_MODULES):
-        assert list(ROOT.glob(f"{beginning}*")), beginning
+        path, _, test = beginning.partition("::")
+        found = list(ROOT.glob(f"{path}*"))
+        assert found, beginning
+        assert not test or f"def {test}(" in found[0].read_text(), beginning
 
 
 @pytest.mark.parametrize(
