@@ -41,8 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Processes that tests start can be interrupted, also where the run is a shell's background job."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as such a shell leaves it, and as children would have it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    settings.register_profile("shared machine", deadline=None)  # how long one example takes, is up to the others
-    settings.load_profile("shared machine")
+    # How long one example takes, is up to the others.
+    settings.register_profile("shared machine", deadline=None)
+    settings.register_profile("quick", deadline=None, max_examples=25)
+    settings.load_profile("quick" if config.getoption("quick") else "shared machine")
     if hasattr(config, "workerinput"):
         from tests.helpers.side_by_side import Room, ports_of
 

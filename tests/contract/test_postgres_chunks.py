@@ -144,8 +144,9 @@ def test_a_store_that_fails_in_the_middle_of_a_checkpoint(url: str, objects: Pat
             objects.write_text("no folder")
         store.write_checkpoint_chunk(1, index, piece)
     commit(store, 1, 3, made)
-    assert rows(url, chunks.ELSEWHERE) == 3
-    assert rows(url, "chunks") == 4
+    elsewhere = rows(url, chunks.ELSEWHERE)
+    assert 1 <= elsewhere <= 3, "of one that was just being taken nobody knows"
+    assert rows(url, "chunks") == 7 - elsewhere
     with pytest.raises(LogUnavailableError, match="does not do it"):
         read(url, 1)
     objects.unlink()

@@ -207,7 +207,6 @@ def lease(postgres: Postgres, endpoint: str, *, tells: bool = True) -> None:
         postgres.execute("SELECT pg_notify('immortal', 'shop')", database=DATABASE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tells", [True, False])
 def test_where_an_instance_has_gone_is_known_at_once_and_the_key_that_it_has_there(
     shared: Fleet, postgres: Postgres, tells: bool, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,8 @@ KINDS = {  # by the beginning of a test's id
     "tests/security/test_web_guard.py": "kills",
     "tests/contract/test_log_pages.py": "slow",
     "tests/contract/test_messenger_guide.py": "slow",
+    "tests/contract/test_postgres_": "slow",
+    "tests/contract/test_registries.py": "slow",
     "tests/properties/test_failing_services.py": "slow",
     "tests/properties/test_nodes_runs.py": "slow",
     "tests/properties/test_ordering.py": "slow",

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -49,6 +50,11 @@ from tests.simulation.log_side import LogSide
 from tests.simulation.shared_log import SharedLog
 
 
+@cache
+def _compiled() -> frozenset[str]:
+    return frozenset().union(*(one.paths() for one in SETS))
+
+
 @dataclass(frozen=True, slots=True)
 class Mutation:
     """``right``, a part of ``function``'s source that occurs once in it, becomes ``wrong``.
@@ -68,7 +74,7 @@ class Mutation:
     def is_compiled(self) -> bool:
         """Of a module that runs compiled where there is a compiler: only its source can be changed while it runs."""
         module = self.owner.__name__ if isinstance(self.owner, ModuleType) else self.owner.__module__
-        return any(module in one.paths() for one in SETS)
+        return module in _compiled()
 
 
 MUTATIONS = (
