@@ -76,6 +76,19 @@ class Fan(Immortal):
             note(clock_ns() - begun_ns)
 
     @rpc
+    def note(self, number: int) -> int:
+        return number
+
+    @rpc
+    async def ask_with_itself(self, count: int) -> None:
+        """As ask, to one other and itself: all rounds, between no more processes than a plain call has."""
+        sinks, clock_ns, note = [*self.sinks(1), type(self)], _stopwatch.clock_ns, _stopwatch.note
+        for number in range(count):
+            begun_ns = clock_ns()
+            await self.multicast(sinks).note.all(number)
+            note(clock_ns() - begun_ns)
+
+    @rpc
     async def ask_one(self, count: int) -> None:
         """Plain awaited calls of one destination."""
         (sink,), clock_ns, note = self.sinks(1), _stopwatch.clock_ns, _stopwatch.note

@@ -23,9 +23,7 @@ LARGE = (TO_THREE, OVERLAPPING)
 ALL = (TWICE_HELD, FROM_ONE, HELD, CLOCKS_APART, TO_TWO, TO_THREE, OVERLAPPING, WITH_CALLS, THIRD_PARTY, AMONG_PEERS)
 
 
-@pytest.mark.parametrize(
-    "script", [pytest.param(one, marks=pytest.mark.slow) if one in LARGE else one for one in ALL]
-)
+@pytest.mark.parametrize("script", [pytest.param(one, marks=pytest.mark.slow) if one in LARGE else one for one in ALL])
 def test_each_interleaving_keeps_the_order(script: Script) -> None:
     states, ends = explore(script, early_commits=script is TO_THREE)  # the largest one
     assert states > 10

@@ -25,6 +25,7 @@ UNORDERED = "plain calls, no order"
 ONE_CALL = "one plain awaited call"
 CALLS_PER_BURST = 20_000  # a burst is answered when its last multicast stands
 AWAITED = 100
+ALL_ROUNDS_NOTE = "All rounds, between the four processes of a plain call: none waits for a processor for long."
 _READY_S = 60.0
 
 
@@ -105,4 +106,16 @@ def run(context: Context) -> list[Figure]:
             }
             targets = [Target("at most", 3, ONE_CALL)] if destinations == 3 else []
             figures.append(Figure(what, "µs", "lower", context.interleave(asks, what), targets))
+            if destinations == 3:
+                figures.append(_all_rounds(context, fan))
     return figures
+
+
+def _all_rounds(context: Context, fan: Any) -> Figure:
+    what = "multicasts to one other and oneself, awaited, p50"
+    asks = {
+        IMMORTAL: partial(_p50_us, fan, partial(fan.ask_with_itself, AWAITED)),
+        ONE_CALL: partial(_p50_us, fan, partial(fan.ask_one, AWAITED)),
+    }
+    targets = [Target("at most", 3, ONE_CALL)]
+    return Figure(what, "µs", "lower", context.interleave(asks, what), targets, note=ALL_ROUNDS_NOTE)
