@@ -124,6 +124,18 @@ class Transport:
             refusal = self._absence(now_s)
         if refusal:
             self.connection.refuse(NotConnectable(refusal))
+        elif self._watch.has_another_key and len(self._places.endpoints) == 1:
+            self._try_next_key(now_s)
+
+    def _try_next_key(self, now_s: float) -> None:
+        """All that it may have are tried at once, and again after a while: by then others may be known."""
+        count = len(self._places.server_keys)
+        is_last = (self._turn + 1) % count == 0
+        due_s = self._opened_s + KEY_RETRY_S if is_last else now_s
+        if now_s >= due_s:
+            self.connection.wants_reopening = True
+        else:
+            self._look_due_s = due_s
 
     def _is_deserted(self, now_s: float) -> bool:
         """Nobody listens there, or not any more."""
@@ -143,6 +155,7 @@ class Transport:
             return self.problem
         self._look_due_s = self._opened_s + KEY_RETRY_S
         if now_s >= self._look_due_s:
+            self._turn -= 1  # whoever turns the caller's key away has shown that it has the one that is tried
             self.connection.wants_reopening = True
         return ""
 

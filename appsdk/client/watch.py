@@ -22,15 +22,16 @@ _NOBLOCK = int(zmq.NOBLOCK)
 class Watch:
     """Of one socket after the other. ``problem``: what keeps it from talking; "" where nothing is known.
 
-    ``refusals`` counts how often the key was turned away since a connection was made last, ``connections`` those that
-    were made in all. ``is_up``: there is one.
+    ``refusals`` counts how often the key was turned away, since a connection was made last or who listens was another
+    one; ``connections`` those that were made in all. ``is_up``: there is one. ``has_another_key``: who listens has
+    broken off the handshake with this socket, as one does that has another key.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.problem = ""
         self.refusals = 0
         self.connections = 0
-        self.is_up = False
+        self.is_up = self.has_another_key = False
         self._context = context
         self._count = 0
         self._watched: zmq.Socket[bytes] | None = None
@@ -49,7 +50,7 @@ class Watch:
         self._monitor.setsockopt(zmq.LINGER, 0)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # so that nobody waits for who does not look
         self._monitor.connect(address)
-        self.is_up = False
+        self.is_up = self.has_another_key = False
 
     @property
     def finds_nobody(self) -> bool:
@@ -88,6 +89,7 @@ class Watch:
         elif event == _OTHER_MECHANISM:
             self.problem = "it takes only callers with keys, and none of its public keys is known here"
         elif event == _BROKEN_OFF and self._has_keys:
+            self.refusals, self.has_another_key = 0, True
             self.problem = "it breaks off the handshake: it has other keys than those that are known here"
         elif event == _NOBODY:
             self.problem = _NOBODY_LISTENS

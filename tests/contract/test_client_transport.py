@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
 
 from appsdk.client.aio import AsyncClient
 from appsdk.client.connection import Connection
 from appsdk.client.errors import ClientClosed, NotConnectable
-from appsdk.client.places import Finder
+from appsdk.client.places import Finder, Places
 from appsdk.client.transport import Transport
 from appsdk.client.watch import Watch
 
@@ -49,10 +53,23 @@ class Listener:
         if secret_key is not None:
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
+            self._socket.setsockopt(zmq.ZAP_DOMAIN, b"peers")
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self.let_in(everybody=True)
         self._socket.bind("tcp://127.0.0.1:*")
         self.endpoint: str = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()  # type: ignore[union-attr]
 
+    def let_in(self, *, everybody: bool) -> None:
+        """Or nobody: no file of a key is in no folder."""
+        self._authenticator.configure_curve(location=zmq.auth.CURVE_ALLOW_ANY if everybody else "/nowhere")
+
+    @property
+    def has_heard(self) -> bool:
+        return bool(self._socket.poll(0))
+
     def close(self) -> None:
+        self._authenticator.stop()
         self._socket.close()
         self._context.term()
 
@@ -117,6 +134,89 @@ def test_a_handshake_that_fails_tells_whose_keys_are_missing(has_keys: bool, kno
         watched_until(problem, listener.endpoint, server_keys[known])
     finally:
         listener.close()
+
+
+@pytest.fixture
+def caller(tmp_path: Path) -> Iterator[Callable[..., Transport]]:
+    """A client with keys of its own, of an instance at one endpoint that may have any of ``server_keys``."""
+    folder = tmp_path / "home" / "till" / "keys"
+    folder.mkdir(parents=True)
+    for made in (tmp_path / "home", folder.parent, folder):
+        made.chmod(0o700)
+    (folder / "pairs").write_text(" ".join(key.decode() for key in zmq.curve_keypair()) + "\n")
+    (folder / "pairs").chmod(0o600)
+    transports: list[Transport] = []
+
+    def make(endpoint: str, *server_keys: bytes) -> Transport:
+        keys = [key.decode() for key in server_keys]
+        finder = Finder("shop", tmp_path / "home", [endpoint], keys, identity="till")
+        transports.append(Transport(Connection("shop", "till", time.monotonic()), finder))
+        return transports[-1]
+
+    yield make
+    for transport in transports:
+        transport.close()
+
+
+def test_all_keys_that_it_may_have_are_tried_at_once(
+    caller: Callable[..., Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("appsdk.client.connection.SILENCE_S", 10 * ACCEPTED_S)
+    monkeypatch.setattr("appsdk.client.transport.KEY_RETRY_S", 10 * ACCEPTED_S)
+    public, secret = zmq.curve_keypair()
+    there = Listener(secret)
+    transport = caller(there.endpoint, zmq.curve_keypair()[0], zmq.curve_keypair()[0], public)
+    deadline_s = time.monotonic() + ACCEPTED_S
+    while not there.has_heard:
+        assert time.monotonic() < deadline_s
+        transport.process()
+    there.close()
+
+
+def test_when_none_of_its_keys_is_right_they_are_looked_for_again(
+    caller: Callable[..., Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("appsdk.client.connection.SILENCE_S", 10 * ACCEPTED_S)
+    monkeypatch.setattr("appsdk.client.transport.KEY_RETRY_S", 0.05)
+    public, secret = zmq.curve_keypair()
+    there, known = Listener(secret), [zmq.curve_keypair()[0], zmq.curve_keypair()[0]]
+    transport = caller(there.endpoint, *known)
+    found, find = [], transport._finder.find
+
+    def find_anew(finder: Finder) -> Places:
+        found.append(find())
+        return (
+            replace(found[-1], server_keys=(*found[-1].server_keys, public.decode())) if len(found) > 5 else found[-1]
+        )
+
+    monkeypatch.setattr(Finder, "find", find_anew)
+    deadline_s = time.monotonic() + ACCEPTED_S
+    while not there.has_heard:
+        assert time.monotonic() < deadline_s
+        transport.process()
+    there.close()
+
+
+def test_who_turns_the_callers_key_away_is_shown_it_again_under_the_same_key_of_its_own(
+    caller: Callable[..., Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is about to learn of a new caller. The key of another machine was tried meanwhile, and that was the end."""
+    monkeypatch.setattr("appsdk.client.transport.KEY_RETRY_S", 0.05)
+    monkeypatch.setattr("appsdk.client.transport.KEY_REFUSED_S", 10 * ACCEPTED_S)
+    public, secret = zmq.curve_keypair()
+    there = Listener(secret)
+    there.let_in(everybody=False)
+    transport = caller(there.endpoint, public, zmq.curve_keypair()[0])
+    deadline_s = time.monotonic() + ACCEPTED_S
+    while "does not let the caller's key in" not in transport.problem:
+        assert time.monotonic() < deadline_s
+        transport.process()
+    there.let_in(everybody=True)
+    while not there.has_heard:
+        assert time.monotonic() < deadline_s
+        transport.process()
+        assert "breaks off" not in transport.problem
+    there.close()
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
