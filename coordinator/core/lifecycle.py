@@ -199,8 +199,19 @@ class Lifecycle:
 
         Raises FollowerError.
         """
+        session = self.session
+        problem = self._why_anew(summary)
+        if problem:
+            self.begin_anew(f"the app that follows has the records up to {session.fed_sequence_id}: {problem}")
+            return False
+        self.load(summary)
+        session.replay_target = summary.last_sequence_id
+        self.peers.log_grew(summary)
+        return True
+
+    def _why_anew(self, summary: LogSummary) -> str:
+        """Why the app that follows can't go on with the log, in words; "": it can. Raises FollowerError."""
         session, versions = self.session, self.upgrades.versions
-        problem = ""
         if len(summary.versions) > len(versions.starts):
             started, had = summary.versions[-1], versions.current
             if started.version != versions.upgrade_to or len(summary.versions) > len(versions.starts) + 1:
@@ -209,23 +220,15 @@ class Lifecycle:
                     f"and this follower runs version {had}: start it again with the new code"
                 )
             if not versions.goes_on_with(started, session.fed_sequence_id):
-                problem = f"record {started.sequence_id} was the last one of the old version, the next have the new one"
                 self.load(summary)
-        if problem:
-            pass
-        elif summary.last_sequence_id < session.fed_sequence_id:
-            problem = f"the log ends with record {summary.last_sequence_id}, it was cut or replaced"
-        elif summary.first_sequence_id > session.fed_sequence_id + 1:
-            problem = f"the log begins with record {summary.first_sequence_id} by now, what is before is trimmed away"
-        elif not self.failing.log_grew(summary):
-            problem = "a message that it has handled is passed over by now"
-        if problem:
-            self.begin_anew(f"the app that follows has the records up to {session.fed_sequence_id}: {problem}")
-            return False
-        self.load(summary)
-        session.replay_target = summary.last_sequence_id
-        self.peers.log_grew(summary)
-        return True
+                return f"record {started.sequence_id} was the last one of the old version, the next have the new one"
+        if summary.last_sequence_id < session.fed_sequence_id:
+            return f"the log ends with record {summary.last_sequence_id}, it was cut or replaced"
+        if summary.first_sequence_id > session.fed_sequence_id + 1:
+            return f"the log begins with record {summary.first_sequence_id} by now, what is before is trimmed away"
+        if not self.failing.log_grew(summary):
+            return "a message that it has handled is passed over by now"
+        return ""
 
     def begin_anew(self, why: str) -> None:
         """The app's state is of no use any more: the next one begins at a checkpoint."""
