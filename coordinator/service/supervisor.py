@@ -308,7 +308,7 @@ class Supervisor:
             self._log.info(f"the {name} was stopped, and the {other} with it", pid=first.pid)
         elif verdict is Verdict.FENCED:
             then = "it follows from now on" if self._follows and self._restart else "nothing is started again here"
-            self._log.warning(f"{what}: another process writes its log by now; {then}", pid=first.pid)
+            self._log.warning(f"another process writes its log by now; {then}", pid=first.pid)
         elif verdict is Verdict.DIED:
             hint = ""
             if first.role is Role.COORDINATOR and first.returncode in _PAGE_DEATHS:
