@@ -46,14 +46,14 @@ def _running(home: Path, destinations: int) -> Iterator[None]:
 
 def _rate(fan: Any, sinks: list[Any], seconds: float, *, ordered: bool) -> float:
     """Multicasts in a second, from the first to the last one that all have counted."""
-    before = sinks[0].counted()
+    before = [sink.counted() for sink in sinks]
     began_s = time.perf_counter()
     count = 0
     while time.perf_counter() - began_s < seconds:
         fan.burst(CALLS_PER_BURST, len(sinks), ordered)
         count += CALLS_PER_BURST
-    for sink in sinks:
-        while (seen := sink.counted() - before) < count:
+    for sink, had in zip(sinks, before, strict=True):
+        while (seen := sink.counted() - had) < count:
             if time.perf_counter() - began_s > _READY_S:
                 raise BenchError(f"{seen} of {count} multicasts have come")
     return count / (time.perf_counter() - began_s)
