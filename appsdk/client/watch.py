@@ -76,7 +76,7 @@ class Watch:
 
     def _note(self, event: int) -> None:
         if event == _UP:
-            self.problem, self.refusals = "", 0
+            self.problem, self.refusals, self.has_another_key = "", 0, False
             self.is_up = True
             self.connections += 1
         elif event == _BROKEN:
