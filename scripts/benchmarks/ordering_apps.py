@@ -82,10 +82,11 @@ class Fan(Immortal):
     @rpc
     async def ask_with_itself(self, count: int) -> None:
         """As ask, to one other and itself: all rounds, between no more processes than a plain call has."""
-        sinks, clock_ns, note = [*self.sinks(1), type(self)], _stopwatch.clock_ns, _stopwatch.note
+        both: list[type[Sink | Fan]] = [*self.sinks(1), type(self)]
+        clock_ns, note = _stopwatch.clock_ns, _stopwatch.note
         for number in range(count):
             begun_ns = clock_ns()
-            await self.multicast(sinks).note.all(number)
+            await self.multicast(both).note.all(number)
             note(clock_ns() - begun_ns)
 
     @rpc

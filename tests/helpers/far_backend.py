@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
 from collections import deque
 
 from coordinator.core.errors import LogUnavailableError, require
@@ -28,25 +29,29 @@ class FarBackend(MemoryBackend):
         self._answered_count = 0  # of those
         self._is_unknown = False
         self._here, self._there = socket.socketpair()
+        self._lock = threading.RLock()  # the writer may be another thread, which connects anew meanwhile
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
     def answer(self, count: int) -> None:
         """Do so many more, and say so."""
-        for _ in range(min(count, len(self.begun) - self._answered_count)):
-            if self._done_count == self._answered_count:
-                self.do(1)
-            self._answered_count += 1
-            self._there.send(ANSWER)
+        with self._lock:
+            for _ in range(min(count, len(self.begun) - self._answered_count)):
+                if self._done_count == self._answered_count:
+                    self.do(1)
+                self._answered_count += 1
+                self._there.send(ANSWER)
 
     def do(self, count: int) -> None:
         """Say nothing of it."""
-        for append in list(self.begun)[self._done_count : self._done_count + count]:
-            super().append(append)
-            self._done_count += 1
+        with self._lock:
+            for append in list(self.begun)[self._done_count : self._done_count + count]:
+                super().append(append)
+                self._done_count += 1
 
     def break_off(self) -> None:
-        self._there.send(BROKEN)
+        with self._lock:
+            self._there.send(BROKEN)
 
     # --- the writer ---------------------------------------------------------------------------------------------------
 
@@ -57,7 +62,8 @@ class FarBackend(MemoryBackend):
 
     def begin(self, append: Append) -> bool:
         self._require_known()
-        self.begun.append(append)
+        with self._lock:
+            self.begun.append(append)
         if not self.sends:
             self._is_unknown = True
             raise LogUnavailableError("the connection broke while something was sent")
@@ -70,9 +76,10 @@ class FarBackend(MemoryBackend):
         if self._here.recv(1) == BROKEN:
             self._is_unknown = True
             raise LogUnavailableError("the connection broke")
-        self.begun.popleft()
-        self._done_count -= 1
-        self._answered_count -= 1
+        with self._lock:
+            self.begun.popleft()
+            self._done_count -= 1
+            self._answered_count -= 1
         return True
 
     def waits_for(self) -> tuple[int, int]:
@@ -80,15 +87,16 @@ class FarBackend(MemoryBackend):
 
     def resolve(self) -> int:
         self.refuse_after_failure()
-        done = self._done_count if self._is_unknown else 0
-        self._here.close()
-        self._there.close()
-        self._here, self._there = socket.socketpair()
-        self.begun.clear()
-        self._done_count = self._answered_count = 0
-        self._is_unknown = False
-        self.sends = True
-        return done
+        with self._lock:
+            done = self._done_count if self._is_unknown else 0
+            self._here.close()
+            self._there.close()
+            self._here, self._there = socket.socketpair()
+            self.begun.clear()
+            self._done_count = self._answered_count = 0
+            self._is_unknown = False
+            self.sends = True
+            return done
 
     def _require_known(self) -> None:
         self.refuse_after_failure()
