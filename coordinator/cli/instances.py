@@ -155,6 +155,7 @@ def run(
         gave_up_upgrade=gave_up_upgrade,
         announced=announced,
         follows=follow,
+        follows_next=is_shared,
         app_input=app_input(interactive),
     )
     status = supervisor.run()

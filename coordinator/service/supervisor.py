@@ -88,7 +88,8 @@ class Supervisor:
 
     ``commands`` is asked before each start. ``gave_up_upgrade`` is told that the app gave an upgrade up, and says
     whether there is a version before it that can go on. ``announced`` is entered once signals are understood; with
-    ``follows``, once the coordinator is ready, which it is when it has taken over. ``app_input``: what the app reads.
+    ``follows``, once the coordinator is ready, which it is when it has taken over. ``follows_next``: with ``restart``,
+    who runs this follows once another process has the log. ``app_input``: what the app reads.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Supervisor:
         gave_up_upgrade: Callable[[], bool] = lambda: False,
         announced: AbstractContextManager[None] | None = None,
         follows: bool = False,
+        follows_next: bool = False,
         app_input: Background | None = None,
         stop_grace_s: float = STOP_GRACE_S,
         clean_stop_s: float = CLEAN_STOP_S,
@@ -110,6 +112,7 @@ class Supervisor:
         self._gave_up_upgrade = gave_up_upgrade
         self._announced = announced or contextlib.nullcontext()
         self._follows = follows
+        self._follows_next = follows or follows_next
         self._app_input = app_input or Background()
         self._entered = contextlib.ExitStack()  # announced
         self._stop_grace_s = stop_grace_s
@@ -307,7 +310,7 @@ class Supervisor:
         if verdict is Verdict.STOPPED:
             self._log.info(f"the {name} was stopped, and the {other} with it", pid=first.pid)
         elif verdict is Verdict.FENCED:
-            then = "it follows from now on" if self._follows and self._restart else "nothing is started again here"
+            then = "it follows from now on" if self._follows_next and self._restart else "nothing is started again here"
             self._log.warning(f"another process writes its log by now; {then}", pid=first.pid)
         elif verdict is Verdict.DIED:
             hint = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from appsdk.client.watch import Watch
 
 REOPENED = 400  # one in a hundred or so was enough
 ACCEPTED_S = 10.0
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)  # ZMTP 3.0
 
 
 @pytest.mark.slow
@@ -46,7 +48,7 @@ def test_a_socket_that_is_made_anew_while_nobody_listens_connects_to_who_listens
 class Listener:
     """A ROUTER; ``secret_key``: it takes only callers who know its public key."""
 
-    def __init__(self, secret_key: bytes | None) -> None:
+    def __init__(self, secret_key: bytes | None, endpoint: str = "tcp://127.0.0.1:*") -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -57,7 +59,7 @@ class Listener:
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self.let_in(everybody=True)
-        self._socket.bind("tcp://127.0.0.1:*")
+        self._socket.bind(endpoint)
         self.endpoint: str = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()  # type: ignore[union-attr]
 
     def let_in(self, *, everybody: bool) -> None:
@@ -158,6 +160,14 @@ def caller(tmp_path: Path) -> Iterator[Callable[..., Transport]]:
         transport.close()
 
 
+def until_heard(transport: Transport, there: Listener, never: str = "another problem") -> None:
+    deadline_s = time.monotonic() + ACCEPTED_S
+    while not there.has_heard:
+        assert time.monotonic() < deadline_s, transport.problem
+        transport.process()
+        assert never not in transport.problem
+
+
 def test_all_keys_that_it_may_have_are_tried_at_once(
     caller: Callable[..., Transport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,10 +176,7 @@ def test_all_keys_that_it_may_have_are_tried_at_once(
     public, secret = zmq.curve_keypair()
     there = Listener(secret)
     transport = caller(there.endpoint, zmq.curve_keypair()[0], zmq.curve_keypair()[0], public)
-    deadline_s = time.monotonic() + ACCEPTED_S
-    while not there.has_heard:
-        assert time.monotonic() < deadline_s
-        transport.process()
+    until_heard(transport, there)
     there.close()
 
 
@@ -179,21 +186,17 @@ def test_when_none_of_its_keys_is_right_they_are_looked_for_again(
     monkeypatch.setattr("appsdk.client.connection.SILENCE_S", 10 * ACCEPTED_S)
     monkeypatch.setattr("appsdk.client.transport.KEY_RETRY_S", 0.05)
     public, secret = zmq.curve_keypair()
-    there, known = Listener(secret), [zmq.curve_keypair()[0], zmq.curve_keypair()[0]]
-    transport = caller(there.endpoint, *known)
-    found, find = [], transport._finder.find
+    there = Listener(secret)
+    transport = caller(there.endpoint, zmq.curve_keypair()[0], zmq.curve_keypair()[0])
+    find, looks = Finder.find, itertools.count(1)
 
     def find_anew(finder: Finder) -> Places:
-        found.append(find())
-        return (
-            replace(found[-1], server_keys=(*found[-1].server_keys, public.decode())) if len(found) > 5 else found[-1]
-        )
+        found = find(finder)
+        keys = (*found.server_keys, public.decode())
+        return replace(found, server_keys=keys) if next(looks) > 5 else found
 
     monkeypatch.setattr(Finder, "find", find_anew)
-    deadline_s = time.monotonic() + ACCEPTED_S
-    while not there.has_heard:
-        assert time.monotonic() < deadline_s
-        transport.process()
+    until_heard(transport, there)
     there.close()
 
 
@@ -212,11 +215,42 @@ def test_who_turns_the_callers_key_away_is_shown_it_again_under_the_same_key_of_
         assert time.monotonic() < deadline_s
         transport.process()
     there.let_in(everybody=True)
-    while not there.has_heard:
-        assert time.monotonic() < deadline_s
-        transport.process()
-        assert "breaks off" not in transport.problem
+    until_heard(transport, there, never="breaks off")
     there.close()
+
+
+def test_who_ends_in_a_handshake_and_is_back_has_no_other_key() -> None:
+    public, secret = zmq.curve_keypair()
+    own_public, own_secret = zmq.curve_keypair()
+    deadline_s = time.monotonic() + ACCEPTED_S
+    with zmq.Context() as context, context.socket(zmq.DEALER) as caller:
+        caller.setsockopt(zmq.LINGER, 0)
+        caller.setsockopt(zmq.RECONNECT_IVL, 10)
+        caller.setsockopt(zmq.CURVE_SERVERKEY, public)
+        caller.setsockopt(zmq.CURVE_PUBLICKEY, own_public)
+        caller.setsockopt(zmq.CURVE_SECRETKEY, own_secret)
+        watch = Watch(context)
+        watch.watch(caller, has_keys=True)
+        try:
+            with socket.create_server(("127.0.0.1", 0)) as dying:
+                dying.settimeout(ACCEPTED_S)
+                endpoint = f"tcp://127.0.0.1:{dying.getsockname()[1]}"
+                caller.connect(endpoint)
+                while not watch.has_another_key:
+                    assert time.monotonic() < deadline_s, watch.problem
+                    with dying.accept()[0] as connection:
+                        connection.sendall(GREETING)
+                        connection.recv(1)
+                    watch.look()
+            back = Listener(secret, endpoint)
+            while not watch.is_up:
+                assert time.monotonic() < deadline_s, watch.problem
+                watch.look()
+            assert not watch.has_another_key
+            assert watch.problem == ""
+            back.close()
+        finally:
+            watch.close()
 
 
 @pytest.mark.parametrize("has_keys", [False, True])

@@ -130,6 +130,8 @@ def test_an_instance_migrates_there_and_back_under_load(house: House) -> None:
     assert f"counter: {standby['name']} has it now, at {elsewhere.registry.load('counter').peer}" in there.stdout
     house.until(lambda: second.said("recovered"), "it works there")
     assert first.said("handed over")
+    house.until(lambda: first.said("another process writes its log by now; it follows from now on"), "so it is said")
+    assert not first.said("died")
     peers = [one.registry.load("counter").peer for one in (house, elsewhere)]
     house.until(lambda: house.status("feeder")["outputs"]["counter"]["endpoint"] == peers[1], "its caller follows it")
     not_here = house.immortal("migrate", "counter")

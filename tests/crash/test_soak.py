@@ -1,4 +1,4 @@
-"""Short soaks: `scripts/soak` itself, with ten kills of each example, with ten faults, and with five takeovers."""
+"""Short soaks: `scripts/soak` itself, with 20 kills of each example, with 20 faults, and with five takeovers."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def soak(*arguments: str) -> str:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("workload", sorted(WORKLOADS))
-def test_ten_kills(workload: str) -> None:
-    soak("--kills", "10", "--workload", workload)
+def test_twenty_kills(workload: str) -> None:
+    soak("--kills", "20", "--workload", workload)
 
 
 @pytest.mark.timeout(300)
-def test_ten_faults() -> None:
+def test_twenty_faults() -> None:
     """Of all kinds: tests/soak/faults.py. Three banks and a teller that call each other."""
-    assert "10 faults in 1 rounds" in soak("--faults", "10", "--workload", "bank")
+    assert "20 faults in 1 rounds" in soak("--faults", "20", "--workload", "bank")
 
 
 @pytest.mark.timeout(600)  # a minute where nothing else runs

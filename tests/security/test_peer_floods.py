@@ -1,7 +1,7 @@
 """Floods at the peer port of a real coordinator, with two cores busy: its memory, and what its honest peer feels.
 
 The honest peer, who floods, and the app are a process each, so that none waits for another's Python. Each drive takes
-IMMORTAL_DRIVE_S seconds (1) with the flood, and as many without, IMMORTAL_DRIVE_TURNS times (1). Memory is asserted.
+IMMORTAL_DRIVE_S seconds (2) with the flood, and as many without, IMMORTAL_DRIVE_TURNS times (1). Memory is asserted.
 Latencies are printed (pytest -rP), since they are those of the machine as well.
 """
 
@@ -36,7 +36,7 @@ from tests.helpers.processes import DEADLINE_S, TOLD, House, SocketApp
 from tests.security.test_peer_port import GREETING, encode_later_frame
 
 MIB = 1 << 20
-DRIVE_S = float(os.environ.get("IMMORTAL_DRIVE_S", "1"))
+DRIVE_S = float(os.environ.get("IMMORTAL_DRIVE_S", "2"))
 DRIVE_TURNS = int(os.environ.get("IMMORTAL_DRIVE_TURNS", "1"))
 RESIDENT_MIB_MAX = 300
 ANSWER_METHOD, ANSWER_SIZE_BYTES = 3, MIB
