@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable
 
-import anyio
+import anyio.lowlevel
 from anyio import to_thread
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
@@ -25,6 +25,7 @@ def stream(request: Request, look: Callable[[], Pieces]) -> EventSourceResponse:
                 mark = hashlib.blake2b(html.encode("utf-8", "replace"), digest_size=16).digest()
                 if sent.get(event) != mark:
                     sent[event] = mark
+                    await anyio.lowlevel.checkpoint()  # a page that was left is heard of between two pieces
                     yield ServerSentEvent(html, event=event)
             await anyio.sleep(LOOK_S)
 
