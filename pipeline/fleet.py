@@ -268,7 +268,7 @@ class Fleet:
             stream = service.stream(destination)
             count = self._random.randint(1, 3)
             payload = self._calls(count, RpcType.IMPULSE)
-            service.impulses.append(ImpulseBatch(destination, stream.position + 1, count, payload))
+            service.impulses.append(ImpulseBatch(stream.position + 1, count, payload, destination))
             stream.append(count, payload, impulses=True)
 
     def _send(self, service: _Service, now_ns: int) -> None:

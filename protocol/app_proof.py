@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import enum
 import hmac
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType, decode_name, encode_message, encode_name
@@ -32,8 +33,7 @@ class Role(enum.StrEnum):
     COORDINATOR = "coordinator"
 
 
-@dataclass(frozen=True, slots=True)
-class Handshake:
+class Handshake(Struct, frozen=True):
     """What both sides know of one connection. ``channel``: see :func:`channel_of`."""
 
     app_nonce: bytes
@@ -63,8 +63,7 @@ def channel_of(app: object, coordinator: object) -> str:
     return " ".join(f"{host} {port}" for host, port in ends)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """A coordinator's Proof."""
 
     coordinator_nonce: bytes

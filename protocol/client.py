@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import IntEnum
+
+from msgspec import Struct
 
 from protocol.checksum import crc64
 from protocol.errors import DamagedRecordError, LimitExceededError, LocalProtocolError, RemoteProtocolError
@@ -90,8 +91,7 @@ class ReplyKind(IntEnum):
     LOST = 4  # its record was cut off by hand: whether it was done is not known
 
 
-@dataclass(frozen=True, slots=True)
-class ClientFrame:
+class ClientFrame(Struct, frozen=True):
     """One frame. Fields that a type does not use are 0 or empty.
 
     ``number``: of the first request (REQUEST), the last one taken (WELCOME, PONG, REPLY), or of the query (QUERY,
@@ -272,8 +272,7 @@ def decode_query_call(payload: bytes) -> tuple[int, bytes]:
     return method_id, payload[method_end + 1 :]
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(Struct, frozen=True):
     """Who waits for the answer of a call: an instance ("" is oneself), or with ``~`` in front a client."""
 
     name: str
@@ -333,8 +332,7 @@ def split_caller(arguments: bytes) -> tuple[str, bytes]:
 # --- answers: RPC messages to the destination CLIENTS, whose arguments begin with the caller and the number -----------
 
 
-@dataclass(slots=True)
-class Reply:
+class Reply(Struct):
     """What request ``number`` came to. ``value`` is encoded as :class:`ReplyKind` says; empty for the other kinds."""
 
     number: int

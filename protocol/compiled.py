@@ -12,7 +12,6 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -24,12 +23,12 @@ _ROOT = Path(__file__).parent.parent
 _THIS = Path("protocol", "compiled.py")
 
 
-@dataclass(frozen=True, slots=True)
 class CompiledSet:
     """``name``: in words. ``folder``: below the root, where its files are."""
 
-    name: str
-    folder: Path
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
 
     def sources(self, root: Path = _ROOT) -> dict[Path, bytes]:
         """What it is compiled of, and what that takes for granted: content by path below ``root``. Raises OSError."""
@@ -43,7 +42,8 @@ class CompiledSet:
         """Where each module is, or would be, compiled from the sources as they are now. Raises OSError."""
         sources = self.sources(root)
         end = f"-{_hash_of({_THIS: (root / _THIS).read_bytes(), **sources})}{EXTENSION_SUFFIXES[0]}"
-        return {module: root / self.folder / f"{module}{end}" for module in self.modules_of(sources)}
+        folder = root / self.folder
+        return {module: folder / f"{module}{end}" for module in self.modules_of(sources)}
 
     @property
     def is_installed(self) -> bool:
@@ -72,9 +72,10 @@ class CompiledSet:
             return {}
         try:
             paths = self.paths()
+            there = set(os.listdir(_ROOT / self.folder))
         except OSError:  # without sources there is nothing to compare with
             return {}
-        return paths if all(path.exists() for path in paths.values()) else {}
+        return paths if all(path.name in there for path in paths.values()) else {}
 
 
 class _Codec(CompiledSet):

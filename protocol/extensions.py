@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import EXTENSIONS_MAX
@@ -59,8 +58,7 @@ RECORD_TIME_SIZE_BYTES = 10
 _RECORD_TIME_FRONT = bytes((18, MessageType.RECORD_TIME))
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Struct, frozen=True):
     """The app's first message: the extensions it wants, its secret where one is needed, what it calls itself."""
 
     extensions: frozenset[int]
@@ -124,8 +122,7 @@ def decode_record_time(data: Readable, start: int, end: int) -> int:
     return int(time_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class AppTime:
+class AppTime(Struct, frozen=True):
     """The time of the instance, ns since the Unix epoch, when the machine's steady clock was at ``steady_ns``.
 
     ``jumped_ns``: by how much it was stepped there, since the app was last told; 0 where it was not.
@@ -193,8 +190,7 @@ QUERIES = "@query"
 called so; in the settings in place of the methods' names."""
 
 
-@dataclass(frozen=True, slots=True)
-class AppDescription:
+class AppDescription(Struct, frozen=True):
     """What an app says of itself: its version, and the names of the methods that it has and calls.
 
     ``methods``: (destination, method ID) to a name such as "Counter.count"; the destination "" is the app itself.
@@ -271,8 +267,7 @@ def decode_sources(data: bytes) -> list[str]:
     return sources
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(Struct, frozen=True):
     """``count`` consecutive messages of a batch were made by the handler of this logged message."""
 
     sequence_id: int
@@ -303,8 +298,7 @@ def decode_origins(data: Readable) -> list[Origin]:
     return origins
 
 
-@dataclass(frozen=True, slots=True)
-class HandlerFailure:
+class HandlerFailure(Struct, frozen=True):
     """The handler of this logged message raised; ``text`` is the report for people."""
 
     sequence_id: int

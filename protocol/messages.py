@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import IntEnum
+
+from msgspec import Struct
 
 from protocol.errors import LimitExceededError, LocalProtocolError, RemoteProtocolError
 from protocol.limits import MESSAGE_SIZE_BYTES_MAX, NAME_SIZE_BYTES_MAX, RPC_SIZE_BYTES_MAX
@@ -84,8 +85,7 @@ class RpcType(IntEnum):
     IMPULSE = 2
 
 
-@dataclass(frozen=True, slots=True)
-class IncomingRpc:
+class IncomingRpc(Struct, frozen=True):
     """An RPC as its receiver sees it."""
 
     kind: int
@@ -94,8 +94,7 @@ class IncomingRpc:
     arguments: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class OutgoingRpc:
+class OutgoingRpc(Struct, frozen=True):
     """An RPC as an app sends it: the destination ("" is oneself), then the incoming RPC's bytes, unread."""
 
     destination: str

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 INTERVAL_NS = 5_000_000_000  # between two lines of one kind
 BURST = 5  # lines of one kind that come at once before that: enough to see what is going on
@@ -12,8 +13,7 @@ KINDS_MAX = 256  # that are told apart: who makes up names must not fill the mem
 OTHERS = "others"  # what is not told apart: one kind
 
 
-@dataclass(slots=True)
-class _Kind:
+class _Kind(Struct):
     due_ns: int = 0  # when all that it was let is paid for, at one line per interval
     left_out: int = 0  # since the last line
 

@@ -7,8 +7,6 @@ is linear in the bytes, whatever the pieces. A reader that has raised is of no f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from msgspec import Struct
 
 from protocol.errors import LimitExceededError, RemoteProtocolError
@@ -31,8 +29,7 @@ class Message(Struct):
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TooLargeRpc:
+class TooLargeRpc(Struct, frozen=True):
     """An RPC above the limit; its bytes are passed over. ``front``: of its data."""
 
     size_bytes: int
@@ -52,15 +49,13 @@ class Record(Struct):
     sources: list[str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BlobStart:
+class BlobStart(Struct, frozen=True):
     """A checkpoint of ``size_bytes`` bytes follows, as BlobData; the last one has ``last`` set (and may be empty)."""
 
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlobData:
+class BlobData(Struct, frozen=True):
     data: bytes
     last: bool
 

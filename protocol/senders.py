@@ -6,14 +6,13 @@ belongs to, the app checks: it is told who sent each batch (Sources).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from protocol.batch import CallRules
 from protocol.client import CLIENTS
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """``carried``: the messages or frames that bring it. ``caller``: the first argument of a call that waits for an
     answer (kind 0, RPC type 0)."""
 

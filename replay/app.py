@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from coordinator.config import InstanceSettings
 from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT
@@ -16,8 +17,7 @@ BY_HAND = "-"
 """As an app's name: it is started by whoever replays, and told the address."""
 
 
-@dataclass(frozen=True, slots=True)
-class AppCommand:
+class AppCommand(Struct, frozen=True):
     """How to start the app: ``argv`` with ``{address}`` where the address is to stand; empty: it is started by hand.
 
     ``environment`` is set in addition to the caller's. ``foreground``: it has the caller's terminal; otherwise its

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
+from msgspec import Struct
 
 from protocol.messages import IncomingRpc, RpcKind, RpcType
 
@@ -12,8 +11,7 @@ ARGUMENTS_MAX = 50  # that are told apart
 VALUE_CHARACTERS_MAX = 200
 
 
-@dataclass(frozen=True, slots=True)
-class ArgumentPair:
+class ArgumentPair(Struct, frozen=True):
     """In words; None where that call has no such argument. ``differs``: the whole values, not what is shown."""
 
     old: str | None

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from enum import Enum
 from typing import NamedTuple, Protocol
+
+from msgspec import Struct, field
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import decode_incoming_rpc, decode_message
@@ -42,8 +43,7 @@ class Kind(Enum):
     CHANGED = "changed"  # both make something in that place, but not the same
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Struct, frozen=True):
     """``old`` and ``new`` are whole RPC messages in incoming form; None where that side has none.
 
     ``position``: of the old one in its stream, as the log has it; 0 where there is none.
@@ -57,8 +57,7 @@ class Difference:
     position: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Outputs:
+class Outputs(Struct, frozen=True):
     """Messages of one stream, packed one after the other, and the key of each; their positions are consecutive."""
 
     keys: list[Key]
@@ -187,8 +186,7 @@ class Comparison:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
+class _End(Struct, frozen=True):
     complete: bool
     before: Key | None
 
@@ -197,8 +195,7 @@ class _End:
         return self.complete or (self.before is not None and key < self.before)
 
 
-@dataclass(slots=True)
-class _Stream:
+class _Stream(Struct):
     """What one side has made for one destination and is not compared yet."""
 
     queue: OutputsQueue

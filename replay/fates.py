@@ -6,9 +6,10 @@ A verdict of the log says what became of a message then, one of a replay what be
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from msgspec import Struct
 
 from protocol.shown import printable, printable_lines
 from protocol.verdicts import Cause, Verdict, VerdictKind
@@ -20,8 +21,7 @@ class Fate(Enum):
     DIFFERS = "fails in another way"
 
 
-@dataclass(slots=True)
-class Fates:
+class Fates(Struct):
     """``count`` messages of ``method`` with that fate, from ``then`` and ``now`` of the first of them on."""
 
     method: str

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from coordinator.core.words import RpcWords
 from protocol.messages import IncomingRpc, decode_incoming_rpc, decode_message
@@ -15,8 +16,7 @@ from replay.compare import Difference, Key, Kind
 POSITIONS_MAX = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """``key``: the input that made the calls, (record, message); for apps that do not tell, (place in the stream, 0).
 
     ``number`` counts the differences of the stream, so that findings have an order of their own.

@@ -7,9 +7,10 @@ were made apart never have the same bytes: of these the messages and the trailer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TypeVar
+
+from msgspec import Struct, field
 
 from coordinator.core.interfaces import CheckpointHeader, LogSummary
 from coordinator.log import LoggedValue, LogReader, verify_value
@@ -23,8 +24,7 @@ PROGRESS_RECORDS = 4096  # between two calls of progress
 Item = TypeVar("Item")
 
 
-@dataclass(slots=True)
-class LogTotals:
+class LogTotals(Struct):
     """What one log holds of the range that was compared."""
 
     records: int = 0
@@ -33,8 +33,7 @@ class LogTotals:
     damaged: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RecordDifference:
+class RecordDifference(Struct, frozen=True):
     """A record that both logs have, but not the same.
 
     ``what``: the parts that differ, of DAMAGE, MESSAGES, TIME, SOURCES and OUTPUTS. ``message_index``: of the first
@@ -49,8 +48,7 @@ class RecordDifference:
 DAMAGE, MESSAGES, TIME, SOURCES, OUTPUTS = "damage", "messages", "time", "sources", "outputs"
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointDifference:
+class CheckpointDifference(Struct, frozen=True):
     """Checkpoint ``checkpoint_id``; None where a log does not have it. ``what``: the fields that differ."""
 
     checkpoint_id: int
@@ -59,8 +57,7 @@ class CheckpointDifference:
     what: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
-class LogDiff:
+class LogDiff(Struct):
     """How two logs differ. The lists hold the first ``limit`` of each kind, the counts are of all."""
 
     summaries: tuple[LogSummary, LogSummary]

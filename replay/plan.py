@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from coordinator.core.errors import LogError
 from coordinator.core.interfaces import CheckpointHeader, LogSummary, VersionStart
@@ -14,8 +15,7 @@ OWN_VERSION = 0
 """As ``ReplayPlan.upgrade_to``: the version of the app's own class, whatever that is."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayPlan:
+class ReplayPlan(Struct, frozen=True):
     """What to replay. All of it may be left open.
 
     ``checkpoint_id``: where to begin; None: the newest sound checkpoint from which ``last_sequence_id`` can be reached.
@@ -38,8 +38,7 @@ class ReplayPlan:
     follow: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(Struct, frozen=True):
     """A plan for one log: every question answered.
 
     ``last_sequence_id`` None: no end but that of whoever follows. ``versions``: the upgrades on the way, in order.

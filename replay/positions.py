@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from coordinator.core.interfaces import ImpulseBatch, OutputMark
 from protocol.batch import offset_after
 from protocol.extensions import Origin
 
 
-@dataclass(frozen=True, slots=True)
-class Outputs:
+class Outputs(Struct, frozen=True):
     """Messages that the app has made; ``origins`` None: it does not tell what made them."""
 
     destination: str
@@ -26,8 +26,7 @@ class Outputs:
     origins: Sequence[Origin] | None
 
 
-@dataclass(frozen=True, slots=True)
-class KeptImpulses:
+class KeptImpulses(Struct, frozen=True):
     """Impulses of the past at their place; ``payload`` is empty where only the place is known."""
 
     destination: str

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from coordinator.log.contents import batches, record_of
 from coordinator.log.source import RecordSource
@@ -12,8 +13,7 @@ from protocol.messages import decode_message
 from protocol.trailer import BatchKind, decode_trailer
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Struct, frozen=True):
     """The first message of a stream that is another one now; both are whole RPC messages in incoming form."""
 
     position: int
@@ -21,8 +21,7 @@ class Difference:
     now: bytes
 
 
-@dataclass(slots=True)
-class _Segment:
+class _Segment(Struct):
     """Consecutive messages, ``count`` of them left."""
 
     position: int  # of the first one left

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from coordinator.core.errors import LogError, LogFormatError
 from coordinator.core.interfaces import LogSummary

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct, field
 
 from coordinator.core.interfaces import CheckpointHeader
 from coordinator.log.source import RecordSource
@@ -45,8 +45,7 @@ class Sink:
         """A message has failed alone. Also what was made before it may still come."""
 
 
-@dataclass(slots=True)
-class ReplayResult:
+class ReplayResult(Struct):
     """``records`` and ``messages`` are those that the app was given.
 
     ``blob_size_bytes``, ``blob_check`` (CRC-64/XZ): the state at the end, also in the file ``blob_path`` if one was

@@ -13,9 +13,10 @@ looked at. A message that can't fail alone leads to DONE from anywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import NoReturn
+
+from msgspec import Struct
 
 from coordinator.core import session as coordinator_session
 from coordinator.core.app_messages import CALLS, late_hello, read_calls
@@ -58,15 +59,13 @@ class Phase(Enum):
     DONE = "done"
 
 
-@dataclass(frozen=True, slots=True)
-class BlobPiece:
+class BlobPiece(Struct, frozen=True):
     """A piece of the state at the end."""
 
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class NumbersDrawn:
+class NumbersDrawn(Struct, frozen=True):
     """What the app says of the numbers that it draws. ``data``: that Numbers message's; ``complete``: it is the last
     of the record, and of those before it. ``sequence_id`` None: an app that tells none, ever."""
 
@@ -75,15 +74,13 @@ class NumbersDrawn:
     complete: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class VerdictGiven:
+class VerdictGiven(Struct, frozen=True):
     """A message fails alone, and the app was told nothing of that."""
 
     verdict: Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Struct, frozen=True):
     """All outputs and the whole state have come, or (with a ``failure``) a message could not be handled."""
 
     failure: HandlerFailure | None = None

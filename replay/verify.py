@@ -9,9 +9,10 @@ from __future__ import annotations
 import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from coordinator.core.interfaces import ONESELF, CheckpointHeader, LogSummary, OutputBatch, OutputMark
 from coordinator.core.output_check import Divergence, OutputCheck, OutputDivergenceError
@@ -32,8 +33,7 @@ MARKS_AHEAD_MAX = 1 << 20  # of records that the app was given: one that is so f
 ORIGINS_KEPT_MAX = 1 << 16  # runs, of each stream: beyond it a report names no origin
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFinding:
+class OutputFinding(Struct, frozen=True):
     """A stream that the replay makes differently.
 
     ``divergence``: the mark that it does not fit; None where only the receiver's log shows it. ``is_surplus``: it fits
@@ -48,16 +48,14 @@ class OutputFinding:
     is_surplus: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StateFinding:
+class StateFinding(Struct, frozen=True):
     """The state at the end is another one: [{"path", "old", "new"}]; ``problem``: why it can't be looked into."""
 
     differences: Sequence[Mapping[str, Any]]
     problem: str | None = None
 
 
-@dataclass(slots=True)
-class Section:
+class Section(Struct):
     """What the replay from one checkpoint to the next (``end``; None: to the end of the log) has shown.
 
     ``counts``: messages made, by destination. ``unproved``: those at the end of a stream that nothing says anything
@@ -79,8 +77,7 @@ class Section:
         return not self.outputs and self.state is None and result.failure is None and not result.news
 
 
-@dataclass(frozen=True, slots=True)
-class Stretches:
+class Stretches(Struct, frozen=True):
     """What is to be replayed: each from a checkpoint to the next (None: to the end of the log). ``notes``: in words."""
 
     pairs: Sequence[tuple[CheckpointHeader, CheckpointHeader | None]]

@@ -10,8 +10,10 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from coordinator.core.interfaces import OutputBatch, OutputMark
 from coordinator.core.output_check import OutputCheck
@@ -41,8 +43,7 @@ STOP_S = 10.0  # for the other side's app to be stopped when one side could not 
 Progress = Callable[[int, int | None], None]
 
 
-@dataclass(slots=True)
-class WhatIf:
+class WhatIf(Struct):
     """What came out. ``equal_count``: the messages that both sides made alike. ``fates``: what fails differently.
 
     A side's ``failure`` ends the comparison there. ``upgrade_error``: the new code could not take over the state; then

@@ -11,9 +11,10 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from coordinator.core.words import Methods
 from coordinator.instances import own_logs
@@ -34,8 +35,7 @@ Range = tuple[int, int]
 """The first and the last of consecutive positions."""
 
 
-@dataclass(slots=True)
-class Touched:
+class Touched(Struct):
     """The messages of one service. ``first``: the first of them in its log. ``callers``: who sent them."""
 
     places: set[tuple[int, int]] = field(default_factory=set)
@@ -51,8 +51,7 @@ class Touched:
             self.first = message
 
 
-@dataclass(slots=True)
-class Cone:
+class Cone(Struct):
     """``client_answers``: those of them that went to clients. ``notes``: what is not known, in words."""
 
     services: dict[str, Touched] = field(default_factory=dict)

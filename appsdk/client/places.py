@@ -13,9 +13,10 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from appsdk.client.errors import NotConnectable
 from protocol import shared_home
@@ -27,16 +28,14 @@ _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d{1,5})")
 KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
-@dataclass(frozen=True, slots=True)
-class KeyPair:
+class KeyPair(Struct, frozen=True):
     """A client's own CURVE keys, in Z85."""
 
     public: str
     secret: str
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class Places(Struct, frozen=True):
     """``endpoints`` of one instance, to be tried in turn; ``server_keys``: those that it may show, () in plain.
 
     ``folder``: where its processes say that they run; None where that is another machine's, or not known.
@@ -50,8 +49,7 @@ class Places:
     refusal: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Finder:
+class Finder(Struct, frozen=True):
     """Finds them anew each time: an instance may move, and keys change."""
 
     name: str

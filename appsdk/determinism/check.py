@@ -14,11 +14,12 @@ import inspect
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from appsdk.determinism.reader import Reader, Source
 from appsdk.determinism.returns import INSTEAD, misfits
@@ -29,8 +30,7 @@ from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Definition
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """One place: in the function ``where``, in words ``what`` it does and what to do ``instead``."""
 
     file: str

@@ -6,10 +6,11 @@ import ast
 import importlib
 import random
 import sys
-from dataclasses import dataclass
 from datetime import date
 from types import BuiltinFunctionType, MethodType, ModuleType
 from typing import Any
+
+from msgspec import Struct
 
 DIFFERS = "which differs at each replay"
 NOT_REPEATED = "which no replay repeats"
@@ -29,8 +30,7 @@ IN_A_STEP = "move this line into a 'def' handler (@rpc), and await that: await s
 BLOCKS = "which holds up the whole instance, at each replay too"
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Struct, frozen=True):
     """``name`` is how people write it, ``why`` what is wrong with it, ``instead`` the replacement.
 
     ``arguments_count``: it depends on the run only when it is called with fewer arguments; -1: in any case.

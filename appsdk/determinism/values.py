@@ -8,9 +8,11 @@ import inspect
 import random
 import types
 import typing
-from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
 from typing import Annotated, Any, ClassVar, Final, Union
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from appsdk.effects.options import Effects
 from appsdk.handlers.decorators import Handler
@@ -20,15 +22,13 @@ _MISSING = object()
 _SETS = (collections.abc.Set, collections.abc.MutableSet)
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
+class Known(Struct, frozen=True):
     """This very object."""
 
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Instance:
+class Instance(Struct, frozen=True):
     """Some object of an annotated type. ``of_state``: it is reached from the app's attributes.
 
     ``waits``: it is the ``self`` of an async handler, which has calls to wait for in place of attributes.
@@ -39,23 +39,20 @@ class Instance:
     waits: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(Struct, frozen=True):
     """A function with what it gets as its first argument."""
 
-    function: FunctionType
+    function: Any  # a FunctionType, which mypy takes for a method where it is a field
     receiver: Known | Instance
 
 
-@dataclass(frozen=True, slots=True)
-class PeerOf:
+class PeerOf(Struct, frozen=True):
     """A peer of the app. ``waits``: as an async handler has it."""
 
     waits: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Super:
+class Super(Struct, frozen=True):
     """``super()`` in a method of ``after``."""
 
     receiver: Instance

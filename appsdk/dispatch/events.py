@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from protocol.verdicts import Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class BecamePrimary:
+class BecamePrimary(Struct, frozen=True):
     """All that was logged is handled: the hooks may start."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutputReady:
+class OutputReady(Struct, frozen=True):
     """There is a batch or more to send, before more input is handled."""
 
 
-@dataclass(frozen=True, slots=True)
-class Goodbye:
+class Goodbye(Struct, frozen=True):
     """The coordinator stops cleanly; so does the app."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Struct, frozen=True):
     """The coordinator closes the connection and says why."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotBegun:
+class SnapshotBegun(Struct, frozen=True):
     """A checkpoint of the state as it is now is to be taken beside the handlers, before more input is handled.
 
     ``encode`` makes the pieces of its blob; it raises StateError.
@@ -42,13 +38,11 @@ class SnapshotBegun:
     encode: Callable[[], tuple[bytes, bytes]]
 
 
-@dataclass(frozen=True, slots=True)
-class Flush:
+class Flush(Struct, frozen=True):
     """What is to be sent must be on its way before more input is handled: that may end the process."""
 
 
-@dataclass(frozen=True, slots=True)
-class MessageFailed:
+class MessageFailed(Struct, frozen=True):
     """A message has failed alone; ``verdict`` is on its way to the coordinator."""
 
     verdict: Verdict

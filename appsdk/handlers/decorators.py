@@ -12,10 +12,11 @@ import hashlib
 import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+
+from msgspec import Struct
 
 from appsdk.calls.annotations import signature_of
 from appsdk.calls.context import Context
@@ -103,8 +104,7 @@ if TYPE_CHECKING:
 Raises = Iterable[type[Exception]]
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(Struct, frozen=True):
     """``timeout``: how long a run may take. ``limit``: so many run at once, or with ``limit_by`` so many for each value
     of that parameter."""
 

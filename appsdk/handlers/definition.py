@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any, Literal, cast
+
+from msgspec import Struct, field
 
 from appsdk.calls.annotations import annotated_names
 from appsdk.calls.codec import ArgumentCodec
@@ -82,8 +83,7 @@ class Peer(property):
         return definition_of(target)
 
 
-@dataclass(slots=True)
-class Definition:
+class Definition(Struct):
     """One class: its handlers by name and ID, hooks, peers, and how its state is kept."""
 
     cls: type

@@ -16,9 +16,10 @@ logged, by what the log says.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+from msgspec import Struct, field
 
 from appsdk.calls.context import QUERY_RUNS, Context
 from appsdk.errors import QueryError
@@ -35,8 +36,7 @@ COMPARED_SIZE_BYTES_MAX = 1 << 20
 _UNSET = object()
 
 
-@dataclass(slots=True)
-class _Budget:
+class _Budget(Struct):
     """Of bytes that may be compared. ``compared``: method IDs; the first query of each is compared whatever is owed."""
 
     bytes_per_query: int

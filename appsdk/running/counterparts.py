@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
+
+from msgspec import Struct, field
 
 from appsdk.calls.context import Context
 from appsdk.state.journal import Described, SavedTasks
@@ -102,8 +103,7 @@ class TracedTasks(Tasks):
             super().resolve(operation, raised, value)
 
 
-@dataclass(slots=True)
-class _Drawn:
+class _Drawn(Struct):
     """``outcome``: what has come for it before it was drawn, (whether it raised, value)."""
 
     number: int
@@ -137,8 +137,7 @@ class Counterpart:
         return True
 
 
-@dataclass(slots=True)
-class _Handler:
+class _Handler(Struct):
     """One that both run. ``ahead``: what only the old code has done so far; ``behind``: numbers of what only the new
     code has."""
 

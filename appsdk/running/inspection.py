@@ -22,13 +22,13 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from appsdk.calls.annotations import resolve_hints
 from appsdk.calls.context import datetime_of
@@ -51,8 +51,7 @@ from protocol.errors import ImmortalError
 from protocol.private_files import opener
 
 
-@dataclass(frozen=True, slots=True)
-class InspectedState:
+class InspectedState(Struct, frozen=True):
     """What a checkpoint holds. ``state``: the attributes as trees (:mod:`appsdk.state.tree`), by name."""
 
     envelope: Envelope

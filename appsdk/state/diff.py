@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
+
+from msgspec import Struct
 
 from appsdk.state.tree import Fields, Members, Tree, canonical, to_json
 
@@ -17,8 +18,7 @@ class _Absent:
 ABSENT: Final = _Absent()
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Struct, frozen=True):
     """One part that is not the same. ``path`` is as in Python: ``items[0].name``, ``counts['the']``, ``tags{'a'}``.
 
     ``old`` or ``new`` is ABSENT where there is none.

@@ -12,10 +12,10 @@ import importlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from appsdk.errors import DefinitionError
 
@@ -27,8 +27,7 @@ def _no_problem(annotation: Any) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Codec:
+class Codec(Struct, frozen=True):
     """How values of one class are carried. Each function but ``problem`` may raise any exception.
 
     ``encode``: to what is encoded in its place. ``decode``: from (annotation, that). ``show``: to what people are

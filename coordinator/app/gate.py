@@ -15,7 +15,8 @@ import secrets
 import select
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from coordinator.app.connection import AppConnection
 from coordinator.app.secret import FILE_NAME, SECRET_FILE_VARIABLE
@@ -47,8 +48,7 @@ _STRANGERS = "the app's socket"  # the kind of lines that they can cause
 _NOBODY = 1  # the committer ID of a refusal: a stranger learns nothing of the log
 
 
-@dataclass(slots=True)
-class _Guest:
+class _Guest(Struct):
     connection: AppConnection
     leaves_ns: int
     said: bytearray = field(default_factory=bytearray)  # and not understood yet

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from coordinator.archive.archive import Archive
 from coordinator.archive.errors import ArchiveError, ConflictError
@@ -32,8 +33,7 @@ _WHOLE_STATE_EVERY = 100  # moments: a restore reads at most so many states
 _TRIES_MAX = 5  # to find no more than one segment's records left: then it is as much as there is
 
 
-@dataclass(slots=True)
-class _Place:
+class _Place(Struct):
     """Where the next moment belongs."""
 
     before: Moment | None
@@ -42,8 +42,7 @@ class _Place:
     next_sequence_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class AtRisk:
+class AtRisk(Struct, frozen=True):
     """What the loss of a log would lose: records that no moment of its archive has, and how old the first is."""
 
     records_count: int

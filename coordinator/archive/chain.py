@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from coordinator.archive.errors import ArchiveError
 from coordinator.archive.manifests import Moment, Part, Segment
 from coordinator.objects.errors import DamagedObjectError
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
+class Needs(Struct, frozen=True):
     """Of a moment: the objects that it is made of, each kind from the oldest on."""
 
     states: list[Part]  # the first is whole

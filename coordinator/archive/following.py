@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from coordinator.archive.archive import Archive
 from coordinator.archive.archiver import SEGMENT_SIZE_BYTES, Archiver
@@ -22,8 +23,7 @@ PRUNE_EVERY_S = 3600.0
 SAY_EVERY_S = 60.0  # that all is well
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(Struct, frozen=True):
     """``every_s``: a moment at least so often, where there is something new; ``segment_size_bytes``: and once so much
     has come."""
 

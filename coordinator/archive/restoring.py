@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from coordinator.archive.archive import Archive
 from coordinator.archive.archived import ArchivedView
@@ -23,8 +24,7 @@ from coordinator.log.meta import LogIdentity, read_identity
 from coordinator.log.verify import verify_log
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(Struct, frozen=True):
     first_sequence_id: int
     last_sequence_id: int
     checkpoints_count: int

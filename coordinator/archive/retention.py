@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from coordinator.archive.chain import needs_of
 from coordinator.archive.manifests import Moment
@@ -12,8 +13,7 @@ _DAY_NS = 86_400 * 1_000_000_000
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
+class Retention(Struct, frozen=True):
     """``keep_days``: any moment of so many days before the newest can be brought back. ``keep_mb``: at most so many MiB
     are kept, where the newest moment alone needs no more. With both, whichever keeps less."""
 

@@ -6,9 +6,9 @@ A view of the log is never kept open while something is sent: what a writer free
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from blake3 import blake3
+from msgspec import Struct
 
 from coordinator.archive.packs import PackedRow, digest
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError
@@ -27,8 +27,7 @@ _DIGEST_SIZE_BYTES = 16
 StateDigests = dict[tuple[str, bytes], bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
+class Records(Struct, frozen=True):
     """As many as there was room for, from the one that was asked for on."""
 
     first_sequence_id: int
@@ -37,8 +36,7 @@ class Records:
     rows: list[PackedRow]
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Struct, frozen=True):
     """How far a log is."""
 
     first_sequence_id: int

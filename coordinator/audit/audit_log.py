@@ -14,10 +14,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from protocol.errors import ImmortalError
 
@@ -214,8 +215,7 @@ def _clipped(value: object) -> object:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(Struct, frozen=True):
     """``problem``: why it can't stand there; "" if it fits."""
 
     file: Path

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from msgspec.structs import asdict
 
 from coordinator.cli.common import app_name, name_argument, pass_registry, settings_with_log
 from coordinator.config import InstanceSettings

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from coordinator.cli.common import instance_name, name_argument, pass_registry
 from coordinator.config import InstanceSettings
@@ -129,8 +130,7 @@ def reclaim(registry: Registry, name: str, accept_loss: bool, as_json: bool) -> 
     echo(f"reclaimed: the log of {name} counts, its streams with {', '.join(sorted(known))} go on")
 
 
-@dataclass(frozen=True)
-class _Loss:
+class _Loss(Struct, frozen=True):
     """What a copy has done at one peer, as far as the two logs show it; None: the peer can't be asked."""
 
     unknown_at_peer: int | None  # calls that the peer has beyond what it acknowledged to this log

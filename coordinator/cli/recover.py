@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
+from msgspec.structs import asdict
 
 from coordinator.cli.common import name_argument, pass_registry, settings_with_log
 from coordinator.config import InstanceSettings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections import Counter
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import asdict
 
 from coordinator.cli.common import complete_instance, instance_name, pass_registry
 from coordinator.config import InstanceSettings
@@ -176,7 +176,7 @@ def _failures(summary: LogSummary) -> dict[str, Any]:
     if summary.letters:
         row["letters"] = {"count": len(summary.letters), "bytes": sum(summary.letters.values())}
     if summary.suspect.runs_count:
-        row["suspect"] = dataclasses.asdict(summary.suspect)
+        row["suspect"] = asdict(summary.suspect)
     return row
 
 

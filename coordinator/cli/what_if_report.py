@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import asdict
 
 from coordinator.core.errors import LogError
 from coordinator.core.words import Methods, RpcWords, call_in_words, counted_method_in_words, method_name
@@ -194,7 +195,7 @@ class Report:
             "destination": finding.destination,
             "old": self._call(finding.destination, finding.old),
             "new": self._call(finding.destination, finding.new),
-        } | ({"arguments": list(map(dataclasses.asdict, finding.arguments))} if finding.arguments else {})
+        } | ({"arguments": list(map(asdict, finding.arguments))} if finding.arguments else {})
 
     def _fates_values(self, fates: Fates) -> Values:
         first = fates.first

@@ -11,8 +11,10 @@ compared with its check. The header becomes durable by an ordinary append, so on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
+
+from msgspec.structs import replace
 
 from coordinator.core import events as ev
 from coordinator.core import notices
@@ -38,7 +40,7 @@ class Stage(Enum):
     ADOPTED = "its header is on its way to the log"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Adopting:
     turn: Turn
     session: AppSession

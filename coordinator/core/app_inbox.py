@@ -36,7 +36,7 @@ LOGGED_EXTENSIONS = frozenset({MessageType.RECORD_TIME, MessageType.INSTANCE_NAM
 """Extensions that change what the log holds: an app must ask for the same ones all its life."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class AppInbox:
     """``name``: of the instance."""
 

@@ -35,7 +35,7 @@ CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BA
 _DEMULTIPLEXED = frozenset({MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Calls:
     destination: str
     count: int

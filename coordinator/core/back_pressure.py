@@ -32,13 +32,13 @@ class Load(IntEnum):
     HELD_UP = 3  # that is full too: the app is not read
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Told:
     load: Load
     seen_ns: int  # when it was last that bad
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class BackPressure:
     limits: Limits
     session: AppSession

@@ -32,7 +32,7 @@ from protocol.readers import BlobData, Message
 from protocol.trailer import BatchKind, BatchSource
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class CheckpointTaking:
     """``name``: of the instance."""
 

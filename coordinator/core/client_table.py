@@ -25,7 +25,7 @@ REPLY_OVERHEAD_BYTES = 200  # of Python's objects around a reply, or around the 
 _GONE = bytes((ReplyKind.GONE,))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Client:
     """``number``: the last one taken. Above ``released`` each number is open, in ``replies``, or in ``gone``."""
 

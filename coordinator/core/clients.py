@@ -48,7 +48,7 @@ from protocol.trailer import BatchKind, BatchSource
 _FROM_CLIENTS = (ClientFrameType.HELLO, ClientFrameType.REQUEST, ClientFrameType.PING, ClientFrameType.QUERY)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Clients:
     """Those of one instance. ``effects``: where effects go; the machine's."""
 

@@ -43,7 +43,7 @@ class Reading:
         return self.begun_ns is not None or self.taken_ns is not None or self.ended
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class SteadyClock:
     """``offset_ns``: the instance's time, less the steady clock. ``hold_ns``: how long a jump has to stand."""
 
@@ -89,7 +89,7 @@ class SteadyClock:
         return Reading(steady_ns + self.offset_ns, taken_ns=ahead_ns)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class RunningTime:
     """When the instance ran, as spans of its own time: what is to be old must have been so for as long as it ran.
 

@@ -44,7 +44,7 @@ class _RefusedError(ImmortalError):
     """What the operator asks for can't be done; says why."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Operator:
     failing: Failing
     verdicts: Verdicts

@@ -43,7 +43,7 @@ from protocol.verdicts import (
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Failing:
     """``effects``: where effects go; the machine's."""
 

@@ -23,7 +23,7 @@ from protocol.record import decode_header
 from protocol.trailer import decode_trailer
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Feeding:
     turn: Turn
     outbox: AppOutbox

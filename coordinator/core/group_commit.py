@@ -22,7 +22,7 @@ COMMITS_ON_THEIR_WAY_MAX = 16
 writes joins what waits: as many as this go to the disk in two turns."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Group:
     """What one commit makes durable."""
 

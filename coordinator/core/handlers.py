@@ -27,7 +27,7 @@ from protocol.readers import Message
 OPEN_MAX = 64  # questions and orders that are not answered: an app that is busy for long is asked no more
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Ordered:
     """An order in the log."""
 
@@ -36,7 +36,7 @@ class _Ordered:
     message_index: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Handlers:
     """``name``: of the instance."""
 

@@ -6,10 +6,9 @@ The core decides what must be durable together; a :class:`LogStore` makes it so.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from coordinator.core.errors import LogError, require
 from protocol.client import CLIENTS
@@ -42,8 +41,7 @@ class SourcePosition(Struct, frozen=True):
     position: int
 
 
-@dataclass(frozen=True, slots=True)
-class StreamStart:
+class StreamStart(Struct, frozen=True):
     """Where an output stream that was reset goes on at its receiver.
 
     The receiver's position p is the position p + ``offset`` of this log, whose own numbers never change. ``pending``:
@@ -78,41 +76,24 @@ class OutputBatch(Struct, frozen=True):
         return self.first_position + self.count - 1
 
 
-@dataclass(frozen=True, slots=True)
-class ImpulseBatch:
+class ImpulseBatch(OutputBatch, frozen=True):
     """Impulses to another instance, kept because no replay would make them again.
 
-    They take the positions from ``first_position`` on in the stream to ``destination``. Where the payload is empty,
-    ``left_size_bytes`` says how much of it was left in the log, to be read when there is room; 0: it is needed no more.
+    They take their positions in the stream to ``destination``. Where the payload is empty, ``left_size_bytes`` says how
+    much of it was left in the log, to be read when there is room; 0: it is needed no more.
     """
 
     destination: str
-    first_position: int
-    count: int
-    payload: bytes
     left_size_bytes: int = 0
 
-    @property
-    def last_position(self) -> int:
-        return self.first_position + self.count - 1
 
-
-@dataclass(frozen=True, slots=True)
-class SpilledBatch:
-    """Messages for ``destination`` that memory has no room for, from the position ``first_position`` on."""
+class SpilledBatch(OutputBatch, frozen=True):
+    """Messages for ``destination`` that memory has no room for."""
 
     destination: str
-    first_position: int
-    count: int
-    payload: bytes
-
-    @property
-    def last_position(self) -> int:
-        return self.first_position + self.count - 1
 
 
-@dataclass(frozen=True, slots=True)
-class SpilledExtent:
+class SpilledExtent(Struct, frozen=True):
     """Consecutive messages of one output stream that are in the log, both ends included."""
 
     first_position: int
@@ -120,8 +101,7 @@ class SpilledExtent:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class LogSpace:
+class LogSpace(Struct, frozen=True):
     """``used_bytes``: what the log needs of its file; pages that are free again don't count. ``free_bytes``: on its
     disk, for others than root."""
 
@@ -129,8 +109,7 @@ class LogSpace:
     free_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointHeader:
+class CheckpointHeader(Struct, frozen=True):
     """All of a checkpoint but its blob; the blob is stored beside it, in chunks.
 
     The blob is the app's state after the record ``sequence_id`` (-1: before any record), as the app's version
@@ -150,8 +129,7 @@ class CheckpointHeader:
     open_calls: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(Struct, frozen=True):
     """A checkpoint that a follower has taken for who writes the log in ``epoch``, and whose chunks are in the log.
 
     ``verdicts``: on which messages, up to its record and behind the checkpoint that it began with, its app had one.
@@ -162,8 +140,7 @@ class Offer:
     verdicts: Sequence[MessageKey] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ClientPosition:
+class ClientPosition(Struct, frozen=True):
     """How much of one client's requests is in the log.
 
     ``number`` is the last one taken; the replies up to ``released`` are kept no longer. ``time_ns``: when it was last
@@ -176,8 +153,7 @@ class ClientPosition:
     owner: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredClients:
+class StoredClients(Struct, frozen=True):
     """What a log holds of clients, as it is opened; all by client ID, ``replies`` by (client ID, number).
 
     A reply is its kind, one byte, and its value; only the kind where it is not kept any more. ``forgotten_ns``: no
@@ -189,8 +165,7 @@ class StoredClients:
     forgotten_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class VersionStart:
+class VersionStart(Struct, frozen=True):
     """From the record behind ``sequence_id`` on, the app's version ``version`` handles the log.
 
     ``app`` is what the app called itself then ("module:Class"; "" if it said nothing).
@@ -201,8 +176,7 @@ class VersionStart:
     app: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Suspect:
+class Suspect(Struct, frozen=True):
     """What the app was at when its process ended without a word, ``runs_count`` times in a row.
 
     ``message_index`` RECORD: some message of that record; ``sequence_id`` UNKNOWN: some record up to
@@ -219,16 +193,14 @@ UNKNOWN = -1
 NO_SUSPECT = Suspect(UNKNOWN, RECORD, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Letter:
+class Letter(Struct, frozen=True):
     """A dead letter: a message that failed and that nobody waits for. ``time_ns``: when its verdict was given."""
 
     verdict: Verdict
     time_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class AuditEntry:
+class AuditEntry(Struct, frozen=True):
     """``who`` did ``what``, in words, at ``time_ns`` (ns since the Unix epoch)."""
 
     time_ns: int
@@ -292,8 +264,7 @@ class Transaction(Struct):
         self.extensions = self.extensions if later.extensions is None else later.extensions
 
 
-@dataclass(frozen=True, slots=True)
-class LogSummary:
+class LogSummary(Struct, frozen=True):
     """The state of a log as it is opened: all that the core needs to start, without reading a record."""
 
     committer_id: int

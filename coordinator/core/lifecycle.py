@@ -48,7 +48,7 @@ class Proof(Enum):
 BEHIND = Proof.BEHIND  # each turn asks
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Lifecycle:
     """``promote``: a recovered app begins to work without a checkpoint first."""
 

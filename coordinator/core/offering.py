@@ -12,8 +12,10 @@ these it is known that the calls are the writer's. So what an app that has diver
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
+
+from msgspec.structs import replace
 
 from coordinator.core import events as ev
 from coordinator.core import notices
@@ -48,7 +50,7 @@ _OWED = frozenset({Stage.ASKED, Stage.COMING, Stage.UNWANTED})
 """The app is still to send it, or the rest of it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Offering:
     """``takes_blob``: the next one of the app is this, or the one that comes is."""
 

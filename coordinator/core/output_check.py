@@ -66,7 +66,7 @@ def stop(divergence: Divergence) -> None:
     raise OutputDivergenceError(divergence)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Made:
     batch: OutputBatch
     checksum_before: int

@@ -37,7 +37,7 @@ ROOM_MIN = 2  # one is answered, one is on its way
 ANSWER_KINDS = (ReplyKind.VALUE, ReplyKind.NOTHING, ReplyKind.RAISED)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Query:
     token: Token
     frame: ClientFrame
@@ -56,7 +56,7 @@ class _Query:
         return self.caller or f"~{self.frame.client_id}"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Queries:
     """``name``: of the instance."""
 

@@ -6,7 +6,7 @@ if it is damaged, the one before is tried.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from coordinator.core.effects import CheckCheckpoint, ReadCheckpointChunk
 from coordinator.core.errors import LogError, require

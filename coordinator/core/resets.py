@@ -19,7 +19,7 @@ from coordinator.core.streams.reset import RECLAIM_EPOCHS
 from coordinator.core.turn import Turn
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Resets:
     log: GroupCommit
     peers: Peers

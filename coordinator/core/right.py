@@ -19,7 +19,7 @@ class Role(Enum):
     WRITING = "writing"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Right:
     """``follows`` and ``writes`` are the role as plain values, since each turn asks for them."""
 

@@ -23,7 +23,7 @@ from coordinator.core.session import AppSession, Phase
 from coordinator.core.turn import Turn
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class TakingOver:
     """``follow``: where another writes the log, follow it until the right is ours."""
 

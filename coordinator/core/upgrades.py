@@ -23,7 +23,7 @@ from protocol.messages import MessageType, encode_message
 from protocol.readers import Message
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Upgrades:
     versions: Versions
     session: AppSession

@@ -10,7 +10,7 @@ from coordinator.core.limits import Limits
 from coordinator.core.streams.peers import Peers
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Wakes:
     """Times in ns since the Unix epoch; None where nothing is waited for."""
 

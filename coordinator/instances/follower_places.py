@@ -10,10 +10,10 @@ find it where they find the instance; its app stays where it is.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
 from coordinator.config import InstanceSettings
 from protocol.errors import ImmortalError
@@ -29,8 +29,7 @@ class FollowerPlaceError(ImmortalError):
     """There is no place for one more follower."""
 
 
-@dataclass(slots=True)
-class FollowerPlace:
+class FollowerPlace(Struct):
     """Held until :meth:`release`, or until the process ends. ``folder``: where its files are."""
 
     folder: Path

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import Struct
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
 from coordinator.log import format as log_format
@@ -71,8 +72,7 @@ class LogKey:
         return hashlib.blake2b(self.secret, digest_size=8, person=b"immortal key id").hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class Marker:
+class Marker(Struct, frozen=True):
     """What the log says of its authentication."""
 
     key_id: str

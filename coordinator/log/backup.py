@@ -6,7 +6,8 @@ A backup is a log: any command reads it, and an instance starts from it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from coordinator.core.errors import LogError
 from coordinator.log.authentication import LogKey
@@ -17,8 +18,7 @@ from coordinator.log.reading import stored_headers
 from coordinator.log.verify import LogVerification, verify_log
 
 
-@dataclass(frozen=True, slots=True)
-class Backup:
+class Backup(Struct, frozen=True):
     first_sequence_id: int
     last_sequence_id: int
     records_copied: int

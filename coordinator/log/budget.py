@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from coordinator.log.backend import Span, View
 from coordinator.log.format import SEQUENCE_KEY
@@ -11,8 +11,7 @@ STEP_ROWS_MAX = 1024  # a millisecond or two
 STEP_SIZE_BYTES_MAX = 16 << 20
 
 
-@dataclass(slots=True)
-class Budget:
+class Budget(Struct):
     """How much one step may still remove; the row that uses it up is removed too."""
 
     rows_left: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from coordinator.core.errors import require
 from coordinator.core.interfaces import CheckpointHeader
@@ -16,8 +16,7 @@ from protocol.checksum import crc64
 from protocol.varint import Readable
 
 
-@dataclass(slots=True)
-class PendingBlob:
+class PendingBlob(Struct):
     """What has been written of a blob whose header is not committed yet."""
 
     checkpoint_id: int

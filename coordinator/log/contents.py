@@ -6,7 +6,8 @@ Messages are counted from 0 through the whole record, as the app counts them: RP
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from protocol.batch import decode_batch, decode_replayable_batch, encode_batch, encode_replayable_batch, offset_after
 from protocol.errors import ImmortalError, RemoteProtocolError
@@ -28,8 +29,7 @@ class NoSuchMessageError(ImmortalError):
     """A record has fewer messages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Struct, frozen=True):
     """One top-level message of a record: ``count`` RPC messages, packed in ``payload``."""
 
     message_type: int

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from coordinator.core.errors import DamagedLogError, LogError
 from coordinator.core.interfaces import IMPULSES, LogSummary
@@ -20,8 +21,7 @@ class CutRefusedError(LogError):
     """Cutting there would not help, or is not needed."""
 
 
-@dataclass(frozen=True, slots=True)
-class LostMessages:
+class LostMessages(Struct, frozen=True):
     """What a cut takes away of one source: an instance, ONESELF or IMPULSES.
 
     ``first_position`` None: which ones is not known, at most those up to ``last_position``; no kept record has any of
@@ -33,8 +33,7 @@ class LostMessages:
     last_position: int
 
 
-@dataclass(frozen=True, slots=True)
-class CutPlan:
+class CutPlan(Struct, frozen=True):
     """The records from ``sequence_id`` on are to be cut off."""
 
     sequence_id: int

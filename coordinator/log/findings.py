@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 
 class Severity(Enum):
@@ -12,8 +13,7 @@ class Severity(Enum):
     FATAL = "fatal"  # recovery will stop there, or go wrong
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """One thing that is wrong. ``message`` says what, where, and what it means."""
 
     severity: Severity

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from coordinator.core.errors import DamagedLogError, fail
 from coordinator.core.interfaces import (
@@ -107,8 +107,7 @@ class _ClientPayload(msgspec.Struct, array_like=True, forbid_unknown_fields=True
 _CLIENT = msgspec.msgpack.Decoder(_ClientPayload)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredHeader:
+class StoredHeader(Struct, frozen=True):
     """A checkpoint's header as it is stored: ``unacknowledged`` of ``header`` is empty, it lies beside it."""
 
     header: CheckpointHeader

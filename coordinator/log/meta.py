@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+from msgspec import Struct
 
 from coordinator.core.errors import LogFormatError, LogIdentityError
 from coordinator.log import format as log_format
@@ -26,8 +26,7 @@ class Tables(Protocol):
     def scan_back(self, table: str, last: bytes | None = None) -> Iterator[tuple[Readable, Readable]]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class LogIdentity:
+class LogIdentity(Struct, frozen=True):
     """Whose log it is."""
 
     format_version: int

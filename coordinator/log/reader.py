@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
 from coordinator.core.interfaces import AuditEntry, Letter, LogSummary, OutputBatch
@@ -38,8 +39,7 @@ class TrimmedError(LogError):
     """What was asked for is no longer kept: trimming removed it, perhaps since the reader was opened."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedValue:
+class LoggedValue(Struct, frozen=True):
     """A record with its trailer, as it is in the log; ``problem`` says in words what is damaged, None if nothing is.
 
     ``value`` is empty where the record is missing; then ``last_sequence_id`` is the last of those missing in a row.

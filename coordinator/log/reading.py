@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import msgspec
+from msgspec.structs import replace
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError
 from coordinator.core.interfaces import (
@@ -238,7 +238,7 @@ def load_impulses(view: View, acknowledged: Mapping[str, int], size_bytes_max: i
                 payload = log_format.decode_batch_payload(IMPULSES_TABLE, key, value)
             else:
                 left_bytes = size_bytes
-        batches.append(ImpulseBatch(destination, first_position, count, payload, left_bytes))
+        batches.append(ImpulseBatch(first_position, count, payload, destination, left_bytes))
     return batches
 
 

@@ -7,7 +7,8 @@ the log of its sender is known as well: only then can a sender with another log 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from coordinator.core.errors import DamagedLogError
 from coordinator.core.interfaces import IMPULSES, ONESELF, SourcePosition
@@ -23,8 +24,7 @@ from protocol.trailer import BatchKind
 _TABLE = b"sources"
 
 
-@dataclass(frozen=True, slots=True)
-class RebuiltSource:
+class RebuiltSource(Struct, frozen=True):
     """A row to be put in the place of the damaged one at ``damaged_key``; ``how`` it is known, in words."""
 
     damaged_key: bytes

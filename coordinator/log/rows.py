@@ -7,7 +7,7 @@ transaction alone; the little that depends on what the log has is read from a vi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from coordinator.core.errors import require
 from coordinator.core.interfaces import SpilledBatch, Transaction, VersionStart
@@ -18,8 +18,7 @@ from coordinator.log.format import IMPULSES_TABLE, MESSAGE_KEY, SEQUENCE_KEY, SP
 from coordinator.log.meta import meta_row
 
 
-@dataclass(slots=True)
-class Changes:
+class Changes(Struct):
     """Rows that go, and then rows that come."""
 
     puts: list[Row] = field(default_factory=list)

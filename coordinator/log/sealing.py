@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from coordinator.core.errors import require
 from coordinator.log import format as log_format
@@ -36,8 +37,7 @@ from protocol.varint import Readable
 _KEPT_TABLES = frozenset(("sources", "acknowledged", "verdicts", "letters", "meta"))
 
 
-@dataclass(slots=True)
-class Change:
+class Change(Struct):
     """What one append makes of the log's state. It counts once the append is durable."""
 
     head: bytes

@@ -92,7 +92,7 @@ def end_at(view: View, destination: str, position: int) -> tuple[list[SpilledBat
     left = []
     if last is not None and last.last_position > position:
         rest, _ = cut(last, position - last.first_position + 1)
-        left.append(SpilledBatch(destination, rest.first_position, rest.count, rest.payload))
+        left.append(SpilledBatch(rest.first_position, rest.count, rest.payload, destination))
     end = log_format.name_key(destination)[:-1] + b"\1"  # a name ends with a zero byte
     return left, Span("spilled", log_format.batch_key(destination, position + 1), end)
 

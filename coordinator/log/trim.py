@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from coordinator.core.errors import DamagedLogError, require
 from coordinator.core.interfaces import CheckpointHeader
@@ -18,8 +19,7 @@ from coordinator.log.reading import acknowledged_positions
 from coordinator.log.rows import Changes
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
+class Retention(Struct, frozen=True):
     """What is to be kept: the newest ``keep_checkpoints`` (None: what ``keep_since_ns`` asks for alone counts), and
     all that a replay from ``keep_since_ns`` on needs (ns since the Unix epoch; None: no more than that)."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogLockedError
 from coordinator.core.interfaces import ClientPosition
@@ -25,8 +26,7 @@ _READ_SIZE_BYTES = 1 << 20
 _READ_SIZE_BYTES_MIN = 4096  # to name the place
 
 
-@dataclass(slots=True)
-class LogVerification:
+class LogVerification(Struct):
     """A verification under way: iterate :meth:`findings` to its end, then read the figures."""
 
     log: Place

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import zmq
+from msgspec import Struct, field
 
 from coordinator.messenger.limits import (
     CLIENT_QUEUED_SIZE_BYTES_MAX,
@@ -21,8 +21,7 @@ from coordinator.messenger.limits import (
 from coordinator.messenger.sockets import NOBLOCK
 
 
-@dataclass(slots=True, eq=False)
-class _Queue:
+class _Queue(Struct, eq=False):
     """Of one connection. ``size_bytes``: all that is not known to be gone."""
 
     size_bytes: int = 0

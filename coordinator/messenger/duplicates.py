@@ -15,8 +15,9 @@ right there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
+
+from msgspec import Struct
 
 from coordinator.messenger.limits import SPAN_MAX
 
@@ -31,8 +32,7 @@ class Sighting(IntEnum):
 FIRST, DUPLICATE, REFUSED, EARLY = Sighting
 
 
-@dataclass(slots=True, eq=False)
-class OrderedTracker:
+class OrderedTracker(Struct, eq=False):
     """Tells the first sighting of a message ID, in order, from others. No I/O.
 
     ``highest_seen`` is the highest ID seen (0: none), ``lowest_pending_id`` the lowest ID that may still come or come
@@ -61,8 +61,7 @@ class OrderedTracker:
         return FIRST
 
 
-@dataclass(slots=True, eq=False)
-class DuplicateTracker:
+class DuplicateTracker(Struct, eq=False):
     """Tells the first sighting of a message ID from others, in any order. Fields as above. No I/O.
 
     The complement has ``span_max`` bits at most: no ID further from the lowest pending one is taken.

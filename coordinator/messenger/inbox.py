@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from coordinator.messenger.duplicates import DuplicateTracker, OrderedTracker, Sighting
 from coordinator.messenger.envelope import NOOP, REPLY, REPLY_EXPIRED
@@ -44,15 +43,13 @@ class StoredReply(Struct, frozen=True):
     size_bytes: int
 
 
-@dataclass(slots=True, eq=False)
-class Kept:
+class Kept(Struct, eq=False):
     """What the replies of one peer's links take together, and the callbacks given with them."""
 
     size_bytes: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class Conversation:
+class Conversation(Struct, eq=False):
     """One link as its receiver sees it. ``routes`` are the ZeroMQ routing IDs of its sender's latest connections, the
     newest first, ``peer`` the name that its key stands for."""
 
@@ -144,8 +141,7 @@ class Conversation:
         self.kept = kept
 
 
-@dataclass(slots=True, eq=False)
-class Shelf:
+class Shelf(Struct, eq=False):
     """The conversations of one peer, or of all that show no key."""
 
     conversations_max: int

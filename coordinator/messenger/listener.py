@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import zmq
+from msgspec import Struct
 
 from coordinator.messenger.client_queues import ClientQueues
 from coordinator.messenger.duplicates import Sighting
@@ -81,8 +81,7 @@ class Reply(NamedTuple):
     callback: ServerLoop | None
 
 
-@dataclass(slots=True, eq=False)
-class Received:
+class Received(Struct, eq=False):
     """A message, given to a server loop once; before that to the callback that it is for, if any.
 
     ``parts`` are its bytes, ``endpoint`` where it came in, ``sender`` the random incarnation (u64) of the
@@ -143,8 +142,7 @@ class Received:
         listener.accept_reply(Reply(listener, self._conversation, self._envelope, checked, callback))
 
 
-@dataclass(slots=True, eq=False)
-class ClientRoute:
+class ClientRoute(Struct, eq=False):
     """The way to a client, who is no messenger and for whom nothing is kept or sent again.
 
     ``peer``: the name that its key stands for, None without keys.

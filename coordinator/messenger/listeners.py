@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from coordinator.messenger.gate import Gate
 from coordinator.messenger.listener import ClientLoop, ClientReply, Listener, Reply, ServerLoop

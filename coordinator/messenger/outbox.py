@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from coordinator.messenger.limits import (
     IN_FLIGHT_MAX,
@@ -28,8 +29,7 @@ ReplyCallback = Callable[[list[bytes]], None]
 LOOKS_PER_DELAY = 2  # how often what is due is looked for, at most, in the shortest delay
 
 
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
+class RetryPolicy(Struct, frozen=True):
     """How long to wait for an acknowledgement: doubling from ``delay_ns_min``, at most ``delay_ns_max``,
     less up to ``jitter``."""
 
@@ -47,8 +47,7 @@ class RetryPolicy:
         return int(delay_ns * (1.0 - self.jitter * random_unit))
 
 
-@dataclass(slots=True, eq=False)
-class PendingMessage:
+class PendingMessage(Struct, eq=False):
     """One message from send_message() to its acknowledgement."""
 
     message_id: int
@@ -66,8 +65,7 @@ class PendingMessage:
     skipped_count: int = 0  # IDs right below, acknowledged when it was first sent on that connection
 
 
-@dataclass(slots=True, eq=False)
-class Outbox:
+class Outbox(Struct, eq=False):
     """The pending messages of one link."""
 
     retry: RetryPolicy

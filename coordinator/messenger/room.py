@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from coordinator.messenger.errors import MessengerError, PendingFullError
 from coordinator.messenger.limits import PENDING_MAX, PENDING_SIZE_BYTES_MAX
 
 
-@dataclass(frozen=True, slots=True)
-class PendingLimits:
+class PendingLimits(Struct, frozen=True):
     """What may be pending, sent or not, for one destination; one message always may, however large.
 
     ``wait_s``: how long a send waits for room before it is refused; 0: not at all, None: as long as it takes. It waits
@@ -30,8 +30,7 @@ class PendingLimits:
 PENDING_LIMITS = PendingLimits()
 
 
-@dataclass(slots=True, eq=False)
-class _Pending:
+class _Pending(Struct, eq=False):
     """To one destination, ever: what was taken, by any thread under the lock, and what of it is pending no more, which
     only the messenger's owner writes."""
 

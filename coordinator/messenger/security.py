@@ -5,11 +5,13 @@ Keys are 32 bytes, here always as the 40 characters of their Z85 text.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 import zmq
+from msgspec import Struct, field
 
 from coordinator.messenger.sockets import Socket
 
@@ -21,7 +23,7 @@ class KeyPair:
     """A public key and its secret one, which no text of this object shows."""
 
     public: str
-    secret: str = field(repr=False)
+    secret: str = dataclasses.field(repr=False)
 
     @classmethod
     def new(cls) -> KeyPair:
@@ -52,8 +54,7 @@ class Role(StrEnum):
         return clients_frame and self is not Role.OPERATOR
 
 
-@dataclass(frozen=True, slots=True)
-class Security:
+class Security(Struct, frozen=True):
     """What a messenger goes by until it is given another one; see :meth:`Messenger.secure`.
 
     ``own``: what it shows to others. ``callers``: the name of each public key that may send to it; nobody else gets

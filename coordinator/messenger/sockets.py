@@ -7,12 +7,12 @@ import errno
 import logging
 import re
 import socket as unix_socket
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from struct import Struct
 
 import zmq
+from msgspec import Struct, field
 
 from coordinator.messenger.errors import EndpointError, EndpointInUseError, MessageTooLargeError
 from coordinator.messenger.limits import (
@@ -39,12 +39,11 @@ POLLIN = int(zmq.POLLIN)
 POLLOUT = int(zmq.POLLOUT)
 
 _TCP = re.compile(r"tcp://(?P<host>[^/]+):(?P<port>\d{1,5}|\*)")
-_MONITOR_EVENT = Struct("=HI")  # in the machine's own byte order
+_MONITOR_EVENT = struct.Struct("=HI")  # in the machine's own byte order
 IPC_PATH_SIZE_BYTES_MAX = 107  # of sockaddr_un, less the final zero
 
 
-@dataclass(slots=True)
-class Counters:
+class Counters(Struct):
     """What has happened since the messenger was made."""
 
     sent: int = 0  # messages given to ZeroMQ, each time

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
@@ -33,8 +33,7 @@ NOTICES = "immortal_notices", "What was told, also where it became no line"
 # --- what a status says -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StatusMetric:
+class StatusMetric(Struct, frozen=True):
     """``path``: where the value is in the status, as `immortal status NAME --json` gives it; ``*`` is each key of a
     mapping, which becomes ``label``. ``unit``: times this it is the metric's. ``absent``: the metric where
     there is no value; None: then it is left out."""
@@ -181,8 +180,7 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> Iterator[Metric]:
 # --- what notices say -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TimeMetric:
+class TimeMetric(Struct, frozen=True):
     """A histogram, in seconds. ``ended``: says that it is over. It has begun with ``began``; None: ``ended`` knows how
     long it took."""
 

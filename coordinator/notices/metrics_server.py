@@ -12,11 +12,11 @@ import ssl
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from coordinator.config import split_tcp
@@ -37,8 +37,7 @@ class MetricsError(ImmortalError):
     """The metrics can't be served."""
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(Struct, frozen=True):
     """How the metrics are reached beyond this machine. ``insecure``: without any of it is meant."""
 
     token_file: Path | None = None

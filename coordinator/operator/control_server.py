@@ -19,10 +19,10 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct, field
 
 from coordinator.config.socket_paths import secure_folder, short_path
 from coordinator.operator.control import (
@@ -47,8 +47,7 @@ _NO_SOCKET_HERE = (errno.EPERM, errno.EOPNOTSUPP)  # what file systems say that 
 _decode = msgspec.json.Decoder(Question).decode
 
 
-@dataclass(slots=True, eq=False)
-class Asked:
+class Asked(Struct, eq=False):
     """One question. ``uid`` and ``pid`` say who asks, as the kernel knows it. It is answered once."""
 
     verb: str
@@ -66,8 +65,7 @@ class Asked:
         self._tell(data)
 
 
-@dataclass(slots=True, eq=False)
-class _Connection:
+class _Connection(Struct, eq=False):
     socket: socket.socket
     uid: int
     pid: int

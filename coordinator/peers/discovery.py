@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from coordinator.config import ConfigError, InstanceSettings, check_instance_name
 from coordinator.config.values import NAME_PLACE, is_endpoint, is_log_url
@@ -33,8 +34,7 @@ class Origin(enum.StrEnum):
     LEASE = "lease"
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(Struct, frozen=True):
     """Where a peer is, and what says so."""
 
     endpoint: str
@@ -104,8 +104,7 @@ class Discovery:
         return name in settings.peers or settings.peer_template is not None or self._registry.path(name).exists()
 
 
-@dataclass(slots=True)
-class _Called:
+class _Called(Struct):
     """One destination."""
 
     route: Route | None = None

@@ -16,7 +16,6 @@ Secrets stay where they are made. Each folder gets the public files of those who
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Annotated
@@ -55,8 +54,7 @@ class _File(Struct):
     age_days_max: Annotated[_Days | None, says("Older keys are to be rotated.", default="none for its age")] = None
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Struct, frozen=True):
     """``allow``: who may call it, and what; of an instance."""
 
     name: str
@@ -74,8 +72,7 @@ class Member:
         return keys.read_public_file(self.folder)
 
 
-@dataclass(frozen=True, slots=True)
-class Fleet:
+class Fleet(Struct, frozen=True):
     """``members`` by name."""
 
     members: Mapping[str, Member]

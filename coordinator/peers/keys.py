@@ -14,9 +14,11 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from coordinator.config import write_atomically
 from coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME, remove_file, write_text
@@ -42,8 +44,7 @@ class KeysError(ImmortalError):
     """Keys are not what or where they must be."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublicKey:
+class PublicKey(Struct, frozen=True):
     """A public key, the day (UTC) when it was made, and the last one on which it lets anybody in; None: not said."""
 
     key: str
@@ -54,8 +55,7 @@ class PublicKey:
         return self.expires is not None and today > self.expires
 
 
-@dataclass(frozen=True, slots=True)
-class PublicFile:
+class PublicFile(Struct, frozen=True):
     """What a public file says. ``role`` None: nothing of what its owner is."""
 
     keys: tuple[PublicKey, ...] = ()

@@ -6,8 +6,9 @@ import enum
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from coordinator.app import secret as app_secret
 from coordinator.config import AppAuth, InstanceSettings, override
@@ -29,8 +30,7 @@ class Role(enum.Enum):
         return Role.APP if self is Role.COORDINATOR else Role.COORDINATOR
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(Struct, frozen=True):
     """How to start one of the two: ``environment`` is set in addition to the supervisor's own."""
 
     argv: Sequence[str]

@@ -19,7 +19,8 @@ from __future__ import annotations
 import enum
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from coordinator.service.commands import Role
 
@@ -36,8 +37,7 @@ RESTART_PAUSE_S_MAX = 5.0
 RESTART_PAUSE_RESET_S = 10.0  # who lived this long did not die of how it was started
 
 
-@dataclass(frozen=True)
-class Exit:
+class Exit(Struct, frozen=True):
     """How a process ended: ``returncode`` as subprocess gives it, negative for a signal."""
 
     role: Role

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
@@ -27,8 +28,7 @@ SOURCES_MAX = 10_000
 ARRIVALS_MAX = 1_000  # of one source, not logged yet
 
 
-@dataclass(slots=True)
-class Submitted:
+class Submitted(Struct):
     """A commit with that record was asked for."""
 
     ticket: int
@@ -40,24 +40,21 @@ class Submitted:
     durable_ns: int = 0
 
 
-@dataclass(slots=True)
-class Durable:
+class Durable(Struct):
     """So is the commit with that ticket, and all before it."""
 
     ticket: int
     time_ns: int
 
 
-@dataclass(slots=True)
-class Given:
+class Given(Struct):
     """The app was sent that record."""
 
     sequence_id: int
     time_ns: int
 
 
-@dataclass(slots=True)
-class Arrived:
+class Arrived(Struct):
     """Messages of that source came, up to ``last_position``."""
 
     source: tuple[int, str]  # kind, name

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from coordinator.cli.common import operator_name
 from coordinator.cli.handlers import retry_problem
@@ -21,8 +22,7 @@ ANSWER_S = 30.0
 Values = Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(Struct, frozen=True):
     """Of the form. ``is_given``: it comes with the link that leads there, and is not asked for."""
 
     name: str
@@ -31,8 +31,7 @@ class Field:
     placeholder: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(Struct, frozen=True):
     """``request``: of the fields. ``done``: the answer in words; it raises WebError where nothing was done."""
 
     verb: str

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct, field
 from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
@@ -142,8 +142,7 @@ def _clients(settings: InstanceSettings) -> list[Values]:
     return clients
 
 
-@dataclass(slots=True, frozen=True)
-class _Waiting:
+class _Waiting(Struct, frozen=True):
     """Handlers that wait, how many there are in all, and why that is not known; and those with a schedule."""
 
     handlers: list[Values] = field(default_factory=list)

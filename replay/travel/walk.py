@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from appsdk.calls.context import SEED_SIZE_BYTES
 from appsdk.handlers.definition import Definition
@@ -26,8 +27,7 @@ from replay.session import Ended, Event, ReplaySession, VerdictGiven
 from replay.travel.watching import Eyes, NoWatcher, Watcher
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
+class Made(Struct, frozen=True):
     """Messages that one logged message made, of the stream to ``destination`` from ``first_position`` on."""
 
     destination: str

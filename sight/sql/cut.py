@@ -10,15 +10,15 @@ durable in it, as nothing leaves an instance before its cause is durable.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 
-@dataclass(slots=True)
-class LogCut:
+class LogCut(Struct):
     """``last``: the last record that is shown. ``goes_on``: the log has more, or had as the others were looked at."""
 
     instance: str

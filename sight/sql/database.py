@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from msgspec import Struct
 
 from appsdk.state import rows as state_rows
 from coordinator.config import InstanceSettings
@@ -44,8 +44,7 @@ Decode = Callable[[str, str, str, int, bytes], str | None]
 """(instance, rpc_kind, rpc_type, method_id, arguments) to the arguments as JSON."""
 
 
-@dataclass(slots=True)
-class Log:
+class Log(Struct):
     """One instance. ``methods()``: what its class names. ``last``: the last record that is asked for."""
 
     settings: InstanceSettings

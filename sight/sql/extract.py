@@ -15,11 +15,11 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from msgspec import Struct
 
 from coordinator.instances.own_logs import COLUMNS_FOLDER_NAME
 from coordinator.log import LogReader
@@ -47,8 +47,7 @@ TABLES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(Struct, frozen=True):
     folder: Path
     first: int
     last: int

@@ -11,7 +11,8 @@ import threading
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from coordinator.config import InstanceSettings
 from pipeline.plain import read_record
@@ -28,8 +29,7 @@ ROWS_MAX = 200_000  # of a stream: of older calls nobody knows the cause
 _UNKNOWN = -1
 
 
-@dataclass(slots=True)
-class _Made:
+class _Made(Struct):
     """What is known of one stream: from each position on, which (record, message) made it; and up to where."""
 
     positions: list[int] = field(default_factory=list)

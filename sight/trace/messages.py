@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import Struct, field
 
 from coordinator.core.words import Methods, method_name
 from coordinator.log import LogReader
@@ -23,8 +23,7 @@ OUTSIDE = "outside"
 _RAW = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
-@dataclass(slots=True)
-class Source:
+class Source(Struct):
     """One log. ``first``, ``last``: sequence IDs, both included; None: the log's own ends."""
 
     reader: LogReader
@@ -41,8 +40,7 @@ class Source:
         return self.reader.identity.instance_name
 
 
-@dataclass(frozen=True, slots=True)
-class Executed:
+class Executed(Struct, frozen=True):
     """A logged message: sent by ``caller`` at ``sent_ns``, durable and next in turn for ``instance`` at ``time_ns``.
 
     Two machines have two clocks: what was sent after it came, by these, counts as sent when it came.

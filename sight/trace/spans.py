@@ -21,9 +21,11 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 from urllib.parse import quote
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from protocol.trace_context import ids_of
 from sight.trace.messages import Executed
@@ -34,8 +36,7 @@ OPEN_CALLS_MAX = 100_000  # that wait for their answers; of more the oldest end 
 TRACES_KNOWN_MAX = 1_000_000  # handlers whose trace is known to what they call
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Struct, frozen=True):
     """``kind``: see above. Times are ns since 1970, UTC."""
 
     instance: str

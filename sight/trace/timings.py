@@ -11,9 +11,10 @@ import sys
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from protocol.timing_files import APP, COORDINATOR, segments
 from protocol.timings import (
@@ -30,8 +31,7 @@ DAMAGED_RUN_MAX = 1_000  # rows in a row: of a segment with more nothing is used
 SPAN_NS_MAX = 7 * 86_400 * 10**9  # two notes of one message that are further apart do not belong together
 
 
-@dataclass(frozen=True, slots=True)
-class MessageTiming:
+class MessageTiming(Struct, frozen=True):
     """Of one message, in ns since 1970 by the instance's time, each not before the one above; None: not noted.
 
     ``given_ns``: to the app's connection. ``ended_ns``: the handler returned, or began to wait.
@@ -45,8 +45,7 @@ class MessageTiming:
     ended_ns: int | None
 
 
-@dataclass(slots=True)
-class RecordTiming:
+class RecordTiming(Struct):
     """Of one record. Times are monotonic."""
 
     commit: TimingRow

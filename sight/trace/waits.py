@@ -9,10 +9,10 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from protocol.numbers import Draw, decode_numbers
 
@@ -30,8 +30,7 @@ class Drawn(msgspec.Struct, array_like=True, frozen=True):
     draws: list[Draw]
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(Struct, frozen=True):
     """A wait. ``handler``: the record and message that started whose it is; None: before the replay."""
 
     number: int

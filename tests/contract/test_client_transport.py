@@ -7,13 +7,13 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 import zmq.auth
+from msgspec.structs import replace
 from zmq.auth.thread import ThreadAuthenticator
 
 from appsdk.client.aio import AsyncClient

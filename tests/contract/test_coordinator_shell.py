@@ -298,7 +298,7 @@ def test_commits_that_wait_share_a_sync_up_to_a_size(store: Store, writer: LogWr
 
 def test_joined_transactions_are_what_they_would_have_been_one_by_one() -> None:
     def made() -> list[Transaction]:
-        impulses = [ImpulseBatch("b", first, 1, b"\x08\x00\x00\x02\x01") for first in (1, 2)]
+        impulses = [ImpulseBatch(first, 1, b"\x08\x00\x00\x02\x01", "b") for first in (1, 2)]
         return [
             Transaction(
                 records=[(0, _record(0))],

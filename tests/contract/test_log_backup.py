@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+import time
 from pathlib import Path
 from typing import Any
 
 import lmdb
 import pytest
+from msgspec.structs import replace
 
 from coordinator.core.errors import LogFullError
 from coordinator.core.interfaces import Transaction
@@ -23,12 +24,13 @@ from coordinator.log.findings import Severity
 from coordinator.log.verify import verify_log
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_checkpoint, put_record, read_contents, write_log
 
+LOOK_S = 0.02
 REPOSITORY = Path(__file__).parents[2]
 
 WRITER = """
 import sys
-from dataclasses import replace
 from pathlib import Path
+from msgspec.structs import replace
 from coordinator.log import open_log
 from tests.faults.sample_log import NAME, put_checkpoint, put_record
 store = open_log(Path(sys.argv[1]), NAME, map_size_bytes=1 << 26)
@@ -48,6 +50,11 @@ while True:
 
 def opened(folder: Path) -> RowLogStore:
     return open_log(folder, NAME, map_size_bytes=1 << 26)
+
+
+def last_of(log: Path) -> int:
+    with open_reader(log) as reader:
+        return reader.last_sequence_id()
 
 
 def test_a_backup_says_what_the_log_says(tmp_path: Path) -> None:
@@ -81,10 +88,10 @@ def test_backups_under_load_are_sound_and_go_on(tmp_path: Path) -> None:
     try:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "writes\n"
-        lasts = []
+        lasts = [0]
         for _ in range(6):
-            with open_reader(tmp_path / "log") as reader:
-                before = reader.last_sequence_id()
+            while (before := last_of(tmp_path / "log")) <= lasts[-1]:
+                time.sleep(LOOK_S)
             lasts.append(back_up(tmp_path / "log", NAME, tmp_path / "backup").last_sequence_id)
             assert lasts[-1] >= before
             shutil.copytree(tmp_path / "backup", tmp_path / f"started-{len(lasts)}")
@@ -92,7 +99,6 @@ def test_backups_under_load_are_sound_and_go_on(tmp_path: Path) -> None:
             assert store.summary().last_sequence_id == lasts[-1]
             put_record(store, lasts[-1] + 1)
             store.close()
-        assert lasts == sorted(set(lasts))
     finally:
         writer.kill()
         writer.communicate()

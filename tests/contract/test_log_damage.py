@@ -99,7 +99,7 @@ def log(tmp_path: Path) -> Path:
         Transaction(
             acknowledged={"carol-acknowledged": 3},
             peers={"peer-dave": 9},
-            impulses=[ImpulseBatch("carol", 1, 1, b"an impulse's payload")],
+            impulses=[ImpulseBatch(1, 1, b"an impulse's payload", "carol")],
             epoch=1,
         )
     )

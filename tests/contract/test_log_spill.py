@@ -39,7 +39,7 @@ def messages(first: int, count: int, size_bytes: int = 0) -> bytes:
 
 
 def row(destination: str, first: int, count: int, size_bytes: int = 0) -> SpilledBatch:
-    return SpilledBatch(destination, first, count, messages(first, count, size_bytes))
+    return SpilledBatch(first, count, messages(first, count, size_bytes), destination)
 
 
 def numbers(batches: list[OutputBatch]) -> list[int]:
@@ -78,7 +78,7 @@ def test_what_is_spilled_is_told_and_read_back(store: LogStore) -> None:
 
 
 def test_impulses_are_read_in_their_places(store: LogStore) -> None:
-    impulses = [ImpulseBatch("bob", 3, 2, messages(3, 2)), ImpulseBatch("bob", 7, 1, messages(7, 1))]
+    impulses = [ImpulseBatch(3, 2, messages(3, 2), "bob"), ImpulseBatch(7, 1, messages(7, 1), "bob")]
     store.commit(Transaction(spilled=[row("bob", 1, 2), row("bob", 5, 2)], impulses=impulses))
     assert numbers(store.read_spilled("bob", 1, 7, LARGE)) == list(range(1, 8))
     assert numbers(store.read_spilled("bob", 4, 7, LARGE)) == list(range(3, 8))
@@ -111,8 +111,8 @@ def test_what_is_acknowledged_goes_whole_rows_at_a_time(store: LogStore) -> None
 @pytest.mark.parametrize(("position", "count"), [(0, 1), (1, 0), (-1, 1)])
 def test_a_row_without_a_message_or_before_the_first_is_a_bug(store: LogStore, position: int, count: int) -> None:
     for transaction in (
-        Transaction(spilled=[SpilledBatch("bob", position, count, b"")]),
-        Transaction(impulses=[ImpulseBatch("bob", position, count, b"")]),
+        Transaction(spilled=[SpilledBatch(position, count, b"", "bob")]),
+        Transaction(impulses=[ImpulseBatch(position, count, b"", "bob")]),
     ):
         with pytest.raises(InvariantError, match=f"{count} (spilled|impulses) at {position}"):
             store.commit(transaction)
@@ -132,7 +132,7 @@ def test_the_fault_points_of_trimming_what_is_spilled_are_its_alone(
 
 
 def test_impulses_that_wait_outlive_the_checkpoint_before_which_they_were_made(store: LogStore) -> None:
-    store.commit(Transaction(impulses=[ImpulseBatch("bob", 3, 2, messages(3, 2))]))
+    store.commit(Transaction(impulses=[ImpulseBatch(3, 2, messages(3, 2), "bob")]))
     header = CheckpointHeader(1, -1, 0, 0, 1, {"bob": OutputMark(9, 1)})
     store.commit(Transaction(checkpoint=header))
     while store.trim(keep_checkpoints=1):
@@ -178,7 +178,7 @@ def test_of_impulses_that_wait_only_so_many_are_loaded(store: LogStore) -> None:
     assert isinstance(store, RowLogStore)
     store.impulses_loaded_size_bytes_max = 100
     payloads = [messages(number, 1, 30) for number in range(1, 6)]
-    store.commit(Transaction(impulses=[ImpulseBatch("bob", n, 1, payload) for n, payload in enumerate(payloads, 1)]))
+    store.commit(Transaction(impulses=[ImpulseBatch(n, 1, payload, "bob") for n, payload in enumerate(payloads, 1)]))
     store.commit(Transaction(acknowledged={"bob": 1}))
     size_bytes = len(payloads[0])
     assert [(batch.payload, batch.left_size_bytes) for batch in store.summary().impulses] == [

@@ -312,15 +312,15 @@ def test_a_header_without_its_blob_is_a_bug(bench: Bench) -> None:
 
 def test_impulses(bench: Bench) -> None:
     rows = [
-        ImpulseBatch("bo", 1, 1, b"bo"),
-        ImpulseBatch("bob", 2, 3, b"two to four"),
-        ImpulseBatch("bob", 300, 2, b"300 and 301"),
-        ImpulseBatch("carol", 1, 1, b""),
+        ImpulseBatch(1, 1, b"bo", "bo"),
+        ImpulseBatch(2, 3, b"two to four", "bob"),
+        ImpulseBatch(300, 2, b"300 and 301", "bob"),
+        ImpulseBatch(1, 1, b"", "carol"),
     ]
     bench.store.commit(Transaction(impulses=list(reversed(rows))))
     assert list(bench.reopen().summary().impulses) == rows
     bench.store.commit(Transaction(acknowledged={"bob": 4, "carol": 1}))
-    acknowledged = ImpulseBatch("bob", 2, 3, b"")  # its positions still count, its bytes do not
+    acknowledged = ImpulseBatch(2, 3, b"", "bob")  # its positions still count, its bytes do not
     assert list(bench.store.summary().impulses) == [rows[0], acknowledged, rows[2], rows[3]]
     write_checkpoint(bench.store, 1, -1, [], {"bob": OutputMark(300, 0), "carol": OutputMark(1, 0)})
     trim_all(bench.store, 1)
@@ -328,9 +328,9 @@ def test_impulses(bench: Bench) -> None:
 
 
 def test_impulses_are_removed_before_new_ones_are_written(bench: Bench) -> None:
-    kept = ImpulseBatch("bob", 1, 1, b"kept")
-    bench.store.commit(Transaction(impulses=[kept, ImpulseBatch("bob", 2, 2, b"removed")]))
-    moved = ImpulseBatch("bob", 2, 1, b"another in its place")
+    kept = ImpulseBatch(1, 1, b"kept", "bob")
+    bench.store.commit(Transaction(impulses=[kept, ImpulseBatch(2, 2, b"removed", "bob")]))
+    moved = ImpulseBatch(2, 1, b"another in its place", "bob")
     bench.store.commit(Transaction(impulses=[moved], impulses_removed=[("bob", 2), ("carol", 7)]))
     assert list(bench.reopen().summary().impulses) == [kept, moved]
     bench.store.commit(Transaction(impulses_removed=[("bob", 1)]))
@@ -393,7 +393,7 @@ def test_trim_by_time(
 
 def test_a_log_that_was_cut_off(bench: Bench) -> None:
     bench.store.commit(records(0, 10))
-    impulse = ImpulseBatch("carol", 1, 1, b"impulse")
+    impulse = ImpulseBatch(1, 1, b"impulse", "carol")
     bench.store.commit(
         Transaction(
             sources={"bob": SourcePosition(5, 1, 9)},

@@ -10,12 +10,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from coordinator.messenger import (
     AlreadyRepliedError,

@@ -80,7 +80,7 @@ def write_log(folder: Path, records: int = 120, keys: Sequence[LogKey] = ()) -> 
         if sequence_id == records // 2:
             put_checkpoint(store, 2, sequence_id)
         if sequence_id % 20 == 5:
-            impulse = ImpulseBatch("carol", sequence_id, 1, f"<impulse {sequence_id}>".encode() * 20)
+            impulse = ImpulseBatch(sequence_id, 1, f"<impulse {sequence_id}>".encode() * 20, "carol")
             store.commit(Transaction(impulses=[impulse], acknowledged={"carol": sequence_id // 2}, peers={"bob": 5}))
     store.commit(Transaction(stream_starts={"dave": StreamStart(3, True, False)}, epoch=2))
     store.close()

@@ -41,7 +41,7 @@ for number in range(60):
     put_record(store, number, rng.choice((300, 300, 300, 5000, 40000)))
     tell(b"record", number)
     if rng.random() < 0.2:
-        impulse = ImpulseBatch("carol", number + 1, 1, bytes(rng.randrange(5000)))
+        impulse = ImpulseBatch(number + 1, 1, bytes(rng.randrange(5000)), "carol")
         store.commit(Transaction(impulses=[impulse], epoch=number))
         tell(b"epoch", number)
     if rng.random() < 0.15:

@@ -104,7 +104,7 @@ class OutputStreamMachine(RuleBasedStateMachine):
     def what_gathered_is_spilled(self) -> None:
         self.ticket += 1
         rows = self.stream.spill.store(self.ticket)
-        spilled = [SpilledBatch("b", row.first_position, row.count, row.payload) for row in rows]
+        spilled = [SpilledBatch(row.first_position, row.count, row.payload, "b") for row in rows]
         self.waiting.append((self.ticket, Transaction(spilled=spilled)))
 
     @precondition(lambda self: self.read is None)

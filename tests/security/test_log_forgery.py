@@ -109,7 +109,7 @@ def test_all_that_a_life_does_stays_authentic(log: Path) -> None:
     put_checkpoint(store, 3, 130)
     store.commit(Transaction(epoch=7, peers={"bob": 6, "carol": 8}, acknowledged={"carol": 20}))
     store.commit(
-        Transaction(spilled=[SpilledBatch("carol", 500, 2, b"\x02\0\0" * 2), SpilledBatch("dave", 1, 1, b"x")])
+        Transaction(spilled=[SpilledBatch(500, 2, b"\x02\0\0" * 2, "carol"), SpilledBatch(1, 1, b"x", "dave")])
     )
     store.commit(Transaction(audit=[AuditEntry(1, "me", "looked")]))
     while store.trim(keep_checkpoints=1):

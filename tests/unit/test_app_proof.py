@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.app_proof import (
     Answer,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 
 import pytest
 from hypothesis import given
@@ -110,7 +109,7 @@ def test_a_clock_that_jumps_makes_no_moment_old(
 
 
 def replace_index(needs: Needs, oldest: int) -> Needs:
-    return dataclasses.replace(needs, oldest_index=needs.oldest_index - oldest)
+    return replace(needs, oldest_index=needs.oldest_index - oldest)
 
 
 def sizes(moments: list[Moment]) -> dict[str, int]:

@@ -106,8 +106,8 @@ def test_impulses_that_the_receiver_has_in_part_are_sent_from_there() -> None:
     driven.store.cut(2)
     second = recovered(driven, welcome=5)
     assert list(second.store.summary().impulses) == [
-        ImpulseBatch("b", 3, 3, b""),
-        ImpulseBatch("b", 6, 1, rpc(6, rpc_type=2)),
+        ImpulseBatch(3, 3, b"", "b"),
+        ImpulseBatch(6, 1, rpc(6, rpc_type=2), "b"),
     ]
     assert sent(second) == [(6, rpc(6, rpc_type=2))]
 

@@ -540,7 +540,7 @@ def test_a_stored_row_may_reach_further_than_the_replay_has_got() -> None:
     driven = Driven.started(limits=SMALL)
     driven.batch("t", 1, rpc(1))
     payload = b"".join(rpc(large(number)) for number in range(5, 13))
-    driven.store.commit(Transaction(spilled=[SpilledBatch("b", 5, 8, payload)]))
+    driven.store.commit(Transaction(spilled=[SpilledBatch(5, 8, payload, "b")]))
     second = driven.crash()
     second.connect()
     second.data(HELLO + attach("b") + calls("b", 1, 7))

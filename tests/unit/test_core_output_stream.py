@@ -25,7 +25,7 @@ def payload(*numbers: int) -> bytes:
 
 
 def kept(position: int, *numbers: int) -> ImpulseBatch:
-    return ImpulseBatch("b", position, len(numbers), payload(*numbers))
+    return ImpulseBatch(position, len(numbers), payload(*numbers), "b")
 
 
 def taken(stream: OutputStream, durable_ticket: int = 0) -> list[tuple[int, bytes]]:
@@ -64,7 +64,7 @@ def test_kept_impulses_go_back_to_their_places(impulses: list[ImpulseBatch], rep
 
 
 def test_an_acknowledged_impulse_keeps_its_place_without_its_bytes() -> None:
-    stream = opened(acknowledged=3, impulses=[ImpulseBatch("b", 2, 2, b"")])
+    stream = opened(acknowledged=3, impulses=[ImpulseBatch(2, 2, b"", "b")])
     stream.append(2, payload(1, 2))
     stream.finish_replay()
     assert taken(stream) == [(4, payload(2))]
@@ -103,7 +103,7 @@ def test_a_base_app_may_send_later_what_its_replay_made() -> None:
 
 
 def test_of_an_impulse_that_was_left_in_the_log_what_is_not_acknowledged_is_read() -> None:
-    stream = opened(acknowledged=2, impulses=[ImpulseBatch("b", 1, 4, b"", 400)])
+    stream = opened(acknowledged=2, impulses=[ImpulseBatch(1, 4, b"", "b", 400)])
     stream.finish_replay()
     assert stream.position == 4
     read = stream.next_read(0)

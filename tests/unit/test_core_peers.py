@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
@@ -733,7 +733,7 @@ class Counted(list[ImpulseBatch]):
 def test_a_restore_goes_through_the_kept_impulses_once_however_many_receivers_there_are() -> None:
     driven = Driven.started()
     names = [f"peer {number}" for number in range(50)]
-    kept = Counted(ImpulseBatch(name, position, 1, rpc(position)) for position in (1, 2) for name in names)
+    kept = Counted(ImpulseBatch(position, 1, rpc(position), name) for position in (1, 2) for name in names)
     peers = driven.machine.parts.peers
     peers.forget_outputs()
     peers.restore(None, replace(driven.store.summary(), impulses=kept), 2)

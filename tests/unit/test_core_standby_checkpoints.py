@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 
 import pytest
+from msgspec.structs import replace
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
@@ -136,7 +137,7 @@ def test_one_that_has_diverged_says_so_and_offers_nothing() -> None:
 
 
 def test_one_whose_calls_have_other_contents_offers_nothing_where_that_is_let_pass() -> None:
-    limits = replace(LIMITS, replay_check=ReplayCheck.COUNTS)
+    limits = dataclasses.replace(LIMITS, replay_check=ReplayCheck.COUNTS)
     writer = writing(limits)
     follower = following(writer, limits=limits)
     follower.data(call("b", 1))
@@ -258,7 +259,7 @@ def test_its_app_goes_on_meanwhile() -> None:
 def test_what_is_not_what_its_app_would_give_is_not_adopted_and_the_app_is_asked(other: dict, says: str) -> None:
     writer = due()
     if "sequence_id" in other:
-        own = replace(writer.machine.parts.checkpoints.last, outputs={"b": OutputMark(1, 1)})  # type: ignore[type-var]
+        own = replace(writer.machine.parts.checkpoints.last, outputs={"b": OutputMark(1, 1)})
         writer.machine.parts.checkpoints.last = own
     writer.handle(ev.CheckpointOffered(offered(writer, **other)))
     assert not [one for one in writer.of(ef.Commit) if one.transaction.checkpoint is not None]
@@ -330,7 +331,7 @@ def test_without_anybody_who_follows_an_operator_need_not_wait() -> None:
 
 
 def test_one_that_is_due_by_size_waits_for_somebody_who_follows_for_a_while() -> None:
-    writer = writing(replace(LIMITS, checkpoint_trigger_bytes=1000))
+    writer = writing(dataclasses.replace(LIMITS, checkpoint_trigger_bytes=1000))
     writer.handle(ev.StandbysChanged(False))
     writer.batch("t", 1, rpc(bytes(1000)))
     assert (types(writer).count(TAKE), writer.of(ef.AskStandby)) == (0, [])

@@ -70,7 +70,7 @@ def test_outputs_and_kept_impulses_take_turns_as_they_did(
 
 
 def test_impulses_that_a_checkpoint_has_behind_it_take_no_place() -> None:
-    stream = StreamPositions("b", OutputMark(5, 0), [ImpulseBatch("b", 4, 2, b""), ImpulseBatch("b", 7, 1, b"")])
+    stream = StreamPositions("b", OutputMark(5, 0), [ImpulseBatch(4, 2, b"", "b"), ImpulseBatch(7, 1, b"", "b")])
     parts = list(stream.append(2, messages(0, 2), None))
     assert [(type(part).__name__, part.first_position) for part in parts] == [
         ("Outputs", 6),

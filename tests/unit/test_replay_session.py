@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, LogSummary, OutputMark, VersionStart
@@ -269,7 +268,7 @@ def test_an_app_of_the_other_kind_is_refused() -> None:
 
 
 def test_outputs_go_on_from_the_checkpoint_with_their_origins_and_kept_impulses_between() -> None:
-    session = restored(replace(SUMMARY, impulses=[ImpulseBatch("b", 7, 2, b"kept")]))
+    session = restored(replace(SUMMARY, impulses=[ImpulseBatch(7, 2, b"kept", "b")]))
     payload = rpc(1) + rpc(2)
     events = heard(
         session,
@@ -290,7 +289,7 @@ def test_outputs_go_on_from_the_checkpoint_with_their_origins_and_kept_impulses_
 
 
 def test_impulses_right_behind_the_checkpoint_come_first() -> None:
-    session = restored(replace(SUMMARY, impulses=[ImpulseBatch("b", 6, 1, b"kept"), ImpulseBatch("c", 1, 1, b"")]))
+    session = restored(replace(SUMMARY, impulses=[ImpulseBatch(6, 1, b"kept", "b"), ImpulseBatch(1, 1, b"", "c")]))
     assert list(session.begin()) == [KeptImpulses("b", 6, 1, b"kept"), KeptImpulses("c", 1, 1, b"")]
 
 

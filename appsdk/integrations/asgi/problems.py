@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from msgspec import Struct, field
 from starlette.responses import Response
 
 from appsdk.client.errors import (
@@ -27,8 +27,7 @@ RETRY_AFTER_S = 1  # an instance that has crashed is usually back by then
 DECLARED_STATUS = HTTPStatus.CONFLICT  # what a handler declares depends on its state: another time it may be done
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(Struct, frozen=True):
     """``name``: the last part of its type, by which programs know it. ``detail``: for people, of this occurrence.
 
     ``extra``: further members. ``retry_after_s``: when to send the request again; None: that is of no use.

@@ -19,7 +19,7 @@ from protocol.batch import encode_batch
 from protocol.trailer import BatchSource
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Delivered:
     """The first ``count`` of the calls that came."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from coordinator.core.limits import Limits
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Granted:
     """To one peer. What was said in a period counts until the end of the next."""
 

@@ -26,13 +26,13 @@ from protocol.senders import from_peer_of_base_app
 from protocol.trailer import BatchKind, BatchSource
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _ParkedHello:
     token: Token
     frame: PeerFrame
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Reply:
     """What to answer a frame."""
 

@@ -10,7 +10,7 @@ from coordinator.core.limits import Limits
 from protocol.peer import FrameType, PeerFrame, RefusedCode
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class LocalEnd:
     """Each part of the streams reads it as it is now; the machine, and who is named, change it."""
 

@@ -25,7 +25,7 @@ from protocol.peer import FrameType, PeerFrame
 from protocol.trailer import OutputMarkEntry
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Outbound:
     """``streams``: all of them, by destination; ``busy``: those that are not idle, and perhaps others."""
 

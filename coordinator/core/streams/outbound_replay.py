@@ -16,7 +16,7 @@ from coordinator.core.streams.receivers import Receivers
 from protocol.client import CLIENTS
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class OutboundReplay:
     """A replay begins with :meth:`restore`, and ends with :meth:`finish` or :meth:`heal_cut`.
 

@@ -129,7 +129,7 @@ class OutputStream:
         """New impulses; not sent, nor anything behind them, before the commit ``ticket`` is durable."""
         if len(self._kept_impulses):  # an app that had held calls back sends something new before them
             raise self._kept_impulses.misplaced(self.position)
-        batch = ImpulseBatch(self.destination, self.position + 1, count, payload)
+        batch = ImpulseBatch(self.position + 1, count, payload, self.destination)
         self._impulse_ticket = ticket
         self._add(count, payload, ticket, made_by_replay=False)
         return batch
@@ -183,7 +183,7 @@ class OutputStream:
         rows = []
         if self.acknowledged > self.position:
             gap = self.acknowledged - self.position
-            rows.append(ImpulseBatch(self.destination, self.position + 1, gap, b""))
+            rows.append(ImpulseBatch(self.position + 1, gap, b"", self.destination))
             self.position = self._marked_position = self.acknowledged
         for impulses in kept:
             batch = OutputBatch(impulses.first_position, impulses.count, impulses.payload)

@@ -21,7 +21,7 @@ from coordinator.core.streams.receivers import Receivers
 from coordinator.core.streams.reset import Reset
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Peers(LocalEnd):
     """Made of its parts, of which each knows only those above it."""
 

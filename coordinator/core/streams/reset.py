@@ -5,10 +5,11 @@ A running coordinator does it with its streams; on a log that nobody writes it i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msgspec import structs
+from msgspec.structs import replace
 
 from coordinator.core.effects import ResetPeer
 from coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary, StreamStart, Transaction
@@ -30,7 +31,7 @@ def _pending(start: StreamStart, *, forked: bool) -> StreamStart:
     return replace(start, pending=True, forked=forked or (start.pending and start.forked))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Reset:
     """Of the streams of a running instance."""
 

@@ -10,7 +10,7 @@ from coordinator.core.limits import Limits
 from coordinator.core.pieces import behind, fitting, join
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Waiting:
     batch: OutputBatch
     ticket: int  # of the commit that must be durable before it is sent; 0: none

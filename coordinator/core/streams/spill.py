@@ -22,7 +22,7 @@ from coordinator.core.pieces import behind, cut, join
 COUNTED_SIZE_BYTES = 1 << 20  # rows are counted together up to this, so that the count itself takes no memory
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Gathered:
     """In memory. ``ticket``: of the commit that it must not be sent before; ``logged``: an impulse."""
 
@@ -31,7 +31,7 @@ class _Gathered:
     logged: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Stored:
     """In the log once the commit ``ticket`` is durable."""
 

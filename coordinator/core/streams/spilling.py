@@ -38,7 +38,7 @@ class Spilling:
         stream.spill_credit_bytes = 0
         group = log.append_outside_record(size_bytes, from_app=True)
         group.transaction.spilled += [
-            SpilledBatch(stream.destination, row.first_position, row.count, row.payload)
+            SpilledBatch(row.first_position, row.count, row.payload, stream.destination)
             for row in spill.store(group.ticket)
         ]
 

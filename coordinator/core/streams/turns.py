@@ -21,7 +21,7 @@ from protocol.peer import PeerFrame
 PAUSE_TIMES = 4
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Waiting:
     """A Batch, and the token by which it is answered."""
 
@@ -29,7 +29,7 @@ class Waiting:
     frame: PeerFrame
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Long:
     """A batch of more than a turn, on its way to the disk."""
 
@@ -38,7 +38,7 @@ class _Long:
     began_ns: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Turns:
     """Times are the instance's, in ns. ``pending``, where it is asked for: what a sender has on its way to the disk, in
     bytes."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+import struct
 from pathlib import Path
-from struct import Struct
+
+from msgspec import Struct
 
 from coordinator.core.errors import DamagedLogError
 from coordinator.log.backend import Mac, View
@@ -24,12 +25,11 @@ from protocol.varint import Readable
 FILE_NAME = "high-water-mark"
 _MAGIC = b"IMH1"
 _MAGIC_AUTHENTICATED = b"IMH2"  # with a MAC in the place of the CRC
-_CHECKED = Struct("<4sIQQ")  # magic, zero, sequence ID, check of the record
+_CHECKED = struct.Struct("<4sIQQ")  # magic, zero, sequence ID, check of the record
 _CRC_SIZE_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(Struct, frozen=True):
     sequence_id: int
     check: int  # the last 8 bytes of the record's value: the CRC of its trailer, which covers the record
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from struct import Struct
+import struct
 
 import msgspec
+from msgspec import Struct
 
 from protocol.checksum import crc64
 
@@ -13,8 +13,7 @@ BLOCK_SIZE_BYTES = 4096  # an entry begins with one: what is durable already is 
 NO_NONCE = 1  # what the tables of version 4 say
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """Which entry it is: entries of one journal come in this order."""
 
     transaction_id: int  # the one of LMDB that it follows
@@ -22,12 +21,11 @@ class Place:
     nonce: int = NO_NONCE  # of the life that wrote it
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(Struct, frozen=True):
     """How an entry begins: what its CRC covers, the CRC, and then the rows."""
 
     magic: bytes
-    checked: Struct  # magic, size of the rows, then the fields of Place
+    checked: struct.Struct  # magic, size of the rows, then the fields of Place
 
     @property
     def header_size_bytes(self) -> int:
@@ -35,8 +33,8 @@ class Form:
 
 
 _CRC_SIZE_BYTES = 8
-FORM = Form(b"IMJ2", Struct("<4sIQQQ"))
-_FORM_4 = Form(b"IMJ1", Struct("<4sIQQ"))  # of version 4
+FORM = Form(b"IMJ2", struct.Struct("<4sIQQQ"))
+_FORM_4 = Form(b"IMJ1", struct.Struct("<4sIQQ"))  # of version 4
 _FORMS = {form.magic: form for form in (FORM, _FORM_4)}
 ROWS = msgspec.msgpack.Decoder(list[tuple[str, bytes, bytes]])
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from coordinator.core.errors import DamagedLogError
 from coordinator.log.backends.lmdb.journal import ENTRY_SIZE_BYTES_MAX, FILE_NAME, FILE_SIZE_BYTES

@@ -14,8 +14,10 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 PAGE_HEADER_SIZE_BYTES = 16
 _PAGE_HEADER = struct.Struct("=QHHHH")  # number, padding, flags, end of the pointers, begin of the nodes
@@ -39,8 +41,7 @@ class PageError(Exception):
     """A page is not what it must be; the text says which, and why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(Struct, frozen=True):
     """LMDB's description of a table."""
 
     depth: int
@@ -57,8 +58,7 @@ class Table:
         return self.root == _NO_PAGE and not self.entries
 
 
-@dataclass(frozen=True, slots=True)
-class Meta:
+class Meta(Struct, frozen=True):
     """One of LMDB's two meta pages. Transaction N is written to page N % 2."""
 
     free: Table
@@ -67,8 +67,7 @@ class Meta:
     transaction_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unnamed:
+class Unnamed(Struct, frozen=True):
     """A transaction whose pages are all there, synced, and whose meta page says the ID of two transactions before.
 
     So LMDB leaves it when the sync of that meta page fails, and so does one flipped bit in the page of a transaction
@@ -81,8 +80,7 @@ class Unnamed:
     page_size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Node:
+class _Node(Struct, frozen=True):
     key: bytes
     child: int  # of a branch
     flags: int  # of a leaf

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import psycopg
+from msgspec import Struct
 from psycopg import conninfo, errors, pq
 
 from coordinator.core.errors import LogError, LogFormatError, LogFullError, LogUnavailableError
@@ -21,8 +21,7 @@ waits for its standbys is not silent: TCP answers."""
 _NO_LIMITS = "SET statement_timeout = 0; SET lock_timeout = 0; SET idle_in_transaction_session_timeout = 0"
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(Struct, frozen=True):
     """Of one log: the database as libpq takes it, and the instance whose log it is there (None: it is not said)."""
 
     database: str

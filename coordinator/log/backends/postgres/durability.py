@@ -5,18 +5,17 @@ Settings differ by role, database and session: they are read on the very connect
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import psycopg
+from msgspec import Struct
 
 from coordinator.core.errors import LogError
 
 _NAMES = ("fsync", "full_page_writes", "synchronous_commit", "synchronous_standby_names")
 
 
-@dataclass(frozen=True, slots=True)
-class Durability:
+class Durability(Struct, frozen=True):
     """The values in force, as the server gives them."""
 
     fsync: str
