@@ -379,6 +379,18 @@ def test_a_reset_that_was_not_used_survives_a_crash() -> None:
     assert not second.machine.parts.peers.inputs["b"].reset_pending
 
 
+def test_operators_see_a_reset_until_both_streams_have_met_the_new_log() -> None:
+    driven = three_of_five()
+    assert peer_of(driven)["reset_pending"] is False
+    reset(driven)
+    assert peer_of(driven)["reset_pending"] is True
+    driven.greeted("h", **OTHER)
+    driven.batch("t", 1, rpc(11), **OTHER)
+    assert peer_of(driven)["reset_pending"] is True, "what goes there has no answer yet"
+    driven.reply(FrameType.WELCOME, 0, **OTHER)
+    assert peer_of(driven)["reset_pending"] is False
+
+
 def test_an_older_copy_of_the_sender_may_have_a_lower_epoch_and_is_not_taken_twice() -> None:
     driven = three_of_five()
     for token in ("h1", "h2"):
