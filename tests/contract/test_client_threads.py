@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from appsdk import Immortal, rpc
-from appsdk.client import CallRefused, CallTimeout, ClientClosed, connect, with_timeout
+from appsdk.client import CallRefused, CallTimeout, ClientClosed, connect, start, with_timeout
 from appsdk.client.lane import Call
 from appsdk.client.proxies import client_of
 from appsdk.client.results import NamedMethod
@@ -214,6 +214,15 @@ def test_neither_an_awaited_call_nor_its_reply_waits_for_what_is_due(coordinator
             assert [await shop.echo(token) for token in range(3)] == [0, 1, 2]
 
     asyncio.run(main())
+
+
+def test_a_request_that_is_started_is_there(coordinator: Coordinator) -> None:
+    async def main() -> None:
+        async with connect("shop", endpoints=[coordinator.endpoint], timeout=DEADLINE_S) as shop:
+            await start(shop.echo, "asked")
+
+    asyncio.run(main())
+    assert coordinator.called == ["asked"]
 
 
 def test_who_gave_up_awaiting_asks_for_the_same_reply_as_often_as_it_likes(coordinator: Coordinator) -> None:
