@@ -17,7 +17,7 @@ from coordinator.core.errors import LogFullError
 from coordinator.core.interfaces import Transaction
 from coordinator.log import RowLogStore, create_log, open_log, open_reader, reading
 from coordinator.log.backend import View
-from coordinator.log.backends.lmdb import copying
+from coordinator.log.backends.lmdb import copying, high_water
 from coordinator.log.backup import BackupError, back_up
 from coordinator.log.cut import LogCutter
 from coordinator.log.findings import Severity
@@ -62,6 +62,12 @@ def test_a_backup_says_what_the_log_says(tmp_path: Path) -> None:
     made = back_up(tmp_path / "log", NAME, tmp_path / "backup")
     assert (made.first_sequence_id, made.last_sequence_id, made.records_copied, made.checkpoints) == (0, 119, 120, 2)
     assert read_contents(tmp_path / "backup") == read_contents(tmp_path / "log")
+
+
+def test_a_backup_of_one_record_has_its_high_water_mark(tmp_path: Path) -> None:
+    write_log(tmp_path / "log", 1)
+    assert back_up(tmp_path / "log", NAME, tmp_path / "backup").last_sequence_id == 0
+    assert (tmp_path / "backup" / high_water.FILE_NAME).exists()
 
 
 def test_the_next_one_copies_what_came_since(tmp_path: Path) -> None:
