@@ -1,0 +1,60 @@
+"""What a client of a queue asks for, in plain code and with asyncio: the same submission."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import pytest
+
+from appsdk.patterns.queue.clients import AsyncJobs, Jobs
+from appsdk.patterns.queue.records import Submission
+
+ASKED: dict[str, Any] = {
+    "key": "ada",
+    "priority": 3,
+    "delay": timedelta(minutes=1),
+    "dedup": "once",
+    "tries": 7,
+    "timeout": 11.0,
+    "retry_delay": 2.5,
+}
+SUBMITTED = Submission("resize", msgspec.msgpack.encode(["cat.png", 64]), "ada", 3, 60.0, "once", 7, 11.0, 2.5)
+
+
+class Queue:
+    """Takes submissions, as the queue's own instance does."""
+
+    def __init__(self) -> None:
+        self.submitted: list[Submission] = []
+
+    def submit(self, made: Submission) -> int:
+        self.submitted.append(made)
+        return 12
+
+
+class AsyncQueue(Queue):
+    async def submit(self, made: Submission) -> int:  # type: ignore[override]
+        return super().submit(made)
+
+
+def test_all_that_is_asked_for_is_submitted() -> None:
+    queue = Queue()
+    job = Jobs(queue).submit("resize", ["cat.png", 64], **ASKED)  # type: ignore[arg-type]
+    assert (job.id, queue.submitted) == (12, [SUBMITTED])
+
+
+def test_with_asyncio_it_is_the_same() -> None:
+    queue = AsyncQueue()
+    job = asyncio.run(AsyncJobs(queue).submit("resize", ["cat.png", 64], **ASKED))  # type: ignore[arg-type]
+    assert (job.id, queue.submitted) == (12, [SUBMITTED])
+
+
+@pytest.mark.parametrize("arguments", ["cat.png", b"cat.png", 64])
+def test_arguments_are_a_list(arguments: Any) -> None:
+    queue = Queue()
+    with pytest.raises(TypeError, match="a list was expected"):
+        Jobs(queue).submit("resize", arguments)  # type: ignore[arg-type]
+    assert queue.submitted == []
