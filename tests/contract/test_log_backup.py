@@ -21,6 +21,7 @@ from coordinator.log.backends.lmdb import copying, high_water
 from coordinator.log.backup import BackupError, back_up
 from coordinator.log.cut import LogCutter
 from coordinator.log.findings import Severity
+from coordinator.log.open import place_of
 from coordinator.log.verify import verify_log
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_checkpoint, put_record, read_contents, write_log
 
@@ -68,6 +69,18 @@ def test_a_backup_of_one_record_has_its_high_water_mark(tmp_path: Path) -> None:
     write_log(tmp_path / "log", 1)
     assert back_up(tmp_path / "log", NAME, tmp_path / "backup").last_sequence_id == 0
     assert (tmp_path / "backup" / high_water.FILE_NAME).exists()
+
+
+def test_a_log_in_the_place_of_another_has_another_version(tmp_path: Path) -> None:
+    place = place_of(tmp_path / "log")
+    assert place.version() is None
+    write_log(tmp_path / "log", 1)
+    first = place.version()
+    assert first is not None
+    assert place.version() == first
+    (tmp_path / "log").rename(tmp_path / "old")
+    write_log(tmp_path / "log", 1)
+    assert place.version() not in (None, first)
 
 
 def test_the_next_one_copies_what_came_since(tmp_path: Path) -> None:
