@@ -13,6 +13,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,12 @@ _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d{1,5})")
 KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
-class KeyPair(Struct, frozen=True):
-    """A client's own CURVE keys, in Z85."""
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A client's own CURVE keys, in Z85. No text of this object shows the secret one."""
 
     public: str
-    secret: str
+    secret: str = field(repr=False)
 
 
 class Places(Struct, frozen=True):

@@ -41,6 +41,7 @@ def test_whoever_can_read_the_instances_own_keys_comes_with_them(home: Path) -> 
     found = Finder("shop", home).find()
     assert (found.endpoints, found.server_keys) == (("tcp://127.0.0.1:7001",), (PUBLIC,))
     assert found.pair == KeyPair(PUBLIC, SECRET)
+    assert SECRET not in repr(found)
     assert found.folder == home / "shop"
     assert found.refusal == ""
 
