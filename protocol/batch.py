@@ -115,21 +115,28 @@ def _rpc_at(payload: bytes, offset: int, index: int, total: int) -> tuple[int, i
 class CallRules:
     """What the calls of one sender to one receiver may be; `protocol/senders.py` has them all.
 
-    ``negative``: methods with negative IDs, the SDK's own. ``callers``: what calls that wait for an answer may
+    ``negative``: methods with negative IDs, the SDK's own, may be called. ``reports_negative``: where they may not,
+    :meth:`check` reports them in place of raising. ``callers``: what calls that wait for an answer may
     give as who waits; None: that is not looked at, their arguments are the sender's own matter.
     """
 
-    def __init__(self, *, negative: bool = False, callers: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self, *, negative: bool = False, reports_negative: bool = False, callers: tuple[str, ...] | None = None
+    ) -> None:
         self.negative = negative
+        self.reports_negative = reports_negative
         self.callers = None if callers is None else tuple([caller.encode() for caller in callers])
         self._fronts = _Fronts()
 
-    def check(self, payload: bytes, count: int) -> None:
+    def check(self, payload: bytes, count: int) -> list[int]:
         """As :func:`check_batch`; and each message is one that an app can be given, a kind and an RPC type that there
         is, and that this sender may send. Raises RemoteProtocolError.
+
+        Returns the indices of messages with a negative method ID, where this sender's are reported.
         """
+        negative: list[int] = []
         if count > 2 and self._is_one_front(payload, count):
-            return
+            return negative
         fronts = self._fronts
         octets: cython.p_const_uchar = payload  # compiled, its slices are not cut where it ends: look before
         size_bytes: cython.Py_ssize_t = len(payload)
@@ -143,23 +150,29 @@ class CallRules:
                 stride = fronts.get(octets[offset : offset + length]) if offset + length <= size_bytes else None
             if stride is None or offset + stride > size_bytes:
                 length, stride = self._call_at(payload, offset, index, count)
-                if length:
+                if length > 0:
                     fronts.keep(payload[offset : offset + length], stride)
+                elif length < 0:
+                    negative.append(index)
+                    length = 0
             offset += stride
         fronts.length, fronts.other = length, other
         if count < 0 or offset != size_bytes:
             check_batch(payload, count)
+        return negative
 
     def _is_one_front(self, payload: bytes, count: int) -> bool:
         """Whether all messages begin with the same bytes, as far as they are looked at, at one stride; the first is
         checked."""
         length, stride = self._call_at(payload, 0, 0, count)
-        if not length or stride * count != len(payload):
+        if length <= 0 or stride * count != len(payload):
             return False
         return all(payload[at::stride] == payload[at : at + 1] * count for at in range(length))
 
     def _call_at(self, payload: bytes, offset: int, index: int, total: int) -> tuple[int, int]:
-        """How many bytes of message ``index`` say that it is in order (0: all of it), and how many it has.
+        """How many bytes of message ``index`` say that it is in order, and how many it has.
+
+        In place of the first, 0: all of it; -1: its method ID is negative, which is to be reported.
 
         Raises RemoteProtocolError.
         """
@@ -174,6 +187,8 @@ class CallRules:
         if rpc_type > RpcType.IMPULSE:
             raise RemoteProtocolError(f"message {index} of a batch has the RPC type {rpc_type}, 0 to 2 were expected")
         if method_id < 0 and not self.negative:
+            if self.reports_negative:
+                return -1, end - offset
             raise RemoteProtocolError(
                 f"message {index} of a batch has the method {method_id}: only an app itself may call negative ones"
             )

@@ -13,8 +13,9 @@ from protocol.client import CLIENTS
 
 
 class Row(Struct, frozen=True):
-    """``carried``: the messages or frames that bring it. ``caller``: the first argument of a call that waits for an
-    answer (kind 0, RPC type 0)."""
+    """``carried``: the messages or frames that bring it. ``negative_methods``: for apps that speak as WIRE.md's part
+    4.1 says; others may send any method ID. ``caller``: the first argument of a call that waits for an answer (kind 0,
+    RPC type 0)."""
 
     sender: str
     receiver: str
@@ -35,20 +36,26 @@ ROWS = (
     ),
 )
 
-from_peer_of_base_app = CallRules()
-"""To an app of the base protocol: its arguments are its own matter."""
+from_peer_of_base_app = CallRules(negative=True)
+"""To an app of the base protocol: its method IDs and arguments are its own matter."""
 
 
 def from_peer(name: str) -> CallRules:
-    """What the peer ``name`` may send to an app that speaks as WIRE.md's part 4.1 says."""
-    return CallRules(callers=(name,))
+    """What the peer ``name`` may send to an app that speaks as WIRE.md's part 4.1 says.
+
+    The peer's app may be one of the base protocol, which knows of no reserved methods: so one call of such a method
+    is reported, to fail alone, and does not stop the stream.
+    """
+    return CallRules(reports_negative=True, callers=(name,))
 
 
 def from_app(name: str, destination: str, *, speaks: bool) -> CallRules:
     """What the app of the instance ``name`` may send to ``destination`` ("": itself).
 
-    ``speaks``: as WIRE.md's part 4.1 says; else its arguments are its own matter.
+    ``speaks``: as WIRE.md's part 4.1 says; else its method IDs and arguments are its own matter.
     """
-    if not speaks or destination in ("", CLIENTS):  # whom it answers it can say without calling itself first
+    if not speaks:
+        return CallRules(negative=destination != CLIENTS)
+    if destination in ("", CLIENTS):  # whom it answers it can say without calling itself first
         return CallRules(negative=destination == "")
     return CallRules(callers=(name,))

@@ -203,7 +203,7 @@ class CheckpointTaking:
             chunks.insert(0, encode_message(MessageType.INSTANCE_NAME, self.name.encode()))
         group = self.log.append(chunks, sum(map(len, chunks)), source)
         group.transaction.extensions = session.logged_extensions = session.extensions
-        self.peers.app_speaks = session.speaks
+        self.peers.app_asked_for(session.extensions)
         group.transaction.version = VersionStart(session.description.version, -1, session.label)
         return group
 

@@ -91,6 +91,7 @@ def test_nothing_passes_that_the_sender_may_not_send(
 ) -> None:
     """One rule's checks follow each other: what it remembers of one batch must not let the next one through."""
     rules = CallRules(negative=negative, callers=names)
+    reporting = CallRules(reports_negative=True, callers=names)
     for one in parts:
         payload = b"".join(one)
         check_batch(payload, len(one))
@@ -104,6 +105,16 @@ def test_nothing_passes_that_the_sender_may_not_send(
         if refused and allowed:  # only arguments that are no array in order behind the caller may be refused as well
             assert names is not None
             assert any(caller_looks_foreign(each, names) for each in one)
+        try:
+            reported = reporting.check(payload, len(one))
+        except RemoteProtocolError:
+            continue
+        assert reported == [index for index, each in enumerate(one) if is_negative(each)]
+
+
+def is_negative(one: bytes) -> bool:
+    ((_, start, end),) = decode_messages(one)
+    return decode_incoming_rpc(one, start, end).method_id < 0
 
 
 def caller_looks_foreign(one: bytes, names: tuple[str, ...]) -> bool:

@@ -345,3 +345,24 @@ def test_with_a_hello_a_call_that_is_too_large_ends_the_connection() -> None:
     driven.data(ATTACH_B + outgoing(2 * MIB))
     assert driven.of(ef.CloseApp)
     assert "an RPC of 2097158 bytes, at most 1049088 are accepted" in driven.reports[-1][1]
+
+
+# --- method IDs of other bindings -------------------------------------------------------------------------------------
+
+POSTED = bytes.fromhex("0e 00 02 62 00 01 01 05")  # a fork of method -1 to b
+POSTED_IN = bytes.fromhex("0a 00 00 01 01 05")
+
+
+def test_a_base_app_may_call_negative_methods_of_others() -> None:
+    driven = base()
+    driven.data(POSTED + CALL_B)
+    assert not driven.of(ef.CloseApp), driven.reports
+    driven.reply(FrameType.WELCOME, 0)
+    assert b"".join(frame.payload for frame in driven.frames(FrameType.BATCH)) == POSTED_IN + CALL_IN
+
+
+def test_a_base_app_gets_calls_of_negative_methods_from_others() -> None:
+    driven = base()
+    driven.batch("t", 1, POSTED_IN, CALL_IN)
+    assert driven.replies == [("t", FrameType.TRIM_TO, 2)]
+    assert arguments(bytes(driven.app_bytes)) == [POSTED_IN, CALL_IN]

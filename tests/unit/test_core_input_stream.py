@@ -40,7 +40,7 @@ def test_new_part(position: int, count: int, new: range | None) -> None:
     if new is None:
         assert part is None
     else:
-        assert part == (new.start, len(new), b"".join(rpc(n) for n in new))
+        assert part == (new.start, len(new), b"".join(rpc(n) for n in new), [])
 
 
 def test_a_batch_with_fewer_messages_than_it_says_is_an_error() -> None:

@@ -261,7 +261,10 @@ def test_a_batch_that_is_not_whole_calls_never_gets_into_the_log(payload: bytes,
     ("message", "reason"),
     [
         (rpc(1, rpc_type=3), "message 1 of a batch has the RPC type 3, 0 to 2 were expected"),
-        (rpc(1, method_id=-1), "message 1 of a batch has the method -1: only an app itself may call negative ones"),
+        (
+            rpc(1, method_id=-1),
+            "message 1 of a batch has a negative method: only an app itself may call those",
+        ),
         (
             encode_message(MessageType.RPC, b"\x04\x06\x01"),
             "message 1 of a batch is an RPC of kind 4, 0 to 3 were expected",

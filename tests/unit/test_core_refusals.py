@@ -69,11 +69,6 @@ REFUSED: dict[str, tuple[Callable[[], Driven], bytes, str]] = {
         attach("b") + stream_batch("b", 1, rpc(1, method_id=-1)),
         "has the method -1: only an app itself may call negative ones",
     ),
-    "a base call of another's own methods": (
-        base,
-        attach("b") + call("b", 1, method_id=-1),
-        "has the method -1: only an app itself may call negative ones",
-    ),
     "a call in the name of another instance": (
         primary,
         attach("b") + stream_batch("b", 1, rpc(b"\x92\xa1c\1", rpc_type=0)),

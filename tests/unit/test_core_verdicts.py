@@ -87,6 +87,31 @@ def with_record(*, auto: bool = True, limits: Limits | None = None) -> Driven:
     return driven
 
 
+# --- method IDs that are reserved for the app itself ------------------------------------------------------------------
+
+
+def test_a_peers_call_of_a_negative_method_fails_alone() -> None:
+    driven = with_record()
+    driven.forget()
+    driven.app_bytes.clear()
+    driven.batch("u", 2, rpc(2), rpc(3, method_id=-4), rpc(4))
+    assert driven.replies == [("u", FrameType.TRIM_TO, 4)]
+    (verdict,) = told(driven)
+    assert (verdict.key, verdict.kind, verdict.cause) == ((2, 1, 0, 0), VerdictKind.REFUSED, Cause.FORBIDDEN)
+    assert verdict.text == "'b' called method -4 of 'a': only an app itself may call negative ones"
+    second = driven.crash()
+    second.connect(HELLO)
+    assert told(second) == [verdict], "each replay passes it over"
+
+
+def test_a_part_of_a_batch_that_is_known_already_moves_no_verdict() -> None:
+    driven = with_record()
+    driven.batch("u", 2, rpc(2))
+    driven.batch("again", 2, rpc(2), rpc(3, method_id=-4))
+    (verdict,) = told(driven)
+    assert verdict.key == (3, 0, 0, 0)
+
+
 # --- a session -------------------------------------------------------------------------------------------------------
 
 

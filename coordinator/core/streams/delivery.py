@@ -9,6 +9,7 @@ settled before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -37,11 +38,18 @@ class Delivery:
         self._log = log
 
     def deliver(
-        self, source: BatchSource, calls: bytes, caller: str, now_ns: int, open_count: int | None = None
+        self,
+        source: BatchSource,
+        calls: bytes,
+        caller: str,
+        now_ns: int,
+        open_count: int | None = None,
+        reserved: Sequence[int] = (),
     ) -> Delivered | None:
         """Log those of the packed ``calls``, checked before, that ``caller`` may have taken now; None: of none.
 
-        The others are to be sent again later. ``open_count``: as in :meth:`Intake.first_of`.
+        The others are to be sent again later. ``open_count``: as in :meth:`Intake.first_of`. ``reserved``: indices of
+        calls of methods that only the app itself may call: these are refused.
         """
         count, end = self.intake.first_of(caller, calls, source.count, now_ns, open_count)
         if not count:
@@ -50,7 +58,7 @@ class Delivery:
             calls = calls[:end]
             source = structs.replace(source, count=count)
         delivered = self._append(source, calls, from_app=False)
-        self.intake.taken(delivered.group, calls, caller, source.name)
+        self.intake.taken(delivered.group, calls, caller, source.name, [one for one in reserved if one < count])
         return delivered
 
     def deliver_own(self, source: BatchSource, calls: bytes) -> Delivered:

@@ -174,12 +174,15 @@ class Inbound:
         except RemoteProtocolError as error:
             return _refuse(RefusedCode.MALFORMED, str(error))
         if part is not None:
-            first_position, count, payload = part
+            first_position, count, payload, reserved = part
+            if reserved and not self._end.app_takes_verdicts:
+                reason = f"message {reserved[0]} of a batch has a negative method: only an app itself may call those"
+                return _refuse(RefusedCode.MALFORMED, reason)
             allowed_bytes = self.grants.allowed_bytes(frame.sender)
             if stream.pending_bytes and stream.pending_bytes + len(payload) > allowed_bytes:
                 return self._too_much(stream, stream.pending_bytes, len(payload), allowed_bytes)
             source = BatchSource(BatchKind.STREAM, frame.sender, first_position, count, frame.time_ns)
-            delivered = self._delivery.deliver(source, payload, frame.sender, now_ns)
+            delivered = self._delivery.deliver(source, payload, frame.sender, now_ns, reserved=reserved)
             if delivered is not None:
                 self._took(stream, frame, first_position, delivered)
                 self.turns.took(frame.sender, len(delivered.calls), delivered.group.ticket, now_ns)

@@ -111,8 +111,9 @@ class InputStream:
         self._taken.clear()
         self.pending_bytes = 0
 
-    def new_part(self, frame: PeerFrame, rules: CallRules) -> tuple[int, int, bytes] | None:
-        """What of a Batch is new: (first position, count, payload); None if nothing, or if there is a gap.
+    def new_part(self, frame: PeerFrame, rules: CallRules) -> tuple[int, int, bytes, list[int]] | None:
+        """What of a Batch is new: (first position, count, payload, indices of calls of methods that are reserved for
+        the app itself); None if nothing, or if there is a gap.
 
         Taking it is up to :meth:`take`. Raises RemoteProtocolError for a payload that is not ``count`` calls that this
         sender may send: logged, one of them could stop the app or speak for somebody else.
@@ -120,11 +121,12 @@ class InputStream:
         known = self.received - frame.position + 1  # messages of it that are here already
         if known < 0 or known >= frame.count:
             return None
-        rules.check(frame.payload, frame.count)
+        reserved = rules.check(frame.payload, frame.count)
         if known == 0:
-            return frame.position, frame.count, frame.payload
+            return frame.position, frame.count, frame.payload, reserved
         offset = offset_after(frame.payload, known, frame.count)
-        return self.received + 1, frame.count - known, frame.payload[offset:]
+        reserved = [index - known for index in reserved if index >= known]
+        return self.received + 1, frame.count - known, frame.payload[offset:], reserved
 
     @property
     def is_empty(self) -> bool:

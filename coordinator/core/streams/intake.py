@@ -60,14 +60,22 @@ class Intake:
         """How many of these messages may be taken now, and where they end; see :meth:`Permissions.first_of`."""
         return self.permissions.first_of(caller, calls, count, open_count, now_ns)
 
-    def taken(self, group: Group, calls: bytes, caller: str, who_waits: str) -> None:
-        """These calls of ``caller`` were just added to ``group``: those that it may not make get their verdicts."""
+    def taken(self, group: Group, calls: bytes, caller: str, who_waits: str, reserved: Sequence[int] = ()) -> None:
+        """These calls of ``caller`` were just added to ``group``: those that it may not make get their verdicts.
+
+        ``reserved``: indices of calls of methods that only the app itself may call.
+        """
         failing = self.failing
         if failing is None:
             return
         refused: dict[int, tuple[str, str]] = {}  # index -> (method, why)
+        for index, method in self.permissions.methods_of(calls, reserved):
+            refused[index] = (
+                method,
+                f"{caller!r} called {method} of {self._name!r}: only an app itself may call negative ones",
+            )
         for index, method in self.permissions.forbidden(caller, calls):
-            refused[index] = method, self.why_forbidden(caller, method)
+            refused.setdefault(index, (method, self.why_forbidden(caller, method)))
         if who_waits == caller:  # a peer
             limit = self.open_calls.limit(caller)
             beyond = self.open_calls.taken(caller, calls, failing.log.open_sequence_id)

@@ -22,6 +22,7 @@ class LocalEnd:
     epoch: int = 0
     ready: bool = False  # the instance has completed its first start
     app_speaks: bool = False  # its calls and answers are as WIRE.md's part 4.1 says: who waits shows
+    app_takes_verdicts: bool = False  # it can leave out a call that is refused
     accepting: bool = False  # of new input: by the right to write, and not while stopping
     following: bool = False  # another writes the log: what the app makes goes nowhere
     log_full: str = ""  # why no input is taken from peers, in words; "" if it is

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 from coordinator.core.interfaces import LogSummary, SourcePosition, StreamStart
@@ -19,6 +19,7 @@ from coordinator.core.streams.outbound import Outbound
 from coordinator.core.streams.outbound_replay import OutboundReplay
 from coordinator.core.streams.receivers import Receivers
 from coordinator.core.streams.reset import Reset
+from protocol.messages import MessageType
 
 
 @dataclass(eq=False, repr=False)
@@ -78,12 +79,17 @@ class Peers(LocalEnd):
         """What the log says of other instances, and of this one."""
         self.committer_id, self.epoch = summary.committer_id, summary.epoch
         self.ready = summary.extensions is not None
-        self.app_speaks = not INTRODUCED.isdisjoint(summary.extensions or ())
+        self.app_asked_for(summary.extensions or frozenset())
         self.committer_ids.clear()
         self.committer_ids.update(summary.peers)
         self.starts.clear()
         self.starts.update(summary.stream_starts)
         self.senders.load(summary)
+
+    def app_asked_for(self, extensions: Set[int]) -> None:
+        """The log was begun with an app that asked for these ``extensions``."""
+        self.app_speaks = not INTRODUCED.isdisjoint(extensions)
+        self.app_takes_verdicts = MessageType.VERDICTS in extensions
 
     def became_durable(self, sources: Iterable[tuple[str, SourcePosition]], now_ns: int) -> None:
         """Records up to these positions are on disk: acknowledge them."""

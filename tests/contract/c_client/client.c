@@ -2,11 +2,12 @@
  * the other said. It speaks the base protocol alone and aborts at whatever that does not have.
  *
  * client --peer NAME --count N --port P [--host H] [--send-port S [--listen]] [--begin] [--no-attach] [--clock]
- *        [--flood M]
+ *        [--flood M] [--posts]
  *
  * Without --send-port one connection serves both directions; with it the client connects to that port, too, or with
  * --listen waits there for its coordinator. --begin: at the very first start, this one says the first number.
  * --no-attach: it calls its peer without AttachTo. --clock: with each number that it says it calls itself with the time.
+ * --posts: the two count by calls of method -1, as bindings that post do.
  * --flood: when it is new it sends itself a batch of M impulses of 1 MiB each, then a call that is too large.
  * Upgraded, it sends itself an impulse at once. Lines on stdout: "new", "restored N", "primary", "upgraded",
  * "checkpoint N", "at N" (each tenth number), "done N notes M", "tick N" (each tenth), "woken N",
@@ -28,7 +29,7 @@
 enum { RPC = 0, ATTACH_TO = 1, TAKE_CHECKPOINT = 2, RPC_BATCH = 5, CHECKPOINT = 8, INITIAL = 9, UPGRADE = 10 };
 enum { BECOME_PRIMARY = 11 };
 enum { CALL = 0, FORK = 1, IMPULSE = 2 };    /* an RPC's kind, and its types */
-enum { COUNT = 1, NOTE = 2, TICK = 3, WAKE = 4, FLOOD = 5, START = 32 }; /* this app's methods */
+enum { POSTED = -1, COUNT = 1, NOTE = 2, TICK = 3, WAKE = 4, FLOOD = 5, START = 32 }; /* this app's methods */
 enum { CONTROL = -1, CHECKPOINT_RECORD = -2 }; /* sequence IDs that are none */
 
 #define HEADER_SIZE 24
@@ -53,6 +54,7 @@ static struct state state = {0, -1, 0, 0, 0, 0, 0};
 static const char *peer_name = "";
 static int64_t target, flood_count, flooded;
 static bool begins;
+static int count_method = COUNT;
 static bool attached;
 static bool has_clock;
 static bool has_state;
@@ -242,10 +244,10 @@ static void say(int64_t number)
         send_message(ATTACH_TO, (const uint8_t *)peer_name, strlen(peer_name));
     attached = true;
     if (number % 5) {
-        send_bytes(bytes, write_call(bytes, COUNT, number));
+        send_bytes(bytes, write_call(bytes, count_method, number));
     } else {
         size_t size = write_zigzag(bytes, 2);
-        size += write_call(bytes + size, COUNT, number);
+        size += write_call(bytes + size, count_method, number);
         size += write_call(bytes + size, NOTE, number);
         send_message(RPC_BATCH, bytes, size);
     }
@@ -359,7 +361,7 @@ static void be_called(const uint8_t *data, const uint8_t *end)
             fail("a note to %lld, the counter is at %lld", (long long)number, (long long)state.counter);
         return;
     }
-    if (method != COUNT || number != state.counter + 1)
+    if (method != count_method || number != state.counter + 1)
         fail("method %lld with %lld, %lld was next", (long long)method, (long long)number,
              (long long)(state.counter + 1));
     state.counter = number;
@@ -562,6 +564,8 @@ int main(int count, char **arguments)
             attached = true;
         else if (!strcmp(option, "--clock"))
             has_clock = true;
+        else if (!strcmp(option, "--posts"))
+            count_method = POSTED;
         else if (index++, !strcmp(option, "--peer"))
             peer_name = value;
         else if (!strcmp(option, "--count"))

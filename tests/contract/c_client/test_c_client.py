@@ -181,6 +181,32 @@ def test_two_clients_count_together_across_kills(house: House, clients: Clients,
     alice.line("primary")
 
 
+def test_two_clients_call_negative_methods_across_kills_on_both_sides(house: House, clients: Clients) -> None:
+    """Bindings that post a call use the method -1: the base protocol reserves no method ID."""
+    house.register("alice", "bob")
+    alice_settings, bob_settings = house.settings("alice"), house.settings("bob")
+    alice_coordinator, bob_coordinator = house.start("alice"), house.start("bob")
+    bob = clients.start(bob_settings, "alice", "--posts")
+    bob.line("new")
+    alice = clients.start(alice_settings, "bob", "--begin", "--posts")
+    alice.line("at 100")
+
+    alice.kill()
+    alice_coordinator.line("the app is gone")
+    alice = clients.start(alice_settings, "bob", "--posts")
+    alice.line("restored 0")
+    alice.line("at 200")
+
+    bob_coordinator.kill()
+    assert bob.ended() == (0, "")
+    bob_coordinator = house.start("bob")
+    bob = clients.start(bob_settings, "alice", "--posts")
+    alice.line(f"done {COUNT} notes {COUNT // 10}")
+    bob.line(f"done {COUNT} notes {COUNT // 10}")
+    check_in_order(alice, alice_coordinator)
+    check_in_order(bob, bob_coordinator)
+
+
 def test_two_clients_that_do_not_attach_and_call_themselves_with_the_time(house: House, clients: Clients) -> None:
     house.register("alice", "bob")
     alice_settings, bob_settings = house.settings("alice"), house.settings("bob")
