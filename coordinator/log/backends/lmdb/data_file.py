@@ -6,8 +6,9 @@ import errno
 import importlib
 import os
 import struct
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from coordinator.core.errors import LogError, LogFormatError
 from coordinator.log.backends.lmdb.pages import decode_meta
@@ -124,9 +125,8 @@ def _needed_size_bytes(path: Path) -> int:
 def _all_used_pages_exist(path: Path) -> bool:
     """Whether only free pages are missing at the file's end; False where the installed py-lmdb cannot tell."""
     try:
-        verify = _structure_walk()
         with path.open("rb") as file:
-            walker = verify._Verifier(file, path.stat().st_size)
+            walker = _page_walk(_structure_walk(), file)
             problems = walker.verify()
             last_used_page = bytes(walker.live).rfind(1)
             return not problems and (last_used_page + 1) * walker.psize <= path.stat().st_size
@@ -135,8 +135,33 @@ def _all_used_pages_exist(path: Path) -> bool:
 
 
 def _structure_walk() -> Any:
-    """py-lmdb's walk over a file's pages, from version 3.0 on. Raises ImportError."""
+    """py-lmdb's module that walks over a file's pages, from version 3.0 on. Raises ImportError."""
     return importlib.import_module("lmdb.verify")
+
+
+def _page_walk(verify: Any, file: BinaryIO) -> Any:
+    """A walk of the module ``verify`` over a file's pages.
+
+    Its rule for overflow pages is stricter than LMDB: a large value that was replaced by a smaller one in the same
+    transaction keeps its pages, and so does a list of free pages that became shorter (mdb_cursor_put reuses pages that
+    are dirty). These pages count as pages of the value.
+    """
+
+    class PageWalk(verify._Verifier):  # type: ignore[misc]
+        def _bigdata(
+            self, ctx: Any, pgno: int, i: int, buf: bytes, doff: int, dsize: int, want_bytes: bool
+        ) -> bytes | None:
+            size_bytes = dsize
+            if doff + 8 <= len(buf):
+                first_page = int.from_bytes(buf[doff : doff + 8], sys.byteorder)
+                first = self.read_page(first_page) if 2 <= first_page < self.next_pgno else None
+                pages = self._pg_pages(first, 0) if first is not None else 0
+                if first_page + pages <= self.next_pgno:
+                    size_bytes = max(dsize, pages * self.psize - self.hdrsz)
+            data = super()._bigdata(ctx, pgno, i, buf, doff, size_bytes, want_bytes=want_bytes)
+            return None if data is None else bytes(data[:dsize])
+
+    return PageWalk(file, os.fstat(file.fileno()).st_size)
 
 
 def structure_problems(path: Path) -> list[str] | None:
@@ -149,7 +174,8 @@ def structure_problems(path: Path) -> list[str] | None:
     except ImportError:
         return None
     try:
-        return list(verify.verify(str(path.parent)))
+        with path.open("rb") as file:
+            return list(_page_walk(verify, file).verify())
     except verify.VerifyError as error:
         return [str(error)]
     except OSError as error:
