@@ -18,6 +18,7 @@ from appsdk.handlers.definition import Definition
 from appsdk.running.life import AppLife
 from appsdk.running.options import RunOptions
 from appsdk.running.transport import Waker
+from coordinator.config import InstanceSettings
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from protocol.errors import ImmortalError
@@ -50,6 +51,9 @@ class EmbeddedApp:
     def listen(self) -> None:
         self._epoll.register(self._waker.fileno(), select.EPOLLIN)
         self._begins = True
+
+    def become_instance(self, settings: InstanceSettings) -> None:
+        """A service in one process follows nobody, and no other app comes."""
 
     @property
     def where(self) -> Mapping[str, str | None]:

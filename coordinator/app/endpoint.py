@@ -14,7 +14,11 @@ from coordinator.config import AppAuth, InstanceSettings
 from coordinator.config.app_hosts import is_loopback
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
+from coordinator.earliest import earliest
 from coordinator.notices import Notices
+from protocol.errors import ImmortalError
+
+REOPEN_NS = 1_000_000_000
 
 
 class AppEndpoint:
@@ -31,7 +35,10 @@ class AppEndpoint:
         self._arrivals = select.epoll()
         self._arrivals_due_ns: int | None = None  # as next_deadline_ns() has said
         epoll.register(self._arrivals.fileno(), select.EPOLLIN)
-        self._listener = AppListener(settings, log, self._arrivals)
+        self._listeners = [AppListener(settings, log, self._arrivals)]
+        self._secret = b""
+        self._instance: InstanceSettings | None = None  # where a follower that has taken over listens as well
+        self._opens_ns: int | None = None  # when it tries to do so next
         self._gate: AppGate | None = None
         self._app: AppConnection | None = None
         self._interest: dict[int, int] = {}
@@ -57,14 +64,40 @@ class AppEndpoint:
         app_secret.remove(settings.folder)
         if settings.app_auth is not AppAuth.NONE:
             # Before anybody can connect: who has connected finds the right one.
-            secret = app_secret.make(settings.folder)
+            self._secret = secret = app_secret.make(settings.folder)
             takes_secret = settings.app_auth is AppAuth.SECRET
             self._gate = AppGate(settings.name, secret, self._log, self._arrivals, takes_secret=takes_secret)
-        self._listener.listen()
+        self._listeners[0].listen()
+
+    def become_instance(self, settings: InstanceSettings) -> None:
+        """Let apps come where those of the instance of ``settings`` come, too: the coordinator followed until now.
+
+        While the process that was the instance holds the ports, it is tried again.
+        """
+        self._instance = settings
+        self._open_instance(time.monotonic_ns())
+
+    def _open_instance(self, now_ns: int) -> None:
+        settings = self._instance
+        if settings is None:
+            return
+        listener = AppListener(settings, self._log, self._arrivals)
+        try:
+            if self._secret:
+                app_secret.write(settings.folder, self._secret)
+            listener.listen()
+        except ImmortalError as error:
+            listener.close()
+            if self._opens_ns is None:
+                self._log.warning(f"{error}; it is tried again until then, and this coordinator's app works")
+            self._opens_ns = now_ns + REOPEN_NS
+            return
+        self._opens_ns = None
+        self._listeners.append(listener)
 
     @property
     def where(self) -> Mapping[str, str | None]:
-        settings = self._settings
+        settings = self._instance or self._settings
         return {
             "app": settings.app_address,
             "app_socket": settings.app_unix_address,
@@ -74,10 +107,9 @@ class AppEndpoint:
 
     def next_deadline_ns(self) -> int | None:
         """When :meth:`process` is to be called although nothing is ready, on the monotonic clock."""
-        due_ns = self._listener.next_deadline_ns()
-        if self._gate is not None and (gate_ns := self._gate.next_deadline_ns()) is not None:
-            due_ns = gate_ns if due_ns is None else min(gate_ns, due_ns)
-        self._arrivals_due_ns = due_ns
+        listeners_ns = [listener.next_deadline_ns() for listener in self._listeners]
+        gate_ns = None if self._gate is None else self._gate.next_deadline_ns()
+        self._arrivals_due_ns = due_ns = earliest(*listeners_ns, gate_ns, self._opens_ns)
         return due_ns
 
     def is_due(self, now_ns: int) -> bool:
@@ -106,11 +138,15 @@ class AppEndpoint:
         if gate is not None and (proven := gate.process(ready)) is not None:
             connection, said = proven
             events += [self._take(connection), ev.AppData(said)]
-        arrived = self._listener.process(ready, taken=self._app is not None)
-        if arrived is not None and gate is not None:
-            gate.admit(arrived)
-        elif arrived is not None:
-            events.append(self._take(arrived))
+        now_ns = time.monotonic_ns()
+        if self._opens_ns is not None and now_ns >= self._opens_ns:
+            self._open_instance(now_ns)
+        for listener in self._listeners:
+            arrived = listener.process(ready, taken=self._app is not None)
+            if arrived is not None and gate is not None:
+                gate.admit(arrived)
+            elif arrived is not None:
+                events.append(self._take(arrived))
         return events
 
     def flush(self) -> list[ev.Event]:
@@ -167,8 +203,11 @@ class AppEndpoint:
             self._app.close()
         if self._gate is not None:
             self._gate.close()
-            app_secret.remove(self._settings.folder)
-        self._listener.close()
+            for one in (self._settings, self._instance):
+                if one is not None:
+                    app_secret.remove(one.folder, self._secret)
+        for listener in self._listeners:
+            listener.close()
         self._arrivals.close()
 
     def _take(self, connection: AppConnection) -> ev.Event:

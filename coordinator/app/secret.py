@@ -27,11 +27,14 @@ def path(folder: Path) -> Path:
 
 
 def make(folder: Path) -> bytes:
-    """A new secret, in the place of the last one: 64 hexadecimal digits, in the file with a line end behind them.
-
-    Raises AppSecretError.
-    """
+    """A new secret, in the place of the last one: 64 hexadecimal digits. Raises AppSecretError."""
     secret = secrets.token_hex(_RANDOM_SIZE_BYTES).encode()
+    write(folder, secret)
+    return secret
+
+
+def write(folder: Path, secret: bytes) -> None:
+    """Put ``secret`` in the place of the last one, with a line end behind it. Raises AppSecretError."""
     try:
         make_folder(folder)
         descriptor, temporary = open_beside(path(folder))
@@ -44,9 +47,16 @@ def make(folder: Path) -> bytes:
             raise
     except OSError as error:
         raise AppSecretError(f"the app's secret can't be written to {path(folder)}: {error.strerror}") from None
-    return secret
 
 
-def remove(folder: Path) -> None:
-    """Nobody is asked for the secret any more."""
-    path(folder).unlink(missing_ok=True)
+def remove(folder: Path, secret: bytes | None = None) -> None:
+    """Nobody is asked for the secret any more. ``secret``: only where the file has this one, and not a successor's."""
+    if secret is None or _read(folder) == secret:
+        path(folder).unlink(missing_ok=True)
+
+
+def _read(folder: Path) -> bytes:
+    try:
+        return path(folder).read_bytes().strip()
+    except OSError:
+        return b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from coordinator.config import InstanceSettings
 from coordinator.core import events as ev
 from coordinator.driver.ports import AppPort
 
@@ -29,6 +30,9 @@ class AppSide(AppPort, Protocol):
 
     def listen(self) -> None:
         """Let the app come. For who holds the lock of the log. Raises ImmortalError."""
+
+    def become_instance(self, settings: InstanceSettings) -> None:
+        """The follower that this app belongs to has become the instance of ``settings``: let apps come there, too."""
 
     def next_deadline_ns(self) -> int | None:
         """When :meth:`process` is to be called although nothing is ready."""

@@ -21,6 +21,8 @@ from coordinator.config import override
 from coordinator.core.notices import Level
 from coordinator.instances.registry import Registry
 
+_PORT = click.IntRange(1, 65535)
+
 
 @click.command()
 @name_argument
@@ -32,6 +34,10 @@ from coordinator.instances.registry import Registry
 @promote_option
 @follow_option
 @click.option("--place", hidden=True, type=click.Path(path_type=Path), help="Of a follower; from 'immortal run'.")
+@click.option(
+    "--app-port", type=_PORT, help="With --follow: where the follower's app connects, in place of a Unix socket."
+)
+@click.option("--app-send-port", type=_PORT, help="With --follow: the second port of an app that uses two.")
 @start_option("replay_check")
 @start_option("metrics")
 @trust_pickle_option
@@ -44,6 +50,8 @@ def coordinator(
     promote: bool,
     follow: bool,
     place: Path | None,
+    app_port: int | None,
+    app_send_port: int | None,
     trust_pickle: bool,
     log_format: str,
     log_level: Level,
@@ -52,7 +60,8 @@ def coordinator(
     """Run a coordinator alone, for an app that is started by other means.
 
     The app finds it by IMMORTAL_APP_ADDRESS, and its secret by IMMORTAL_APP_SECRET_FILE: HOME/NAME/app_secret. With
-    --follow both are in HOME/NAME/followers/1, or the next number: the first line says where.
+    --follow both are in HOME/NAME/followers/1, or the next number: the first line says where. Once a follower has
+    taken over, apps find it where they find the instance, too.
 
     It ends with status 0 after a clean stop, 3 where its log can't be replayed as it is, 4 where another process writes
     the log by now, and 1 after any other error.
@@ -64,6 +73,13 @@ def coordinator(
     settings = override(registry.load(name), **said(options))
     log = configure(name, level=log_level, log_format=log_format)
     at = None
+    if app_send_port is not None and app_port is None:
+        raise click.UsageError("--app-send-port needs --app-port, the port that the app sends to")
+    if app_port is not None and not follow:
+        raise click.UsageError(
+            f"--app-port needs --follow: where the app of {name!r} itself connects is said by its settings (app_port)"
+        )
     if follow:
-        at = settings_at(settings, place or take_place(settings).folder)
+        folder = place or take_place(settings).folder
+        at = settings_at(settings, folder, app_port=app_port, app_send_port=app_send_port)
     sys.exit(run_coordinator(settings, registry, log, promote=promote, trust_pickle=trust_pickle, place=at))

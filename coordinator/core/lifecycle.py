@@ -262,12 +262,18 @@ class Lifecycle:
         elif versions.upgrade_to is not None:
             if not session.hello_is_due:  # it says whether the app wants to know the version
                 self.upgrades.ask_for_new()
-        elif (self.promote or self.took_over) and not self.is_cut:
+        elif (self.promote or self._was_promoted) and not self.is_cut:
             self._promote_if_due()
         else:
             session.advance(Step.CAUGHT_UP)
             session.checkpoint_sequence_id = fed
             self.outbox.control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+
+    @property
+    def _was_promoted(self) -> bool:
+        """The app followed another writer's log, and may go on without a checkpoint. A client of the base protocol
+        expects TakeBecomingPrimaryCheckpoint there."""
+        return self.took_over and self.session.hello is not None
 
     def _promote_if_due(self) -> None:
         """The app may work once all is made again that the log knows of; its next checkpoint proves the rest."""

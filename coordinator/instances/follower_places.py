@@ -60,8 +60,11 @@ def take_place(settings: InstanceSettings) -> FollowerPlace:
     raise FollowerPlaceError(f"{settings.name!r} has {PLACES_MAX} followers on this machine already: stop one of them")
 
 
-def settings_at(settings: InstanceSettings, folder: Path) -> InstanceSettings:
-    """``settings`` with the sockets and files of a follower in ``folder``: its app comes by a Unix socket there."""
+def settings_at(
+    settings: InstanceSettings, folder: Path, *, app_port: int | None = None, app_send_port: int | None = None
+) -> InstanceSettings:
+    """``settings`` with the sockets and files of a follower in ``folder``: its app comes by a Unix socket there, or by
+    these ports."""
     return msgspec.structs.replace(
-        settings, folder=folder, log=settings.log, app_port=None, app_send_port=None, app_socket=None
+        settings, folder=folder, log=settings.log, app_port=app_port, app_send_port=app_send_port, app_socket=None
     )

@@ -225,6 +225,7 @@ class Coordinator:
             self._control = ControlServer(settings.folder)
             self._control_fileno = self._control.fileno()
             self._epoll.register(self._control_fileno, select.EPOLLIN)
+            self._app.become_instance(settings)
         control.announce(settings.folder, self._control.listen())
         reach(FaultPoint.ANNOUNCED)
         if self._metrics is not None:

@@ -42,9 +42,9 @@ BASE_TYPES = frozenset({0, 1, 2, 5, 8, 9, 11})
 class CoordinatorProcess:
     """One `coordinator NAME`; its log lines as they come."""
 
-    def __init__(self, settings: InstanceSettings, home: Path, *, started: bool = True) -> None:
+    def __init__(self, settings: InstanceSettings, home: Path, *options: str, started: bool = True) -> None:
         self.settings = settings
-        command = [sys.executable, "-m", "coordinator", "coordinator", settings.name]
+        command = [sys.executable, "-m", "coordinator", "coordinator", settings.name, *options]
         environment = {**os.environ, HOME_VARIABLE: str(home)}
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
@@ -302,8 +302,8 @@ class House:
     def settings(self, name: str) -> InstanceSettings:
         return self.registry.load(name)
 
-    def start(self, name: str, *, started: bool = True) -> CoordinatorProcess:
-        process = CoordinatorProcess(self.settings(name), self.home, started=started)
+    def start(self, name: str, *options: str, started: bool = True) -> CoordinatorProcess:
+        process = CoordinatorProcess(self.settings(name), self.home, *options, started=started)
         self._processes.append(process)
         return process
 

@@ -79,6 +79,9 @@ def test_it_repeats_the_upgrade_of_the_one_that_writes_and_follows_on(hello: byt
     assert not follower.of(ef.Commit)
     assert not follower.of(ef.OfferChunk)
     follower.take_over()
+    if not hello:
+        assert types(follower)[-1:] == ["TAKE_BECOMING_PRIMARY_CHECKPOINT"]
+        follower.data(checkpoint(b"primary"))
     assert follower.phase is Phase.NORMAL, "there is nothing to upgrade any more"
     assert follower.of(ef.UpgradeEnded) == []
 

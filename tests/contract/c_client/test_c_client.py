@@ -9,14 +9,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from coordinator.config import InstanceSettings
 from coordinator.config.app_hosts import hosts_of
 from coordinator.instances import upgrade_mark
+from coordinator.instances.registry import free_port
 from coordinator.operator import control
 from protocol.batch import encode_batch
 from protocol.extensions import encode_impulses_accepted, encode_record_time
@@ -82,6 +84,11 @@ class Client:
             problem = self.process.communicate()[1] if self._over else ""
             assert found(), f"no line {text!r} came: {self.lines[-20:]} {problem}"
             return found()[0]
+
+    def until(self, condition: Callable[[list[str]], bool]) -> None:
+        """Wait until ``condition`` holds of its lines."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: condition(self.lines), DEADLINE_S), self.lines[-20:]
 
     def ended(self) -> tuple[int, str]:
         """Its status and what it complained of, once it has ended."""
@@ -204,6 +211,56 @@ def test_two_clients_call_negative_methods_across_kills_on_both_sides(house: Hou
     alice.line(f"done {COUNT} notes {COUNT // 10}")
     bob.line(f"done {COUNT} notes {COUNT // 10}")
     check_in_order(alice, alice_coordinator)
+    check_in_order(bob, bob_coordinator)
+
+
+FOR_LONG = ["--count", str(1 << 40)]
+
+
+def counted_on(*pair: Client) -> None:
+    """Both have said a number that they had not said before."""
+    said = [one.lines[-1] for one in pair]
+    for one, before in zip(pair, said, strict=True):
+        one.until(lambda lines, before=before: lines[-1] != before and lines[-1].startswith("at "))
+
+
+@pytest.mark.parametrize("ports", list(PORTS))
+def test_a_client_is_the_standby_and_the_next_one_finds_the_instances_ports(
+    house: House, clients: Clients, ports: str
+) -> None:
+    house.register("alice", "bob", **PORTS[ports])
+    alice_settings, bob_settings = house.settings("alice"), house.settings("bob")
+    alice_coordinator, bob_coordinator = house.start("alice"), house.start("bob")
+    bob = clients.start(bob_settings, "alice", *FOR_LONG)
+    bob.line("new")
+    alice = clients.start(alice_settings, "bob", "--begin", *FOR_LONG)
+    alice.line("at 50")
+
+    first, second = (free_port(hosts_of("localhost"), {alice_settings.app_port or 0}) for _ in range(2))
+    at = structs.replace(alice_settings, app_port=first)
+    options = ["--app-port", str(first)]
+    if at.app_send_port is not None:
+        at = structs.replace(at, app_send_port=second)
+        options += ["--app-send-port", str(second)]
+    follower = house.start("alice", "--follow", *options)
+    standby = clients.start(at, "bob", *FOR_LONG)
+    standby.line("restored 0")
+    follower.line("recovering")
+    alice.line("at 100")
+    alice_coordinator.kill()
+    assert alice.ended() == (0, "")
+    follower.line("taking over")
+    standby.line("primary")  # by TakeBecomingPrimaryCheckpoint: it knows no other message that says so
+    follower.line("checkpoint taken")
+    counted_on(standby, bob)
+
+    standby.kill()
+    follower.line("the app is gone")
+    alice = clients.start(alice_settings, "bob", *FOR_LONG)
+    alice.line("restored ")
+    alice.line("primary")
+    counted_on(alice, bob)
+    check_in_order(alice, follower)
     check_in_order(bob, bob_coordinator)
 
 
