@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 ROWS_SHOWN_MAX = 1_000  # as a table, for people
 _ROWS_AT_ONCE = 1_000
+_ROWS_OF_A_GROUP = 100_000  # of a Parquet file
 
 
 def _names(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str | None, ...]:
@@ -47,6 +48,7 @@ def _names(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...
 @click.option(
     "--parquet", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a Parquet file."
 )
+@click.option("--unsealed", is_flag=True, help="Let the query read and write files, and load DuckDB's extensions.")
 @trust_pickle_option
 @pass_registry
 def sql(
@@ -57,27 +59,38 @@ def sql(
     as_csv: bool,
     as_json: bool,
     parquet: Path | None,
+    unsealed: bool,
     trust_pickle: bool,
 ) -> None:
     """Run a QUERY over logs and states; the instances may run, and notice nothing.
 
     Tables are messages, records, outputs, instances, clients; waiting, timers, effects; and of each instance its state
     (NAME), and what is in an attribute that is a container (NAME.ATTRIBUTE). All is of one moment: no effect is shown
-    without its cause. States are had by replay.
+    without its cause. States are had by replay. A query reaches these tables alone, and no file, unless --unsealed.
     """
     if as_csv + as_json + (parquet is not None) > 1:
         raise click.UsageError("give one of --csv, --json and --parquet")
     if parquet is not None and parquet.exists():
         raise FailedError(f"{parquet} is there already: give another name, or remove it first")
-    with opened(registry, names, at, query, trust_pickle=trust_pickle) as database:
+    with opened(registry, names, at, query, trust_pickle=trust_pickle, unsealed=unsealed) as database:
+        if not unsealed:
+            database.seal()
         _run(database.connection, query, as_csv=as_csv, as_json=as_json, parquet=parquet)
 
 
 @contextmanager
 def opened(
-    registry: Registry, names: Sequence[str], at: int | Time | None, query: str, *, trust_pickle: bool = False
+    registry: Registry,
+    names: Sequence[str],
+    at: int | Time | None,
+    query: str,
+    *,
+    trust_pickle: bool = False,
+    unsealed: bool = False,
 ) -> Iterator[Database]:
     """With the tables that ``query`` names, as of ``at``, of ``names``, or of all instances that have a log.
+
+    ``unsealed``: it may be another statement than a query.
 
     Raises FailedError, click.UsageError, ImmortalError.
     """
@@ -90,6 +103,8 @@ def opened(
     with ExitStack() as stack:
         logs = _logs(registry, names, at, stack, trust_pickle=trust_pickle)
         database = stack.enter_context(open_database(logs, _decode({log.name: log.settings for log in logs})))
+        if not unsealed:
+            _refuse_writes(database.connection, query)
         database.prepare(query)
         yield database
 
@@ -148,6 +163,23 @@ def _decode(settings: dict[str, InstanceSettings]) -> Decode:
     return decode
 
 
+def _refuse_writes(connection: DuckDBPyConnection, query: str) -> None:
+    """Raises FailedError for a statement that is no query: some make folders as soon as they are looked at."""
+    import duckdb
+
+    queries = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN, duckdb.StatementType.CREATE)  # PIVOT creates
+    try:
+        kinds = [one.type for one in connection.extract_statements(query)]
+    except duckdb.Error:
+        return  # who prepares the tables says what is wrong
+    for kind in kinds:
+        if kind not in queries:
+            raise FailedError(
+                f"one query that only reads was expected, such as select, and this is {kind.name.lower()}: --unsealed"
+                " lets it read and write files"
+            )
+
+
 # --- what comes of it -------------------------------------------------------------------------------------------------
 
 
@@ -159,8 +191,7 @@ def _run(connection: DuckDBPyConnection, query: str, *, as_csv: bool, as_json: b
         if found is None:
             raise FailedError("the query gives no rows: one such as select was expected")
         if parquet is not None:
-            found.write_parquet(str(parquet), compression="zstd")
-            echo(f"{counted(_count(connection, parquet), 'row')} in {parquet}")
+            echo(f"{counted(_write_parquet(found, parquet), 'row')} in {parquet}")
             return
         columns = found.columns
         rows = _rows(found)
@@ -171,6 +202,8 @@ def _run(connection: DuckDBPyConnection, query: str, *, as_csv: bool, as_json: b
                 echo_json({name: _json_value(value) for name, value in zip(columns, row, strict=True)})
         else:
             _print_rows(columns, rows)
+    except duckdb.PermissionException as error:
+        raise FailedError(f"{error}\na query reaches the tables alone, and no file: --unsealed lets it") from None
     except duckdb.Error as error:
         raise wrong_query(error) from None
 
@@ -185,9 +218,23 @@ def wrong_query(error: Exception) -> FailedError:
     return FailedError(f"{error}{more if isinstance(error, duckdb.CatalogException) else ''}")
 
 
-def _count(connection: DuckDBPyConnection, parquet: Path) -> int:
-    row = connection.execute("select count(*) from read_parquet(?)", [str(parquet)]).fetchone()
-    return 0 if row is None else int(row[0])
+def _write_parquet(found: Any, path: Path) -> int:
+    """How many rows were written. The file is there whole or not at all. Raises FailedError."""
+    from pyarrow.parquet import ParquetWriter
+
+    partial, count = path.with_name(f".{path.name}.partial"), 0
+    try:
+        batches = found.to_arrow_reader(_ROWS_OF_A_GROUP)
+        with ParquetWriter(partial, batches.schema, compression="zstd") as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+                count += batch.num_rows
+        partial.rename(path)
+    except OSError as error:
+        raise FailedError(f"{path} can't be written: {error.strerror or error}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return count
 
 
 def _rows(found: Any) -> Iterator[tuple[Any, ...]]:

@@ -100,13 +100,15 @@ class Database:
         for name in wanted & states.keys():
             self._make_state(name, states[name])
 
-    def seal(self, memory_mb: int) -> None:
-        """From here on queries reach the tables that were made, and no file: for who may ask and nothing else."""
+    def seal(self, memory_mb: int | None = None) -> None:
+        """From here on queries reach the tables that were made, and no file.
+
+        ``memory_mb``: how much memory they may have, with nothing on disk beside it; None: as DuckDB has it.
+        """
         paths = [path for log in self._logs.values() for table in TABLES for path in log.paths(table)]
         for setting in (
             f"allowed_paths = {_texts(paths)}",
-            "temp_directory = ''",
-            f"memory_limit = '{memory_mb}MiB'",
+            *([] if memory_mb is None else ["temp_directory = ''", f"memory_limit = '{memory_mb}MiB'"]),
             "enable_external_access = false",
             "lock_configuration = true",
         ):

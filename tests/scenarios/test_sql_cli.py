@@ -236,3 +236,27 @@ def test_a_fleet_that_works_is_seen_at_one_moment(tmp_path: Path) -> None:
             run.kill()
     for row in seen[1:]:
         assert row["asked"] >= row["sold"] >= row["paid"]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "copy (select 1 as one) to 'stolen.csv'",
+        "select * from read_csv('secret.csv')",
+        "attach 'other.db' as other",
+        "export database 'everything'",
+        "install httpfs",
+        "set enable_external_access = true",
+    ],
+)
+def test_a_query_reaches_no_file(folder: Path, query: str) -> None:
+    (folder / "secret.csv").write_text("a\n1\n")
+    before = sorted(folder.iterdir())
+    said = immortal(folder, "sql", query, status=1)
+    assert "--unsealed lets it" in said
+    assert sorted(folder.iterdir()) == before
+
+
+def test_unsealed_it_does(folder: Path) -> None:
+    (folder / "rates.csv").write_text("word,rate\nred,7\n")
+    assert "7" in immortal(folder, "sql", "--unsealed", "select rate from read_csv('rates.csv')")
