@@ -32,13 +32,22 @@ class Restored(Struct, frozen=True):
     authenticated: bool
 
 
-def restore(archive: Archive, moments: Sequence[Moment], index: int, place: Place, keys: Sequence[LogKey]) -> Restored:
-    """Make the log of ``moments[index]`` in ``place``, where none is. ``keys``: those it may be authenticated with.
+def restore(
+    archive: Archive, name: str, moments: Sequence[Moment], index: int, place: Place, keys: Sequence[LogKey]
+) -> Restored:
+    """Make the log of ``moments[index]``, of the instance ``name``, in ``place``, where none is.
+
+    ``keys``: those it may be authenticated with.
 
     What fails leaves no log. Raises ArchiveError, which names what is damaged; StoreError, LogError, OSError.
     """
     moment = moments[index]
     needs = needs_of(moments, index)
+    if moment.instance != name:
+        raise ArchiveError(
+            f"the archive in {archive.objects.where} is of the instance {moment.instance!r}, not of {name!r}: nothing"
+            f" was written; 'immortal archive --show' says what each archive has"
+        )
     encrypted = encrypted_parts(moments[: index + 1])
     with tempfile.TemporaryDirectory(prefix="immortal-restore-", dir=_beside(place)) as folder:
         spool = Path(folder)

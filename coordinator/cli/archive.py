@@ -255,6 +255,7 @@ def restore(
     there = _archive(url, name, key_file, make=False)
     from coordinator.archive.chain import index_of
     from coordinator.archive.restoring import restore as bring_back
+    from coordinator.cli.status import age_text
     from coordinator.instances import own_logs
     from coordinator.log.open import place_of
 
@@ -268,12 +269,22 @@ def restore(
         until_record=until if isinstance(until, int) else None,
     )
     place = place_of(settings.log)
-    restored = bring_back(there, moments, index, place, own_logs.read_keys(settings))
+    restored = bring_back(there, name, moments, index, place, own_logs.read_keys(settings))
     moment = moments[index]
     if as_json:
-        echo_json({"name": name, "log": settings.log, "objects": restored.objects_count, **_described(moment)})
+        said = {"name": name, "log": settings.log, "objects": restored.objects_count, **_described(moment)}
+        echo_json({**said, "committer_id": moment.committer_id, "authenticated": restored.authenticated})
         return
-    echo(f"{name}: {_in_words(moment)}, in {place.where}: verified")
+    echo(f"{name}: {_in_words(moment)}, in {place.where}")
+    age_s = max(0.0, (time.time_ns() - moment.taken_ns) / 1e9)
+    begun, taken = time_text(moment.created_ns), time_text(moment.taken_ns)
+    echo(f"  of the log {moment.committer_id}, begun {begun}; archived {taken}, {age_text(age_s)} ago")
+    how = "by the key of its log" if restored.authenticated else "by its check bytes"
+    echo(f"  proved, {how}: every record, checkpoint and table is as it was archived")
+    unproved = "that this is the newest moment: whoever may write the archive can remove moments"
+    if not restored.authenticated:
+        unproved += "; and who wrote it: the log has no key"
+    echo(f"  not proved: {unproved}")
     behind = moments[-1].last_sequence_id - moment.last_sequence_id
     if behind > 0:
         echo(f"{counted(behind, 'later record')} of the archive are left out, up to {time_text(moments[-1].time_ns)}")

@@ -81,7 +81,7 @@ def all_rows(log: Path) -> Rows:
 def brought_back(archive: Archive, target: Path, number: int | None = None, keys: Sequence[LogKey] = ()) -> Rows:
     moments = archive.moments()
     index = len(moments) - 1 if number is None else [moment.number for moment in moments].index(number)
-    restore(archive, moments, index, place_of(target), keys)
+    restore(archive, moments[index].instance, moments, index, place_of(target), keys)
     return all_rows(target)
 
 
@@ -464,7 +464,7 @@ def test_a_log_in_a_database_too(tmp_path: Path, postgres: Postgres, request: py
         assert Archiver(archive, reader).moment() is not None
     assert brought_back(archive, tmp_path / "back") == all_rows(tmp_path / "log")
     other = f"{postgres.url(request.node.name + '_back')}#{NAME}"
-    restore(archive, archive.moments(), 0, place_of(other), ())
+    restore(archive, archive.moments()[0].instance, archive.moments(), 0, place_of(other), ())
     with open_reader(other, NAME) as reader, open_reader(tmp_path / "log", NAME) as log:
         assert list(reader.values(0)) == list(log.values(0))
         assert reader.summary() == log.summary()
@@ -481,3 +481,12 @@ def test_what_an_archiver_left_goes_after_a_day(tmp_path: Path) -> None:
     assert shipped(archive, tmp_path / "log") is not None
     objects.is_by_day = True
     assert prune(archive, Retention(keep_days=30)) == (0, 1)
+
+
+def test_an_archive_of_another_instance_is_refused(tmp_path: Path) -> None:
+    write_log(tmp_path / "log")
+    archive = in_memory()
+    assert shipped(archive, tmp_path / "log") is not None
+    with pytest.raises(ArchiveError, match=f"is of the instance '{NAME}', not of 'till': nothing was written"):
+        restore(archive, "till", archive.moments(), 0, place_of(tmp_path / "back"), ())
+    assert not (tmp_path / "back").exists()

@@ -70,7 +70,7 @@ def test_there_and_back(endpoint: str, tmp_path: Path) -> None:
     assert root.folders() == [NAME]
     assert archive.numbers() == [1, 2]
     moments = archive.moments()
-    restore(archive, moments, 1, place_of(tmp_path / "back"), ())
+    restore(archive, moments[1].instance, moments, 1, place_of(tmp_path / "back"), ())
     assert read_contents(tmp_path / "back") == read_contents(tmp_path / "log")
     assert prune(archive, Retention(keep_mb=0))[0] == 0, "its records are in the moment before"
 
