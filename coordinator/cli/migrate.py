@@ -20,9 +20,10 @@ POLL_S = 0.02
 @click.command()
 @name_argument
 @click.option("--to", default="", metavar="HOST", help="The machine; by default any that has caught up with the log.")
+@click.option("--wait", is_flag=True, help=f"Wait as long as the move takes.  [default: {TIMEOUT_S:g} s]")
 @json_option
 @pass_registry
-def migrate(registry: Registry, name: str, to: str, as_json: bool) -> None:
+def migrate(registry: Registry, name: str, to: str, wait: bool, as_json: bool) -> None:
     """Hand an instance over to another machine that follows its log, and wait until it works there.
 
     Its log is one that other machines reach (PostgreSQL). Who had the instance ends with status 4; with
@@ -48,9 +49,10 @@ def migrate(registry: Registry, name: str, to: str, as_json: bool) -> None:
         raise FailedError(str(answer["error"]))
     heir, deadline_s = str(answer["to"]), time.monotonic() + TIMEOUT_S
     while place.holder() != heir or place.endpoint() is None:
-        if time.monotonic() > deadline_s:
+        if not wait and time.monotonic() > deadline_s:
             raise FailedError(
-                f"{heir} has not taken {name!r} over within {TIMEOUT_S:g} s; it has: {place.holder() or 'nobody'}"
+                f"{heir} has not taken {name!r} over within {TIMEOUT_S:g} s; the move goes on, and"
+                f" {place.holder() or 'nobody'} has it so far: 'immortal status {name}' says who; --wait waits longer"
             )
         time.sleep(POLL_S)
     if as_json:
