@@ -240,13 +240,18 @@ class Copy:
         there = {self.path(file.stem, SETTINGS) for file in self.folder.glob("*.toml")}
         for file_name in _FILE_NAMES.values():
             there.update(self.folder.glob(f"*/{file_name}"))
+        has_changed = False
         try:
             for path, text in wanted.items():
                 if path not in there or path.read_text("utf-8") != text:
                     make_folder(path.parent)
                     _replace(path, text)
+                    has_changed = True
             for path in there - wanted.keys() - kept:
                 path.unlink(missing_ok=True)
+                has_changed = True
+            if has_changed:
+                os.utime(self.folder)  # at its time all coordinators of this machine look
         except (OSError, UnicodeDecodeError) as error:
             raise SharedHomeError(f"the copy of the registry in {self.folder} can't be written: {error}") from None
 

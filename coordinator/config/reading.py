@@ -112,13 +112,18 @@ def check_settings(values: Mapping[str, Any], name: str, path: Path, text: str =
         limited = {caller: permission for caller, permission in allowed.items() if permission != ANYTHING}
         given |= {"allow": tuple(allowed), "permissions": limited}
     folder = path.parent / check_instance_name(name)
-    log = given.get("log", str(folder / "log"))
-    given["log"] = str(path.parent / log) if is_in_folder(log) else own_log(log, name)
+    given["log"] = log_of(name, path, given.get("log"))
     given |= {key: path.parent / value for key, value in given.items() if isinstance(value, Path)}
     return InstanceSettings(name=name, folder=folder, **given)
 
 
 # --- what settings say about each other -------------------------------------------------------------------------------
+
+
+def log_of(name: str, path: Path, written: str | None) -> str:
+    """Where the log of ``name`` is, whose settings are in the file ``path`` and say ``written``."""
+    log = str(path.parent / name / "log") if written is None else written
+    return str(path.parent / log) if is_in_folder(log) else own_log(log, name)
 
 
 def default_app_auth(app_send_port: int | None) -> AppAuth:

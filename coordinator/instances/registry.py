@@ -21,7 +21,7 @@ from typing import Any
 
 from coordinator.config import AppAuth, ConfigError, InstanceSettings, check_instance_name, split_tcp
 from coordinator.config.app_hosts import LOCALHOST, hosts_of
-from coordinator.config.reading import check_settings, read_settings
+from coordinator.config.reading import check_settings, log_of, read_settings
 from coordinator.config.values import check_app
 from coordinator.config.writing import file_values, settings_text, text_with, write_atomically
 from coordinator.core.errors import LogError
@@ -36,7 +36,7 @@ HOME_VARIABLE = shared_home.HOME_VARIABLE
 HOME_DEFAULT = shared_home.HOME_DEFAULT
 _LOCK_FILE_NAME = ".lock"
 PUBLIC_KEYS_FILE_NAME = "public_keys"  # here, as coordinator.peers.keys needs ZeroMQ, whose loading takes long
-LOCK_TIMEOUT_S = 10.0  # a change takes milliseconds
+LOCK_TIMEOUT_S = 60.0  # a change takes milliseconds, and hundreds of instances may start at once
 PORTS_VARIABLE = "IMMORTAL_PORTS"  # "7000-7099": from where free ports are taken, such as what a firewall lets through
 _PORT_LOWEST = 15000  # below are the ports that well-known services take
 _PORT_HIGHEST = 65535
@@ -82,15 +82,19 @@ class Registry:
 
     def client_names(self, instances: Iterable[str]) -> list[str]:
         """Those that have keys here and are none of ``instances``. Raises RegistryError for an unreadable folder."""
-        try:  # each coordinator looks often
-            files = os.listdir(self.home)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise RegistryError(f"the registry folder {self.home} cannot be read: {error.strerror}") from None
-        others = {name for name in files if not name.startswith(".") and not name.endswith(".toml")}
+        others = self.folder_names()
         others.difference_update(instances)
         return sorted(name for name in others if (self.home / name / PUBLIC_KEYS_FILE_NAME).exists())
+
+    def folder_names(self) -> set[str]:
+        """Who has, or may have, a folder here. Raises RegistryError for an unreadable folder."""
+        try:
+            files = os.listdir(self.home)
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
+        except OSError as error:
+            raise RegistryError(f"the registry folder {self.home} cannot be read: {error.strerror}") from None
+        return {name for name in files if not name.startswith(".") and not name.endswith(".toml")}
 
     def load(self, name: str) -> InstanceSettings:
         """The settings of ``name``. Raises UnknownInstanceError, ConfigError; RegistryError as :meth:`names`."""
@@ -214,6 +218,8 @@ class Registry:
     def remember_app(self, name: str, app: str) -> InstanceSettings:
         """Write down ``app`` ("module:Class") as the one that ``name`` was last run with."""
         check_app(app)
+        if (known := self.load(name)).app == app:
+            return known  # at most starts: many at once need not wait for each other
         with self.locked():
             return self._remember(name, "app", app)
 
@@ -287,24 +293,29 @@ class Registry:
         finally:
             os.close(descriptor)
 
-    def _readable(self) -> Iterator[InstanceSettings]:
+    def _written(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The values of each settings file as they stand there, not checked: of a thousand files that is soon done."""
         for name in self.names():
-            with contextlib.suppress(ConfigError, UnknownInstanceError):
-                yield self.load(name)
+            with contextlib.suppress(OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+                yield name, tomllib.loads(self.path(name).read_text("utf-8"))
 
     def _ports_taken(self) -> set[int]:
         ports: set[int] = set()
-        for settings in self._readable():
-            ports.update(port for port in (settings.app_port, settings.app_send_port) if port is not None)
-            address = split_tcp(settings.peer)
+        for _, values in self._written():
+            given = [values.get(key) for key in ("app_port", "app_send_port")]
+            ports.update(port for port in given if isinstance(port, int))
+            address = split_tcp(str(values.get("peer", "")))
             if address is not None:
                 ports.add(address[1])
         return ports
 
     def _refuse_shared_log(self, name: str, log: str) -> None:
-        for other in self._readable():
-            if other.name != name and _real(other.log) == _real(log):
-                raise RegistryError(f"{log} is the log folder of {other.name!r}: each instance needs its own")
+        real = _real(log)
+        for other, values in self._written():
+            written = values.get("log")
+            others = log_of(other, self.path(other), written if isinstance(written, str) else None)
+            if other != name and _real(others) == real:
+                raise RegistryError(f"{log} is the log folder of {other!r}: each instance needs its own")
 
 
 def _real(log: str) -> str:
@@ -315,12 +326,24 @@ def write_text(path: Path, text: str, mode: int = PUBLIC_FILE_MODE) -> None:
     """One of the files that shared_home lists, where the registry is kept. Raises SharedHomeError, OSError."""
     if not _share(path, text):
         write_atomically(path, text.encode(), mode=mode)
+        tell_all(path)
 
 
 def remove_file(path: Path) -> None:
     """As :func:`write_text`."""
     if not _share(path, None):
         path.unlink(missing_ok=True)
+        tell_all(path)
+
+
+def tell_all(path: Path) -> None:
+    """A public file has changed: the registry's folder gets a new time, at which all coordinators look.
+
+    Those of a large registry do not look at each file each second.
+    """
+    if path.name == PUBLIC_KEYS_FILE_NAME:
+        with contextlib.suppress(OSError):  # somebody else's folder: they see it later
+            os.utime(path.parent.parent)
 
 
 def _share(path: Path, text: str | None) -> bool:

@@ -27,7 +27,7 @@ from coordinator.config.reading import read_table, read_toml
 from coordinator.config.values import Callers, kind, says, whole
 from coordinator.config.writing import text_with_allow
 from coordinator.core.permissions import ANYTHING, Permission
-from coordinator.instances.registry import HOME_DEFAULT, Registry, UnknownInstanceError
+from coordinator.instances.registry import HOME_DEFAULT, Registry, UnknownInstanceError, tell_all
 from coordinator.messenger import Role
 from coordinator.peers import keys
 from coordinator.peers.keys import KeysError, PublicFile
@@ -168,6 +168,7 @@ def _copy(member: Member, home: Path) -> bool:
             return False
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
+        tell_all(path)
     except OSError as error:
         raise KeysError(f"{path} cannot be written: {error.strerror}") from None
     return True

@@ -22,7 +22,8 @@ from coordinator.peers import keys
 from coordinator.peers.keys import KeysError, PublicFile
 from protocol.errors import ImmortalError
 
-LOOK_NS = 1_000_000_000  # between two looks: a stat for each instance of the registry
+LOOK_NS = 1_000_000_000  # between two looks
+FILES_A_LOOK = 32  # public files that each look has a glance at: what it costs does not grow with the registry
 
 _Version = tuple[int, int, int]
 
@@ -34,6 +35,8 @@ class KeyBook:
         self._registry = registry
         self._files: dict[str, str] = {}
         self._read: dict[str, tuple[_Version, PublicFile]] = {}
+        self._watched: list[tuple[str, _Version | None]] = []  # public files, as they were when all were read
+        self._next = 0  # of these, for the next glance
 
     def keys_of(self, settings: InstanceSettings, name: str) -> tuple[str, ...]:
         """As ``settings`` give them for ``name``, else as its public file does. Raises KeysError."""
@@ -68,20 +71,42 @@ class KeyBook:
             names = tuple(sorted({*registered, *clients, *settings.peer_keys}))
         return [name for name in names if name != settings.name]
 
-    def _file(self, name: str) -> PublicFile:
-        # Once a second for each instance of the registry: its path is put together once.
+    def watch(self, names: Iterable[str]) -> None:
+        """All that was read is of the files of ``names`` as they are now."""
+        self._watched = [(path, _version(path)) for path in map(self._path, names)]
+
+    def has_changed(self) -> bool:
+        """Whether one of the next few files that are watched is another one by now: all have their turn."""
+        for _ in range(min(FILES_A_LOOK, len(self._watched))):
+            self._next = (self._next + 1) % len(self._watched)
+            path, version = self._watched[self._next]
+            if _version(path) != version:
+                return True
+        return False
+
+    def _path(self, name: str) -> str:
         file = self._files.get(name)
         if file is None:
             file = self._files[name] = str(keys.public_path(self._registry.home / name))
-        try:
-            status = os.stat(file)
-        except OSError:
+        return file
+
+    def _file(self, name: str) -> PublicFile:
+        version = _version(self._path(name))
+        if version is None:
             return PublicFile()
-        version = (status.st_mtime_ns, status.st_size, status.st_ino)
         known = self._read.get(name)
         if known is None or known[0] != version:
             known = self._read[name] = (version, keys.read_public_file(self._registry.home / name))
         return known[1]
+
+
+def _version(path: str) -> _Version | None:
+    """None where there is no such file."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 class PeerSecurity:
@@ -113,6 +138,7 @@ class PeerSecurity:
         self._told_now: set[str] = set()
         self._next_look_ns = 0
         self._barriers: dict[tuple[str, ...], str | None] = {}
+        self._looked_at: tuple[object, ...] = ()  # what the last look had found, but for public files
         self.security: Security | None = self._look(check_start(settings))
 
     @property
@@ -134,7 +160,7 @@ class PeerSecurity:
             return False
         self._next_look_ns = now_ns + LOOK_NS
         self._barriers.clear()
-        self._told, self._told_now = self._told_now, set()
+        before_told, self._told, self._told_now = self._told, self._told_now, set()
         pairs: tuple[KeyPair, ...] = ()
         try:
             settings = self._registry.load(self._settings.name)
@@ -148,6 +174,9 @@ class PeerSecurity:
             pairs = keys.read_pairs(settings.folder)
         except ImmortalError as error:
             self._tell(f"keys and callers as they were stay in use: {error}")
+        if not self._told and not self._told_now and not self._may_differ(pairs):
+            self._told = before_told
+            return False
         before, known_before = self.security, dict(self._known)
         try:
             found = self._look(pairs)
@@ -160,6 +189,19 @@ class PeerSecurity:
         self.security = found
         now = found.own, found.callers, found.roles, self._known
         return now != (before.own, before.callers, before.roles, known_before)
+
+    def _may_differ(self, pairs: tuple[KeyPair, ...]) -> bool:
+        """Whether a look at all keys may find what the last one did not.
+
+        Who changes a public file by the command line touches the folder of the registry, which tells all; what is
+        changed by hand is seen as its file has its turn.
+        """
+        return self._looked_at != self._state(pairs) or self._book.has_changed()
+
+    def _state(self, pairs: tuple[KeyPair, ...]) -> tuple[object, ...]:
+        settings = self._settings
+        given = settings.allow, settings.permissions, settings.peer_keys, settings.client_keys
+        return _version(str(self._registry.home)), self._today(), pairs, given
 
     def barrier(self, endpoint: str) -> str | None:
         """Why ``endpoint`` must not be connected to as things are; None if it may."""
@@ -197,9 +239,12 @@ class PeerSecurity:
             callers |= dict.fromkeys(self._let_in(self._settings.name, elsewhere), self._settings.name)
         roles = dict.fromkeys(callers, Role.OWNER)
         shared: set[str] = set()
+        self._looked_at = self._state(pairs)
         registered = frozenset(self._registry.names())
         allowed = set(self._book.callers(self._settings, registered))
-        for name in {*allowed, *registered, *self._settings.peer_keys, *self._settings.client_keys, *self._known}:
+        names = {*allowed, *registered, *self._settings.peer_keys, *self._settings.client_keys, *self._known}
+        self._book.watch(names | self._registry.folder_names())
+        for name in names:
             found = self._keys_of(name)
             if found:
                 self._known[name] = found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -12,10 +13,10 @@ from click.testing import CliRunner
 from coordinator.cli import main
 from coordinator.config import ConfigError, override
 from coordinator.instances.registry import Registry
-from coordinator.messenger import KeyPair
+from coordinator.messenger import KeyPair, Role
 from coordinator.peers import keys
 from coordinator.peers.keys import KeysError
-from coordinator.peers.security import KeyBook, check_start, insecurity, is_local
+from coordinator.peers.security import FILES_A_LOOK, KeyBook, check_start, insecurity, is_local
 from coordinator.service.commands import coordinator_command
 from tests.helpers.watched import Watched
 
@@ -271,6 +272,58 @@ def test_what_may_not_be_connected_to(registry: Registry) -> None:
     keys.make(registry.home / "alice")
     assert without.look()
     assert without.it.barrier("bob") is None
+
+
+def large(registry: Registry, count: int = 200) -> list[str]:
+    """Registers so many more instances with keys; their names."""
+    names = [f"other-{number:03d}" for number in range(count)]
+    for name in names:
+        registry.path(name).write_text("peer = 'tcp://127.0.0.1:1'\n")
+        keys.make(registry.home / name)
+    return names
+
+
+def test_a_look_costs_as_much_in_a_large_registry(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    large(registry)
+    watched = Watched(registry)
+    looked_at: list[object] = []
+    stat = os.stat
+
+    def counted(path: Any, **options: Any) -> os.stat_result:
+        looked_at.append(path)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", counted)
+    for _ in range(20):
+        assert not watched.look()
+    assert len(looked_at) <= 20 * (FILES_A_LOOK + 10)
+
+
+def test_a_key_that_is_made_in_a_large_registry_is_seen_at_once(registry: Registry) -> None:
+    names = large(registry)
+    watched = Watched(registry)
+    for change in (keys.rotate, keys.remove):
+        change(registry.home / names[-1])
+        assert watched.look()
+    assert names[-1] not in watched.callers
+    keys.make(registry.home / "web", Role.CLIENT)
+    assert watched.look()
+    assert "web" in watched.callers
+
+
+def test_a_file_that_is_changed_by_hand_in_a_large_registry_is_seen_in_its_turn(registry: Registry) -> None:
+    names = large(registry)
+    (registry.home / "web").mkdir()
+    watched = Watched(registry)
+    turns = (len(names) + 10) // FILES_A_LOOK + 1
+    public = keys.public_path(registry.home / names[70])
+    public.write_text(KEY)
+    assert any(watched.look() for _ in range(turns))
+    assert watched.it.security is not None
+    assert watched.it.security.callers[KEY] == names[70]
+    keys.public_path(registry.home / "web").write_text(f"; role: client\n{'y' * 40}\n")
+    assert any(watched.look() for _ in range(turns))
+    assert "web" in watched.callers
 
 
 def test_a_rotation_is_seen(registry: Registry) -> None:
