@@ -308,3 +308,15 @@ def test_the_check_values_of_zigzag() -> None:
     for sign, number, power, minus_one, data in cells:
         value = int(number) if number else (1 << int(power)) - bool(minus_one)
         assert encode_zigzag(-value if sign else value) == bytes.fromhex(data), data
+
+
+def test_each_statement_of_the_base_protocol_has_a_test() -> None:
+    tests = Path(__file__).parents[1]
+    section = PAGE.partition("## 11. ")[2]
+    named = re.findall(r"`([\w/]+\.(?:py|txt))(?:::(\w+))?` \|$", section, re.MULTILINE)
+    assert len(named) == section.count("\n| ") - 2  # a row each, but for the head
+    for path, function in named:
+        assert f"def {function}(" in (tests / path).read_text() if function else (tests / path).exists(), (
+            path,
+            function,
+        )
