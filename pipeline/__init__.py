@@ -6,7 +6,7 @@
     spark = session()  # registers the format as well; register(spark) does it for a session of your own
     spark.read.format("immortal").option("table", "messages").load(".immortal")
 
-schema      the tables           source    what Spark asks: options, partitions, filters
+schema      the tables           source    what Spark asks: options, partitions
 session     a local session      stream    the live tail         writer    rows back to a log
 """
 
@@ -21,8 +21,7 @@ __all__ = ["register"]
 
 
 def register(spark: SparkSession) -> None:
-    """Make ``format("immortal")`` known to ``spark``, and let filters reach it. Harmless when done before."""
+    """Make ``format("immortal")`` known to ``spark``. Harmless when done before."""
     from pipeline.source import ImmortalSource  # what needs no Spark must not wait for pyspark to be imported
 
-    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
     spark.dataSource.register(ImmortalSource)

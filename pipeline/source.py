@@ -5,22 +5,15 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceReader,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
     InputPartition,
-    LessThan,
-    LessThanOrEqual,
 )
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
@@ -42,7 +35,7 @@ PARTITION_SIZE_BYTES = 512 << 20  # a task costs 20 ms: with four times as many,
 PARTITION_ROWS_MIN = 5_000  # with fewer rows and bytes, starting a task costs more than it reads
 PARTITION_SIZE_BYTES_MIN = 64 << 20
 _OPTIONS = {
-    *("table", "from", "to", "decode", "check", "path", "paths", "partitionbytes"),
+    *("table", "instance", "from", "to", "fromtime", "totime", "decode", "check", "path", "paths", "partitionbytes"),
     *("maxrecordsperbatch", "startingoffset", "committerid"),
 }
 _NO_LIMIT = (1 << 63) - 1
@@ -60,6 +53,9 @@ class Options:
     check: bool
     decode: Mapping[str, str]
     partition_bytes: int
+    instances: frozenset[str] = frozenset()  # none: all
+    first_ns: int = 0
+    last_ns: int = _NO_LIMIT
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Options:
@@ -82,7 +78,14 @@ class Options:
             check == "true",
             decode_targets(decode) if decode else {},
             max(1, number(options, "partitionBytes", PARTITION_SIZE_BYTES)),
+            frozenset(name for part in options.get("instance", "").split(",") if (name := part.strip())),
+            _time_ns(options, "fromTime", 0),
+            _time_ns(options, "toTime", _NO_LIMIT, rest_ns=999),  # all of its last microsecond
         )
+
+    def takes(self, instance: str) -> bool:
+        """Is the log of ``instance`` to be read?"""
+        return not self.instances or instance in self.instances
 
 
 def number(options: Mapping[str, str], name: str, default: int) -> int:
@@ -93,6 +96,21 @@ def number(options: Mapping[str, str], name: str, default: int) -> int:
     if not value.isascii() or not value.isdigit() or int(value) > _NO_LIMIT:
         raise SourceError(f"option {name}: {value!r}: a number, 0 or more, was expected")
     return int(value)
+
+
+def _time_ns(options: Mapping[str, str], name: str, default: int, rest_ns: int = 0) -> int:
+    """An option that is a time: ISO 8601, UTC unless it says otherwise; or a number of ns. Raises SourceError."""
+    value = options.get(name, "")
+    if not value or value.isdigit():
+        return number(options, name, default)
+    try:
+        time = datetime.datetime.fromisoformat(value)
+    except ValueError:
+        raise SourceError(
+            f"option {name}: {value!r}: a time such as 2026-01-31T12:00:00Z, or ns since 1970, was expected"
+        ) from None
+    aware = time if time.tzinfo is not None else time.replace(tzinfo=datetime.UTC)
+    return max(0, (aware - _EPOCH) // datetime.timedelta(microseconds=1) * 1000 + rest_ns)
 
 
 class ImmortalSource(DataSource):
@@ -171,83 +189,40 @@ def _checked_columns(table: str, schema: StructType) -> pa.Schema:
 
 
 class Reader(DataSourceReader):
-    """A batch read. What the logs hold when it is planned is what it reads."""
+    """A batch read. What the logs hold when it is planned is what it reads.
+
+    It has no ``pushFilters``: Spark keeps one reader for each ``load()``, so what a filter of one query left out, the
+    next queries of that DataFrame would not see (docs/decisions/0075-filters-do-not-reach-the-source.md).
+    """
 
     def __init__(self, options: Options, schema: StructType) -> None:
         self._options = options
         self._ranges = RangeReader(options, schema)
-        self._instances: set[str] | None = None
-        self._first, self._last = options.first, options.last
-        self._first_ns: int | None = None
-        self._last_ns: int | None = None
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 (Spark's name)
-        """Narrow down what is read. All filters are left to Spark as well: the ranges may be wider than they ask."""
-        for each in filters:
-            self._narrow(each)
-        return filters
-
-    def _narrow(self, each: Filter) -> None:
-        column = getattr(each, "attribute", ("",))[0]
-        value: Any = getattr(each, "value", None)
-        if column == "instance" and isinstance(each, EqualTo | In):
-            names = set(value) if isinstance(each, In) else {value}
-            self._instances = names if self._instances is None else self._instances & names
-            return
-        values = list(value) if isinstance(each, In) else [value]
-        longs = [_long(column, item) for item in values]
-        if column not in ("sequence_id", "time_ns", "time") or not longs or None in longs:
-            return
-        known = [item for item in longs if item is not None]
-        if isinstance(each, EqualTo | In | GreaterThan | GreaterThanOrEqual):
-            self._from(column, min(known))
-        if isinstance(each, EqualTo | In | LessThan | LessThanOrEqual):
-            self._to(column, max(known))
-
-    def _from(self, column: str, first: int) -> None:
-        if column == "sequence_id":
-            self._first = max(self._first, first)
-        else:
-            self._first_ns = first if self._first_ns is None else max(self._first_ns, first)
-
-    def _to(self, column: str, last: int) -> None:
-        if column == "sequence_id":
-            self._last = min(self._last, last)
-        else:
-            last += 999 if column == "time" else 0  # a timestamp stands for the whole microsecond
-            self._last_ns = last if self._last_ns is None else min(self._last_ns, last)
 
     def partitions(self) -> Sequence[InputPartition]:
-        ranges = [whole_range(folder) for folder in log_folders(list(self._options.paths))]
-        if self._instances is not None:
-            ranges = [each for each in ranges if each.instance in self._instances]
-        if self._options.table == "checkpoints":
+        options = self._options
+        ranges = [whole_range(folder) for folder in log_folders(list(options.paths))]
+        if missing := options.instances - {each.instance for each in ranges}:
+            there = ", ".join(sorted({each.instance for each in ranges})[:20])
+            raise SourceError(f"option instance: there is no log of {', '.join(sorted(missing))}: there are {there}")
+        ranges = [each for each in ranges if options.takes(each.instance)]
+        if options.table == "checkpoints":
             return [RangePartition(each) for each in ranges]
         parts: list[InputPartition] = []
         for each in ranges:
-            first, end = max(each.first, self._first), min(each.end, self._last + 1)
-            narrowed = self._within_time(replace(each, first=first, end=end))
-            parts += [RangePartition(part) for part in split(narrowed, self._options.partition_bytes)]
+            narrowed = replace(each, first=max(each.first, options.first), end=min(each.end, options.last + 1))
+            parts += [RangePartition(part) for part in split(self._within_time(narrowed), options.partition_bytes)]
         return parts
 
     def _within_time(self, wanted: LogRange) -> LogRange:
-        if wanted.first >= wanted.end or (self._first_ns is None and self._last_ns is None):
-            return wanted
-        first = wanted.first if self._first_ns is None else first_at(wanted, self._first_ns)
-        end = wanted.end if self._last_ns is None else first_at(wanted, self._last_ns + 1)
+        first_ns, last_ns = self._options.first_ns, self._options.last_ns
+        first = first_at(wanted, first_ns) if first_ns else wanted.first
+        end = first_at(wanted, last_ns + 1) if last_ns != _NO_LIMIT else wanted.end
         return replace(wanted, first=first, end=end)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if isinstance(partition, RangePartition):  # where there are none at all, Spark makes up an empty one
             yield from self._ranges.read(partition.wanted)
-
-
-def _long(column: str, value: object) -> int | None:
-    """A filter's value as the column's number; times in ns."""
-    if column == "time" and isinstance(value, datetime.datetime):
-        aware = value if value.tzinfo is not None else value.replace(tzinfo=datetime.UTC)
-        return (aware - _EPOCH) // datetime.timedelta(microseconds=1) * 1000
-    return value if isinstance(value, int) and column != "time" else None
 
 
 def split(wanted: LogRange, partition_bytes: int) -> list[LogRange]:

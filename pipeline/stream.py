@@ -41,6 +41,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._options = Options.of(options)
         if self._options.table == "checkpoints":
             raise SourceError("the table 'checkpoints' is no stream, it shrinks: read it with spark.read")
+        for name in ("fromTime", "toTime"):
+            if options.get(name):
+                raise SourceError(f"option {name} is for spark.read: a stream begins where startingOffset or from says")
         self._start = options.get("startingOffset", "earliest")
         if self._start not in ("earliest", "latest"):
             raise SourceError(f"option startingOffset: {self._start!r}: earliest or latest was expected")
@@ -102,7 +105,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             yield from self._ranges.read(partition.wanted)
 
     def _logs(self) -> list[LogRange]:
-        return [whole_range(folder) for folder in log_folders(list(self._options.paths), may_be_none=True)]
+        ranges = (whole_range(folder) for folder in log_folders(list(self._options.paths), may_be_none=True))
+        return [each for each in ranges if self._options.takes(each.instance)]
 
     def _first(self, each: LogRange) -> int:
         return max(each.first, self._options.first)

@@ -91,14 +91,32 @@ class LogState:
         return cls(**{**values, "sources": sources})
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The records ``first`` to ``last`` of some instances."""
+
+    instances: Sequence[str]
+    first: int
+    last: int
+
+
 class Fleet(ABC):
     """Instances by name, and the tables of them all."""
 
     states: Mapping[str, LogState]
 
     @abstractmethod
-    def table(self, spark: SparkSession, name: str, columns: Sequence[str] | None = None, **options: str) -> DataFrame:
-        """A table of pipeline.schema, or some ``columns`` of it: of a log the others are not even decoded.
+    def table(
+        self,
+        spark: SparkSession,
+        name: str,
+        columns: Sequence[str] | None = None,
+        *,
+        only: Wanted | None = None,
+        **options: str,
+    ) -> DataFrame:
+        """A table of pipeline.schema, or some ``columns`` of it: of a log the others are not even decoded, and what is
+        not among ``only`` is not read.
 
         Options are those of the data source. Raises SourceError.
         """
@@ -115,7 +133,17 @@ class LogFleet(Fleet):
         self.folders = list(folders)
         self.states = log_states(self.folders)
 
-    def table(self, spark: SparkSession, name: str, columns: Sequence[str] | None = None, **options: str) -> DataFrame:
+    def table(
+        self,
+        spark: SparkSession,
+        name: str,
+        columns: Sequence[str] | None = None,
+        *,
+        only: Wanted | None = None,
+        **options: str,
+    ) -> DataFrame:
+        if only is not None:
+            options |= {"instance": ",".join(only.instances), "from": f"{only.first}", "to": f"{only.last}"}
         reader = spark.read.format("immortal").option("table", name).option("paths", json.dumps(self.folders))
         for option, value in options.items():
             reader = reader.option(option, value)
@@ -139,7 +167,15 @@ class ExportFleet(Fleet):
         self.exported: dict[str, dict[str, int]] = state["exported"]
         self.states = {name: LogState.from_json(values) for name, values in state["instances"].items()}
 
-    def table(self, spark: SparkSession, name: str, columns: Sequence[str] | None = None, **options: str) -> DataFrame:
+    def table(
+        self,
+        spark: SparkSession,
+        name: str,
+        columns: Sequence[str] | None = None,
+        *,
+        only: Wanted | None = None,
+        **options: str,
+    ) -> DataFrame:
         if options:
             raise SourceError(f"{self.folder} is an export: options such as {next(iter(options))!r} are for logs")
         if name not in self.tables:
@@ -154,6 +190,9 @@ class ExportFleet(Fleet):
             frame = spark.read.schema(exported_schema(name)).parquet(str(folder))
             # Files of a run that was cut off, or has not ended yet, do not count.
             frame = frame.where(F.col("_metadata.file_name") < f"{RUN_PREFIX}{self.run + 1:08d}-")
+        if only is not None:
+            sequence_id = F.col("sequence_id").between(only.first, only.last)
+            frame = frame.where(F.col("instance").isin(list(only.instances)) & sequence_id)
         return frame if columns is None else frame.select(*columns)
 
     def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT_NS) -> DataFrame:

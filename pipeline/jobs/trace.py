@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.core.interfaces import is_outside
 from pipeline.errors import PipelineError
 from pipeline.jobs.evidence import BATCH, MARK
-from pipeline.jobs.sources import Fleet, rows_of
+from pipeline.jobs.sources import Fleet, Wanted, rows_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -265,8 +265,8 @@ def check_instance(fleet: Fleet, instance: str) -> None:
 
 
 def _time_of(spark: SparkSession, fleet: Fleet, instance: str, record: int) -> int:
-    records = fleet.table(spark, "records", ["instance", "sequence_id", "time_ns", "ok", "reason"])
-    rows = records.where((records["instance"] == instance) & (records["sequence_id"] == record)).collect()
+    wanted = Wanted([instance], record, record)
+    rows = fleet.table(spark, "records", ["time_ns", "ok", "reason"], only=wanted).collect()
     if not rows:
         state = fleet.states[instance]
         raise TraceError(f"the log of {instance!r} holds records {state.first} to {state.last}, not {record}")
@@ -282,10 +282,8 @@ def _with_methods(spark: SparkSession, fleet: Fleet, nodes: list[Node], decode: 
     options = {"decode": decode} if decode else {}
     columns = ["instance", "sequence_id", "source", "kind", "position", "method_id", "method"]
     records = [node.record for node in nodes]
-    messages = fleet.table(spark, "messages", columns, **options).where(
-        F.col("instance").isin(sorted({node.instance for node in nodes}))
-        & F.col("sequence_id").between(min(records), max(records))
-    )
+    only = Wanted(sorted({node.instance for node in nodes}), min(records), max(records))
+    messages = fleet.table(spark, "messages", columns, only=only, **options)
     wanted = spark.createDataFrame(
         [(node.number, node.instance, node.record, node.source, node.first, node.last) for node in nodes],
         "number int, of string, record long, sender string, first long, last long",

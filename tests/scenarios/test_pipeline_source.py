@@ -105,34 +105,6 @@ def test_ranges_filters_and_columns(spark: SparkSession, home: Path) -> None:
     assert sorted(map(tuple, part.collect())) == sorted((row["position"], row["source"]) for row in expected_messages())
 
 
-def test_filters_reach_the_source(home: Path) -> None:
-    """What is narrowed down here is not read at all."""
-    from pyspark.sql.datasource import EqualTo, GreaterThanOrEqual, LessThan
-
-    from pipeline.reading import close_shared
-    from pipeline.schema import SCHEMAS
-    from pipeline.source import Options, Reader
-
-    def ranges(*filters: object) -> list[tuple[str, int, int]]:
-        reader = Reader(Options.of({"path": str(home)}), SCHEMAS["messages"])
-        assert list(reader.pushFilters(list(filters))) == list(filters)
-        parts = [part.wanted for part in reader.partitions()]
-        return [(part.instance, part.first, part.end) for part in parts]
-
-    try:
-        assert ranges() == [("alice", 0, 300), ("bob", 0, 40), ("carol", 0, 1)]
-        assert ranges(EqualTo(("instance",), "bob")) == [("bob", 0, 40)]
-        assert ranges(GreaterThanOrEqual(("sequence_id",), 39)) == [("alice", 39, 300), ("bob", 39, 40)]
-        times = [spec.time_ns for spec in specs_of("alice")]
-        only = EqualTo(("instance",), "alice")
-        assert ranges(only, GreaterThanOrEqual(("time_ns",), times[100])) == [("alice", 100, 300)]
-        assert ranges(only, LessThan(("time_ns",), times[0])) == [
-            ("alice", 0, 1)
-        ]  # a filter may be wider, never narrower
-    finally:
-        close_shared()  # LMDB allows one environment for each file in a process
-
-
 def test_arguments_by_the_class(spark: SparkSession, tmp_path: Path) -> None:
     calls = [
         (Call(SELL, 1, arguments("pen", 3)), "sell", {"item": "pen", "count": 3}, None),

@@ -1,0 +1,229 @@
+"""Each query sees the rows that it asks for, whatever was asked of the same DataFrame before: compared with a copy."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
+
+from pipeline.errors import clear_error
+from tests.helpers.pipeline_logs import make_log, random_specs
+from tests.helpers.spark import read
+
+PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
+COUNTS = {"alice": 30, "bob": 12, "carol": 1}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    for seed, (name, count) in enumerate(COUNTS.items()):
+        make_log(home / name / "log", name, random_specs(seed, count))
+    return home
+
+
+@contextmanager
+def pushdown(spark: SparkSession, value: str) -> Iterator[None]:
+    """As a user may set it for a source of their own."""
+    before = spark.conf.get(PUSHDOWN)
+    spark.conf.set(PUSHDOWN, value)
+    try:
+        yield
+    finally:
+        spark.conf.set(PUSHDOWN, before)
+
+
+# --- what is known ---------------------------------------------------------------------------------------------------
+
+
+def test_a_filter_leaves_nothing_behind(spark: SparkSession, home: Path) -> None:
+    with pushdown(spark, "true"):
+        frame = read(spark, "records", home)
+        frame.createOrReplaceTempView("known_records")
+        for name, count in COUNTS.items():
+            assert frame.where(f"instance = '{name}'").count() == count
+            assert frame.count() == sum(COUNTS.values())
+            assert spark.sql(f"select * from known_records where instance = '{name}'").count() == count
+            assert spark.table("known_records").count() == sum(COUNTS.values())
+        assert {row[0]: row[1] for row in frame.groupBy("instance").count().collect()} == COUNTS
+        alice, bob = (frame.where(f"instance = '{name}'") for name in ("alice", "bob"))
+        assert alice.union(bob).count() == COUNTS["alice"] + COUNTS["bob"]
+        assert alice.join(bob, "sequence_id").count() == COUNTS["bob"]
+        assert frame.where("sequence_id >= 10").count() == 20 + 2
+        assert frame.where("sequence_id < 10").count() == 10 + 10 + 1
+
+
+def test_a_stream_with_a_filter_leaves_nothing_behind(spark: SparkSession, home: Path, tmp_path: Path) -> None:
+    with pushdown(spark, "true"):
+        stream = spark.readStream.format("immortal").option("table", "records").load(str(home))
+        whole = read(spark, "records", home)
+        assert whole.where("instance = 'carol'").count() == 1
+        for number, (frame, count) in enumerate(
+            ((stream.where("instance = 'bob'"), COUNTS["bob"]), (stream, sum(COUNTS.values())))
+        ):
+            rows = tmp_path / f"rows-{number}"
+            writer = frame.writeStream.format("parquet").option("checkpointLocation", str(tmp_path / f"at-{number}"))
+            assert writer.trigger(availableNow=True).start(str(rows)).awaitTermination(60)
+            assert spark.read.parquet(str(rows)).count() == count
+        assert whole.count() == sum(COUNTS.values())
+
+
+def test_options_narrow_what_is_read(spark: SparkSession, home: Path) -> None:
+    """Exactly: no filter is needed beside them."""
+
+    def found(**options: object) -> dict[str, list[int]]:
+        ids: dict[str, list[int]] = {}
+        for row in read(spark, "records", home, **options).orderBy("sequence_id").collect():
+            ids.setdefault(row["instance"], []).append(row["sequence_id"])
+        return ids
+
+    times = [spec.time_ns for spec in random_specs(0, COUNTS["alice"])]
+    assert found(instance="bob") == {"bob": list(range(12))}
+    assert found(instance="bob, carol", from_=0, to=3) == {"bob": [0, 1, 2, 3], "carol": [0]}
+    assert found(instance="alice", fromTime=times[20]) == {"alice": list(range(20, 30))}
+    assert found(instance="alice", fromTime=times[20], toTime=times[25], to=23) == {"alice": [20, 21, 22, 23]}
+    assert found(instance="alice", toTime=times[0] - 1) == {}
+    moment = read(spark, "records", home, instance="alice", from_=20, to=20).first()["time"].isoformat()
+    assert found(instance="alice", toTime=moment) == {"alice": list(range(21))}
+    assert found(toTime="2023-11-14T22:13:19Z") == {}
+    for option, value, expected in (
+        ("instance", "bob,dora", "option instance: there is no log of dora: there are alice, bob, carol"),
+        ("fromTime", "noon", "option fromTime: 'noon': a time such as 2026-01-31T12:00:00Z, or ns since 1970, was"),
+    ):
+        with pytest.raises(Exception) as raised:  # noqa: PT011 (whatever it is, one line of it must come out)
+            found(**{option: value})
+        assert str(clear_error(raised.value)).startswith(expected)
+
+
+# --- queries in any order, compared with a plain copy ----------------------------------------------------------------
+
+PREDICATES = (
+    "instance = 'alice'",
+    "instance in ('bob', 'carol')",
+    "instance <> 'alice'",
+    "instance like 'b%'",
+    "instance is not null",
+    "sequence_id = 7",
+    "sequence_id >= 9 and sequence_id < 21",
+    "sequence_id in (0, 3, 11)",
+    "sequence_id < 5 or instance = 'carol'",
+    "time_ns > 1700000000010000000",
+    "time <= timestamp_micros(1700000000008000)",
+    "instance = 'nobody'",
+    "size_bytes > 200",
+    "not ok",
+)
+
+
+@dataclass
+class Pair:
+    """The same DataFrame over logs and over a copy of them."""
+
+    ours: DataFrame
+    plain: DataFrame
+    view: str = ""
+
+    def both(self, change: Callable[[DataFrame], DataFrame]) -> Pair:
+        return Pair(change(self.ours), change(self.plain))
+
+
+@dataclass
+class Run:
+    spark: SparkSession
+    draw: random.Random
+    pairs: list[Pair]
+    done: list[str] = field(default_factory=list)
+    cached: list[DataFrame] = field(default_factory=list)
+
+    def step(self) -> None:
+        pair = self.draw.choice(self.pairs)
+        steps = (self.where, self.where, self.where, self.union, self.join, self.view, self.cache, self.aggregate)
+        made = self.draw.choice(steps)(pair)
+        if made is not None and len(self.pairs) < 12:
+            self.pairs.append(made)
+        self.compare(made or pair)
+        self.compare(self.draw.choice(self.pairs[:2]))  # whole tables must be whole, whatever came before
+
+    def where(self, pair: Pair) -> Pair:
+        predicate = self.draw.choice(PREDICATES)
+        self.done.append(f"where {predicate}")
+        return pair.both(lambda frame: frame.where(predicate))
+
+    def union(self, pair: Pair) -> Pair:
+        other = self.draw.choice(self.pairs)
+        self.done.append("union")
+        return Pair(pair.ours.union(other.ours).distinct(), pair.plain.union(other.plain).distinct())
+
+    def join(self, pair: Pair) -> Pair:
+        """With itself, or with another; what has no match is left."""
+        other, kind = self.draw.choice(self.pairs), self.draw.choice(("left_semi", "left_anti"))
+        one, two = self.draw.sample(PREDICATES, 2)
+        self.done.append(f"{kind} join: {one}; {two}")
+
+        def joined(left: DataFrame, right: DataFrame) -> DataFrame:
+            ids = right.where(two).select(F.col("sequence_id").alias("other")).distinct()
+            return left.where(one).join(ids, F.col("sequence_id") == F.col("other"), kind)
+
+        return Pair(joined(pair.ours, other.ours), joined(pair.plain, other.plain))
+
+    def view(self, pair: Pair) -> Pair:
+        predicate = self.draw.choice(PREDICATES)
+        self.done.append(f"view where {predicate}")
+        pair.ours.createOrReplaceTempView("query_ours")
+        pair.plain.createOrReplaceTempView("query_plain")
+        sql = (
+            f"select * from {{0}} where {predicate} or sequence_id in (select max(sequence_id) from {{0}}"
+            " where instance = 'bob')"
+        )
+        return Pair(self.spark.sql(sql.format("query_ours")), self.spark.sql(sql.format("query_plain")))
+
+    def cache(self, pair: Pair) -> None:
+        if self.cached:
+            self.done.append("unpersist")
+            self.cached.pop().unpersist()
+        else:
+            self.done.append("cache")
+            self.cached.append(pair.ours.cache())
+
+    def aggregate(self, pair: Pair) -> None:
+        self.done.append("groupBy")
+        by = pair.both(
+            lambda frame: frame.groupBy("instance").agg(F.count("*"), F.max("sequence_id"), F.sum("size_bytes"))
+        )
+        self.compare(by)
+
+    def compare(self, pair: Pair) -> None:
+        ours, plain = (Counter(map(tuple, frame.collect())) for frame in (pair.ours, pair.plain))
+        assert ours == plain, self.done
+        if self.draw.random() < 0.3:
+            assert pair.ours.count() == plain.total(), self.done
+
+
+SEEDS = range(int(os.environ.get("IMMORTAL_QUERY_SEEDS", "2")))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_queries_in_any_order_see_what_a_plain_copy_has(
+    spark: SparkSession, home: Path, tmp_path: Path, seed: int
+) -> None:
+    columns = ("instance", "sequence_id", "time", "time_ns", "size_bytes", "ok")
+    pairs = []
+    for number in range(2):  # two loads of the same logs: neither must see the other's filters
+        ours = read(spark, "records", home, partitionBytes=4096 if number else 1 << 20).select(*columns)
+        ours.write.parquet(str(tmp_path / f"plain-{number}"))
+        pairs.append(Pair(ours, spark.read.parquet(str(tmp_path / f"plain-{number}"))))
+    draw = random.Random(seed)
+    run = Run(spark, draw, pairs)
+    with pushdown(spark, draw.choice(("true", "false"))):
+        for _ in range(12):
+            run.step()
+    for frame in run.cached:
+        frame.unpersist()
