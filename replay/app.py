@@ -13,6 +13,9 @@ from coordinator.config import InstanceSettings
 from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT
 from replay.errors import ReplayError
 
+NOTES_VARIABLE = "IMMORTAL_CODE_NOTES"
+"""Where the app notes which modules it has loaded: :mod:`appsdk.running.user_code`."""
+
 BY_HAND = "-"
 """As an app's name: it is started by whoever replays, and told the address."""
 
@@ -53,6 +56,8 @@ class AppCommand(Struct, frozen=True):
         ``break_at``: (record, message): pdb stops before the handler of that message, in the caller's terminal.
         """
         if app == BY_HAND:
+            if code is not None:
+                raise ReplayError(f"{code} is for an app that is started from here: leave it out, or name the class")
             limit_mib = ARGUMENTS_SIZE_MIB_DEFAULT if settings is None else settings.rpc_limit_mb
             return cls(BY_HAND, rpc_limit_mib=limit_mib, settings=settings)
         argv = [sys.executable, "-P", "-m", "appsdk", app, "--address", "{address}", "--trace"]
@@ -75,11 +80,11 @@ class AppCommand(Struct, frozen=True):
         return not self.argv
 
 
-def code_environment(code: Path | None) -> dict[str, str]:
-    """For a process that takes modules from there first. Raises ReplayError where there is no folder and no wheel."""
-    if code is None:
-        return {}
-    if not (code.is_dir() or (code.is_file() and code.suffix in (".whl", ".zip"))):
+def code_environment(code: Path | None, notes: Path | str = os.devnull) -> dict[str, str]:
+    """For a process that loads the user's code as :mod:`appsdk.running.user_code` says, that of ``code`` first.
+
+    Raises ReplayError where there is no folder and no wheel.
+    """
+    if code is not None and not (code.is_dir() or (code.is_file() and code.suffix in (".whl", ".zip"))):
         raise ReplayError(f"{code} is neither a folder nor a wheel: one with the module of the class was expected")
-    before = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([str(code.absolute()), *([before] if before else [])])}
+    return {"IMMORTAL_CODE": "" if code is None else str(code.absolute()), NOTES_VARIABLE: str(notes)}

@@ -27,6 +27,7 @@ from protocol.record import decode_header
 from protocol.trailer import decode_trailer
 from replay.app import AppCommand
 from replay.by_hand import accept_two_ports
+from replay.code import read_code
 from replay.errors import AppDiedError, ReplayError
 from replay.plan import ReplayPlan, Route, plan_route
 from replay.positions import KeptImpulses, Outputs
@@ -72,14 +73,17 @@ def run_replay(
     route = plan_route(plan, source, summary) if isinstance(plan, ReplayPlan) else plan
     refuse_pickle(source, [route.checkpoint.checkpoint_id])
     with ExitStack() as stack:
+        code_notes = Path(stack.enter_context(TemporaryDirectory(prefix="immortal-code-"))) / "notes"
         if app.settings is not None and app.settings.app_send_port is not None:
             process, connection, said = None, accept_two_ports(app.settings, announce, stop, stack), b""
         else:
-            process, connection, said = _come_in(source, app, announce, stop, stack)
+            process, connection, said = _come_in(source, app, announce, stop, stack, code_notes)
         stack.callback(connection.close)
+        sink.code(read_code(app.name, code_notes))
         blob_file = stack.enter_context(blob_path.open("wb")) if blob_path is not None else None
         host = _Host(source, summary, route, app, process, connection, said, sink, blob_file, numbers, tells)
         host.run(progress or (lambda records, total: None), stop)
+        host.result.code = read_code(app.name, code_notes)
     result = host.result
     result.find_news(source)
     if process is not None:
@@ -90,7 +94,12 @@ def run_replay(
 
 
 def _come_in(
-    source: RecordSource, app: AppCommand, announce: Callable[[str], None], stop: Callable[[], bool], stack: ExitStack
+    source: RecordSource,
+    app: AppCommand,
+    announce: Callable[[str], None],
+    stop: Callable[[], bool],
+    stack: ExitStack,
+    code_notes: Path,
 ) -> tuple[AppProcess | None, AppConnection, bytes]:
     """The app's process, if it is ours to start, its connection, and what it has said by then."""
     auth = AppAuth.CHALLENGE if app.settings is None else app.settings.app_auth
@@ -117,7 +126,7 @@ def _come_in(
         stack.callback(gate.close)
         how += f" (IMMORTAL_APP_ADDRESS={address} {app_secret.SECRET_FILE_VARIABLE}={secret_file})"
         if not app.by_hand:
-            process = AppProcess(app, address, secret_file)
+            process = AppProcess(app, address, secret_file, code_notes)
             stack.callback(process.close)
     if app.by_hand:
         announce(how)

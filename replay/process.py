@@ -11,7 +11,7 @@ from pathlib import Path
 
 from coordinator.app.secret import SECRET_FILE_VARIABLE
 from coordinator.service.parent_death import die_with_parent
-from replay.app import AppCommand
+from replay.app import NOTES_VARIABLE, AppCommand
 from replay.errors import ReplayError
 
 HEAD_SIZE_BYTES = 64 << 10  # of what the app says: the SDK's warnings come first
@@ -25,8 +25,10 @@ _READ_SIZE_BYTES = 64 << 10
 class AppProcess:
     """One running app. ``descriptors`` are readable when it has said something (:meth:`take_output`), or has died."""
 
-    def __init__(self, command: AppCommand, address: str, secret_file: Path) -> None:
-        """``secret_file``: of the secret that the app is to show at ``address``. Raises ReplayError."""
+    def __init__(self, command: AppCommand, address: str, secret_file: Path, code_notes: Path) -> None:
+        """``secret_file``: of the secret that the app is to show at ``address``. ``code_notes``: where it notes what it
+        runs. Raises ReplayError."""
+        files = {SECRET_FILE_VARIABLE: str(secret_file), NOTES_VARIABLE: str(code_notes)}
         argv = [address if part == "{address}" else part for part in command.argv]
         behind = not command.foreground
         captured = behind and not command.shows_output
@@ -36,7 +38,7 @@ class AppProcess:
                 stdin=subprocess.DEVNULL if behind else None,
                 stdout=subprocess.PIPE if captured else None,
                 stderr=subprocess.STDOUT if captured else None,
-                env={**os.environ, **command.environment, SECRET_FILE_VARIABLE: str(secret_file)},
+                env={**os.environ, **command.environment, **files},
                 process_group=0 if behind else None,  # Ctrl-C in a terminal reaches whoever replays alone
                 # Nothing but two system calls, so that a lock held by another thread does no harm. The thread that
                 # starts the app lives as long as the replay: the kernel's parent is a thread.

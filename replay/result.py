@@ -13,6 +13,7 @@ from coordinator.log.source import RecordSource
 from protocol.extensions import AppDescription, HandlerFailure, Origin
 from protocol.trailer import Trailer
 from protocol.verdicts import Verdict
+from replay.code import Code
 
 TRACES_CHARACTERS_MAX = 4 << 20  # of all verdicts together
 
@@ -22,6 +23,9 @@ class Sink:
 
     What either method raises ends the replay.
     """
+
+    def code(self, code: Code | None) -> None:
+        """The app has come in, and runs this code; None: started by hand."""
 
     def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
         """A record goes to the app. ``value``: record and trailer as the log holds them."""
@@ -53,7 +57,8 @@ class ReplayResult(Struct):
     ``verdicts``: on messages that have failed alone, without the messages themselves, and with the first traces only.
     ``news``: those of them that the log does not have.
     ``flushed``: the app holds nothing back, all that it made has come; one of the base protocol may hold messages back.
-    ``exit_status``: of the app's process, negative for a signal; None if it was started by hand.
+    ``exit_status``: of the app's process, negative for a signal; None if it was started by hand. ``code``: that it ran,
+    with what it has imported on the way; None likewise.
     """
 
     checkpoint: CheckpointHeader
@@ -75,6 +80,7 @@ class ReplayResult(Struct):
     notes: Sequence[str] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     news: list[Verdict] = field(default_factory=list)
+    code: Code | None = None
     _traces_size: int = 0
 
     def add(self, verdict: Verdict) -> None:

@@ -7,6 +7,7 @@ code is told which messages failed, and passes them over; the new code is not, a
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from protocol.extensions import HandlerFailure, Origin
 from protocol.trailer import Trailer
 from protocol.verdicts import Cause, Verdict
 from replay.app import AppCommand
+from replay.code import Code
 from replay.compare import Comparison, Key, Outputs, Side
 from replay.errors import ReplayError, UpgradeFailedError
 from replay.fates import Fates, changed_fates, failure_in_words
@@ -107,7 +109,9 @@ def run_what_if(
     routes = {Side.OLD: route, Side.NEW: route}
     if upgrade_to is not None:
         routes[Side.NEW] = replace(route, versions=(), upgrade_to=upgrade_to)
-    run = _Run(limit, progress)
+    old_class, new_class = (apps[side].name.rpartition(":")[2] for side in Side)
+    is_other = apps[Side.NEW].code is not None and old_class == new_class
+    run = _Run(limit, progress, comes_from_elsewhere=is_other)
     prover = _Prover(run, Side.OLD, route.checkpoint.outputs, shared)
     sinks: dict[Side, _Looker] = {Side.OLD: prover, Side.NEW: _Looker(run, Side.NEW)}
     results: dict[Side, ReplayResult] = {}
@@ -130,7 +134,7 @@ def run_what_if(
         sinks[side].finish(result)
 
     run.both(replay)
-    notes = list(route.notes)
+    notes = [*route.notes, *_code_notes(results)]
     if upgrade_to is None and Side.NEW in results:
         notes += _version_note(apps[Side.NEW], results[Side.NEW], route.last_version)
     return WhatIf(
@@ -154,6 +158,11 @@ def _fates(source: RecordSource, route: Route, new: ReplayResult | None) -> list
     return changed_fates(source.summary().verdicts, new.verdicts, route.checkpoint.sequence_id, end)
 
 
+def _code_notes(results: Mapping[Side, ReplayResult]) -> list[str]:
+    digests = {result.code.digest for result in results.values() if result.code is not None}
+    return ["both sides ran the same code"] if len(results) == len(Side) and len(digests) == 1 else []
+
+
 def _version_note(app: AppCommand, result: ReplayResult, ran: int) -> list[str]:
     """An app that has the versions of the log besides its own runs these, which may surprise."""
     if result.description is None or result.description.version == ran:
@@ -172,7 +181,10 @@ class _StoppedError(Exception):
 class _Run:
     """What the two sides share: their outputs meet in ``comparison``, which one side at a time uses."""
 
-    def __init__(self, limit: int, progress: Progress | None) -> None:
+    def __init__(self, limit: int, progress: Progress | None, *, comes_from_elsewhere: bool) -> None:
+        """``comes_from_elsewhere``: the new code is the same class in another place, which was named."""
+        self._comes_from_elsewhere = comes_from_elsewhere
+        self._codes: dict[Side, Code | None] = {}
         self.findings = Findings(limit)
         budget = MemoryBudget(MEMORY_SIZE_BYTES_MAX)
         self.numbers = NumbersAhead()
@@ -223,6 +235,22 @@ class _Run:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+
+    def came_in(self, side: Side, code: Code | None) -> None:
+        """``side`` runs ``code``. Raises ReplayError where that would compare code with itself, _StoppedError."""
+        if not self._comes_from_elsewhere:
+            return
+        with self._changed:
+            self._codes[side] = code
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._error is not None or self._running <= self._codes.keys())
+            self._check_going_on()
+            old, new = (self._codes.get(each) for each in Side)
+        if old is not None and new is not None and os.path.realpath(old.file) == os.path.realpath(new.file):
+            raise ReplayError(
+                f"the old code is {old.file} as well, so the new code would be compared with itself: start it from the"
+                " folder of the old code, without the other one on PYTHONPATH, or name the old class with --old-app"
+            )
 
     def add(self, side: Side, destination: str, outputs: Outputs, *, by_position: bool) -> None:
         """Raises ReplayError, _StoppedError."""
@@ -285,6 +313,9 @@ class _Looker(Sink):
         """Nobody needs the rest of this side's replay."""
         failed_at = self._run.failed_at
         return failed_at is not None and self.fed_sequence_id >= failed_at
+
+    def code(self, code: Code | None) -> None:
+        self._run.came_in(self._side, code)
 
     def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
         self.fed_sequence_id = sequence_id

@@ -46,6 +46,7 @@ from appsdk.running.options import (
     run_options,
 )
 from appsdk.running.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect, read_secret
+from appsdk.running.user_code import UserCode
 from appsdk.running.user_modules import HiddenModules, add_to_path
 from protocol.allocator import keep_freed_memory
 from protocol.errors import ImmortalError
@@ -105,9 +106,12 @@ def load_or_say(target: str) -> type | None:
     hidden = HiddenModules(folder)
     add_to_path(folder)
     try:
+        code = UserCode.from_environment(target)
         if (problem := hidden.problem(target.partition(":")[0].partition(".")[0])) is not None:
             raise LoadError(f"{target!r}: {problem}")
         cls = load(target)
+        if code is not None:
+            code.check()
         for problem in hidden.problems():
             say(target, f"warning: {problem}")
         return cls

@@ -16,6 +16,7 @@ from coordinator.log.contents import message_at, record_of
 from protocol.command_line import counted, table_lines
 from protocol.shown import printable_lines
 from replay import AppCommand, RecordSource, ReplayError, ReplayResult
+from replay.code import Code, code_values
 from replay.compare import Key, Kind, Side
 from replay.fates import Fate, Fates, failure_in_words, place_in_words, verdict_values
 from replay.findings import Finding
@@ -100,6 +101,10 @@ class Report:
         app = self._apps[side]
         return self._outcome.results[side].label if app.by_hand else app.name
 
+    def _code(self, side: Side) -> Code | None:
+        result = self._outcome.results.get(side)
+        return None if result is None else result.code
+
     # --- calls in words ----------------------------------------------------------------------------------------------
 
     @cached_property
@@ -150,6 +155,7 @@ class Report:
             "instance": self._name,
             "old_app": self._apps[Side.OLD].name,
             "new_app": self._apps[Side.NEW].name,
+            **{f"{side.value}_code": code_values(self._code(side)) for side in Side},
             "from_checkpoint": outcome.route.checkpoint.checkpoint_id,
             "to": outcome.route.last_sequence_id,
             "records": self._most("records"),
@@ -224,6 +230,7 @@ class Report:
             f"from checkpoint {start.checkpoint_id} ({begin}) to record {outcome.route.last_sequence_id}:"
             f" {counted(self._most('records'), 'record')} with {counted(self._most('messages'), 'message')}"
         )
+        yield from (f"{side.value} code: {code}" for side in Side if (code := self._code(side)) is not None)
         yield from (f"note: {note}" for note in outcome.notes)
         if outcome.by_position:
             yield "note: the apps do not tell which input made which call: calls are compared place by place"

@@ -89,11 +89,13 @@ def what_if(
 ) -> FleetResult:
     """Try ``apps`` ("module:Class" by instance) on the logs of the registry ``home``, which every worker must reach.
 
-    ``code``: a folder or a wheel from which modules are imported first. ``options``: more ones for `immortal what-if`.
+    ``code``: a folder or a wheel that the code to try is taken from; the old code is that of the current folder, where
+    the worker has one of that name. ``options``: more ones for `immortal what-if`.
     """
     run = partial(
         run_instances,
         home=str(home.absolute()),
+        folder=os.getcwd(),
         code=None if code is None else str(code.absolute()),
         options=list(options),
         timeout_s=timeout_s,
@@ -160,33 +162,35 @@ def summarize(results: Iterator[InstanceResult]) -> FleetResult:
 
 
 def run_instances(
-    batches: Iterator[pa.RecordBatch], home: str, code: str | None, options: Sequence[str], timeout_s: float
+    batches: Iterator[pa.RecordBatch],
+    home: str,
+    folder: str,
+    code: str | None,
+    options: Sequence[str],
+    timeout_s: float,
 ) -> Iterator[pa.RecordBatch]:
     """For mapInArrow: rows of (instance, app) into what their processes said."""
     for instance, app in rows_of(batches):
         started = time.monotonic()
-        status, output, error = _run(instance, app, home, code, options, timeout_s)
+        status, output, error = _run(instance, app, home, folder, code, options, timeout_s)
         row = [instance, status, output, error, time.monotonic() - started]
         arrays = [pa.array([value], column.type) for value, column in zip(row, _RESULT, strict=True)]
         yield pa.RecordBatch.from_arrays(arrays, schema=_RESULT)
 
 
 def _run(
-    instance: str, app: str, home: str, code: str | None, options: Sequence[str], timeout_s: float
+    instance: str, app: str, home: str, folder: str, code: str | None, options: Sequence[str], timeout_s: float
 ) -> tuple[int, str | None, str | None]:
     """(status, its JSON, or else what went wrong)."""
-    environment = dict(os.environ)
-    if code is not None:
-        paths = [code, *filter(None, [environment.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
-    command = [sys.executable, "-m", "coordinator", "--home", home, "what-if", instance, "--app", app, "--json"]
+    command = [sys.executable, "-P", "-m", "coordinator", "--home", home, "what-if", instance, "--app", app, "--json"]
+    command += [] if code is None else ["--code", code]
     process = subprocess.Popen(
         [*command, *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        cwd=folder if os.path.isdir(folder) else None,
         start_new_session=True,  # so that its apps end with it
     )
     try:

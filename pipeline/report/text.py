@@ -140,7 +140,25 @@ def _cells(figures: Figures) -> tuple[str, ...]:
 
 # --- what-if ---------------------------------------------------------------------------------------------------------
 
+INSTANCES_SHOWN_MAX = 5
 _VERDICTS = {0: "the same", 3: "DIFFERENT"}
+
+
+def _said_of(result: FleetResult) -> Iterator[str]:
+    """Which code ran, and what else is to be known: each once, with the instances."""
+    said: dict[str, list[str]] = {}
+    for each in result.instances:
+        values = each.values or {}
+        codes = ((side, values.get(f"{side}_code")) for side in ("old", "new"))
+        lines = [
+            f"{side} code: {code['file']}, {counted(code['modules'], 'module')} with digest {code['digest'][:16]}"
+            for side, code in codes
+            if code is not None
+        ]
+        for line in [*lines, *(f"note: {note}" for note in values.get("notes", []))]:
+            said.setdefault(line, []).append(each.instance)
+    for line, names in sorted(said.items(), key=lambda item: not item[0].startswith("old")):
+        yield f"{line} ({', '.join(names[:INSTANCES_SHOWN_MAX])}{', ...' if len(names) > INSTANCES_SHOWN_MAX else ''})"
 
 
 def what_if_lines(result: FleetResult) -> Iterator[str]:
@@ -165,6 +183,7 @@ def what_if_lines(result: FleetResult) -> Iterator[str]:
     for each in result.instances:
         if each.error:
             yield f"{each.instance}: {each.error}"
+    yield from _said_of(result)
     if result.by_method:
         kinds = [kind for kind in result.by_method[0] if kind not in ("destination", "method")]
         yield ""

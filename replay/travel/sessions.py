@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from replay.app import code_environment
 from replay.errors import ReplayError
 from replay.travel.worker import MEMORY_VARIABLE
 
@@ -88,6 +89,7 @@ class _Session:
         self.used_s = time.monotonic()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
         environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
+        environment |= code_environment(None)
         environment.setdefault(MEMORY_VARIABLE, str(MEMORY_MB))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "replay.travel.worker", str(home), name],

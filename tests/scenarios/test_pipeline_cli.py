@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -26,6 +27,7 @@ from pipeline.jobs import export as export_job
 from pipeline.jobs.audit import results_of
 from pipeline.jobs.sources import EXPORT_FILE_NAME, open_fleet
 from protocol.trailer import BatchKind
+from tests.helpers import flow
 from tests.helpers.fleet import STREAM_FAULTS, Found, Plan, cut, damage, flip_byte, plan_fleet, streams_for_faults, trim
 from tests.helpers.strangers import mode, modes
 from tests.helpers.talk_fleet import CLASSES, TALK, app_options, record_talk, write_changed_code
@@ -383,6 +385,28 @@ def test_what_if_on_a_whole_fleet(home: Path, tmp_path: Path) -> None:
     assert failure.startswith("error: the instance 'other' is not registered in ")
     assert "there is no folder or wheel" in failed("what-if", home, "--app", "a:B", "--code", tmp_path / "none")
     assert "expected MODULE:CLASS" in failed("what-if", home, "--app", "nonsense", status=2)
+
+
+def test_what_if_runs_the_code_that_is_named_on_both_sides(tmp_path: Path) -> None:
+    """Code with the old one's module names, and with others: each status is that of `immortal what-if`."""
+    flow.record_flow(tmp_path)
+    with contextlib.chdir(tmp_path / "old"):
+        found = values("what-if", tmp_path / "home", *flow.app_options(), "--code", "../new", status=3)
+        assert {each["instance"]: each["status"] for each in found["instances"]} == flow.STATUSES
+        by_name = {each["instance"]: each["values"] for each in found["instances"]}
+        assert [name for name, one in by_name.items() if one["state"]] == ["both", "state"]
+        assert [name for name, one in by_name.items() if one["by_method"]] == ["both", "calls"]
+        for name, one in by_name.items():
+            for side in ("old", "new"):
+                assert one[f"{side}_code"]["file"] == str(tmp_path / side / "flow" / f"{name}.py")
+        other = ("--app", f"state={flow.app_of('state', 'flow2')}", "--code", "../new")
+        lines = run("what-if", tmp_path / "home", *other, status=3).stdout.splitlines()
+        assert any(line.startswith(f"new code: {tmp_path}/new/flow2/state.py, 2 modules with dig") for line in lines)
+        nothing = ("--app", f"nothing={flow.app_of('nothing')}", "--code")
+        run("what-if", tmp_path / "home", *nothing, "../new")
+    with contextlib.chdir(tmp_path / "new"):
+        said = run("what-if", tmp_path / "home", *nothing, ".", status=1).stdout
+        assert "so the new code would be compared with itself" in said
 
 
 # --- what can be wrong -----------------------------------------------------------------------------------------------

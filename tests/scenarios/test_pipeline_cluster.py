@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.fleet import damage, duplicate, lose, plan_fleet, streams_for_faults
+from tests.helpers.flow import STATUSES, app_options, record_flow
 from tests.helpers.spark_cluster import BRIEF_JVM, REPOSITORY, standalone_cluster
-from tests.helpers.talk_fleet import app_options, record_talk, write_changed_code
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +30,13 @@ def cluster(work: Path) -> Iterator[str]:
         yield url
 
 
-def run(master: str, *arguments: object, status: int) -> dict[str, Any]:
+def run(master: str, *arguments: object, status: int, cwd: Path = REPOSITORY) -> dict[str, Any]:
     """What `immortal pipeline` on the cluster printed."""
     command = [sys.executable, "-m", "coordinator", "pipeline", *map(str, arguments), "--json"]
     command += ["--master", master, "--conf", "spark.executor.memory=512m"]
     command += ["--conf", f"spark.executor.extraJavaOptions={BRIEF_JVM}"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK", "PYSPARK"))}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=500)
     assert done.returncode == status, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -66,12 +66,13 @@ def test_an_audit_on_a_cluster_finds_what_is_wrong(cluster: str, work: Path, tmp
 
 
 def test_a_what_if_on_a_cluster_finds_what_does_other_things(cluster: str, work: Path, tmp_path: Path) -> None:
-    """Each instance in a fresh process on the workers."""
-    home = record_talk(tmp_path)
-    module = write_changed_code(tmp_path / "new")
+    """Each side of each instance in a fresh process on the workers, with code of equal module names."""
+    record_flow(tmp_path)
     before = executors(work)
-    changed = run(cluster, "what-if", home, *app_options(module), "--code", tmp_path / "new", status=3)
-    verdicts = {each["instance"]: each["status"] for each in changed["instances"]}
-    assert verdicts == {"asker": 0, "helper": 3, "tally-large": 3, "tally-negative": 3, "tally-small": 0}
-    assert [each["instance"] for each in changed["instances"] if each["values"]["fates"]] == ["tally-negative"]
+    options = [*app_options(), "--code", "../new"]
+    changed = run(cluster, "what-if", tmp_path / "home", *options, status=3, cwd=tmp_path / "old")
+    assert {each["instance"]: each["status"] for each in changed["instances"]} == STATUSES
+    for each in changed["instances"]:
+        files = [each["values"][f"{side}_code"]["file"] for side in ("old", "new")]
+        assert files == [str(tmp_path / side / "flow" / f"{each['instance']}.py") for side in ("old", "new")]
     assert executors(work) == sorted([*before, "work-0", "work-1"]), "both workers took part"
