@@ -21,6 +21,7 @@ from replay.compare import Key, Kind, Side
 from replay.fates import Fate, Fates, failure_in_words, place_in_words, verdict_values
 from replay.findings import Finding
 from replay.inspection import diff_states, unanswered
+from replay.unknown import Unknown, not_worked_out
 from replay.what_if import WhatIf
 
 SAME, FAILED, DIFFERENT = 0, 1, 3  # exit statuses
@@ -96,6 +97,15 @@ class Report:
         if not self.state or self._outcome.results[Side.NEW].description is None:
             return []
         return unanswered(self._class(Side.NEW), blob_path, self._apps[Side.NEW].code)
+
+    @cached_property
+    def not_worked_out(self) -> list[Unknown]:
+        return not_worked_out(self._name, self._outcome, len(self.unanswered))
+
+    @property
+    def _state_is_known(self) -> bool:
+        """Whether no difference in the state means that there is none."""
+        return self.state_problem is None and not any(one.hides_state for one in self.not_worked_out)
 
     def _class(self, side: Side) -> str:
         app = self._apps[side]
@@ -173,6 +183,8 @@ class Report:
             "state": self.state[: self._limit],
             "state_has_more": len(self.state) > self._limit,
             "state_problem": self.state_problem,
+            "state_known": self._state_is_known,
+            "not_worked_out": [{**asdict(one), "why": one.why.value} for one in self.not_worked_out],
             "notes": outcome.notes,
             "cone": self._cone,
         }
@@ -258,6 +270,7 @@ class Report:
             yield ""
             yield from cone_lines(self._cone)
         yield ""
+        yield from (f"not worked out: {one.text}" for one in self.not_worked_out)
         yield self._verdict()
 
     def _finding_line(self, finding: Finding) -> str:
@@ -360,10 +373,15 @@ class Report:
             return f"different: what fails; all {outcome.equal_count:,} calls made are the same, {state}"
         if not findings.total and not self.state:
             return f"can't be told: {outcome.equal_count:,} calls are the same, the states can't be compared"
-        state = " and the state" if self.state else ", not the state"
         if not findings.total:
             return f"different: the state; all {outcome.equal_count:,} calls are the same"
+        state = " and the state" if self.state else f"; {self._equal_state()}"
         return f"different: {counted(findings.total, 'call')}{state}; {outcome.equal_count:,} calls are the same"
+
+    def _equal_state(self) -> str:
+        if self.state_problem:
+            return "the states can't be compared"
+        return "with the log's inputs the state is the same" if self._state_is_known else "the state is not known"
 
 
 def _blob_text(result: ReplayResult) -> str:

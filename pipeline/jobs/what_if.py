@@ -58,6 +58,11 @@ class InstanceResult:
     values: dict[str, Any] | None
     error: str | None
 
+    @property
+    def not_worked_out(self) -> list[str]:
+        """What is not known of it: a difference there is not denied."""
+        return [] if self.values is None else [one["text"] for one in self.values["not_worked_out"]]
+
 
 @dataclass(slots=True)
 class FleetResult:
@@ -69,6 +74,7 @@ class FleetResult:
     messages: int = 0
     differences: dict[str, int] = field(default_factory=dict)  # by kind
     by_method: list[dict[str, Any]] = field(default_factory=list)  # of the fleet: destination, method, kinds
+    not_worked_out: dict[str, list[str]] = field(default_factory=dict)  # by instance
 
     @property
     def exit_status(self) -> int:
@@ -140,6 +146,8 @@ def summarize(results: Iterator[InstanceResult]) -> FleetResult:
         if result.values is None:
             summary.failed += 1
             continue
+        if result.not_worked_out:
+            summary.not_worked_out[result.instance] = result.not_worked_out
         summary.same += result.status == SAME
         summary.different += result.status == DIFFERENT
         summary.failed += result.status not in (SAME, DIFFERENT)

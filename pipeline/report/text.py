@@ -150,21 +150,26 @@ def _said_of(result: FleetResult) -> Iterator[str]:
     for each in result.instances:
         values = each.values or {}
         codes = ((side, values.get(f"{side}_code")) for side in ("old", "new"))
-        lines = [
+        lines = [f"not worked out: {text}" for text in each.not_worked_out]
+        lines += [
             f"{side} code: {code['file']}, {counted(code['modules'], 'module')} with digest {code['digest'][:16]}"
             for side, code in codes
             if code is not None
         ]
         for line in [*lines, *(f"note: {note}" for note in values.get("notes", []))]:
             said.setdefault(line, []).append(each.instance)
-    for line, names in sorted(said.items(), key=lambda item: not item[0].startswith("old")):
+    for line, names in sorted(said.items(), key=lambda item: _SAID.index(item[0].partition(" ")[0])):
         yield f"{line} ({', '.join(names[:INSTANCES_SHOWN_MAX])}{', ...' if len(names) > INSTANCES_SHOWN_MAX else ''})"
+
+
+_SAID = ("old", "new", "note:", "not")  # how lines begin, in their order
+_NOTHING = {"records": 0, "differences": {}, "state": [], "state_known": False, "exception": None, "fates": []}
 
 
 def what_if_lines(result: FleetResult) -> Iterator[str]:
     rows = []
     for each in result.instances:
-        values = each.values or {"records": 0, "differences": {}, "state": [], "exception": None, "fates": []}
+        values = each.values or _NOTHING
         failing = sum(one["count"] for one in values["fates"] if one["fate"] != "works now")
         differences = ", ".join(f"{number:,} {kind}" for kind, number in values["differences"].items() if number)
         row = (
@@ -173,7 +178,7 @@ def what_if_lines(result: FleetResult) -> Iterator[str]:
             _VERDICTS.get(each.status, "FAILED"),
             f"{values['records']:,}",
             differences or "-",
-            f"{len(values['state']):,}" if values["state"] else "-",
+            f"{len(values['state']):,}" if values["state"] else "-" if values["state_known"] else "?",
             "the end" if values["exception"] else f"{failing:,}" if failing else "-",
             f"{each.duration_s:.1f}",
         )

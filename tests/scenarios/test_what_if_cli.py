@@ -594,3 +594,112 @@ def test_the_demo_with_a_counter_that_raises_on_line_1000(demo: Path) -> None:
     assert (fates["method"], fates["fate"], fates["count"]) == ("Counter.count", "fails now", 1)
     assert fates["first"]["input"] == "Counter.count('Line 1000 of the input!')"
     assert "ValueError: invalid literal for int()" in fates["first"]["new"]["trace"]
+
+
+# --- what is not worked out ------------------------------------------------------------------------------------------
+
+CHAIN = """
+from appsdk import Immortal, impulse, peer, rpc
+
+
+class Mail(Immortal):
+    @rpc
+    def send(self, number: int) -> None:
+        pass
+
+
+class Desk(Immortal):
+    desk = peer(lambda: Desk, "desk")
+    mail = peer(Mail, "mail")
+    total: int
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    @impulse
+    def order(self, number: int) -> None:
+        self.desk.add.fork(number)
+        self.mail.send.fork(number)
+
+    @rpc
+    def add(self, number: int) -> None:
+        self.total += number
+
+    @rpc
+    def ask(self) -> int:
+        return self.total
+"""
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("desk")
+    name = write_module(folder, CHAIN)
+    instances = Instances(folder / "logs")
+    running = instances.start("desk", load_module(folder, name).Desk)
+    for number in range(1, 6):
+        running.impulse("order", number)
+    assert running.app.total == 15
+    instances.close()
+    registry = Registry(folder / "home")
+    registry.register("desk", "tcp://127.0.0.1:*", log=folder / "logs" / "desk" / "log")
+    registry.remember_app("desk", f"{name}:Desk")
+    return folder
+
+
+OTHER_SELF_CALLS = ("self.desk.add.fork(number)", "self.desk.add.fork(number * 2)")
+NO_SELF_CALLS = ("self.desk.add.fork(number)", "number")
+OTHER_STATE = ("self.total += number", "self.total += number * 2")
+OTHER_MAIL = ("self.mail.send.fork(number)", "self.mail.send.fork(-number)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "unknown"),
+    [
+        (
+            [OTHER_SELF_CALLS],
+            "different: 5 calls; the state is not known; 5 calls are the same",
+            ["5 other calls to it"],
+        ),
+        ([NO_SELF_CALLS], "different: 5 calls; the state is not known; 5 calls are the same", ["5 other calls to it"]),
+        ([OTHER_SELF_CALLS, OTHER_STATE], "different: 5 calls and the state; 5 calls are the same", ["5 other calls"]),
+        (
+            [OTHER_MAIL],
+            "different: 5 calls; with the log's inputs the state is the same; 5 calls are",
+            ["mail would do"],
+        ),
+        (
+            [OTHER_MAIL, OTHER_SELF_CALLS],
+            "different: 10 calls; the state is not known; 0 calls are",
+            ["itself", "mail"],
+        ),
+    ],
+)
+def test_what_was_not_worked_out_is_said_and_not_denied(
+    desk: Path, changes: list[tuple[str, str]], verdict: str, unknown: list[str]
+) -> None:
+    source = CHAIN
+    for before, after in changes:
+        assert before in source
+        source = source.replace(before, after)
+    app = f"{write_module(desk, source)}:Desk"
+    lines = what_if(desk, "desk", "--app", app, status=3)[0].splitlines()
+    assert lines[-1].startswith(verdict)
+    said = [line for line in lines if line.startswith("not worked out: ")]
+    assert len(said) == len(unknown)
+    assert all(part in line for part, line in zip(unknown, said, strict=True))
+    found = json.loads(what_if(desk, "desk", "--app", app, "--json", status=3)[0])
+    assert [f"not worked out: {one['text']}" for one in found["not_worked_out"]] == said
+    assert found["state_known"] == all("to itself" not in line for line in said)
+
+
+def test_what_comes_behind_a_failure_is_not_denied(desk: Path) -> None:
+    failing = ("self.total += number", "assert number != 3\n        self.total += number")
+    source = CHAIN.replace(*failing).replace("class Desk(Immortal)", 'class Desk(Immortal, on_error="stop")')
+    app = f"{write_module(desk, source)}:Desk"
+    found = json.loads(what_if(desk, "desk", "--app", app, "--json", status=3)[0])
+    assert not found["state_known"]
+    record = found["exception"]["record"]
+    assert [one["text"] for one in found["not_worked_out"]] == [
+        f"what is different behind record {record}, where the new code fails"
+    ]

@@ -212,8 +212,13 @@ def what_if_values(name: str, changed: int) -> dict[str, object]:
         "differences": {"added": 0, "missing": 0, "changed": changed},
         "by_method": [{"destination": "", "method": "m", "added": 0, "missing": 0, "changed": changed}],
         "state": [],
+        "state_known": not changed,
         "exception": None,
         "fates": [],
+        "old_code": {"digest": "0" * 64, "modules": 1, "file": "/old/m.py"},
+        "new_code": {"digest": "1" * 64, "modules": 2, "file": "/new/m.py"},
+        "notes": [],
+        "not_worked_out": [{"text": "what 4 other calls to itself would do"}] if changed else [],
     }
 
 
@@ -229,7 +234,14 @@ def test_a_what_if_of_a_fleet_is_summed_up() -> None:
     assert summary.differences == {"added": 0, "missing": 0, "changed": 4}
     assert [(row["destination"], row["changed"]) for row in summary.by_method] == [("a", 0), ("b", 4)]
     lines = list(what_if_lines(summary))
-    assert lines[2].split() == ["b", "m:New", "DIFFERENT", "10", "4", "changed", "-", "-", "1.0"]
+    assert lines[2].split() == ["b", "m:New", "DIFFERENT", "10", "4", "changed", "?", "-", "1.0"]
+    assert lines[5:8] == [
+        "old code: /old/m.py, 1 module with digest 0000000000000000 (a, b)",
+        "new code: /new/m.py, 2 modules with digest 1111111111111111 (a, b)",
+        "not worked out: what 4 other calls to itself would do (b)",
+    ]
+    assert summary.not_worked_out == {"b": ["what 4 other calls to itself would do"]}
+    assert summary.to_json()["not_worked_out"] == summary.not_worked_out
     assert "c: error: no such class" in lines
     assert lines[-1] == "1 the same, 1 different, 1 failed: 20 records with 40 messages"
     assert summarize(iter(results[:2])).exit_status == 3
