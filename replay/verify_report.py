@@ -13,6 +13,7 @@ from coordinator.log.source import RecordSource
 from protocol.errors import ImmortalError
 from protocol.extensions import Origin
 from protocol.messages import decode_incoming_rpc, decode_message
+from replay.code import code_values
 from replay.fates import news_lines, news_values
 from replay.inspection import DIFFERENCES_MAX
 from replay.plan import place_of
@@ -159,6 +160,7 @@ class Report:
             "records": result.records,
             "messages": result.messages,
             "same": section.is_same,
+            "code": code_values(result.code),
             "outputs": {to or self._name: count for to, count in sorted(section.counts.items())},
             "unproved": {to or self._name: count for to, count in sorted(section.unproved.items())},
             "output_divergences": [self._output_json(finding) for finding in section.outputs],

@@ -24,6 +24,7 @@ from importlib.machinery import (
 )
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
 from zipimport import zipimporter
 
 from appsdk.errors import LoadError
@@ -113,11 +114,13 @@ class UserCode(MetaPathFinder):
 
     def _take(self, fullname: str, spec: ModuleSpec) -> None:
         """Let it be compiled from its source, and noted; what has no source is noted as it is."""
-        loader, origin = spec.loader, str(spec.origin)
+        loader: object = spec.loader
+        origin = str(spec.origin)
         if type(loader) is SourceFileLoader:
             spec.loader, spec.cached = _FromSource(fullname, origin, self), None
         elif type(loader) is zipimporter:
-            spec.loader = _FromWheel(os.path.join(loader.archive, loader.prefix), self)
+            wheel: Any = _FromWheel(os.path.join(loader.archive, loader.prefix), self)  # a Loader, to whom it matters
+            spec.loader = wheel
         elif isinstance(loader, ExtensionFileLoader | SourcelessFileLoader):
             self.note(fullname, origin, Path(origin).read_bytes())
 

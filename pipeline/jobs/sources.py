@@ -113,12 +113,12 @@ class Fleet(ABC):
         columns: Sequence[str] | None = None,
         *,
         only: Wanted | None = None,
-        **options: str,
+        decode: str | None = None,
     ) -> DataFrame:
         """A table of pipeline.schema, or some ``columns`` of it: of a log the others are not even decoded, and what is
-        not among ``only`` is not read.
+        not among ``only`` is not read. ``decode``: as the option of the data source; of logs only.
 
-        Options are those of the data source. Raises SourceError.
+        Raises SourceError.
         """
 
     @abstractmethod
@@ -140,8 +140,9 @@ class LogFleet(Fleet):
         columns: Sequence[str] | None = None,
         *,
         only: Wanted | None = None,
-        **options: str,
+        decode: str | None = None,
     ) -> DataFrame:
+        options = {} if decode is None else {"decode": decode}
         if only is not None:
             options |= {"instance": ",".join(only.instances), "from": f"{only.first}", "to": f"{only.last}"}
         reader = spark.read.format("immortal").option("table", name).option("paths", json.dumps(self.folders))
@@ -174,10 +175,10 @@ class ExportFleet(Fleet):
         columns: Sequence[str] | None = None,
         *,
         only: Wanted | None = None,
-        **options: str,
+        decode: str | None = None,
     ) -> DataFrame:
-        if options:
-            raise SourceError(f"{self.folder} is an export: options such as {next(iter(options))!r} are for logs")
+        if decode is not None:
+            raise SourceError(f"{self.folder} is an export: options such as 'decode' are for logs")
         if name not in self.tables:
             raise SourceError(
                 f"the export in {self.folder} has no table {name!r}, it has {', '.join(self.tables)}:"

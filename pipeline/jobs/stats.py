@@ -135,11 +135,10 @@ def _calls(spark: SparkSession, fleet: Fleet, decode: str | None, bin_ns: int) -
     """What is counted, one row for each call. Times under way fall into buckets that are 1 % wide."""
     from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
-    options = {"decode": decode} if decode else {}
     columns = ["instance", "time_ns", "kind", "source", "sent_ns", "method_id", "method", "arguments", "ok"]
     latency_ns = F.col("time_ns") - F.col("sent_ns")
     return (
-        fleet.table(spark, "messages", columns, **options)
+        fleet.table(spark, "messages", columns, decode=decode)
         .where("ok and kind <> 'initial'")
         .select(
             "instance",

@@ -279,11 +279,10 @@ def _with_methods(spark: SparkSession, fleet: Fleet, nodes: list[Node], decode: 
     """The nodes, with the methods that their messages call."""
     from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
-    options = {"decode": decode} if decode else {}
     columns = ["instance", "sequence_id", "source", "kind", "position", "method_id", "method"]
     records = [node.record for node in nodes]
     only = Wanted(sorted({node.instance for node in nodes}), min(records), max(records))
-    messages = fleet.table(spark, "messages", columns, only=only, **options)
+    messages = fleet.table(spark, "messages", columns, only=only, decode=decode)
     wanted = spark.createDataFrame(
         [(node.number, node.instance, node.record, node.source, node.first, node.last) for node in nodes],
         "number int, of string, record long, sender string, first long, last long",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from coordinator.core.interfaces import IMPULSES
 from pipeline.jobs.export import ExportReport
@@ -163,7 +164,14 @@ def _said_of(result: FleetResult) -> Iterator[str]:
 
 
 _SAID = ("old", "new", "note:", "not")  # how lines begin, in their order
-_NOTHING = {"records": 0, "differences": {}, "state": [], "state_known": False, "exception": None, "fates": []}
+_NOTHING: dict[str, Any] = {
+    "records": 0,
+    "differences": {},
+    "state": [],
+    "state_known": False,
+    "exception": None,
+    "fates": [],
+}
 
 
 def what_if_lines(result: FleetResult) -> Iterator[str]:

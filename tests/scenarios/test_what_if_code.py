@@ -120,6 +120,12 @@ def test_stale_bytecode_is_not_run(flow: Path, tmp_path: Path, place: str) -> No
         code = tmp_path / place
     found = values(flow, "state", "--app", app_of("state"), "--code", code, status=3)
     assert found["state"] == [{"path": "total", "old": 15, "new": -15}]
+    if place == "folder":  # the old code, and a verification, are no exception
+        said = what_if(flow, "state", "--app", app_of("state", "flow2"), "--code", flow / "new", status=3, cwd=code)
+        assert "  total: was -15; would be 30" in said.stdout.splitlines()
+        with contextlib.chdir(code):
+            verified = CliRunner().invoke(main, ["--home", str(flow / "home"), "verify", "state", "--json"])
+        assert json.loads(verified.stdout)["sections"][-1]["code"] == found["new_code"]
 
 
 def test_an_editable_install_does_not_come_first(flow: Path, tmp_path: Path) -> None:
