@@ -45,7 +45,7 @@ class UserCode(MetaPathFinder):
     def __init__(self, target: str, code: str, notes: str) -> None:
         self._target = target
         self._top = target.partition(":")[0].partition(".")[0]
-        self._code = os.path.abspath(code) if code else ""
+        self._code = os.path.realpath(code) if code else ""  # as the kernel has it, behind symbolic links
         self._notes = notes
         self._installed = _installed_folders()
         self._is_used = False  # a module of ``code`` was loaded
