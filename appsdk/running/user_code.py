@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import site
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ CODE_VARIABLE = "IMMORTAL_CODE"
 NOTES_VARIABLE = "IMMORTAL_CODE_NOTES"
 """A file that gets a line of JSON for each module of the user's: {"module", "file", "sha256"}. Set in replays only."""
 
+_INSTALLED = frozenset({"site-packages", "dist-packages"})  # below these is no code of the user's but the class itself
 _OURS = ("appsdk", "bench", "coordinator", "pipeline", "protocol", "replay", "sight")
 
 
@@ -47,7 +47,7 @@ class UserCode(MetaPathFinder):
         self._top = target.partition(":")[0].partition(".")[0]
         self._code = os.path.realpath(code) if code else ""  # as the kernel has it, behind symbolic links
         self._notes = notes
-        self._installed = _installed_folders()
+        self._known = [sysconfig.get_path("stdlib"), *(str(Path(__file__).parents[2] / name) for name in _OURS)]
         self._is_used = False  # a module of ``code`` was loaded
 
     @classmethod
@@ -110,7 +110,9 @@ class UserCode(MetaPathFinder):
     def _is_users(self, fullname: str, origin: str) -> bool:
         if fullname.partition(".")[0] == self._top:
             return True
-        return os.path.isabs(origin) and not any(_is_below(origin, folder) for folder in self._installed)
+        if not os.path.isabs(origin) or _INSTALLED & set(origin.split(os.sep)):
+            return False
+        return not any(_is_below(origin, folder) for folder in self._known)
 
     def _take(self, fullname: str, spec: ModuleSpec) -> None:
         """Let it be compiled from its source, and noted; what has no source is noted as it is."""
@@ -157,16 +159,6 @@ class _FromWheel(zipimporter):
         self._code.note(fullname, path, source.encode())
         code: CodeType = compile(source, path, "exec", dont_inherit=True)
         return code
-
-
-def _installed_folders() -> list[str]:
-    """Where Python's own modules, installed packages and ours are: no code of the user's."""
-    paths = sysconfig.get_paths()
-    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders += [str(Path(__file__).parents[2] / name) for name in _OURS]
-    if site.ENABLE_USER_SITE:
-        folders.append(site.getusersitepackages())
-    return list(dict.fromkeys(folders))
 
 
 def _is_below(place: str, folder: str) -> bool:
