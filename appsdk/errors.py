@@ -76,9 +76,13 @@ AS_RPC = "make the method an @rpc, or leave this out"
 
 
 class StateError(AppError):
-    """An attribute can't be saved, or a checkpoint does not fit the class."""
+    """An attribute can't be saved, or a checkpoint does not fit the class.
+
+    ``takes_too_long``: to encode the state was given up.
+    """
 
     exit_status = EXIT_HANDLER_FAILED
+    takes_too_long = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ ALL_EXTENSIONS = frozenset(
         MessageType.APP_TIME,
         MessageType.HANDLERS_ASKED,
         MessageType.QUERY_ASKED,
+        MessageType.CHECKPOINT_FAILED,
     }
 )
 """Those of a coordinator and its app."""

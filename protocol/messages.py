@@ -66,6 +66,9 @@ class MessageType(IntEnum):
     HANDLERS = 92
     QUERY_ASKED = 93
     QUERY_ANSWERED = 94
+    CHECKPOINT_FAILED = 105
+    TAKEN_BACK = 106
+    TAKE_BACK = 107
 
 
 class RpcKind(IntEnum):

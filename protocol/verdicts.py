@@ -28,13 +28,15 @@ exception, its message, which message of which log failed]."""
 
 
 class VerdictKind(IntEnum):
-    """What a replay does with the message: all but KEPT are passed over, and answered as the verdict says."""
+    """What a replay does with the message: KEPT and, up to a point, TAKEN_BACK are handled again; all others are passed
+    over, and answered as the verdict says."""
 
     REFUSED = 1  # it could not be delivered: nothing was called
     UNDONE = 2  # its handler raised, and the state is as it was before
     KEPT = 3  # its handler raised, and what it had done by then stands: it runs again, and fails again
     KILLED = 4  # it has ended the app's process again and again
     SKIPPED = 5  # an operator said so
+    TAKEN_BACK = 16  # it was handled, and behind a later record the state was made again without it: see ``behind``
 
 
 class Cause(IntEnum):
@@ -60,7 +62,8 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
     ``type_name``: of the exception, "" in a refusal; ``text``: its message, or why it was refused.
     ``method``: for people, such as "Counter.add". ``caller``: who waits for the answer ("" is the instance itself, "~x"
     a client); None: nobody, so that it becomes a dead letter. ``message``: for a dead letter the message as it was
-    logged, from its size on; ``trace``: the traceback, for the operator.
+    logged, from its size on; ``trace``: the traceback, for the operator. ``behind``: of TAKEN_BACK, the record behind
+    which the state is one without that message.
     """
 
     sequence_id: int
@@ -75,6 +78,7 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
     caller: str | None = None
     message: bytes = b""
     trace: str = ""
+    behind: int = -1
 
     @property
     def key(self) -> MessageKey:
@@ -82,17 +86,32 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def is_letter(self) -> bool:
-        """Nobody is told: an operator is to see it."""
-        return self.caller is None and not self.step
+        """Nobody is told, or was told something else: an operator is to see it."""
+        return self.kind is VerdictKind.TAKEN_BACK or (self.caller is None and not self.step)
 
     @property
     def skips(self) -> bool:
         """A replay passes the message (or step) over."""
-        return self.kind is not VerdictKind.KEPT
+        return self.kind not in (VerdictKind.KEPT, VerdictKind.TAKEN_BACK)
 
     def without_letter(self) -> Verdict:
         """What a replay needs of it."""
         return msgspec.structs.replace(self, message=b"", trace="")
+
+
+class Unsaved(msgspec.Struct, array_like=True, frozen=True):
+    """There is no checkpoint: the state can't be saved, as ``text`` says.
+
+    Since the message ``message_index`` of the record ``sequence_id`` (-1: that is not known), as ``method``, from
+    ``caller`` (None: nobody waits or waited). ``why``: why the app has not taken it back by itself, in words.
+    """
+
+    text: str
+    sequence_id: int = -1
+    message_index: int = -1
+    method: str = ""
+    caller: str | None = None
+    why: str = ""
 
 
 class Handling(msgspec.Struct, array_like=True, frozen=True):
@@ -128,12 +147,13 @@ _encode = msgspec.msgpack.Encoder().encode
 _VERDICT = msgspec.msgpack.Decoder(Verdict)
 _VERDICTS = msgspec.msgpack.Decoder(list[Verdict])
 _HANDLING = msgspec.msgpack.Decoder(Handling)
+_UNSAVED = msgspec.msgpack.Decoder(Unsaved)
 _CAREFUL = msgspec.msgpack.Decoder(Careful)
 
 
-def encode_verdict(verdict: Verdict) -> bytes:
-    """A whole Verdict message, from an app."""
-    return encode_message(MessageType.VERDICT, _encode(verdict))
+def encode_verdict(verdict: Verdict, message_type: MessageType = MessageType.VERDICT) -> bytes:
+    """A whole Verdict message, from an app; or a TakenBack, or the TakeBack that an app is sent."""
+    return encode_message(message_type, _encode(verdict))
 
 
 def decode_verdict(data: bytes) -> Verdict:
@@ -164,6 +184,16 @@ def encode_verdicts(verdicts: Iterable[Verdict]) -> list[bytes]:
 def decode_verdicts(data: bytes) -> Sequence[Verdict]:
     """Raises RemoteProtocolError."""
     return [_checked(verdict) for verdict in _decoded("Verdicts", _VERDICTS, data)]
+
+
+def encode_unsaved(unsaved: Unsaved) -> bytes:
+    """A whole CheckpointFailed message."""
+    return encode_message(MessageType.CHECKPOINT_FAILED, _encode(unsaved))
+
+
+def decode_unsaved(data: bytes) -> Unsaved:
+    """Raises RemoteProtocolError."""
+    return _decoded("CheckpointFailed", _UNSAVED, data)
 
 
 def encode_handling(handling: Handling) -> bytes:

@@ -147,6 +147,12 @@ def method_of(message: bytes) -> int | None:
     return None if rpc is None or rpc.kind != RpcKind.CALL else rpc.method_id
 
 
+def is_awaited(message: bytes) -> bool:
+    """It is a call whose caller waits for the answer."""
+    rpc = rpc_of(message)
+    return rpc is not None and rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC
+
+
 def letter_message(data: bytes) -> bytes:
     return data if len(data) <= LETTER_SIZE_BYTES_MAX else b""
 

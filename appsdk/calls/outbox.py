@@ -157,6 +157,7 @@ class Outbox:
         self._mark = (0, 0)
         self._repeated: dict[str, int] = {}
         self._reports: list[bytes] = []
+        self.collected: list[tuple[str, list[bytes]]] | None = None  # what is made goes there, and to nobody
         self.holder: Any = None  # an appsdk.ordering.multicasts.Multicasts that may hold calls back; None: nothing does
 
     # --- so that a message can be taken back -------------------------------------------------------------------------
@@ -297,6 +298,10 @@ class Outbox:
 
     def _send_batch(self, batch: Batch) -> None:
         destination, count = batch.destination, batch.count
+        if self.collected is not None:
+            self.collected.append((destination, batch.parts))
+            batch.parts, batch.size_bytes = [], 0
+            return
         self._closed_counts[destination] = self._closed_counts.get(destination, 0) + count
         repeated = min(count, self._repeated.get(destination, 0)) if self._repeated else 0
         self._closed_since_mark.append((destination, count, repeated))

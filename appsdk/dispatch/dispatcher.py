@@ -13,7 +13,7 @@ One thread: the one that made the :class:`Dispatcher` calls it, and the handlers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from appsdk.calls.context import Context
@@ -22,12 +22,13 @@ from appsdk.dispatch.asking import answer_query
 from appsdk.dispatch.delivery import Delivery
 from appsdk.dispatch.events import BecamePrimary, Event, Goodbye, OutputReady, Refusal, SnapshotBegun
 from appsdk.dispatch.failing import Failures
+from appsdk.dispatch.healing import Healing, one_line
 from appsdk.dispatch.life import Life
 from appsdk.dispatch.records import Records
 from appsdk.dispatch.rewinds import Rewinds
 from appsdk.dispatch.upgrades import guarded
 from appsdk.effects.request import EffectRunner
-from appsdk.errors import UpgradeError
+from appsdk.errors import StateError, UpgradeError
 from appsdk.handlers.decorators import INITIAL_METHOD_ID
 from appsdk.handlers.definition import Definition
 from appsdk.handlers.proxy import all_method_names
@@ -56,7 +57,7 @@ from protocol.messages import MessageType, RpcType, decode_messages, encode_chec
 from protocol.queries import QueryQuestion, decode_query, encode_query_answer
 from protocol.readers import BlobData, BlobStart, Record, RecordReader
 from protocol.record import CONTROL_SEQUENCE_ID
-from protocol.verdicts import Handling, decode_careful, decode_verdicts
+from protocol.verdicts import Handling, Unsaved, decode_careful, decode_verdict, decode_verdicts, encode_unsaved
 
 
 class Dispatcher:
@@ -100,6 +101,7 @@ class Dispatcher:
         copies = Copies(enabled=any(one.can_undo for one in definition.chain), keeps_large=keeps_large_copies)
         self.records = Records(self.context, self._life, self._failures)
         self._rewinds = Rewinds(self.context, self._life, self.records, self._failures, copies)
+        self.healing = Healing(self.context, self._life, self.records, self._failures, self._rewinds)
         self._draw_seed = draw_seed
         self._effects = effects
         self._reader = RecordReader()
@@ -124,6 +126,15 @@ class Dispatcher:
     @property
     def instance(self) -> Any:
         return self._life.instance
+
+    @property
+    def _may_fork(self) -> bool:
+        forks = self.definition.checkpoint_mode == "fork" and self.forks_next
+        return forks and self._primary and self._extended
+
+    def bound_encoding(self, bound: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]]) -> None:
+        """From here on ``bound`` calls what encodes the state: it may give that up by a StateError."""
+        self._life.bound = bound
 
     # --- what the transport calls -----------------------------------------------------------------------------------
 
@@ -208,12 +219,15 @@ class Dispatcher:
                     self._start_first()
                     yield OutputReady()
                 else:
-                    self._checkpoint()
+                    self._save(heals=True)
                     yield from self._become_primary()
             elif message_type == MessageType.BECOMING_PRIMARY:
                 yield from self._become_primary()
             elif message_type == MessageType.VERDICTS:
                 self._failures.know(decode_verdicts(data))
+                self._rewinds.copies.pinned = bool(self._failures.taken_back)
+            elif message_type == MessageType.TAKE_BACK:
+                self.healing.forced.append(decode_verdict(data))
             elif message_type == MessageType.SOURCES:
                 self._sources = decode_sources(data)
             elif message_type == MessageType.CAREFUL:
@@ -273,6 +287,8 @@ class Dispatcher:
         if careful is not None and sequence_id <= careful.last_sequence_id:
             yield from self.records.announce(Handling(sequence_id))
         yield from self._rewinds.handle(record)
+        if sequence_id in self._failures.taken_back:
+            self.healing.repeat(sequence_id)
         if self.context.record_time_ns is not None:
             self._extended = True
         if careful is not None and sequence_id >= careful.last_sequence_id:
@@ -288,7 +304,7 @@ class Dispatcher:
         self._life.start(self._draw_seed())
         message = encode_call(make_writer("initial", INITIAL_METHOD_ID, RpcType.FORK), ())
         self.outbox.send(encode_message(MessageType.INITIAL_MESSAGE, message))
-        self._checkpoint()
+        self._checkpoint(self._life.encode())
         self._awaiting_initial = True
 
     def _restore(self) -> None:
@@ -310,7 +326,7 @@ class Dispatcher:
         try:
             self._life.upgrade(version)
             if with_checkpoint:
-                guarded(self.definition, f"{self.definition.name}.checkpoint", self._checkpoint)
+                self._checkpoint(guarded(self.definition, f"{self.definition.name}.checkpoint", self._life.encode))
                 self._upgraded = True
             else:
                 self._rewinds.copy_again()
@@ -320,26 +336,49 @@ class Dispatcher:
 
     def _take_checkpoint(self) -> Iterator[Event]:
         if self._upgraded and not self._primary:
-            self._checkpoint()
+            self._checkpoint(self._life.encode())
             if self.definition.retries_refused and self._failures.can_fail:
                 self.outbox.send(encode_message(MessageType.RETRY_REFUSED))
             yield OutputReady()
             yield from self._become_primary()
-        elif self.definition.checkpoint_mode == "fork" and self.forks_next and self._primary and self._extended:
+        elif self._may_fork and not self.healing.forced:
             self.outbox.close_batches()
             self.outbox.send(encode_message(MessageType.SNAPSHOT_BEGIN))
             yield SnapshotBegun(self._life.encode)
         else:
-            self._checkpoint()
+            self._save(heals=self._primary)  # who follows takes nothing back
             self.forks_next = True
             yield OutputReady()
 
-    def _checkpoint(self) -> None:
-        """Put a checkpoint behind all outputs of the records so far."""
+    def snapshot_ended(self, reason: str, *, forks_next: bool) -> None:
+        """The child that was to encode the state has ended; why there is no checkpoint, "" if there is one."""
+        self.outbox.send(encode_message(MessageType.SNAPSHOT_END, reason.encode("utf-8", "replace")))
+        self.forks_next = forks_next
+
+    def snapshot_failed(self, error: StateError) -> None:
+        """The child could not encode the state: the next checkpoint is asked for at once, and taken here. Raises
+        StateError where that would not help."""
+        if not self._failures.can_fail:
+            raise error
+        self.snapshot_ended(one_line(error), forks_next=False)
+        self.outbox.send(encode_message(MessageType.TAKE_CHECKPOINT))
+
+    def _save(self, *, heals: bool) -> None:
+        """Send a checkpoint, perhaps without what keeps the state from being saved, or that there is none. Raises
+        RecoveryNeeded, and StateError where a message can't fail alone."""
         if self.instance is None:
             raise RemoteProtocolError("a checkpoint was asked for before the first start or a recovery")
         self.outbox.close_batches()
-        pieces = self._life.encode()
+        if not self._failures.can_fail:
+            self._checkpoint(self._life.encode())
+        elif isinstance(result := self.healing.encode(heals=heals), Unsaved):
+            self.outbox.send(encode_unsaved(result))
+        else:
+            self._checkpoint(result)
+
+    def _checkpoint(self, pieces: Sequence[bytes]) -> None:
+        """Put a checkpoint behind all outputs of the records so far."""
+        self.outbox.close_batches()
         self._rewinds.take_copy(pieces)
         self.outbox.send(encode_checkpoint(sum(map(len, pieces))))
         for piece in pieces:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
+from msgspec.structs import replace
+
 from appsdk.calls.context import Context
 from appsdk.calls.failures import (
     FAILED_IN_A_ROW_MAX,
@@ -20,10 +22,11 @@ from appsdk.errors import HandlerError
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID
 from protocol.batch import decode_batch, decode_replayable_batch
 from protocol.errors import ProtocolError
-from protocol.messages import MessageType, RpcKind, decode_incoming_rpc, decode_message, decode_messages
+from protocol.messages import MessageType, RpcKind, decode_message, decode_messages
 from protocol.ordering import ORDERED_METHOD_ID
 from protocol.readers import Record
-from protocol.verdicts import Handling, MessageKey, Verdict, encode_verdict
+from protocol.varint import encode_zigzag
+from protocol.verdicts import Handling, MessageKey, Verdict, VerdictKind, encode_verdict
 
 
 class UndoNeededError(Exception):
@@ -75,6 +78,8 @@ class Failures:
         self._rows: dict[int, _Row] = {}  # by method ID
         self._tripped: set[int] = set()
         self._repeating: MessageKey | None = None  # a rewind is on its way up to there
+        self.taken_back: dict[int, list[Verdict]] = {}  # behind which record; of what the log says of those to come
+        self._held_answers: list[tuple[Verdict, bytes]] | None = None  # of messages that are left out
         context.tasks.handler_runs.verdicts = self.known
         context.tasks.handler_runs.tell = self._tell
 
@@ -85,6 +90,9 @@ class Failures:
             self._add(verdict)
 
     def _add(self, verdict: Verdict) -> None:
+        if verdict.kind is VerdictKind.TAKEN_BACK:
+            self.taken_back.setdefault(verdict.behind, []).append(verdict)
+            return
         self.known[verdict.key] = verdict
         if verdict.skips and not verdict.task:
             indices = self.skipped.setdefault(verdict.sequence_id, [])
@@ -119,13 +127,29 @@ class Failures:
             self.note(verdict)
         return self.can_fail
 
+    def leave_out(self, verdicts: Sequence[Verdict]) -> list[tuple[Verdict, bytes]]:
+        """From here on these messages are passed over, and nobody is told: the answers go into the list."""
+        self._held_answers = answers = []
+        for verdict in verdicts:
+            self._add(replace(verdict, kind=VerdictKind.SKIPPED, behind=0))
+        return answers
+
+    def leave_in(self) -> None:
+        """What was left out is handled again."""
+        for verdict in [one for one in self.known.values() if one.behind == 0]:
+            del self.known[verdict.key]
+            self.skipped[verdict.sequence_id].remove(verdict.message_index)
+        self._held_answers = None
+
     def answer(self, verdict: Verdict, message: bytes) -> None:
         """Tell who waits for ``message``, if anybody does."""
         if method_of(message) == ORDERED_METHOD_ID:
             for call in self._context.multicasts.refused(message, verdict.text):
                 self._answer_refused(verdict, call)
         self._context.nodes.inbox.failed(message, verdict)
-        if (caller := who_waits(message)) is not None:
+        if self._held_answers is not None and verdict.behind == 0:
+            self._held_answers.append((verdict, message))
+        elif (caller := who_waits(message)) is not None:
             self._context.tasks.answers.answer_verdict(verdict, caller)
 
     def _answer_refused(self, verdict: Verdict, call: bytes) -> None:
@@ -184,7 +208,7 @@ class Failures:
             sequence_id = record.header.sequence_id
             if sequence_id < after[0]:
                 continue
-            for index, called in enumerate(method_ids(record.content)):
+            for index, called in enumerate(map(method_of, messages_of(record.content))):
                 is_between = after[:2] < (sequence_id, index) < until[:2]
                 if is_between and called == method_id and (sequence_id, index, 0, 0) not in self.known:
                     return True
@@ -200,11 +224,11 @@ class Failures:
         delivery.trip(self._tripped)
 
 
-def method_ids(content: bytes) -> Iterator[int | None]:
-    """Of a record's RPCs, in order; None for what is no call."""
+def messages_of(content: bytes) -> Iterator[bytes]:
+    """The RPCs of a record, in order, each from its size on."""
     for message_type, start, end in decode_messages(content):
         if message_type == MessageType.RPC:
-            yield _method_id(content, start, end)
+            yield content[start - 1 - len(encode_zigzag(end - start + 1)) : end]
             continue
         if message_type == MessageType.RPC_BATCH:
             start += decode_batch(content[start : start + 16])[1]
@@ -212,10 +236,7 @@ def method_ids(content: bytes) -> Iterator[int | None]:
             start += decode_replayable_batch(content[start : start + 16])[2]
         elif message_type != MessageType.INITIAL_MESSAGE:
             continue
-        for _, first, last in decode_messages(content[start:end]):
-            yield _method_id(content, start + first, start + last)
-
-
-def _method_id(content: bytes, start: int, end: int) -> int | None:
-    rpc = decode_incoming_rpc(content, start, end)
-    return rpc.method_id if rpc.kind == RpcKind.CALL else None
+        offset = start
+        for _, _, last in decode_messages(content[start:end]):
+            yield content[offset : start + last]
+            offset = start + last

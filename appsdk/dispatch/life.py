@@ -21,7 +21,8 @@ from appsdk.waiting.tasks import Tasks
 
 class Life:
     """``definition``: of the class that runs: one that the app upgrades from, until it is told to; ``delivery``: calls
-    its handlers. ``instance`` None: not yet. ``next_sequence_id``: of the record that is to come.
+    its handlers. ``instance`` None: not yet. ``next_sequence_id``: of the record that is to come. ``bound``: calls what
+    encodes the state, and gives it up where it takes too long.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Life:
         self._context = context
         self._tasks = tasks
         self._make_delivery = make_delivery
+        self.bound: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]] = lambda encode: encode()
         self._main_definition = definition
 
     def start(self, seed: bytes) -> None:
@@ -121,19 +123,28 @@ class Life:
 
     def encode(self) -> tuple[bytes, bytes]:
         """The blob: its envelope and the state as it is now. Raises StateError."""
-        schema, context = self.definition.state(), self._context
+        return self.bound(self._encode)
+
+    def _encode(self) -> tuple[bytes, bytes]:
+        schema = self.definition.state()
         state = call_user_code(f"{self.definition.name}.checkpoint", partial(schema.encode, self.instance), StateError)
-        envelope = Envelope(
-            class_name=self.definition.name,
-            serializer=schema.serializer,
-            seed=context.seed,
-            sequence_id=self.next_sequence_id - 1,
-            version=self.definition.version,
-            record_time_ns=context.record_time_ns,
-            instance_name=context.instance_name,
-            tasks=self._tasks.save(),
-            rules=context.sites.rules,
-            ordering=context.multicasts.save(),
-            nodes=context.nodes.save(),
+        waiting = f"{self.definition.name}: to save what its handlers wait for"
+        return call_user_code(waiting, partial(self._envelope, schema.serializer), StateError), state
+
+    def _envelope(self, serializer: str) -> bytes:
+        context = self._context
+        return encode_envelope(
+            Envelope(
+                class_name=self.definition.name,
+                serializer=serializer,
+                seed=context.seed,
+                sequence_id=self.next_sequence_id - 1,
+                version=self.definition.version,
+                record_time_ns=context.record_time_ns,
+                instance_name=context.instance_name,
+                tasks=self._tasks.save(),
+                rules=context.sites.rules,
+                ordering=context.multicasts.save(),
+                nodes=context.nodes.save(),
+            )
         )
-        return encode_envelope(envelope), state

@@ -6,7 +6,7 @@ What fails alone gets its verdict here, and the others go on behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
@@ -43,6 +43,7 @@ class Records:
         self._context = context
         self._life = life
         self._failures = failures
+        self.probe: Callable[[int], None] | None = None  # told of each message of a record that has been handled
         self._batch_sources: Iterator[str] | None = None  # of the batches of the record that is handled
         self._batch_begin = b"", 0, 0  # content, offset, and index of the first message, of what is handled now
 
@@ -107,12 +108,17 @@ class Records:
         start = offset
         self._batch_begin = content, start, first_index
         is_watched = self.careful is not None and self.careful.suspect_sequence_id == sequence_id
+        probe = self.probe
         skips = sequence_id in failures.skipped
         while offset < end:
             slice_end = min(offset + SLICE_SIZE_BYTES, end)
             if is_watched:
                 message = message_at(content, offset)
                 yield from self.announce(failures.handling(sequence_id, context.message_index, message))
+                slice_end = offset + 1
+            if probe is not None:
+                if context.message_index:
+                    probe(context.message_index - 1)
                 slice_end = offset + 1
             skipped = failures.next_skipped(sequence_id, context.message_index) if skips else None
             if skipped is not None and skipped < first_index + count:  # else it is in another batch of the record

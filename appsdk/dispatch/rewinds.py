@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from appsdk.calls.context import Context
 from appsdk.dispatch.events import Event, MessageFailed
@@ -39,7 +39,7 @@ class Rewinds:
                 rewound = True
                 yield MessageFailed(needed.verdict)
         if rewound:
-            self._settle()
+            self.settle()
         if self.copies.add(record, rewound=rewound):
             self.copy_again()
 
@@ -54,32 +54,40 @@ class Rewinds:
             )
         size_bytes = len(copy.blob) + copy.tail_size_bytes
         self._failures.repeat(needed, [*copy.tail, record], size_bytes, self._life.delivery)
-        self._go_over(copy, verdict.key[:2])
+        self._context.outbox.back_to_copy()
+        self._go_over(copy, copy.tail, verdict.key[:2])
 
     def back_to_log(self) -> None:
         """The state is none that the records so far make: make it anew from them. Raises RecoveryNeeded."""
-        copy, sequence_id = self.copies.current, self._life.next_sequence_id
+        copy = self.copies.current
         self._context.outbox.mark()
         if copy is None:
             raise RecoveryNeeded("a query has changed the state: the app is recovered from its log, without that")
-        self._failures.repeat_all(sequence_id, self._life.delivery)
-        self._go_over(copy, (sequence_id - 1, MESSAGE_INDEX_MAX))
-        self._settle()
+        self._context.outbox.back_to_copy()
+        self.go_over_again(copy, copy.tail)
+        self.settle()
 
-    def _go_over(self, copy: Copy, passed: tuple[int, int]) -> None:
+    def go_over_again(self, copy: Copy, records: Iterable[Record]) -> None:
+        """Handle ``records`` of its tail once more, from the first one on; none of them is to fail anew. Then comes
+        :meth:`settle`, at once or behind other such runs."""
+        last_sequence_id = copy.sequence_id + len(copy.tail)
+        self._failures.repeat_all(last_sequence_id + 1, self._life.delivery)
+        self._go_over(copy, records, (last_sequence_id, MESSAGE_INDEX_MAX))
+
+    def _go_over(self, copy: Copy, records: Iterable[Record], passed: tuple[int, int]) -> None:
         """``passed``: up to which message of which record this was done before."""
-        outbox, tasks = self._context.outbox, self._context.tasks
+        tasks = self._context.tasks
         self.copies.failed()
-        outbox.back_to_copy()
         tasks.rewinds()
         tasks.effects.pause()
         tasks.queries.passed = passed
         self._life.go_back(copy.blob)
-        for handled in copy.tail:
+        for handled in records:
             for _ in self._records.handle(handled):
                 pass
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """The state is that behind the last record again."""
         self._failures.settle(self._life.delivery)
         self._context.tasks.effects.resume()
 
@@ -89,7 +97,8 @@ class Rewinds:
         try:
             blob = b"".join(self._life.encode())
         except StateError:
-            return  # the next checkpoint says so
+            self.copies.could_not()  # the next checkpoint says so
+            return
         self.take_copy((blob,))
 
     def take_copy(self, pieces: Sequence[bytes]) -> None:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 from appsdk.calls.outbox import Chunk
 from appsdk.dispatch.dispatcher import Dispatcher
 from appsdk.dispatch.events import BecamePrimary, Event, Goodbye, MessageFailed, Refusal, SnapshotBegun
-from appsdk.errors import AppError, Refused
+from appsdk.errors import AppError, Refused, StateError
 from appsdk.state.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
 from protocol.errors import RemoteProtocolError
-from protocol.messages import MessageType, encode_message
+from protocol.messages import MessageType
 from protocol.varint import encode_zigzag
 from protocol.verdicts import Verdict
 
@@ -80,7 +80,8 @@ class AppLoop:
         return event
 
     def look(self) -> None:
-        """What has come from elsewhere: an error of a hook, a child's chunks. Raises it, StateError."""
+        """What has come from elsewhere: an error of a hook, a child's chunks. Raises it; StateError where the state
+        can't be saved and messages don't fail alone."""
         if self._failure is not None:
             raise self._failure
         if self.snapshot is not None:
@@ -144,13 +145,19 @@ class AppLoop:
         if not self.snapshot_has_room:
             snapshot.not_read()
         while self.snapshot_has_room:
-            chunk = snapshot.read()
+            try:
+                chunk = snapshot.read()
+            except StateError as error:
+                self.snapshot = None
+                self.dispatcher.snapshot_failed(error)
+                self.take_output()
+                return
             if chunk is None:
                 return
             if not chunk:
                 self.snapshot = None
-                self.dispatcher.forks_next = not snapshot.has_hung
-                self._take([encode_message(MessageType.SNAPSHOT_END, snapshot.reason.encode())])
+                self.dispatcher.snapshot_ended(snapshot.reason, forks_next=not snapshot.has_hung)
+                self.take_output()
                 return
             front = encode_zigzag(1 + len(chunk)) + bytes((MessageType.SNAPSHOT_CHUNK,))
             self._take([front, chunk])

@@ -21,6 +21,7 @@ from appsdk.handlers.definition import Definition
 from appsdk.handlers.proxy import Impulses
 from appsdk.running import tracing
 from appsdk.running.app_loop import AppLoop
+from appsdk.running.encoding_limit import limited
 from appsdk.running.options import EFFECTS_VARIABLE, OptionError, RunOptions
 from appsdk.running.query_limit import QueryLimit
 from appsdk.running.watchdog import Watchdog
@@ -64,6 +65,8 @@ class AppLife:
             keeps_large_copies=options.rewound or trace,  # a replay that is looked at is not started again
             compares_queries=options.checks_queries and trace,  # to a recovery they are as right as in service
         )
+        self.dispatcher.healing.may_recover = not (options.rewound or trace)
+        self.dispatcher.bound_encoding(limited)
         for cls in {cls for one in definition.chain for cls in one.cls.__mro__}:
             if cls.__module__ != "builtins" and (file_name := inspect.getsourcefile(cls)):
                 self.dispatcher.context.sites.load(file_name)

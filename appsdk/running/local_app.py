@@ -12,7 +12,7 @@ from appsdk.dispatch.delivery import Delivery
 from appsdk.dispatch.dispatcher import Dispatcher
 from appsdk.dispatch.events import BecamePrimary, Goodbye, Refusal, SnapshotBegun
 from appsdk.effects.request import EffectRunner
-from appsdk.errors import HandlerError, Refused, UpgradeError
+from appsdk.errors import HandlerError, Refused, StateError, UpgradeError
 from appsdk.handlers.definition import Definition
 from appsdk.running.tracing import TracingDispatcher
 from protocol.checksum import crc64
@@ -133,7 +133,11 @@ class LocalApp:
             if isinstance(event, BecamePrimary):
                 self.is_primary = True
             elif isinstance(event, SnapshotBegun):
-                self._snapshot(event.encode())
+                try:
+                    self._snapshot(event.encode())
+                except StateError as error:
+                    self.dispatcher.snapshot_failed(error)
+                    self.take_output()
             elif isinstance(event, Goodbye):
                 self.has_left = True
             elif isinstance(event, Refusal):

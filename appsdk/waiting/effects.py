@@ -75,6 +75,7 @@ class WaitingEffects:
         self._runner: EffectRunner | None = None
         self._paused_runner: EffectRunner | None = None
         self._misfit = ""
+        self.begun: list[tuple[int, str, int]] | None = None  # numbers, what and detail, where somebody looks
 
     @property
     def count(self) -> int:
@@ -91,6 +92,8 @@ class WaitingEffects:
 
     def add(self, effect: Effect) -> None:
         self._waiting[effect.number] = effect
+        if self.begun is not None:
+            self.begun.append((effect.number, effect.what, effect.detail))
         if self._runner is not None and not self._context.multicasts.holds_effect(effect.number):
             self._run(effect, self._runner)
 

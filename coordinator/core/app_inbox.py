@@ -71,6 +71,8 @@ class AppInbox:
             MessageType.SNAPSHOT_BEGIN: self.taking.snapshot_began,
             MessageType.SNAPSHOT_CHUNK: self.taking.snapshot_chunk,
             MessageType.SNAPSHOT_END: self.taking.snapshot_ended,
+            MessageType.CHECKPOINT_FAILED: self.taking.failed,
+            MessageType.TAKEN_BACK: self.taking.taken_back,
             MessageType.UPGRADE_FAILED: self.upgrades.failed,
             MessageType.RETRY_REFUSED: self._retry_refused,
             MessageType.HANDLERS: self.handlers.told,

@@ -20,6 +20,7 @@ from coordinator.core.interfaces import ONESELF, CheckpointHeader, VersionStart
 from coordinator.core.lifecycle import BEHIND, Lifecycle, Proof
 from coordinator.core.log_access import LogAccess
 from coordinator.core.offering import Offering
+from coordinator.core.saving import Saving
 from coordinator.core.session import AWAITING_CHECKPOINT, AppSession, Phase, Step
 from coordinator.core.stopping import Stopping
 from coordinator.core.streams.intake import Intake
@@ -30,6 +31,7 @@ from coordinator.core.wakes import Wakes
 from protocol.messages import MessageType, encode_message
 from protocol.readers import BlobData, Message
 from protocol.trailer import BatchKind, BatchSource
+from protocol.verdicts import decode_unsaved, decode_verdict
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -52,6 +54,7 @@ class CheckpointTaking:
     wakes: Wakes
     offering: Offering
     adopting: Adopting
+    saving: Saving
 
     def ask_if_due(self) -> None:
         """To be called while the app has time for one, and none waits to become durable."""
@@ -66,12 +69,14 @@ class CheckpointTaking:
         if is_apps or checkpoints.is_due(logged_bytes, self.turn.now_ns):
             checkpoints.asked(logged_bytes)
             # One that was promoted shows by its next checkpoint that it has made all that the log knows of.
-            if not is_apps and self.lifecycle.proof is Proof.COMPLETE and adopting.begin(at_once=wanted):
+            is_own = is_apps or self.saving.is_wished
+            if not is_own and self.lifecycle.proof is Proof.COMPLETE and adopting.begin(at_once=wanted):
                 return
             adopting.give_up()
             stopping.checkpoint_asked()
             session.advance(Step.CHECKPOINT_ASKED)
             session.checkpoint_sequence_id = session.fed_sequence_id
+            self.saving.ask()
             self.outbox.control(MessageType.TAKE_CHECKPOINT)
 
     # --- in one piece ------------------------------------------------------------------------------------------------
@@ -148,6 +153,42 @@ class CheckpointTaking:
     def _snapshot_is_on_its_way(self) -> bool:
         return self.checkpoints.on_its_way and self.session.phase is Phase.CHECKPOINTING
 
+    # --- there is none -----------------------------------------------------------------------------------------------
+
+    def failed(self, message: Message) -> None:
+        """In place of a checkpoint: the state can't be saved. The app works all the same."""
+        session, lifecycle, unsaved = self.session, self.lifecycle, decode_unsaved(message.data)
+        if self.offering.takes_blob:
+            self.turn.report(notices.CheckpointFailed(unsaved.text))
+            self.offering.failed()
+            return
+        is_recovery = session.phase is Phase.BECOMING_PRIMARY
+        if self.checkpoints.on_its_way or not (is_recovery or session.phase is Phase.CHECKPOINTING):
+            raise AppProtocolError(
+                f"the app sent a CheckpointFailed in the phase {session.phase.value!r}, no checkpoint was asked for"
+            )
+        if lifecycle.is_cut:
+            raise AppProtocolError(
+                f"the log was cut, and goes on with a checkpoint only: {unsaved.text}. Cut it before that message, or "
+                f"start it with code whose state can be saved"
+            )
+        if is_recovery or lifecycle.proof is BEHIND:
+            lifecycle.finish_replay()
+        lifecycle.prove_promotion()
+        if is_recovery:
+            lifecycle.report_recovered()
+        session.advance(Step.CHECKPOINT_ABANDONED)
+        self.saving.cannot(unsaved, session.checkpoint_sequence_id)
+        self.stopping.checkpoint_failed()
+
+    def taken_back(self, message: Message) -> None:
+        """The checkpoint that comes is of the state without a message."""
+        if self.session.phase not in (Phase.BECOMING_PRIMARY, Phase.CHECKPOINTING) or self.checkpoints.on_its_way:
+            raise AppProtocolError(
+                f"the app sent a TakenBack in the phase {self.session.phase.value!r}, no checkpoint was asked for"
+            )
+        self.saving.taken_back(decode_verdict(message.data))
+
     # --- either way --------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -184,6 +225,7 @@ class CheckpointTaking:
             self.lifecycle.report_recovered()
         self.lifecycle.take_healing(group.transaction)
         group.transaction.checkpoint = header
+        self.saving.checkpoint_whole(group)
         if self.stopping.takes_last_checkpoint:
             self.failing.end_well(group.transaction)
         if session.phase is Phase.CONFIRMING_UPGRADE:
@@ -213,6 +255,7 @@ class CheckpointTaking:
         if wake_at_ns is not None:
             self.wakes.checkpoint_at(wake_at_ns)
         self.failing.checkpoint_durable(header.sequence_id)
+        self.saving.durable()
         if adopted:
             self.adopting.durable(header)
         else:

@@ -19,6 +19,7 @@ class Checkpointing:
         self._writer: CheckpointWriter | None = None
         self._logged_bytes_at_last = 0
         self.last: CheckpointHeader | None = None
+        self.tried_ns = 0  # when the app last had none to give
         self.wanted = False  # the app or the operator has asked for one
         self.settled = True  # no header waits to become durable: the log takes one blob after the other
         self.chunks_pending_bytes = 0  # handed to the disk, not written yet
@@ -39,7 +40,7 @@ class Checkpointing:
         too_old = (
             limits.checkpoint_age_ns is not None
             and self.last is not None
-            and now_ns - self.last.time_ns >= limits.checkpoint_age_ns
+            and now_ns - max(self.last.time_ns, self.tried_ns) >= limits.checkpoint_age_ns
         )
         return self.wanted or grown_bytes >= limits.checkpoint_trigger_bytes or (too_old and grown_bytes > 0)
 

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from coordinator.core import events as ev
 from coordinator.core import notices
 from coordinator.core.effects import CloseApp, OperatorAnswered, ReadLetters
@@ -18,6 +20,7 @@ from coordinator.core.group_commit import Group
 from coordinator.core.impulses import Impulses
 from coordinator.core.interfaces import ONESELF, AuditEntry, Letter, Transaction
 from coordinator.core.log_room import LogRoom
+from coordinator.core.saving import Saving
 from coordinator.core.session import Phase
 from coordinator.core.turn import Turn
 from coordinator.core.verdicts import Verdicts
@@ -51,6 +54,7 @@ class Operator:
     impulses: Impulses
     room: LogRoom
     versions: Versions
+    saving: Saving
     turn: Turn
     _upgraded: bool = False  # the session's app has upgraded the log, durably
     _retries_refused: bool = False  # ... and wants the letters that were refused before
@@ -162,6 +166,10 @@ class Operator:
     def skip(self, event: ev.MessageSkipped) -> None:
         """An app that is connected must go, and recover with the verdict."""
         message = f"message {event.message_index} of record {event.sequence_id}"
+        if self.saving.is_it((event.sequence_id, event.message_index, 0, 0)) and event.message is not None:
+            found = replace(self._skipped(event), kind=VerdictKind.TAKEN_BACK, message=clipped_letter(event.message))
+            self.saving.wish(found, event.who, event.token)
+            return
         try:
             self._require_skippable(event, message)
             group = self.failing.give(self._skipped(event))
@@ -221,11 +229,16 @@ class Operator:
             text=event.reason,
             method=method,
             caller=caller,
-            message=message if caller is None and len(message) <= LETTER_SIZE_BYTES_MAX else b"",
+            message=clipped_letter(message) if caller is None else b"",
         )
 
     def _note(self, transaction: Transaction, who: str, what: str) -> None:
         transaction.audit.append(AuditEntry(self.turn.now_ns, who, what))
+
+
+def clipped_letter(message: bytes) -> bytes:
+    """What a dead letter keeps of it."""
+    return message if len(message) <= LETTER_SIZE_BYTES_MAX else b""
 
 
 def _rpc(message: bytes) -> IncomingRpc:

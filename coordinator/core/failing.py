@@ -118,7 +118,7 @@ class Failing:
                 continue
             if key[0] > fed_sequence_id:
                 told.append(verdict)
-            elif verdict.kind in OVERRULING:
+            elif verdict.kind in OVERRULING or verdict.kind is VerdictKind.TAKEN_BACK:
                 return False
             else:
                 self._awaited.add(key)  # the app comes to the same by itself, sooner or later

@@ -215,6 +215,7 @@ class Machine:
         # While it was not read, something that it had sent may be lost.
         self.parts.failing.app_lost(stopping=stopping.asked, all_heard=not self.parts.back_pressure.paused)
         self.parts.operator.app_lost()
+        self.parts.saving.app_lost()
         self.parts.waiting.app_lost()
         self.parts.queries.app_lost()
         session.advance(Step.APP_LOST)

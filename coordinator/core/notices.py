@@ -255,6 +255,38 @@ class CheckpointFailed(Notice):
     reason: str
 
 
+class StateUnsaved(Notice):
+    """The app has no checkpoint to give: its state can't be saved, and nothing was found that could be taken back."""
+
+    level = "error"
+    template = (
+        "no checkpoint, its state can't be saved since {message}; it works on without checkpoints, which costs: "
+        "{costs}. What helps: {ways_out}"
+    )
+    message: str
+    costs: str
+    ways_out: str
+    failures: int
+
+
+class StateSavedAgain(Notice):
+    """The state could not be saved, and can be again."""
+
+    template = "the state can be saved again: {failures} checkpoints had failed"
+    failures: int
+
+
+class TakenBack(Notice):
+    """With what a message had made of it the state could not be saved: it counts as never handled."""
+
+    level = "warning"
+    template = "{method} at {where} was taken back behind record {behind}: {reason}"
+    method: str
+    where: str
+    reason: str
+    behind: int
+
+
 class LogFull(Notice):
     """The log has reached its limit, or its disk has."""
 

@@ -34,6 +34,7 @@ from coordinator.core.recovery import Recovery
 from coordinator.core.replay_check import ReplayPolicy
 from coordinator.core.resets import Resets
 from coordinator.core.right import Right
+from coordinator.core.saving import Saving
 from coordinator.core.session import AppSession
 from coordinator.core.stopping import Stopping
 from coordinator.core.streams.intake import Intake
@@ -93,7 +94,8 @@ class Parts:
             name, limits, log, session, peers, self.checkpoints, turn.effects, verdicts, watch, right
         )
         intake.failing = failing
-        self.operator = Operator(failing, verdicts, self.impulses, self.log_room, self.versions, turn)
+        self.saving = Saving(name, limits, turn, outbox, session, peers, self.checkpoints, verdicts, self.log_room)
+        self.operator = Operator(failing, verdicts, self.impulses, self.log_room, self.versions, self.saving, turn)
         self.pausing = pausing = Pausing(name, session, turn)
         self.waiting = handlers = Handlers(name, session, outbox, self.impulses, self.log_room, pausing, turn)
         self.queries = Queries(name, limits, session, outbox, self.clients, intake, failing, peers, turn)
@@ -174,6 +176,7 @@ class Parts:
             self.wakes,
             self.offering,
             self.adopting,
+            self.saving,
         )
         self.inbox = AppInbox(
             name,

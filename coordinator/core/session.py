@@ -2,7 +2,7 @@
 
     WAITING --first start--> FIRST_START --its checkpoint--------------------------------> NORMAL
             --recovery-----> LOADING --> RESTORING --> REPLAYING --> BECOMING_PRIMARY ----> NORMAL
-                                          |                            (its checkpoint)
+                                          |                            (its checkpoint, or that there is none)
                                           '--promoted, BecomingPrimary sent-----------> NORMAL
     REPLAYING --another writes the log--> FOLLOWING --this one does from now on--> REPLAYING
     NORMAL --TakeCheckpoint sent--> CHECKPOINTING --its checkpoint, or that there is none--> NORMAL
@@ -88,6 +88,7 @@ TRANSITIONS: dict[tuple[Phase, Step], Phase] = {
     (Phase.REPLAYING, Step.PROMOTED): Phase.NORMAL,
     (Phase.FIRST_START, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
     (Phase.BECOMING_PRIMARY, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
+    (Phase.BECOMING_PRIMARY, Step.CHECKPOINT_ABANDONED): Phase.NORMAL,
     (Phase.NORMAL, Step.CHECKPOINT_ASKED): Phase.CHECKPOINTING,
     (Phase.CHECKPOINTING, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
     (Phase.CHECKPOINTING, Step.CHECKPOINT_ABANDONED): Phase.NORMAL,

@@ -64,6 +64,7 @@ class View:
             **describe_right(parts.right, parts.access, now_ns),
             **describe_flow(parts.back_pressure, parts.log_room, parts.log, parts.name, parts.limits),
             **parts.failing.describe(now_ns),
+            **parts.saving.describe(now_ns),
             **parts.pausing.describe(),
             "impulses": parts.impulses.count,
             "held_back": dict(parts.intake.permissions.held_back),

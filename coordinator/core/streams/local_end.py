@@ -28,7 +28,7 @@ class LocalEnd:
     log_full: str = ""  # why no input is taken from peers, in words; "" if it is
     epoch_began_ns: int = 0  # ns since the Unix epoch
     catching_up: bool = False  # a replay is making messages again: receivers may have more than there are yet
-    held: bool = False  # nothing is sent: what was put in place of a cut's losses is not durable yet
+    held: bool = False  # nothing is sent: what was put in place of a cut's losses, or taken back, is not durable yet
     held_ticket: int = 0  # of the last verdict's commit: what the app sends behind it waits for that
     wants_replies: bool = True  # something is held up until a receiver answers
     trim_ticket: int = 0  # of the commit behind which spilled outputs can be removed from the log; 0: of none

@@ -127,10 +127,11 @@ class Outbound:
     def new_marks(self, ticket: int) -> dict[str, OutputMark]:
         """The marks of the streams that have moved since this was last asked, for the commit ``ticket``.
 
-        None from behind a verdict that only a later commit holds: without it a replay would make something else.
+        None from behind a verdict that only a later commit holds: without it a replay would make something else. Nor of
+        what is held for a checkpoint that changes what a replay makes.
         """
         marks: dict[str, OutputMark] = {}
-        if self.end.held_ticket > ticket:
+        if self.end.held_ticket > ticket or self.end.held:
             return marks
         for destination in sorted(self._moved):
             mark = self.streams[destination].take_new_mark(ticket)
