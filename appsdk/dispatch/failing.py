@@ -129,7 +129,8 @@ class Failures:
 
     def leave_out(self, verdicts: Sequence[Verdict]) -> list[tuple[Verdict, bytes]]:
         """From here on these messages are passed over, and nobody is told: the answers go into the list."""
-        self._held_answers = answers = []
+        answers: list[tuple[Verdict, bytes]] = []
+        self._held_answers = answers
         for verdict in verdicts:
             self._add(replace(verdict, kind=VerdictKind.SKIPPED, behind=0))
         return answers

@@ -28,6 +28,7 @@ from appsdk.dispatch.records import Records
 from appsdk.dispatch.rewinds import Rewinds
 from appsdk.errors import HandlerError, RecoveryNeeded, StateError
 from appsdk.state.copies import Copy
+from appsdk.waiting.answers import Answers
 from protocol.client import CLIENTS
 from protocol.messages import MessageType, RpcKind
 from protocol.readers import Record
@@ -60,16 +61,12 @@ class _Made(msgspec.Struct):
         caller = who_waits(message)
         if caller is None:
             return True
-        to, front = (
-            (CLIENTS, [caller.name, caller.number])
-            if caller.name.startswith(CLIENTS)
-            else (caller.name, [caller.number])
-        )
+        to, front = Answers.addressed(caller.name, caller.number)
         for answer in self.messages.get(to, ()):
             rpc = rpc_of(answer)
             if rpc is not None and rpc.kind != RpcKind.CALL:
                 parts = _PARTS.decode(rpc.arguments)[: len(front)]
-                if [msgspec.msgpack.decode(part) for part in parts] == front:
+                if tuple([msgspec.msgpack.decode(part) for part in parts]) == front:
                     return True
         return False
 
@@ -148,7 +145,8 @@ class Healing:
             key = self._search(copy, verdicts)
             if key is None:
                 return replace(found, why="it could not be saved before that record either")
-            found, verdict = self._described(copy, key, error)
+            described, verdict = self._described(copy, key, error)
+            found = described if is_forced or not verdicts else found  # the first is the one to begin with
             if key in self._failures.known:
                 return replace(found, why="it has failed, and what it did by then stands")
             if is_forced or not heals or len(verdicts) == TAKEN_BACK_MAX:
@@ -217,8 +215,9 @@ class Healing:
     def _run(self, copy: Copy, without: Sequence[Verdict] = (), records: Iterator[Record] | None = None) -> _Made:
         """Handle ``records`` (all of the copy's tail) once more; what that makes. Raises HandlerError."""
         outbox, effects, failures = self._context.outbox, self._context.tasks.effects, self._failures
-        outbox.collected = collected = []
-        effects.begun = begun = []
+        collected: list[tuple[str, list[bytes]]] = []
+        begun: list[tuple[int, str, int]] = []
+        outbox.collected, effects.begun = collected, begun
         answers = failures.leave_out(without)
         messages: dict[str, list[bytes]] = {}
         try:

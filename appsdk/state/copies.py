@@ -30,10 +30,9 @@ class Copy:
 
 
 class Copies:
-    """``keeps_large``: copies of large states too, from the beginning. ``current``: None where there is none.
-
-    ``enabled``: there are any at all. ``keeps_all``: they are kept for good, also where no call has failed for long. ``pinned``: the one that there is
-    stays, as a message behind it is to be taken back later.
+    """``enabled``: there are any. ``keeps_large``: copies of large states too, from the beginning. ``current``: None
+    where there is none. ``keeps_all``: they are kept for good, also where no call has failed for long. ``pinned``: the
+    one that there is stays, as a message behind it is to be taken back later.
     """
 
     def __init__(self, *, enabled: bool, keeps_large: bool) -> None:

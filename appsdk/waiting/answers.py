@@ -71,7 +71,7 @@ class Answers:
         return send
 
     def answer(self, handler: Handler[Any, Any], caller: str, number: int, raised: bool, value: bytes) -> None:
-        to, front = self._addressed(caller, number)
+        to, front = self.addressed(caller, number)
         if raised:
             name, arguments, attributes = msgspec.msgpack.decode(value, type=list[msgspec.Raw])
             self._sender(to, handler, RpcKind.RAISED)((*front, name, arguments, attributes))
@@ -89,10 +89,10 @@ class Answers:
         self._send(caller, RpcKind.RAISED, *answer_of(verdict, self._context.instance_name))
 
     def _send(self, caller: Caller, kind: RpcKind, *values: Any) -> None:
-        to, front = self._addressed(caller.name, caller.number)
+        to, front = self.addressed(caller.name, caller.number)
         self._context.outbox.make_sender(to, "the answer to a call", caller.method_id, kind)((*front, *values))
 
     @staticmethod
-    def _addressed(caller: str, number: int) -> tuple[str, tuple[Any, ...]]:
+    def addressed(caller: str, number: int) -> tuple[str, tuple[Any, ...]]:
         """Where an answer goes, and what its arguments begin with: all answers to clients go one way."""
         return (CLIENTS, (caller, number)) if caller.startswith(CLIENTS) else (caller, (number,))

@@ -1,0 +1,333 @@
+"""A state that can't be saved: the service goes on, and the message that made it so is taken back or named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from appsdk import CalleeFailed, Immortal, impulse, peer, rpc, upgrades
+from appsdk.errors import StateError
+from appsdk.testing import Environment, Instance
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.log.contents import message_at, record_of
+from protocol.verdicts import VerdictKind
+
+LIMIT = 100
+
+
+class Purse(Immortal):
+    """Its state can be saved as long as there are LIMIT in it at most."""
+
+    total: int
+    notes: list[str]
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.notes = []
+
+    def checkpoint(self) -> bytes:
+        if self.total > LIMIT:
+            raise ValueError(f"{self.total} are too much")
+        return f"{self.total}|{','.join(self.notes)}".encode()
+
+    def restore(self, blob: bytes) -> None:
+        total, _, notes = blob.decode().partition("|")
+        self.total, self.notes = int(total), notes.split(",") if notes else []
+
+    @impulse
+    def add(self, amount: int) -> None:
+        self.total += amount
+
+    @rpc
+    def put(self, amount: int) -> int:
+        self.total += amount
+        return self.total
+
+    @rpc
+    def note(self, text: str) -> int:
+        self.notes.append(text)
+        return len(self.notes)
+
+    @impulse
+    def empty(self) -> None:
+        self.total = 0
+
+    @rpc
+    async def later(self, amount: int) -> int:
+        await self.step_in(amount)
+        await self.sleep(timedelta(hours=1))
+        return 1
+
+    @rpc
+    def step_in(self, amount: int) -> None:
+        self.total += amount
+
+
+class Spender(Immortal):
+    purse = peer(Purse, "purse")
+
+    @rpc
+    async def spend(self, amount: int) -> str:
+        try:
+            return str(await self.purse.later(amount))
+        except CalleeFailed as error:
+            return error.type_name
+
+
+@contextmanager
+def an(cls: type, name: str = "purse") -> Iterator[tuple[Environment, Instance[Any]]]:
+    with Environment(fail_alone=True) as env:
+        yield env, env.start(cls, name)
+
+
+def status(instance: Instance[Any]) -> Any:
+    driver = instance._node._driver
+    assert driver is not None
+    return driver.machine.view.status(0)["unsaved"]
+
+
+def checkpoints(instance: Instance[Any]) -> int:
+    """Behind which record the last one is."""
+    return instance._node.store.summary().checkpoints[-1].sequence_id
+
+
+def sends(env: Environment, instance: Instance[Any], *amounts: int) -> None:
+    for amount in amounts:
+        instance.send(Purse.add, amount)
+        env.run()
+
+
+def skip(env: Environment, instance: Instance[Any], sequence_id: int, index: int = 0) -> dict[str, Any]:
+    """What an operator is answered who skips that message."""
+    node = instance._node
+    answers: list[Any] = []
+    node._driver._actions[ef.OperatorAnswered] = lambda effect: answers.append(effect.answer)  # type: ignore[union-attr]
+    message = message_at(record_of(node.store.read(sequence_id, 1)[0]).content, index)
+    node.handle(ev.MessageSkipped(sequence_id, index, "too much", "ann", message, "token"))
+    env.run()
+    (answer,) = answers
+    return dict(answer)
+
+
+# --- healed without anybody -------------------------------------------------------------------------------------------
+
+
+def test_a_message_that_nobody_heard_of_is_taken_back() -> None:
+    with an(Purse) as (env, purse):
+        sends(env, purse, 1, 500, 3)
+        purse.checkpoint()
+        assert purse.state.total == 4
+        assert checkpoints(purse) == 3, "behind all of them"
+        (letter,) = purse.dead_letters
+        assert (letter.kind, letter.sequence_id, letter.behind) == (VerdictKind.TAKEN_BACK, 2, 3)
+        assert "too much" in letter.text
+        assert status(purse) is None
+        sends(env, purse, 5)
+        purse.crash()
+        purse.recover()
+        assert purse.call(Purse.put, 1) == 10
+
+
+@pytest.mark.parametrize("amounts", [(500, 600, 700), (1, 500, -500, 1, 600, 2), (500,), (99, 1, 1, 1)])
+def test_several_messages_are_taken_back_one_after_the_other(amounts: tuple[int, ...]) -> None:
+    with an(Purse) as (env, purse):
+        for amount in amounts:  # in one record, and in several
+            purse.send(Purse.add, amount)
+        env.run()
+        sends(env, purse, *amounts)
+        purse.checkpoint()
+        assert status(purse) is None
+        assert purse.state.total <= LIMIT
+        assert purse.dead_letters
+        kept = 2 * sum(amounts) - sum(amounts[one.message_index] if one.sequence_id == 1 else amounts[one.sequence_id - 2]
+                                      for one in purse.dead_letters)  # fmt: skip
+        assert purse.state.total == kept
+
+
+def test_a_repaired_state_costs_no_message() -> None:
+    with an(Purse) as (env, purse):
+        sends(env, purse, 500)
+        purse.send(Purse.empty)
+        env.run()
+        sends(env, purse, 7)
+        purse.checkpoint()
+        assert (purse.state.total, purse.dead_letters) == (7, [])
+
+
+def test_at_a_recovery_too_and_at_a_stop() -> None:
+    with an(Purse) as (env, purse):
+        sends(env, purse, 1, 500, 3)
+        purse.crash()
+        purse.recover()
+        assert purse.state.total == 4
+        sends(env, purse, 600)
+        purse.stop()
+        purse.recover()
+        assert purse.state.total == 4
+        assert len(purse.dead_letters) == 2
+
+
+def test_who_still_waits_is_told() -> None:
+    with an(Purse) as (env, purse):
+        spender = env.start(Spender, "spender")
+        call = spender.begin(Spender.spend, 500)
+        env.run()
+        purse.checkpoint()
+        assert purse.state.total == 0
+        assert call.done
+        assert call.result() == "StateError"
+        assert spender.call(Spender.spend, 5) == "1"
+
+
+# --- an operator's choice ---------------------------------------------------------------------------------------------
+
+
+def test_what_was_answered_is_left_to_an_operator() -> None:
+    with an(Purse) as (env, purse):
+        assert purse.call(Purse.put, 500) == 500
+        before = checkpoints(purse)
+        for _ in range(3):
+            purse.checkpoint()
+        assert checkpoints(purse) == before
+        said = status(purse)
+        assert (said["record"], said["message"], said["method"], said["failures"]) == (1, 0, "Purse.put", 3)
+        assert said["caller"] == "test"
+        assert "test was told" in said["why"]
+        assert "immortal skip purse 1:0" in said["ways_out"]
+        assert purse.call(Purse.note, "on") == 1
+        purse.crash()
+        purse.recover()
+        assert purse.call(Purse.put, 1) == 501
+        purse.stop()
+        purse.recover()
+        assert status(purse)["record"] == 1
+        assert skip(env, purse, 1) == {"skipped": True}
+        assert status(purse) is None
+        assert purse.state.total == 1
+        assert purse.state.notes == ["on"]
+        assert [one.text for one in purse.dead_letters] == ["too much"]
+        assert purse.call(Purse.put, 1) == 2
+        purse.crash()
+        purse.recover()
+        assert purse.call(Purse.put, 1) == 3
+
+
+def test_two_messages_are_skipped_one_after_the_other() -> None:
+    with an(Purse) as (env, purse):
+        purse.call(Purse.put, 500)
+        purse.call(Purse.put, 600)
+        purse.checkpoint()
+        assert status(purse)["record"] == 1
+        assert "record 2" in skip(env, purse, 1)["refused"]
+        assert status(purse)["record"] == 2
+        assert skip(env, purse, 2) == {"skipped": True}
+        assert purse.state.total == 0
+        assert purse.call(Purse.put, 1) == 1
+
+
+def test_a_message_that_repairs_the_state_ends_it() -> None:
+    with an(Purse) as (env, purse):
+        purse.call(Purse.put, 500)
+        purse.checkpoint()
+        assert status(purse) is not None
+        purse.send(Purse.empty)
+        env.run()
+        purse.checkpoint()
+        assert status(purse) is None
+        assert purse.dead_letters == []
+        assert skip(env, purse, 1)["refused"]
+
+
+class Larger(Purse, formerly=("Purse",)):
+    """New code of the same version, whose state can be saved."""
+
+    def checkpoint(self) -> bytes:
+        return f"{self.total}|{','.join(self.notes)}".encode()
+
+
+@upgrades(Purse)
+class Cents(Immortal):
+    cents: int
+
+    @classmethod
+    def upgrade(cls, old: Purse) -> Cents:
+        new = cls()
+        new.cents = 100 * old.total
+        return new
+
+    def __init__(self) -> None:
+        self.cents = 0
+
+    @rpc
+    def have(self) -> int:
+        return self.cents
+
+
+@upgrades(Purse)
+class Broken(Immortal):
+    cents: Any
+
+    @classmethod
+    def upgrade(cls, old: Purse) -> Broken:
+        new = cls()
+        new.cents = object()
+        return new
+
+    def __init__(self) -> None:
+        self.cents = 0
+
+
+def test_new_code_is_a_way_out() -> None:
+    with an(Purse) as (_, purse):
+        purse.call(Purse.put, 500)
+        purse.checkpoint()
+        larger = purse.upgrade(Larger)
+        assert status(larger) is None
+        assert larger.call(Larger.put, 1) == 501
+        assert larger.state.total == 501
+
+
+def test_an_upgrade_is_a_way_out_and_one_that_fails_leaves_the_old_version() -> None:
+    with an(Purse) as (_, purse):
+        purse.call(Purse.put, 500)
+        purse.checkpoint()
+        with pytest.raises(Exception, match="cents"):
+            purse.upgrade(Broken)
+        purse = purse.upgrade(Purse)
+        assert purse.call(Purse.put, 1) == 501
+        cents = purse.upgrade(Cents)
+        assert cents.call(Cents.have) == 50_100
+        assert status(cents) is None
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+class Always(Purse):
+    def checkpoint(self) -> bytes:
+        if self.total:
+            raise KeyError("never again")
+        return super().checkpoint()
+
+
+def test_the_first_checkpoint_must_be_there() -> None:
+    class Never(Immortal):
+        value: Any
+
+        def __init__(self) -> None:
+            self.value = object()
+
+    with pytest.raises(StateError, match="value"), Environment(fail_alone=True) as env:
+        env.start(Never, "never")
+
+
+def test_without_fail_alone_a_test_fails_with_it() -> None:
+    with pytest.raises(ValueError, match="too much"), Environment() as env:
+        purse = env.start(Purse, "purse")
+        purse.call(Purse.put, 500)
+        purse.checkpoint()
