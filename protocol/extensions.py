@@ -50,6 +50,9 @@ REPORTS = frozenset({MessageType.VERDICT, MessageType.HANDLING, MessageType.LEAV
 ANSWERS = frozenset({MessageType.HANDLERS, MessageType.QUERY_ANSWERED})
 """What an app may say once it was asked: no Hello asks for them."""
 
+TAKING_BACK = frozenset({MessageType.TAKEN_BACK, MessageType.TAKE_BACK})
+"""For an app that asks for CheckpointFailed: no Hello asks for them."""
+
 TRACE_EXTENSIONS = frozenset({MessageType.ORIGINS, MessageType.HANDLER_FAILED, MessageType.NUMBERS})
 """Those that only a replay for inspection understands."""
 

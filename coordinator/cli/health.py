@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from coordinator.cli.common import name_argument, pass_registry
+from coordinator.cli.status import unsaved_in_words
 from coordinator.core.session import WORKS, Phase
 from coordinator.instances.follower_places import FOLDER_NAME
 from coordinator.instances.registry import Registry
@@ -32,15 +33,16 @@ def health(registry: Registry, name: str, only_live: bool, ready: bool, timeout_
     """Say whether NAME is well: status 0, or 1 with the reason, for probes.
 
     Ready is an instance whose app works, and one that follows another process and keeps up. The coordinator alone is
-    looked at, in this home: its peers may be down.
+    looked at, in this home: its peers may be down. One whose state can't be saved is ready, and it is said.
     """
     if only_live and ready:
         raise click.UsageError("--live or --ready, not both")
     folder = _answering(registry.load(name).folder)
-    phase = str(control.query(folder, "status", timeout_s)["phase"])
+    status = control.query(folder, "status", timeout_s)
+    phase, unsaved = str(status["phase"]), unsaved_in_words(status)
     if not only_live and phase not in _READY:
         raise FailedError(f"{name} is not ready: {phase}")
-    echo(f"{name} is {'live' if only_live else 'ready'}: {phase}")
+    echo(f"{name} is {'live' if only_live else 'ready'}: {phase}{f', and has {unsaved}' if unsaved else ''}")
 
 
 def _answering(folder: Path) -> Path:

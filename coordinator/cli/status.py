@@ -265,6 +265,8 @@ def problems(row: dict[str, Any]) -> list[str]:
         from coordinator.cli.handlers import waits_in_words
 
         found.append(f"{row['name']}: {waits_in_words(one)}")
+    if unsaved := unsaved_in_words(row):
+        found.append(f"{row['name']}: {unsaved}")
     if (row.get("log") or {}).get("full"):
         found.append(f"{row['name']}: no input is taken from peers, and no impulses: {row['log']['full']}")
     if row.get("log_silent_s") is not None:
@@ -280,6 +282,15 @@ def problems(row: dict[str, Any]) -> list[str]:
         f"{row['name']} to {to}: {one['error']}" for to, one in row.get("outputs", {}).items() if one.get("error")
     ]
     return found + ([f"{row['name']}: {row['error']}"] if "error" in row else [])
+
+
+def unsaved_in_words(row: dict[str, Any]) -> str:
+    """Since which message there are no checkpoints, what that costs and what helps; "" where there are."""
+    unsaved = row.get("unsaved")
+    if not unsaved:
+        return ""
+    since = f"for {age_text(unsaved['for_s'])}, its state can't be saved: {unsaved['since']}"
+    return f"no checkpoints {since}; {unsaved['costs']}. What helps: {unsaved['ways_out']}"
 
 
 def clock_problem(clock: dict[str, Any]) -> str:

@@ -172,11 +172,15 @@ class Saving:
         where = message_in_words(failed.sequence_id, failed.message_index, failed.caller)
         return f"{failed.method or 'a message'}, {where}: {failed.text}{why}"
 
+    @property
+    def _records(self) -> int:
+        """Behind the last checkpoint."""
+        last = self.checkpoints.last
+        return self.peers.log.durable_sequence_id - (-1 if last is None else last.sequence_id)
+
     def costs(self) -> str:
         """What it costs to go on like that, and how much room the log has left."""
-        last, fed = self.checkpoints.last, self.session.fed_sequence_id
-        begins = -1 if last is None else last.sequence_id
-        text = f"a recovery goes over {fed - begins} records, behind record {begins}, and the log is not trimmed"
+        text = f"a recovery goes over {self._records} records, and the log is not trimmed"
         space, limit = self.room.space, self.limits.log_limit_bytes
         if space is None:
             return text
@@ -200,12 +204,14 @@ class Saving:
         return {
             "unsaved": {
                 "problem": failed.text,
+                "since": self.in_words(),
                 "why": failed.why or None,
                 "record": None if failed.sequence_id < 0 else failed.sequence_id,
                 "message": None if failed.message_index < 0 else failed.message_index,
                 "method": failed.method or None,
                 "caller": failed.caller,
                 "failures": self.failures,
+                "records": self._records,
                 "for_s": round(max(0, now_ns - self.since_ns) / 1e9, 3),
                 "costs": self.costs(),
                 "ways_out": self.ways_out(),

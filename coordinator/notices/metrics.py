@@ -96,6 +96,13 @@ STATUS = (
     StatusMetric("immortal_log_full", "1 if input from peers is refused for want of room", "log_full", absent=0),
     StatusMetric("immortal_checkpoint_age_seconds", "Age of the last checkpoint", "checkpoint.age_s"),
     StatusMetric("immortal_checkpoint_size_bytes", "Size of the last checkpoint", "checkpoint.size_bytes"),
+    StatusMetric(
+        "immortal_checkpoints_failed",
+        "Checkpoints in a row that the state could not be saved for",
+        "unsaved.failures",
+        absent=0,
+    ),
+    StatusMetric("immortal_unsaved_seconds", "For how long the state could not be saved", "unsaved.for_s", absent=0),
     StatusMetric("immortal_dead_letters", "Dead letters that are kept", "letters.count"),
     StatusMetric("immortal_dead_letters_bytes", "Size of the dead letters that are kept", "letters.bytes"),
     StatusMetric(

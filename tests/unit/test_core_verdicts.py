@@ -233,6 +233,7 @@ def test_the_first_verdict_counts() -> None:
         "kept": 0,
         "killed": 0,
         "skipped": 0,
+        "taken_back": 0,
     }
 
 

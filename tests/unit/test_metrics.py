@@ -101,6 +101,8 @@ def test_what_is_served() -> None:
         ("immortal_log_used_bytes", ""): 5000,
         ("immortal_log_disk_free_bytes", ""): 10_000,
         ("immortal_log_full", ""): 0,
+        ("immortal_checkpoints_failed", ""): 0,
+        ("immortal_unsaved_seconds", ""): 0,
         ("immortal_peer_connected", "feeder"): 0,
     }
 

@@ -40,6 +40,7 @@ from protocol.extensions import (
     QUERIES,
     REPORTS,
     SECRET_SIZE_BYTES_MAX,
+    TAKING_BACK,
     TRACE_EXTENSIONS,
     AppDescription,
     AppTime,
@@ -75,10 +76,12 @@ from protocol.verdicts import (
     Careful,
     Cause,
     Handling,
+    Unsaved,
     Verdict,
     VerdictKind,
     encode_careful,
     encode_handling,
+    encode_unsaved,
     encode_verdict,
     encode_verdicts,
 )
@@ -142,6 +145,10 @@ BYTES = {
     "Origins: two calls by message 0 of record 7, one by message 3": encode_origins([Origin(7, 0, 2), Origin(7, 3, 1)]),
     "Verdict: message 3 of record 7 is refused, no, a dead letter": encode_verdict(DEAD),
     "Verdicts: that, and nothing more": encode_verdicts([DEAD])[0],
+    "CheckpointFailed: no, since message 3 of record 7": encode_unsaved(Unsaved("no", 7, 3, "A.add", "~x", "why")),
+    "TakenBack: message 3 of record 7, behind record 9": encode_verdict(
+        Verdict(7, 3, VerdictKind.TAKEN_BACK, text="no", behind=9), MessageType.TAKEN_BACK
+    ),
     "Handling: message 3 of record 7 is next": encode_handling(Handling(7, 3)),
     "Careful: up to record 9, and each message of record 7": encode_careful(Careful(9, 7)),
     "AppTime 1700000000000000000 at 5 s, no step": encode_app_time(AppTime(TIME_NS, 5_000_000_000)),
@@ -217,7 +224,7 @@ BYTES = {
 }
 
 
-KNOWN_EXTENSIONS = ALL_EXTENSIONS | REPORTS | ANSWERS | TRACE_EXTENSIONS | BEFORE_ALL_ELSE
+KNOWN_EXTENSIONS = ALL_EXTENSIONS | REPORTS | ANSWERS | TAKING_BACK | TRACE_EXTENSIONS | BEFORE_ALL_ELSE
 
 
 def documented_bytes() -> list[tuple[str, bytes]]:

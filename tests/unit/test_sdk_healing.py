@@ -11,7 +11,7 @@ import pytest
 
 from appsdk import CalleeFailed, Immortal, impulse, peer, rpc, upgrades
 from appsdk.errors import StateError
-from appsdk.testing import Environment, Instance
+from appsdk.testing import Environment, Instance, crash_everywhere
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.log.contents import message_at, record_of
@@ -182,6 +182,23 @@ def test_who_still_waits_is_told() -> None:
         assert call.done
         assert call.result() == "StateError"
         assert spender.call(Spender.spend, 5) == "1"
+
+
+def test_whatever_crashes_meanwhile() -> None:
+    for env in crash_everywhere(fail_alone=True):
+        with env:
+            purse, spender = env.start(Purse, "purse"), env.start(Spender, "spender")
+            sends(env, purse, 1, 500)
+            call = spender.begin(Spender.spend, 600)
+            env.run()
+            assert purse.call(Purse.note, "meanwhile") == 1
+            purse.checkpoint()
+            assert status(purse) is None
+            assert purse.state.total == 1
+            assert call.result() == "StateError"
+            assert purse.call(Purse.note, "behind") == 2
+            purse.checkpoint()
+            assert len(purse.dead_letters) == 2
 
 
 # --- an operator's choice ---------------------------------------------------------------------------------------------
