@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from protocol.errors import ImmortalError
+from protocol.verdicts import Unsaved
 
 
 class ReplayError(ImmortalError):
@@ -15,6 +16,18 @@ class AppDiedError(ReplayError):
     def __init__(self, message: str, exit_status: int | None) -> None:
         super().__init__(message)
         self.exit_status = exit_status  # as subprocess gives it, negative for a signal; None: not started by us
+
+
+class StateUnsavedError(ReplayError):
+    """The app's state at the end of the replay can't be saved: ``unsaved`` says since when."""
+
+    def __init__(self, unsaved: Unsaved) -> None:
+        since, why = "", f" ({unsaved.why})" if unsaved.why else ""
+        if unsaved.sequence_id >= 0:
+            method = f", {unsaved.method}" if unsaved.method else ""
+            since, why = f" since record {unsaved.sequence_id}, message {unsaved.message_index}{method}", ""
+        super().__init__(f"its state can't be saved{since}: {unsaved.text}{why}")
+        self.unsaved = unsaved
 
 
 class UpgradeFailedError(ReplayError):

@@ -39,8 +39,8 @@ from protocol.numbers import decode_numbers
 from protocol.readers import BlobData, BlobStart, Message, MessageReader
 from protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, decode_header, encode_record
 from protocol.trailer import Trailer
-from protocol.verdicts import MessageKey, Verdict, decode_verdict, encode_verdicts
-from replay.errors import ReplayError, UpgradeFailedError
+from protocol.verdicts import MessageKey, Verdict, decode_unsaved, decode_verdict, encode_verdicts
+from replay.errors import ReplayError, StateUnsavedError, UpgradeFailedError
 from replay.plan import OWN_VERSION, Route
 from replay.positions import KeptImpulses, Outputs, StreamPositions
 
@@ -143,6 +143,7 @@ class ReplaySession:
             MessageType.SNAPSHOT_BEGIN: self._snapshot_message,
             MessageType.SNAPSHOT_CHUNK: self._snapshot_message,
             MessageType.SNAPSHOT_END: self._snapshot_message,
+            MessageType.CHECKPOINT_FAILED: self._checkpoint_failed,
             MessageType.UPGRADE_FAILED: self._upgrade_failed,
             MessageType.ORIGINS: self._origins_of_calls,
             MessageType.NUMBERS: self._numbers,
@@ -299,7 +300,7 @@ class ReplaySession:
     # --- the app's side ---------------------------------------------------------------------------------------------
 
     def receive(self, data: bytes) -> Iterator[Event]:
-        """Bytes from the app. Raises RemoteProtocolError, UpgradeFailedError."""
+        """Bytes from the app. Raises RemoteProtocolError, UpgradeFailedError, StateUnsavedError."""
         was_heard = self._app.heard
         self._reader.receive_data(data)
         while self.phase is not Phase.DONE and (event := self._reader.next_event()) is not None:
@@ -360,6 +361,10 @@ class ReplaySession:
 
     def _upgrade_failed(self, message: Message) -> NoReturn:
         raise UpgradeFailedError(f"the upgrade failed: {message.data.decode('utf-8', 'replace')}")
+
+    def _checkpoint_failed(self, message: Message) -> NoReturn:
+        self._require_asked()
+        raise StateUnsavedError(decode_unsaved(message.data))
 
     def _out_of_place(self, message: Message) -> NoReturn:
         raise AppProtocolError(f"the app sent a message of type {message.message_type}, which has no place in a replay")

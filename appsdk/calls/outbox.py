@@ -300,7 +300,7 @@ class Outbox:
         destination, count = batch.destination, batch.count
         if self.collected is not None:
             self.collected.append((destination, batch.parts))
-            batch.parts, batch.size_bytes = [], 0
+            self._drop_repeated(batch, count)
             return
         self._closed_counts[destination] = self._closed_counts.get(destination, 0) + count
         repeated = min(count, self._repeated.get(destination, 0)) if self._repeated else 0

@@ -93,7 +93,7 @@ class WaitingEffects:
     def add(self, effect: Effect) -> None:
         self._waiting[effect.number] = effect
         if self.begun is not None:
-            self.begun.append((effect.number, effect.what, effect.detail))
+            self.begun.append((effect.number, effect.what, getattr(effect, "detail", 0)))
         if self._runner is not None and not self._context.multicasts.holds_effect(effect.number):
             self._run(effect, self._runner)
 

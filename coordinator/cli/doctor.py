@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from coordinator.cli.common import complete_instance, instance_name, pass_registry
+from coordinator.config import InstanceSettings
 from coordinator.instances.registry import Registry
 from protocol.command_line import counted, echo, echo_json, json_option
 
@@ -50,7 +51,7 @@ def _instance(registry: Registry, name: str, *, as_json: bool) -> list[Finding]:
     settings = registry.load(name)
     place = place_of(settings.log)
     lines, holder = place.durability(), place.holder()
-    findings = list(examine_instance(registry, settings))
+    findings = [*examine_instance(registry, settings), *_state(settings)]
     if as_json:
         shown = msgspec.to_builtins(findings)
         echo_json({"log": place.where, "writer": holder, "crashes": lines, "findings": shown})
@@ -60,6 +61,23 @@ def _instance(registry: Registry, name: str, *, as_json: bool) -> list[Finding]:
         echo(f"  {line}")
     _show(findings)
     return findings
+
+
+def _state(settings: InstanceSettings) -> Iterator[Finding]:
+    """Whether a checkpoint of it can be taken."""
+    from coordinator.cli.saving import look_at_state
+    from coordinator.doctor.finding import Area, note, problem
+    from coordinator.log.open import log_exists
+
+    if not log_exists(settings.log):
+        return
+    state = look_at_state(settings)
+    if state.problem:
+        why = "it works on, without checkpoints: its log grows, and its recoveries take longer"
+        ways = "'immortal skip' of that message while it runs, new code, or a codec for the type"
+        yield problem(Area.HOME, f"{settings.name}: {state.problem}", why, ways)
+    elif state.note:
+        yield note(Area.HOME, f"{settings.name}: {state.note}", "its next checkpoint shows it", "see that message")
 
 
 def _show(findings: Iterable[Finding]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from coordinator.cli.common import app_name, name_argument, pass_registry
+from coordinator.cli.status import unsaved_in_words
 from coordinator.config import InstanceSettings
 from coordinator.instances import upgrade_mark
 from coordinator.instances.registry import Registry
@@ -33,13 +34,16 @@ CHECKPOINT_TIMEOUT_S = 60.0
 def checkpoint(registry: Registry, name: str, timeout_s: float, as_json: bool) -> None:
     """Let a running instance take a checkpoint now, and wait until it is durable."""
     folder = registry.load(name).folder
-    before = _checkpoint_id(control.query(folder, "status"))
+    status = control.query(folder, "status")
+    before, failures = _checkpoint_id(status), _failures(status)
     control.query(folder, "checkpoint")
     deadline_s = time.monotonic() + timeout_s
     while True:
         status = control.query(folder, "status")
         if _checkpoint_id(status) > before:
             break
+        if _failures(status) > failures:
+            raise FailedError(f"{name} has {unsaved_in_words(status)}")
         if time.monotonic() > deadline_s:
             raise FailedError(
                 f"no checkpoint of {name!r} within {timeout_s:g} s: it is in the phase {status['phase']!r}, "
@@ -58,6 +62,12 @@ def checkpoint(registry: Registry, name: str, timeout_s: float, as_json: bool) -
 def _checkpoint_id(status: dict[str, Any]) -> int:
     taken = status.get("checkpoint")
     return taken["id"] if taken else 0
+
+
+def _failures(status: dict[str, Any]) -> int:
+    """Checkpoints in a row that the state could not be saved for."""
+    unsaved = status.get("unsaved")
+    return unsaved["failures"] if unsaved else 0
 
 
 @click.command()

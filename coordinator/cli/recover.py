@@ -37,10 +37,15 @@ FINDINGS_SHOWN_MAX = 20
 )
 @click.option("--force", is_flag=True, help="Cut also where recovery does not need that record.")
 @click.option("--yes", is_flag=True, help="Cut without asking.")
+@click.option("--no-replay", is_flag=True, help="Do not replay the log to see whether the state can be saved.")
 @json_option
 @pass_registry
-def recover(registry: Registry, name: str, sequence_id: int | None, force: bool, yes: bool, as_json: bool) -> None:
+def recover(
+    registry: Registry, name: str, sequence_id: int | None, force: bool, yes: bool, no_replay: bool, as_json: bool
+) -> None:
     """Say what a recovery of NAME would do, what is damaged and what helps. It changes nothing.
+
+    Where it can recover, its log is replayed into a copy of its app, to see whether the state can be saved.
 
     With --truncate-at it cuts the log off there, so that the instance recovers to the state before that record: the
     last resort, where no copy of the log is left. The coordinator must be stopped.
@@ -51,14 +56,15 @@ def recover(registry: Registry, name: str, sequence_id: int | None, force: bool,
     if sequence_id is None:
         if force or yes:
             raise click.UsageError("--force and --yes are for --truncate-at")
-        sys.exit(_check(settings, as_json))
+        sys.exit(_check(settings, as_json, tries=not no_replay))
     _cut(settings, sequence_id, force=force, yes=yes, as_json=as_json)
 
 
 # --- what a recovery would do ----------------------------------------------------------------------------------------
 
 
-def _check(settings: InstanceSettings, as_json: bool) -> int:
+def _check(settings: InstanceSettings, as_json: bool, *, tries: bool) -> int:
+    from coordinator.cli.saving import look_at_state
     from coordinator.instances import own_logs
 
     verification = own_logs.verify(settings)
@@ -66,6 +72,7 @@ def _check(settings: InstanceSettings, as_json: bool) -> int:
     can_recover = not verification.fatal
     verdict = _verdict(settings.name, verification)
     remedy = None if can_recover else _remedy(settings, verification)
+    state = look_at_state(settings) if can_recover and tries else None
     if as_json:
         echo_json(
             {
@@ -81,10 +88,15 @@ def _check(settings: InstanceSettings, as_json: bool) -> int:
                     for finding in findings
                 ],
                 "remedy": remedy,
+                "unsaved": (state and state.problem) or None,
             }
         )
     else:
+        if state is not None and state.problem:
+            verdict = verdict.replace(" can recover: it", f" can recover, but {state.problem}; it")
         echo(verdict)
+        if state is not None and state.note:
+            echo(f"note: {state.note}")
         for finding in findings[:FINDINGS_SHOWN_MAX]:
             echo(f"{finding.severity.value}: {finding.message}")
         if len(findings) > FINDINGS_SHOWN_MAX:

@@ -1,0 +1,49 @@
+"""Whether the state of an instance can be saved: a live one says so itself, the log of a stopped one is replayed."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from coordinator.cli.progress import progress_bar
+from coordinator.config import InstanceSettings
+from coordinator.instances import own_logs
+from coordinator.operator import control
+from protocol.errors import ImmortalError
+
+
+class StateLook(Struct, frozen=True):
+    """``problem``: why it can't be saved, in words; ``note``: why that was not found out. "": none."""
+
+    problem: str = ""
+    note: str = ""
+
+
+def look_at_state(settings: InstanceSettings) -> StateLook:
+    """Raises nothing: what stands in the way is a note, but where nobody knows which app it is."""
+    from replay import AppCommand, ReplayPlan, run_replay
+    from replay.apps import default_app
+    from replay.errors import ReplayError, StateUnsavedError
+    from replay.result import Sink
+
+    try:
+        if control.running(settings.folder) is not None:
+            status = control.query(settings.folder, "status")
+            unsaved = status.get("unsaved") or {}
+            since = f" since record {unsaved['record']}" if unsaved.get("record") is not None else ""
+            return StateLook(f"its state can't be saved{since}: {unsaved['since']}" if unsaved else "")
+        with own_logs.open_reader(settings) as reader:
+            summary = reader.summary()
+            if not summary.extensions or not summary.checkpoints:
+                return StateLook()  # it has none yet, or it is one of an app that knows only the base protocol
+            try:
+                app = default_app(settings.name, settings.app, summary, summary.versions[-1].version)
+            except ReplayError:
+                return StateLook()
+            with progress_bar("whether its state can be saved") as advance:
+                run_replay(reader, ReplayPlan(), AppCommand.of(app, settings=settings), Sink(), progress=advance)
+    except StateUnsavedError as error:
+        return StateLook(str(error))
+    except (ImmortalError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        return StateLook(note=f"whether its state can be saved was not found out: {reason}")
+    return StateLook()
