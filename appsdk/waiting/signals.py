@@ -10,10 +10,19 @@ from appsdk.errors import UsageError
 from appsdk.types.registry import unsupported_type
 
 
+def require_name(where: str, name: object) -> None:
+    """It is kept, so what can't be encoded is none. Raises UsageError."""
+    if not isinstance(name, str):
+        raise UsageError(f"{where}: the name of an event is a str")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{where}: the name of an event is text that can be encoded: {error.reason}") from None
+
+
 def encode_signal(name: object, value: object) -> bytes:
     """Raises UsageError, TypeError."""
-    if not isinstance(name, str):
-        raise UsageError(f"self.signal({name!r}, ...): the name of an event is a str")
+    require_name(f"self.signal({name!r}, ...)", name)
     try:
         return encoder.encode(value)
     except Exception as error:

@@ -32,7 +32,7 @@ from appsdk.ordering.messages import Scope
 from appsdk.waiting.effects import Effect
 from appsdk.waiting.nodes import NodeTarget
 from appsdk.waiting.operations import Call, Event, MulticastCall, Step, Target, Timer
-from appsdk.waiting.signals import encode_signal
+from appsdk.waiting.signals import encode_signal, require_name
 from appsdk.waiting.task import Task
 from appsdk.waiting.waits import Gather, Race, Wait, as_wait
 
@@ -146,8 +146,7 @@ class TaskSelf:
         return Race(task, [as_wait(task, awaitable) for awaitable in awaitables])
 
     def event(self, name: str, kind: Any = Any) -> Wait[Any]:
-        if not isinstance(name, str):
-            raise UsageError(f"self.event({name!r}): the name of an event is a str")
+        require_name(f"self.event({name!r})", name)
         task = self._immortal_task
         return Event(task, name, task.tasks.event_decoder(kind))
 

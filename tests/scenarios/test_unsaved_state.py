@@ -130,7 +130,7 @@ def test_an_upgrade_is_a_way_out(runs: list[Run], tmp_path: Path) -> None:
     assert take(tmp_path, 5000) == 5000
     immortal(tmp_path, "stop", "till")
     (tmp_path / "tills.py").write_text(UPGRADED)
-    immortal(tmp_path, "upgrade", "till", "tills:Purse")
+    immortal(tmp_path, "upgrade", "till", "tills:Purse", "--to", "2")
     start(runs, tmp_path, "tills:Purse")
     assert take(tmp_path, 1) == 5001
     assert status(tmp_path)["unsaved"] is None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from appsdk import CalleeFailed, Immortal, impulse, peer, rpc, upgrades
+from appsdk import CalleeFailed, Immortal, impulse, peer, query, register_type, rpc, upgrades
 from appsdk.errors import StateError
+from appsdk.running import encoding_limit
 from appsdk.testing import Environment, Instance, crash_everywhere
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
@@ -144,8 +147,9 @@ def test_several_messages_are_taken_back_one_after_the_other(amounts: tuple[int,
         assert status(purse) is None
         assert purse.state.total <= LIMIT
         assert purse.dead_letters
-        kept = 2 * sum(amounts) - sum(amounts[one.message_index] if one.sequence_id == 1 else amounts[one.sequence_id - 2]
-                                      for one in purse.dead_letters)  # fmt: skip
+        places = [(1, index) for index in range(len(amounts))] + [(2 + index, 0) for index in range(len(amounts))]
+        lost = {(one.sequence_id, one.message_index) for one in purse.dead_letters}
+        kept = sum(amount for place, amount in zip(places, amounts * 2, strict=True) if place not in lost)
         assert purse.state.total == kept
 
 
@@ -185,7 +189,7 @@ def test_who_still_waits_is_told() -> None:
 
 
 def test_whatever_crashes_meanwhile() -> None:
-    for env in crash_everywhere(fail_alone=True):
+    for env in crash_everywhere(fail_alone=True, runs_max=12):
         with env:
             purse, spender = env.start(Purse, "purse"), env.start(Spender, "spender")
             sends(env, purse, 1, 500)
@@ -322,14 +326,210 @@ def test_an_upgrade_is_a_way_out_and_one_that_fails_leaves_the_old_version() -> 
         assert status(cents) is None
 
 
+# --- what is found where it is made -----------------------------------------------------------------------------------
+
+
+class Heavy:
+    def __init__(self, weight: int) -> None:
+        self.weight = weight
+
+
+def encode_heavy(heavy: Heavy) -> int:
+    if heavy.weight > LIMIT:
+        raise OverflowError("too heavy")
+    return heavy.weight
+
+
+register_type(Heavy, encode=encode_heavy, decode=Heavy, form=int)
+
+
+def lift(heavy: Heavy) -> int:
+    return heavy.weight
+
+
+class Porter(Immortal):
+    count: int
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @rpc
+    def ping(self) -> int:
+        self.count += 1
+        return self.count
+
+    @query
+    def asks(self) -> Heavy:
+        return Heavy(500)
+
+    @rpc
+    def returns(self) -> Heavy:
+        self.count += 100
+        return Heavy(500)
+
+    @rpc
+    async def returns_later(self) -> Heavy:
+        await self.sleep(timedelta(seconds=1))
+        return Heavy(500)
+
+    @rpc
+    async def steps(self) -> int:
+        return (await self.returns()).weight
+
+    @rpc
+    async def lifts(self) -> int:
+        return await self.effect(lift, Heavy(500))
+
+    @rpc
+    async def continues(self, heavy: Heavy | None = None) -> int:
+        await self.sleep(timedelta(seconds=1))
+        return self.continue_as(Heavy(500))
+
+    @rpc
+    def signals(self) -> None:
+        self.signal("done", Heavy(500))
+
+    @rpc
+    def signals_nothing_that_has_a_name(self) -> None:
+        self.count += 100
+        self.signal("\ud800", 1)
+
+    @rpc
+    async def waits_for_nothing_that_has_a_name(self) -> None:
+        await self.event("\ud800", int)
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        Porter.asks,
+        Porter.returns,
+        Porter.returns_later,
+        Porter.steps,
+        Porter.lifts,
+        Porter.continues,
+        Porter.signals,
+        Porter.signals_nothing_that_has_a_name,
+        Porter.waits_for_nothing_that_has_a_name,
+    ],
+    ids=lambda handler: handler.name,
+)
+def test_what_handlers_give_away_fails_there_and_not_at_the_checkpoint(handler: Any) -> None:
+    with Environment(fail_alone=True) as env:
+        porter = env.start(Porter, "porter", effects={lift: lift})
+        with pytest.raises(CalleeFailed):
+            porter.call(handler)
+        porter.checkpoint()
+        assert status(porter) is None
+        assert porter.call(Porter.ping) == 1
+
+
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 
-class Always(Purse):
-    def checkpoint(self) -> bytes:
-        if self.total:
-            raise KeyError("never again")
-        return super().checkpoint()
+class Forking(Purse, checkpoint="fork", formerly=("Purse",)):
+    pass
+
+
+def test_a_snapshot_that_fails_is_followed_by_a_checkpoint_that_heals() -> None:
+    with an(Forking) as (env, purse):
+        sends(env, purse, 1, 500, 3)
+        purse.checkpoint()
+        assert status(purse) is None
+        assert purse.state.total == 4
+        purse.call(Purse.put, 500)
+        purse.checkpoint()
+        assert status(purse)["failures"] == 1
+        assert skip(env, purse, status(purse)["record"]) == {"skipped": True}
+        assert purse.state.total == 4
+
+
+def forbidding() -> Any:
+    """A hook that works for nothing any more, as of code that was changed."""
+    raise KeyError("never again")
+
+
+def test_code_that_saves_nothing_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    with an(Purse) as (env, purse):
+        sends(env, purse, 1)
+        monkeypatch.setattr(Purse, "checkpoint", lambda self: forbidding())
+        purse.checkpoint()
+        said = status(purse)
+        assert (said["record"], said["problem"]) == (None, "Purse.checkpoint raised KeyError: 'never again'")
+        assert "skip" not in said["ways_out"]
+        purse.crash()
+        purse.recover()
+        assert purse.call(Purse.put, 1) == 2
+        monkeypatch.undo()
+        purse.checkpoint()
+        assert status(purse) is None
+
+
+class Pickled(Immortal, serializer="pickle"):
+    jobs: list[Any]
+
+    def __init__(self) -> None:
+        self.jobs = []
+
+    @impulse
+    def add(self, kind: str) -> None:
+        self.jobs.append((lambda: 1) if kind == "lambda" else Unwilling() if kind == "unwilling" else kind)
+
+    @rpc
+    def count(self) -> int:
+        return len(self.jobs)
+
+
+class Unwilling:
+    def __getstate__(self) -> object:
+        raise RuntimeError("I stay here")
+
+
+def test_what_can_not_be_pickled_is_taken_back() -> None:
+    with an(Pickled) as (env, pickled):
+        for kind in ("one", "lambda", "two", "unwilling"):
+            pickled.send(Pickled.add, kind)
+        env.run()
+        pickled.checkpoint()
+        assert pickled.call(Pickled.count) == 2
+        texts = " ".join(letter.text for letter in pickled.dead_letters)
+        assert "lambda" in texts
+        assert "I stay here" in texts
+
+
+@pytest.fixture
+def _own_alarm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """That of pytest's own limit is set aside: where somebody else has it, there is no limit."""
+    handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    left = signal.setitimer(signal.ITIMER_REAL, 0)
+    monkeypatch.setattr(encoding_limit, "LIMIT_S", 0.05)
+    yield
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, *left)
+
+
+def hang() -> Any:
+    lock = threading.Lock()
+    with lock, suppress(Exception), lock:
+        pass
+
+
+@pytest.mark.usefixtures("_own_alarm")
+def test_a_hook_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StateError, match="has not come to its end within") as caught:
+        encoding_limit.limited(hang)
+    assert caught.value.takes_too_long
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    assert encoding_limit.limited(lambda: 7) == 7
+    with an(Purse) as (env, purse):
+        purse._node.local_app.dispatcher.bound_encoding(encoding_limit.limited)  # type: ignore[union-attr]
+        sends(env, purse, 1)
+        with monkeypatch.context() as changed:
+            changed.setattr(Purse, "checkpoint", lambda self: hang())
+            purse.checkpoint()
+            assert "to try takes too long" in status(purse)["why"]
+        purse.checkpoint()
+        assert status(purse) is None
 
 
 def test_the_first_checkpoint_must_be_there() -> None:
@@ -339,12 +539,14 @@ def test_the_first_checkpoint_must_be_there() -> None:
         def __init__(self) -> None:
             self.value = object()
 
-    with pytest.raises(StateError, match="value"), Environment(fail_alone=True) as env:
+    env = Environment(fail_alone=True)
+    with pytest.raises(StateError, match="value"):
         env.start(Never, "never")
 
 
 def test_without_fail_alone_a_test_fails_with_it() -> None:
-    with pytest.raises(ValueError, match="too much"), Environment() as env:
-        purse = env.start(Purse, "purse")
-        purse.call(Purse.put, 500)
+    env = Environment()
+    purse = env.start(Purse, "purse")
+    purse.call(Purse.put, 500)
+    with pytest.raises(ValueError, match="too much"):
         purse.checkpoint()
