@@ -83,6 +83,8 @@ def failure_in_words(verdict: Verdict) -> str:
         how = f"refused: {verdict.text}"
     elif verdict.kind is VerdictKind.SKIPPED:
         how = f"skipped by an operator: {verdict.text}"
+    elif verdict.kind is VerdictKind.TAKEN_BACK:
+        how = f"taken back behind record {verdict.behind}: {verdict.text}"
     else:
         how = f"{verdict.type_name}: {verdict.text}" if verdict.text else verdict.type_name
     return printable(how)

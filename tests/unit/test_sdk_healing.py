@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from appsdk import CalleeFailed, Immortal, impulse, peer, query, register_type, rpc, upgrades
-from appsdk.errors import StateError
+from appsdk.errors import RecoveryNeeded, StateError
 from appsdk.running import encoding_limit
 from appsdk.testing import Environment, Instance, crash_everywhere
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.log.contents import message_at, record_of
+from coordinator.log.format import CHUNK_KEY
 from protocol.verdicts import VerdictKind
 
 LIMIT = 100
@@ -203,6 +204,37 @@ def test_whatever_crashes_meanwhile() -> None:
             assert purse.call(Purse.note, "behind") == 2
             purse.checkpoint()
             assert len(purse.dead_letters) == 2
+
+
+def test_without_a_copy_to_go_back_to_the_app_is_recovered_for_it() -> None:
+    with an(Purse) as (env, purse):
+        sends(env, purse, 1, 500)
+        dispatcher = purse._node.local_app.dispatcher  # type: ignore[union-attr]
+        dispatcher.healing.may_recover = True
+        dispatcher._rewinds.copies.forget()
+        with pytest.raises(RecoveryNeeded, match="501 are too much"):
+            purse.checkpoint()
+        purse.recover()
+        assert status(purse) is None
+        assert purse.state.total == 1
+
+
+def test_a_recovery_from_a_checkpoint_before_does_it_once_more() -> None:
+    with an(Purse) as (env, purse):
+        spender = env.start(Spender, "spender")
+        sends(env, purse, 1, 500)
+        call = spender.begin(Spender.spend, 600)
+        env.run()
+        purse.checkpoint()
+        assert call.result() == "StateError"
+        purse.call(Purse.note, "behind")
+        node = purse._node
+        last = node.store.summary().checkpoints[-1].checkpoint_id
+        purse.crash()
+        node.store.backend.durable.put("chunks", CHUNK_KEY.pack(last, 0), b"damaged")
+        purse.recover()
+        assert purse.state.total == 1
+        assert purse.call(Purse.note, "again") == 2
 
 
 # --- an operator's choice ---------------------------------------------------------------------------------------------
