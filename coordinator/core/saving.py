@@ -30,11 +30,13 @@ from protocol.verdicts import MessageKey, Unsaved, Verdict, VerdictKind, encode_
 
 @dataclass(slots=True, eq=False, repr=False)
 class Wish:
-    """Of an operator, ``who``: that a message be taken back. ``token``: whom to answer; None: it was answered."""
+    """Of an operator, ``who``: that a message be taken back. ``token``: whom to answer; None: it was answered.
+    ``asked``: the app was told."""
 
     verdict: Verdict
     who: str
     token: object | None
+    asked: bool = False
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -136,12 +138,14 @@ class Saving:
     def ask(self) -> None:
         """Before a TakeCheckpoint: what it is to be without."""
         for wish in self._wishes.values():
+            wish.asked = True
             self.outbox.control(MessageType.TAKE_BACK, encode_verdict(wish.verdict, MessageType.TAKE_BACK))
 
     def _answer_wishes(self, unsaved: Unsaved) -> None:
         """There is no checkpoint without those messages either. Where another one stands in its way as well, they stay
         noted, for when that is skipped too."""
-        if not self._wishes:
+        if not all(wish.asked for wish in self._wishes.values()):  # with the next one
+            self.checkpoints.wanted = True
             return
         key = unsaved.sequence_id, unsaved.message_index, 0, 0
         another = unsaved.sequence_id >= 0 and key not in self._wishes and not unsaved.why

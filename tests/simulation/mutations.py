@@ -518,17 +518,18 @@ MUTATIONS = (
     Mutation(
         "what a failed call has called is sent",
         Rewinds,
-        "_go_over",
-        "outbox.back_to_copy()",
-        "outbox.close_batches(); outbox.mark(); outbox.back_to_copy()",
+        "_undo",
+        "outbox.back_to_copy()\n        self._go_over",
+        "outbox.close_batches()\n        self._context.outbox.mark()\n        self._context.outbox.back_to_copy()\n"
+        "        self._go_over",
         seed=43,
     ),
     Mutation(
         "what was sent before is sent again by a rewind",
         Rewinds,
-        "_go_over",
-        "outbox.back_to_copy()",
-        "outbox.begin_copy(); outbox.back_to_copy()",
+        "_undo",
+        "outbox.back_to_copy()\n        self._go_over",
+        "outbox.begin_copy()\n        self._context.outbox.back_to_copy()\n        self._go_over",
         seed=43,
     ),
     Mutation(
