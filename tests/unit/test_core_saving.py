@@ -232,6 +232,18 @@ def test_a_skip_that_does_not_help_says_why(answer: bytes, text: str) -> None:
     assert text in str(answered.answer["refused"])
 
 
+def test_a_skip_waits_for_a_checkpoint_that_is_asked_for_already() -> None:
+    driven = unsaved()
+    driven.handle(ev.CheckpointRequested())
+    driven.handle(ev.MessageSkipped(1, 0, "too much", "ann", rpc(1), "t"))
+    driven.forget()
+    driven.data(FAILED)
+    assert driven.of(ef.OperatorAnswered) == []
+    assert types(driven) == ["TAKE_BACK", TAKE]
+    driven.data(TAKEN_BACK + checkpoint(b"without it"))
+    assert [effect.answer for effect in driven.of(ef.OperatorAnswered)] == [{"skipped": True}]
+
+
 def test_a_skip_is_answered_where_the_app_dies() -> None:
     driven = unsaved()
     driven.handle(ev.MessageSkipped(1, 0, "too much", "ann", rpc(1), "t"))
