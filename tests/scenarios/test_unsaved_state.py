@@ -31,7 +31,7 @@ def encode(money: Money) -> int:
 register_type(Money, encode=encode, decode=Money, form=int)
 
 
-class Till(Immortal):
+class Till(Immortal, checkpoint="fork"):
     money: Money
 
     def __init__(self) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from appsdk import CalleeFailed, Immortal, impulse, peer, query, register_type, rpc, upgrades
 from appsdk.errors import RecoveryNeeded, StateError
+from appsdk.patterns.clone import records
+from appsdk.patterns.queue import clients
 from appsdk.running import encoding_limit
 from appsdk.testing import Environment, Instance, crash_everywhere
 from coordinator.core import effects as ef
@@ -454,6 +456,13 @@ def test_what_handlers_give_away_fails_there_and_not_at_the_checkpoint(handler: 
         porter.checkpoint()
         assert status(porter) is None
         assert porter.call(Porter.ping) == 1
+
+
+def test_rows_of_a_table_and_tasks_of_a_queue_are_bytes_before_they_are_sent() -> None:
+    with pytest.raises(TypeError):
+        records.encode(Heavy(500))
+    with pytest.raises(TypeError, match="the arguments can't be encoded: .*too heavy"):
+        clients.submission("lift", [Heavy(500)], "", 0, 0, "", 1, 0, 0)
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
