@@ -12,10 +12,12 @@ from protocol.errors import ImmortalError
 
 
 class StateLook(Struct, frozen=True):
-    """``problem``: why it can't be saved, in words; ``note``: why that was not found out. "": none."""
+    """``problem``: why it can't be saved, in words; ``note``: why that was not found out. "": none. ``message``: since
+    which one, (sequence ID, index)."""
 
     problem: str = ""
     note: str = ""
+    message: tuple[int, int] | None = None
 
 
 def look_at_state(settings: InstanceSettings) -> StateLook:
@@ -42,7 +44,7 @@ def look_at_state(settings: InstanceSettings) -> StateLook:
             with progress_bar("whether its state can be saved") as advance:
                 run_replay(reader, ReplayPlan(), AppCommand.of(app, settings=settings), Sink(), progress=advance)
     except StateUnsavedError as error:
-        return StateLook(str(error))
+        return StateLook(str(error), message=(error.unsaved.sequence_id, error.unsaved.message_index))
     except (ImmortalError, OSError) as error:
         reason = str(error).partition("\n")[0]
         return StateLook(note=f"whether its state can be saved was not found out: {reason}")

@@ -58,12 +58,20 @@ def _skip_live(settings: InstanceSettings, sequence_id: int, index: int, reason:
 
 
 def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reason: str) -> None:
+    from msgspec.structs import replace
+
+    from coordinator.cli.saving import look_at_state
     from coordinator.core.interfaces import AuditEntry, Transaction
     from coordinator.instances import own_logs
+    from protocol.verdicts import VerdictKind
 
+    state = look_at_state(settings)
     store = own_logs.open_log(settings)
     try:
         verdict = _verdict(store, settings.name, sequence_id, index, reason)
+        if state.message == (sequence_id, index):  # it was handled: what was said then stays
+            last = store.summary().last_sequence_id
+            verdict = replace(verdict, kind=VerdictKind.TAKEN_BACK, behind=last)
         entry = AuditEntry(
             time.time_ns(), operator_name(), f"skipped message {index} of record {sequence_id}: {reason}"
         )

@@ -114,15 +114,22 @@ def test_it_works_on_and_each_way_out_is_one(runs: list[Run], tmp_path: Path) ->
     assert status(tmp_path)["unsaved"] is None
     assert "5000 cents have no room" not in immortal(tmp_path, "checkpoint", "till")
     assert take(tmp_path, 1) == 3
-    # By a codec.
+    # By an operator, while it is stopped.
     assert take(tmp_path, 2000) == 2003
+    place = f"{status(tmp_path)['sequence_id']}:0"
+    immortal(tmp_path, "stop", "till")
+    assert "is skipped" in immortal(tmp_path, "skip", "till", place, "--reason", "too much")
+    start(runs, tmp_path)
+    assert take(tmp_path, 1) == 4
+    # By a codec.
+    assert take(tmp_path, 2000) == 2004
     assert "without a checkpoint of its last" in immortal(tmp_path, "stop", "till")
     assert "can recover, but its state can't be saved since record" in immortal(tmp_path, "recover", "till")
     assert "its state can't be saved since record" in immortal(tmp_path, "doctor", "till", status=1)
     (tmp_path / "tills.py").write_text(CODEC)
     start(runs, tmp_path)
     assert status(tmp_path)["unsaved"] is None
-    assert take(tmp_path, 1) == 2004
+    assert take(tmp_path, 1) == 2005
 
 
 def test_an_upgrade_is_a_way_out(runs: list[Run], tmp_path: Path) -> None:

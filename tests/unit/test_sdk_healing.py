@@ -19,9 +19,10 @@ from appsdk.running import encoding_limit
 from appsdk.testing import Environment, Instance, crash_everywhere
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
+from coordinator.core.interfaces import Transaction
 from coordinator.log.contents import message_at, record_of
 from coordinator.log.format import CHUNK_KEY
-from protocol.verdicts import VerdictKind
+from protocol.verdicts import Verdict, VerdictKind
 
 LIMIT = 100
 
@@ -272,6 +273,20 @@ def test_what_was_answered_is_left_to_an_operator() -> None:
         assert purse.call(Purse.put, 1) == 3
 
 
+def test_one_is_skipped_while_the_instance_is_stopped() -> None:
+    with an(Purse) as (_, purse):
+        purse.call(Purse.put, 500)
+        purse.call(Purse.put, 1)
+        purse.stop()
+        last = purse._node.store.summary().last_sequence_id
+        purse._node.store.commit(
+            Transaction(verdicts=[Verdict(1, 0, VerdictKind.TAKEN_BACK, text="too much", behind=last)])
+        )
+        purse.recover()
+        assert status(purse) is None
+        assert purse.call(Purse.put, 1) == 2
+
+
 def test_two_messages_are_skipped_one_after_the_other() -> None:
     with an(Purse) as (env, purse):
         purse.call(Purse.put, 500)
@@ -461,7 +476,7 @@ def test_what_handlers_give_away_fails_there_and_not_at_the_checkpoint(handler: 
 def test_rows_of_a_table_and_tasks_of_a_queue_are_bytes_before_they_are_sent() -> None:
     with pytest.raises(TypeError):
         records.encode(Heavy(500))
-    with pytest.raises(TypeError, match="the arguments can't be encoded: .*too heavy"):
+    with pytest.raises(TypeError, match="the arguments can't be encoded"):
         clients.submission("lift", [Heavy(500)], "", 0, 0, "", 1, 0, 0)
 
 
