@@ -137,6 +137,7 @@ def test_a_sound_log(home: Path) -> None:
         "first_damaged": None,
         "findings": [],
         "remedy": None,
+        "unsaved": None,
     }
 
 
