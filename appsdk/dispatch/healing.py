@@ -108,22 +108,21 @@ class Healing:
 
     def _heal(self, error: StateError, forced: list[Verdict], *, heals: bool) -> Sequence[bytes] | Unsaved:
         copies, why = self._rewinds.copies, ""
-        if error.takes_too_long:
-            why = "to try takes too long"
+        if error.takes_too_long or isinstance(error.__cause__, MemoryError):
+            why = "to try takes too long" if error.takes_too_long else "there is not enough memory"
         elif copies.current is None and copies.enabled and self.may_recover and heals:
             raise RecoveryNeeded(f"{one_line(error)}; the app is recovered, to find the message that made it so")
         elif copies.current is None or not self._failures.can_fail:
             why = "there is no copy of the state from before"
         if why or copies.current is None:
-            self._found = Unsaved(one_line(error), why=f"which message made it so is not known: {why}")
-            return self._found
+            return Unsaved(one_line(error), why=f"which message made it so is not known: {why}")
         self._context.outbox.close_batches()
         self._context.outbox.mark()
         result = self._without(copies.current, error, forced, heals=heals)
         if isinstance(result, Unsaved):
             self._run(copies.current)
+            self._found = result if heals else None
             self._rewinds.settle()
-            self._found = result
         return result
 
     def _without(
@@ -131,11 +130,10 @@ class Healing:
     ) -> Sequence[bytes] | Unsaved:
         """The state without ``verdicts``, and without whatever else keeps it from being saved."""
         is_forced, found = bool(verdicts), Unsaved(one_line(error))
-        told = made = self._run(copy)
         while True:
             if verdicts:
                 try:
-                    made = self._run(copy, verdicts)
+                    self._run(copy, verdicts)
                     self._life.encode()
                     break
                 except HandlerError as failure:
@@ -149,9 +147,16 @@ class Healing:
             found = described if is_forced or not verdicts else found  # the first is the one to begin with
             if key in self._failures.known:
                 return replace(found, why="it has failed, and what it did by then stands")
+            if not key[0]:
+                return replace(found, why="it is the first one, without which there is no state")
             if is_forced or not heals or len(verdicts) == TAKEN_BACK_MAX:
                 return found
             verdicts.append(verdict)
+        told = self._run(copy)
+        if self._can_encode():  # what kept it from that has passed, and was no message's
+            self._rewinds.settle()
+            return self._life.encode()
+        made = self._run(copy, verdicts)
         extra = self._extra(told, made, may_differ=is_forced)
         if isinstance(extra, str):
             return replace(found, why=extra)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from appsdk import CalleeFailed, Immortal, impulse, peer, query, register_type, rpc, upgrades
+from appsdk import CalleeFailed, Immortal, impulse, initial, peer, query, register_type, rpc, upgrades
 from appsdk.errors import RecoveryNeeded, StateError
 from appsdk.patterns.clone import records
 from appsdk.patterns.queue import clients
@@ -519,6 +519,59 @@ def test_code_that_saves_nothing_is_named_as_such(monkeypatch: pytest.MonkeyPatc
         monkeypatch.undo()
         purse.checkpoint()
         assert status(purse) is None
+
+
+class Initial(Purse):
+    @initial
+    def fill(self) -> None:
+        self.total = 500
+
+
+def test_the_initial_message_is_not_taken_back() -> None:
+    with an(Initial) as (env, purse):
+        purse.checkpoint()
+        assert (status(purse)["record"], "without which" in status(purse)["why"]) == (0, True)
+        purse.send(Purse.empty)
+        env.run()
+        purse.checkpoint()
+        assert status(purse) is None
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 5, 8])
+def test_what_passes_is_no_messages_fault(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    with an(Purse) as (env, purse):
+        sends(env, purse, *range(1, 9))
+        original, left = Purse.checkpoint, [times]
+
+        def flaky(self: Purse) -> bytes:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise ConnectionError("no route")
+            return original(self)
+
+        with monkeypatch.context() as changed:
+            changed.setattr(Purse, "checkpoint", flaky)
+            purse.checkpoint()
+            purse.checkpoint()
+        purse.checkpoint()
+        assert status(purse) is None
+        assert purse.dead_letters == []
+        assert purse.state.total == 36
+
+
+def test_where_memory_is_short_no_message_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(self: Purse) -> bytes:
+        raise MemoryError
+
+    with an(Purse) as (env, purse):
+        sends(env, purse, 1, 2)
+        with monkeypatch.context() as changed:
+            changed.setattr(Purse, "checkpoint", greedy)
+            purse.checkpoint()
+            assert "not enough memory" in status(purse)["why"]
+        purse.checkpoint()
+        assert status(purse) is None
+        assert purse.state.total == 3
 
 
 class Pickled(Immortal, serializer="pickle"):
