@@ -74,7 +74,7 @@ def _state(settings: InstanceSettings) -> Iterator[Finding]:
     state = look_at_state(settings)
     if state.problem:
         why = "it works on, without checkpoints: its log grows, and its recoveries take longer"
-        ways = "'immortal skip' of that message while it runs, new code, or a codec for the type"
+        ways = "'immortal skip' of that message (--handled while it is stopped), new code, or a codec for the type"
         yield problem(Area.HOME, f"{settings.name}: {state.problem}", why, ways)
     elif state.note:
         yield note(Area.HOME, f"{settings.name}: {state.note}", "its next checkpoint shows it", "see that message")

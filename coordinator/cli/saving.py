@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 from msgspec import Struct
 
-from coordinator.cli.progress import progress_bar
+from coordinator.cli.progress import Advance, progress_bar
 from coordinator.config import InstanceSettings
 from coordinator.instances import own_logs
 from coordinator.operator import control
 from protocol.errors import ImmortalError
+
+STILL_S_MAX = 60.0
 
 
 class StateLook(Struct, frozen=True):
@@ -18,6 +22,23 @@ class StateLook(Struct, frozen=True):
     problem: str = ""
     note: str = ""
     message: tuple[int, int] | None = None
+
+
+def _patient(advance: Advance) -> Advance:
+    """As ``advance``, for a replay that may stand still for STILL_S_MAX: a handler may loop. Raises ReplayError."""
+    from replay.errors import ReplayError
+
+    seen, since_s = -1, time.monotonic()
+
+    def patient(records: int, total: int | None) -> None:
+        nonlocal seen, since_s
+        if records != seen:
+            seen, since_s = records, time.monotonic()
+        elif time.monotonic() - since_s > STILL_S_MAX:
+            raise ReplayError(f"its replay stands still behind {records} records, for {STILL_S_MAX:g} s")
+        advance(records, total)
+
+    return patient
 
 
 def look_at_state(settings: InstanceSettings) -> StateLook:
@@ -42,7 +63,8 @@ def look_at_state(settings: InstanceSettings) -> StateLook:
             except ReplayError:
                 return StateLook()
             with progress_bar("whether its state can be saved") as advance:
-                run_replay(reader, ReplayPlan(), AppCommand.of(app, settings=settings), Sink(), progress=advance)
+                command, progress = AppCommand.of(app, settings=settings), _patient(advance)
+                run_replay(reader, ReplayPlan(), command, Sink(), progress=progress)
     except StateUnsavedError as error:
         return StateLook(str(error), message=(error.unsaved.sequence_id, error.unsaved.message_index))
     except (ImmortalError, OSError) as error:

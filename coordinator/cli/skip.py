@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 @name_argument
 @click.argument("message", metavar="SEQ:INDEX", callback=message_id)
 @click.option("--reason", required=True, metavar="TEXT", help="Why: whoever waits for the answer is told, too.")
+@click.option("--handled", is_flag=True, help="Of a stopped NAME: its state can't be saved for that message.")
 @pass_registry
-def skip(registry: Registry, name: str, message: tuple[int, int], reason: str) -> None:
+def skip(registry: Registry, name: str, message: tuple[int, int], reason: str, handled: bool) -> None:
     """Let NAME pass over one message of its log: the call fails, the state is as if it had never come.
 
     SEQ:INDEX is its record, and which message of that record it is, from 0 ('immortal log show NAME'). Only a message
-    behind the last checkpoint can be skipped: what was before is in the state already.
+    behind the last checkpoint can be skipped: what was before is in the state already. One for which the state can't be
+    saved was handled, and what was said then stays: a running instance knows, for a stopped one say --handled.
     """
     from protocol.verdicts import TEXT_CHARACTERS_MAX
 
@@ -37,7 +39,7 @@ def skip(registry: Registry, name: str, message: tuple[int, int], reason: str) -
             f"--reason has {len(reason)} characters: 1 to {TEXT_CHARACTERS_MAX} were expected, not all of them blank"
         )
     if not _skip_live(settings, *message, reason):
-        _skip_stopped(settings, *message, reason)
+        _skip_stopped(settings, *message, reason, handled=handled)
     echo(f"{name}: message {message[1]} of record {message[0]} is skipped")
 
 
@@ -57,7 +59,7 @@ def _skip_live(settings: InstanceSettings, sequence_id: int, index: int, reason:
     return True
 
 
-def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reason: str) -> None:
+def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reason: str, *, handled: bool) -> None:
     from msgspec.structs import replace
 
     from coordinator.cli.saving import look_at_state
@@ -65,11 +67,15 @@ def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reas
     from coordinator.instances import own_logs
     from protocol.verdicts import VerdictKind
 
-    state = look_at_state(settings)
+    if handled and (state := look_at_state(settings)).message != (sequence_id, index):
+        known = state.problem or state.note or "its state can be saved"
+        raise FailedError(
+            f"message {index} of record {sequence_id} is not what {settings.name!r} can't be saved for: {known}"
+        )
     store = own_logs.open_log(settings)
     try:
         verdict = _verdict(store, settings.name, sequence_id, index, reason)
-        if state.message == (sequence_id, index):  # it was handled: what was said then stays
+        if handled:
             last = store.summary().last_sequence_id
             verdict = replace(verdict, kind=VerdictKind.TAKEN_BACK, behind=last)
         entry = AuditEntry(

@@ -118,7 +118,9 @@ def test_it_works_on_and_each_way_out_is_one(runs: list[Run], tmp_path: Path) ->
     assert take(tmp_path, 2000) == 2003
     place = f"{status(tmp_path)['sequence_id']}:0"
     immortal(tmp_path, "stop", "till")
-    assert "is skipped" in immortal(tmp_path, "skip", "till", place, "--reason", "too much")
+    other = immortal(tmp_path, "skip", "till", "99:0", "--reason", "too much", "--handled", status=1)
+    assert "its state can't be saved since record" in other
+    assert "is skipped" in immortal(tmp_path, "skip", "till", place, "--reason", "too much", "--handled")
     start(runs, tmp_path)
     assert take(tmp_path, 1) == 4
     # By a codec.
