@@ -28,6 +28,7 @@ from appsdk.dispatch.records import Records
 from appsdk.dispatch.rewinds import Rewinds
 from appsdk.errors import HandlerError, RecoveryNeeded, StateError
 from appsdk.state.copies import Copy
+from appsdk.state.schema import WAYS_OUT
 from appsdk.waiting.answers import Answers
 from protocol.client import CLIENTS
 from protocol.messages import MessageType, RpcKind
@@ -118,6 +119,7 @@ class Healing:
             return Unsaved(one_line(error), why=f"which message made it so is not known: {why}")
         self._context.outbox.close_batches()
         self._context.outbox.mark()
+        self._found = None
         result = self._without(copies.current, error, forced, heals=heals)
         if isinstance(result, Unsaved):
             self._run(copies.current)
@@ -318,8 +320,9 @@ def _narrowed(end: int, points_max: int, try_at: Callable[[range], list[int]]) -
 
 
 def one_line(error: Exception) -> str:
-    """In one line; of what the user's code has raised without the traceback."""
+    """In one line; of what the user's code has raised without the traceback. What helps is said elsewhere."""
     first, stops, rest = str(error).partition("; the app stops\n")
     last = rest.strip().rpartition("\n")[2].strip() if stops else ""
     last = last.removeprefix(f"{first.rpartition(' ')[2]}: ")
-    return f"{first.partition(chr(10))[0]}{f': {last}' if last else ''}"[:TEXT_CHARACTERS_MAX]
+    first = first.partition("\n")[0].partition(f"; {WAYS_OUT}")[0]
+    return f"{first}{f': {last}' if last else ''}"[:TEXT_CHARACTERS_MAX]

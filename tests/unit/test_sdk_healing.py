@@ -268,6 +268,9 @@ def test_what_was_answered_is_left_to_an_operator() -> None:
         assert purse.state.notes == ["on"]
         assert [one.text for one in purse.dead_letters] == ["too much"]
         assert purse.call(Purse.put, 1) == 2
+        sends(env, purse, 700)
+        purse.checkpoint()
+        assert status(purse) is None, "that one is found anew"
         purse.crash()
         purse.recover()
         assert purse.call(Purse.put, 1) == 3
