@@ -21,11 +21,13 @@ import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import IntEnum
 
+import msgspec
 from msgspec import Struct
 
 from protocol.checksum import crc64
 from protocol.errors import DamagedRecordError, LimitExceededError, LocalProtocolError, RemoteProtocolError
 from protocol.extensions import QUERIES
+from protocol.identity import IdentityConflict, call_identity
 from protocol.messages import (
     MessageType,
     RpcKind,
@@ -44,6 +46,7 @@ ASKED_MAX = 4096  # numbers in a PING
 CALL_SIZE_BYTES_MIN = 6  # in a REQUEST: size, message type, kind, method, type, an array of nothing
 CLIENT_ID_SIZE_BYTES_MAX = 200  # with the tilde in front it is a caller's name, and part of a key in the log
 NUMBER_MAX = (1 << 53) - 1
+KEY_PREFIX = "key "  # of the client's ID that a key is: a client of its own, with one request
 CLIENTS = "~"
 """The destination of all answers to clients; no instance can have this name."""
 
@@ -224,15 +227,18 @@ def encode_request(method_id: int, arguments: bytes) -> bytes:
     return encode_incoming_rpc(method_id, RpcType.ASYNC, arguments)
 
 
-def logged_calls(payload: bytes, count: int, client_id: str, first_number: int, skipped: int = 0) -> bytes:
+def logged_calls(
+    payload: bytes, count: int, client_id: str, first_number: int, skipped: int = 0
+) -> tuple[bytes, list[bytes]]:
     """The ``count`` calls of a REQUEST as an app gets them: with the caller and the number before their arguments.
 
-    Without the first ``skipped``, which are looked at all the same.
+    Without the first ``skipped``, which are looked at all the same. Then the identities of all calls.
 
     Raises RemoteProtocolError unless ``payload`` is exactly so many calls of methods.
     """
     caller = msgpack_string(caller_of(client_id))
     parts: list[bytes] = []
+    identities: list[bytes] = []
     offset = 0
     for number in range(first_number, first_number + count):
         if offset == len(payload):
@@ -247,6 +253,7 @@ def logged_calls(payload: bytes, count: int, client_id: str, first_number: int, 
             raise RemoteProtocolError(f"request {number} is no call that waits for an answer")
         arguments_count, arguments = _array(payload, method_end + 1, end)
         offset = end
+        identities.append(call_identity(method_id, payload[method_end + 1 : end]))
         if number - first_number < skipped:
             continue
         front = b"".join(
@@ -255,7 +262,7 @@ def logged_calls(payload: bytes, count: int, client_id: str, first_number: int, 
         parts += (encode_zigzag(1 + len(front) + end - arguments), _RPC, front, payload[arguments:end])
     if offset != len(payload):
         raise RemoteProtocolError(f"a request of {count} calls has {len(payload) - offset} bytes too many")
-    return b"".join(parts)
+    return b"".join(parts), identities
 
 
 def decode_query_call(payload: bytes) -> tuple[int, bytes]:
@@ -309,7 +316,10 @@ def decode_answered_number(data: bytes, start: int, end: int) -> int | None:
 
 
 REFUSED_CALL = "~refused"
-"""The name under which a client gets what keeps its call from being made; no exception has it. Arguments: [reason]."""
+"""The name under which a client gets what keeps its call from being made; no exception has it. Arguments: [reason].
+
+Where its number, or key, is that of another call it has the attributes of an IdentityConflict.
+"""
 
 
 def split_caller(arguments: bytes) -> tuple[str, bytes]:
@@ -355,6 +365,12 @@ def decode_answer(data: bytes, start: int, end: int) -> tuple[str, Reply] | None
     if count < 2 or number < 1 or not caller.startswith(CLIENTS):
         return None
     return caller[len(CLIENTS) :], Reply(number, kind, data[offset:end])
+
+
+def conflict_reply(number: int, conflict: IdentityConflict) -> Reply:
+    """What a request comes to whose number is that of another call."""
+    said = REFUSED_CALL, [str(conflict)], vars(conflict)
+    return Reply(number, ReplyKind.RAISED, msgspec.msgpack.encode(said)[1:])
 
 
 def encode_replies(replies: Iterable[Reply]) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar, overload
 from appsdk.client.aio import AsyncClient
 from appsdk.client.errors import (
     CallCancelled,
+    CallConflict,
     CalleeFailed,
     CallRaised,
     CallRefused,
@@ -41,6 +42,7 @@ from protocol.client import CLIENT_ID_SIZE_BYTES_MAX
 
 __all__ = [
     "CallCancelled",
+    "CallConflict",
     "CallRaised",
     "CallRefused",
     "CallTimeout",

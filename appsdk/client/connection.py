@@ -24,22 +24,37 @@ from appsdk.client.limits import (
 from appsdk.client.queries import Queries
 from appsdk.client.results import query_name, query_of
 from protocol.client import (
+    KEY_PREFIX,
     ClientCode,
     ClientFrame,
     ClientFrameType,
+    conflict_reply,
     decode_client_frame,
     decode_methods,
     decode_replies,
     encode_client_frame,
+    encode_request,
+    logged_calls,
 )
 from protocol.errors import RemoteProtocolError
+from protocol.identity import KEY_ADVICE, IdentityConflict, call_in_words
 
 CLIENT_ID_SIZE_BYTES = 12  # random; two clients with one ID would take each other's numbers
-KEY_PREFIX = "key "  # a key is a client of its own, with one request
 
 
 def random_client_id() -> str:
     return secrets.token_urlsafe(CLIENT_ID_SIZE_BYTES)
+
+
+def _may_be_same(first: Call, call: Call) -> bool:
+    """As far as is known of both. Methods whose IDs are not known yet are compared by their names."""
+    if first.method and call.method and type(first.method) is type(call.method) and first.method != call.method:
+        return False
+    if not call.arguments or not (first.message or first.arguments):
+        return True
+    if not first.message:
+        return first.arguments == call.arguments
+    return first.message == encode_request(int(first.method), call.arguments)
 
 
 class Connection:
@@ -85,12 +100,38 @@ class Connection:
             self._main.add(call)
             return
         lane = self._lane_of(key)
-        if lane.follow(call):
+        if self._follows(lane, call, key):
             return
         if lane.was_sent:  # and answered
             lane.attach(call, 1)
         else:
             lane.add(call)
+
+    def _follows(self, lane: Lane, call: Call, key: str) -> bool:
+        """Whether the request of that key is under way here, so that ``call`` gets its reply; or is refused, where that
+        is another call."""
+        self._name_known(call)
+        first = lane.first
+        if first is None:
+            return False
+        self._name_known(first)
+        if not _may_be_same(first, call):
+            known, given = self._in_words(first), self._in_words(call)
+            call.finish(conflict_reply(1, IdentityConflict(f"key {key!r}", known, given, KEY_ADVICE)))
+        else:
+            lane.follow(call, first)
+        return True
+
+    def _name_known(self, call: Call) -> None:
+        """Its method has an ID instead, where that is known."""
+        if isinstance(call.method, str):
+            call.method = self._methods.get(call.method, call.method)
+
+    def _in_words(self, call: Call) -> str:
+        method = call.method
+        name = next((name for name, number in self._methods.items() if number == method), f"method {method}")
+        message = call.message or (encode_request(0, call.arguments) if call.arguments else b"")
+        return call_in_words(logged_calls(message, 1, "", 1)[1][0], name) if message else f"a call of {name}"
 
     def query(self, call: Call) -> None:
         """Ask it as soon as it can be, beside the log where the instance takes that."""
@@ -105,7 +146,7 @@ class Connection:
     def attach(self, call: Call, key: str) -> None:
         """Let ``call`` have the reply of the request of that key, which was sent, perhaps by another process."""
         lane = self._lane_of(key)
-        if not lane.follow(call):
+        if not self._follows(lane, call, key):
             lane.attach(call, 1)
 
     def cancel(self, call: Call, key: str) -> None:
@@ -287,7 +328,10 @@ class Connection:
                 lane.resend_due_s = None
                 yield from lane.again(lane.resend_behind)
             if lane.poll_due_s is not None and now_s >= lane.poll_due_s:
-                yield self._asked(lane.ping(now_s), now_s)
+                for call in lane.named():
+                    self._resolve(call, now_s)
+                for frame in lane.polls(born_ns, now_s):
+                    yield self._asked(frame, now_s)
         query_due_s = self._queries.due_s
         if query_due_s is not None and now_s >= query_due_s and now_s - self._heard_s >= BUSY_S:
             yield self._asked(self._main.ping(now_s), now_s)  # the query itself may take long

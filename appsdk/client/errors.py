@@ -4,6 +4,7 @@ ClientError
   NotConnectable     the instance can't be called as things are: not registered, stopped, no key that it lets in
   CallTimeout        no reply within the time given; ``sent`` False: the request will not be done
   CallRefused        the call can't be made: no such method, or arguments that do not fit; nothing was done
+    CallConflict     its key, or the number of its client ID, is that of another call
   CallRaised         the handler raised an exception that it declares (where the class is not known here)
   CalleeFailed       the handler raised what it does not declare: the call failed, and changed nothing, or what its
                      ``on_error`` says
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 
 from appsdk import errors
 from protocol.errors import ImmortalError
+from protocol.identity import IdentityConflict
 
 
 class ClientError(ImmortalError):
@@ -65,6 +67,11 @@ class CallTimeout(ClientError, TimeoutError):  # noqa: N818
 
 class CallRefused(ClientError, errors.CallRefused):  # noqa: N818
     """The call can't be made: the instance has no such method, or the arguments do not fit. Nothing was done."""
+
+
+class CallConflict(IdentityConflict, CallRefused):
+    """The key, or the client ID's number, is that of a call of another method or with other arguments. See ``known``
+    and ``given``."""
 
 
 class CalleeFailed(ClientError, errors.CalleeFailed):  # noqa: N818

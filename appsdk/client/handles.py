@@ -8,6 +8,7 @@ import msgspec
 
 from appsdk.client.errors import ClientError
 from appsdk.client.lane import NOT_THERE, TAKEN
+from appsdk.client.results import check_conflict
 from protocol.client import Reply, ReplyKind
 from protocol.handlers import CANCEL_CALL_METHOD_ID
 
@@ -24,8 +25,10 @@ class _StatusMethod:
         return b""
 
     def value(self, reply: Reply) -> Status:
+        """Raises CallConflict."""
         if reply is TAKEN:
             return "waiting"
+        check_conflict(self.name, reply)
         return "unknown" if reply is NOT_THERE else "done"
 
 

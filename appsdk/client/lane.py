@@ -18,9 +18,11 @@ from appsdk.client.limits import (
     POLL_MIN_S,
     REQUEST_COUNT_MAX,
     REQUEST_SIZE_BYTES_MAX,
+    RESENT_BYTES_PER_S,
 )
 from protocol.client import (
     ASKED_MAX,
+    NUMBER_MAX,
     ClientFrame,
     ClientFrameType,
     Reply,
@@ -133,14 +135,19 @@ class Lane:
         else:
             self._waiting.append(call)
 
-    def follow(self, call: Call) -> bool:
-        """Let ``call`` have the reply of the one that is here, if there is one."""
-        first = self._outstanding.get(1) or (self._waiting[0] if self._waiting and self._next_number == 1 else None)
-        if first is None:
-            return False
+    @property
+    def first(self) -> Call | None:
+        """The request with the number 1, if it is here."""
+        return self._outstanding.get(1) or (self._waiting[0] if self._waiting and self._next_number == 1 else None)
+
+    def follow(self, call: Call, first: Call) -> None:
+        """Let ``call`` have the reply of the first one; what it knows better, that is known of both from now on."""
+        if not first.method:
+            first.method = call.method
+        if not (first.arguments or first.message):
+            first.arguments = call.arguments
         call.leader = first
         first.followers.append(call)
-        return True
 
     def attach(self, call: Call, number: int) -> None:
         """Let ``call`` have the reply of that request, which was sent, perhaps by another process."""
@@ -242,6 +249,10 @@ class Lane:
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
+    def named(self) -> Iterator[Call]:
+        """Those that were sent, perhaps by another process, and whose methods are names here."""
+        return (call for call in self._outstanding.values() if isinstance(call.method, str))
+
     def requests(self, resolve: Callable[[Call], bool], born_ns: int, now_s: float) -> Iterator[ClientFrame]:
         """New calls, as many as may go now. ``resolve`` gives a call its method's ID: False if that is not known yet,
         or if the call is done with."""
@@ -300,12 +311,15 @@ class Lane:
         return next(iter(self._outstanding), self._next_number) - 1
 
     def again(self, behind: int = 0) -> Iterator[ClientFrame]:
-        """All that is outstanding with numbers behind ``behind``, once more."""
+        """All that is outstanding with numbers behind ``behind``, once more: the connection may be another one."""
         self._pings_count = 0
+        yield from self._sent_again(behind, NUMBER_MAX)
+
+    def _sent_again(self, behind: int, last: int) -> Iterator[ClientFrame]:
         some: list[Call] = []
         size_bytes = 0
         for number, call in list(self._outstanding.items()):
-            if number <= behind or not call.message:
+            if not behind < number <= last or not call.message:
                 continue
             if some and (
                 number != some[-1].number + 1
@@ -320,13 +334,34 @@ class Lane:
         if some:
             yield self._request(some[0].number, some)
 
+    def polls(self, born_ns: int, now_s: float) -> Iterator[ClientFrame]:
+        """Ask for what is outstanding; the next time after a longer pause.
+
+        Others may have used this ID: whoever asks by number alone would be told what became of their calls, where this
+        request was lost on its way. So what can be sent again is.
+        """
+        if self.keeps_replies:
+            last = self._pinged
+            for call in self._outstanding.values():
+                if call.arguments and isinstance(call.method, int):  # the one of a key that was sent before
+                    call.message, call.arguments = encode_request(call.method, call.arguments), b""
+                    call.born_ns, last = born_ns, max(last, call.number)
+                    self._outstanding_bytes += len(call.message)
+            yield from self._sent_again(0, last)
+        yield self.ping(now_s)
+
     def ping(self, now_s: float) -> ClientFrame:
-        """Ask for what is outstanding; the next time after a longer pause."""
+        """The part of :meth:`polls` that is no request."""
         self._poll_s = min(self._poll_s * 2, POLL_MAX_S)
-        self.poll_due_s = now_s + self._poll_s if self._outstanding else None
+        resent_s = self._outstanding_bytes / RESENT_BYTES_PER_S if self.keeps_replies else 0.0
+        self.poll_due_s = now_s + self._poll_s + resent_s if self._outstanding else None
         self._pinged = self._next_number - 1
         self._pings_count += 1
-        asked = list(islice(self._outstanding, ASKED_MAX))
+        unknown = (number for number, call in self._outstanding.items() if not (self.keeps_replies and call.message))
+        asked = list(islice(unknown, ASKED_MAX))
+        method = self._outstanding[asked[0]].method if self.keeps_replies and len(asked) == 1 else 0
+        if isinstance(method, str):  # whether the request is of that method can't be said yet
+            asked = []
         return ClientFrame(
             ClientFrameType.PING,
             self.client_id,
@@ -334,6 +369,7 @@ class Lane:
             acknowledged=self._acknowledged(),
             count=len(asked),
             payload=encode_numbers(asked),
+            reason=str(method) if isinstance(method, int) and method > 0 else "",
         )
 
     # --- in ----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ ARGUMENTS_SIZE_BYTES_MAX = (16 << 20) - 1024  # of one call: the coordinator tak
 # A reply that does not come is asked for, less and less often: it may have been lost with a connection.
 POLL_MIN_S = 0.1
 POLL_MAX_S = 1.0
+RESENT_BYTES_PER_S = 4 << 20  # ... and with an ID or key that others may have, sent again: large ones less often
 QUERIES_SENT_MAX = 64  # queries that are not logged, sent and not answered: as many as a coordinator takes of a caller
 QUERY_POLL_S = 1.0  # one that is not answered is asked again: it may have been lost with a connection
 IDLE_POLL_S = 5.0  # with nothing outstanding: whether there is still somebody

@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from appsdk.client.aio import AsyncClient
-from appsdk.client.connection import KEY_PREFIX, random_client_id
+from appsdk.client.connection import random_client_id
 from appsdk.client.handles import CANCEL, Status
 from appsdk.client.results import Method, NamedMethod, NamedQuery, typed_method, typed_query
 from appsdk.client.threaded import Client
 from appsdk.handlers.definition import Definition
-from protocol.client import CLIENT_ID_SIZE_BYTES_MAX
+from protocol.client import CLIENT_ID_SIZE_BYTES_MAX, KEY_PREFIX
 from protocol.errors import LocalProtocolError
 from protocol.trace_context import read_traceparent
 

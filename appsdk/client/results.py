@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import count
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ import msgspec
 
 from appsdk.calls.codec import encoder, largest, unencodable
 from appsdk.calls.failures import CANCELLED, misfit_text
-from appsdk.client.errors import CallCancelled, CalleeFailed, CallRaised, CallRefused, ClientError
+from appsdk.client.errors import CallCancelled, CallConflict, CalleeFailed, CallRaised, CallRefused, ClientError
 from appsdk.client.limits import ARGUMENTS_SIZE_BYTES_MAX
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Definition
@@ -20,6 +21,7 @@ from protocol.client import REFUSED_CALL, Reply, ReplyKind
 from protocol.extensions import QUERIES
 from protocol.verdicts import FAILED_CALL
 
+CONFLICT_FIELDS = ("what", "known", "given", "advice")
 _ARRAY_OF_3 = b"\x93"  # a reply that was raised has lost the front of its array
 
 
@@ -150,6 +152,13 @@ def _decoded(name: str, data: bytes) -> Any:
         raise ClientError(f"{name}: the reply can't be read: {error}") from None
 
 
+def check_conflict(name: str, reply: Reply) -> None:
+    """Raises CallConflict where ``reply`` says that it is one; what the handler has raised is none."""
+    if reply.kind == ReplyKind.RAISED:
+        with suppress(CallCancelled, CalleeFailed):
+            _raised(name, reply)
+
+
 def _raised(name: str, reply: Reply) -> tuple[str, list[Any], dict[str, Any]]:
     """(name of the exception, arguments, attributes). Raises CallRefused, CalleeFailed, ClientError."""
     try:
@@ -157,6 +166,8 @@ def _raised(name: str, reply: Reply) -> tuple[str, list[Any], dict[str, Any]]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ClientError(f"{name}: what it raised can't be read: {error}") from None
     if found[0] == REFUSED_CALL:
+        if found[2].keys() >= set(CONFLICT_FIELDS):
+            raise CallConflict(*(str(found[2][field]) for field in CONFLICT_FIELDS))
         raise CallRefused(f"the call was refused: {', '.join(map(str, found[1]))}")
     if found[0] == FAILED_CALL:
         type_name, text, reference = (*map(str, found[1]), "", "", "")[:3]

@@ -52,6 +52,13 @@ class ClientAnswers:
         payload = encode_replies((reply,))
         self._say(token, ClientFrame(ClientFrameType.ANSWER, *self._ends(frame), frame.number, 0, 1, payload=payload))
 
+    def tell_at_once(self, token: Token, frame: ClientFrame, client: Client, replies: list[Reply]) -> None:
+        """Who has sent ``frame``, and nobody else who has its client's ID."""
+        if replies:
+            numbers = client.number, client.released, len(replies)
+            payload = encode_replies(replies)
+            self._say(token, ClientFrame(ClientFrameType.REPLY, *self._ends(frame), *numbers, payload=payload))
+
     def _ends(self, frame: ClientFrame) -> tuple[str, str, int]:
         return frame.client_id, self._name, self.committer_id
 

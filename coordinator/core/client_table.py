@@ -2,7 +2,8 @@
 
     a number    not taken --its record--> open --the app's answer--> kept --acknowledged, or beyond the window--> gone
 
-The log has the same: each change goes into the open transaction.
+The log has the same: each change goes into the open transaction. Beside a number is its identity, as long as a request
+with that number could come again: another call under it is refused (:mod:`protocol.identity`).
 """
 
 from __future__ import annotations
@@ -16,13 +17,35 @@ from itertools import islice
 from coordinator.core.allowance import Allowance
 from coordinator.core.clock import RunningTime
 from coordinator.core.group_commit import GroupCommit
-from coordinator.core.interfaces import ClientPosition, StoredClients, Token
+from coordinator.core.interfaces import ClientPosition, StoredClients, Token, Transaction
 from coordinator.core.limits import Limits
 from protocol.client import Reply, ReplyKind
 
 FORGOTTEN_PER_REQUEST = 2  # so that a request's cost stays small; more than one, so that they do become fewer
-REPLY_OVERHEAD_BYTES = 200  # of Python's objects around a reply, or around the number of one that is gone
-_GONE = bytes((ReplyKind.GONE,))
+REPLY_OVERHEAD_BYTES = 200  # of its identity and Python's objects around a reply, or around one that is gone
+_OPEN = 45  # in place of the kind of a reply: there is none yet
+_WITH_IDENTITY = 0x80  # in the kind of a reply: the size of its identity (1 byte) and that stand before the value
+
+
+def _row(kind: int, value: bytes, identity: bytes) -> bytes:
+    """What the log has of a number."""
+    if not identity:
+        return bytes((kind,)) + value
+    return bytes((kind | _WITH_IDENTITY, len(identity))) + identity + value
+
+
+def _front_size(row: bytes) -> int:
+    """Of kind and identity."""
+    return 2 + row[1] if row[0] & _WITH_IDENTITY else 1
+
+
+def _identity_of(row: bytes) -> bytes:
+    return row[2 : _front_size(row)] if row[0] & _WITH_IDENTITY else b""
+
+
+def _size_of(row: bytes) -> int:
+    """Without the identity, which is part of the overhead."""
+    return len(row) - _front_size(row) + 1
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -32,8 +55,11 @@ class Client:
     number: int = 0
     released: int = 0
     time_ns: int = 0
-    replies: dict[int, bytes] = field(default_factory=dict)  # kind and value, oldest first
-    gone: set[int] = field(default_factory=set)  # behind the window, and above an open one
+    replies: dict[int, bytes] = field(default_factory=dict)  # as the log has them, oldest first
+    gone: dict[int, bytes] = field(
+        default_factory=dict
+    )  # behind the window, and above an open one; as the log has them
+    identities: dict[int, bytes] = field(default_factory=dict)  # of those that are open, but for earlier versions'
     size_bytes: int = 0  # of the replies
     token: Token = None  # where it was last heard
     owner: str = ""  # whose keys have used the ID first
@@ -57,8 +83,13 @@ class Client:
         """What the request ``number``, which was taken, came to; None while it is open."""
         if number <= self.released or number in self.gone:
             return Reply(number, ReplyKind.GONE)
-        data = self.replies.get(number)
-        return None if data is None else Reply(number, data[0], data[1:])
+        row = self.replies.get(number)
+        return None if row is None else Reply(number, row[0] & ~_WITH_IDENTITY, row[_front_size(row) :])
+
+    def identity(self, number: int) -> bytes:
+        """Of the request ``number``; empty where it is not known."""
+        row = self.replies.get(number) or self.gone.get(number)
+        return self.identities.get(number, b"") if row is None else _identity_of(row)
 
     @property
     def position(self) -> ClientPosition:
@@ -89,8 +120,11 @@ class ClientTable:
             client = self._clients.get(client_id)
             if client is None or not client.released < number <= client.number:
                 continue  # released since; or of a client that was forgotten
-            if data == _GONE:
-                client.gone.add(number)
+            kind = data[0] & ~_WITH_IDENTITY
+            if kind == _OPEN:
+                client.identities[number] = _identity_of(data)
+            elif kind == ReplyKind.GONE:
+                client.gone[number] = data
                 self.gone_count += 1
             else:
                 self._keep(client_id, client, number, data)
@@ -120,17 +154,21 @@ class ClientTable:
         self._opened(client, count)
         self._log.open.transaction.clients[client_id] = client.position
 
-    def took(self, client_id: str, client: Client, count: int) -> None:
-        """So many more of its requests are open, the last one is its number now."""
-        self._opened(client, count)
+    def took(self, client_id: str, client: Client, identities: list[bytes], transaction: Transaction) -> None:
+        """So many more of its requests are open, the last one is its number now; ``transaction`` has their record."""
+        for number, identity in enumerate(identities, client.number - len(identities) + 1):
+            client.identities[number] = identity
+            transaction.replies[client_id, number] = _row(_OPEN, b"", identity)
+        transaction.clients[client_id] = client.position
+        self._opened(client, len(identities))
         self._use(client_id, client)
 
     def answer(self, client_id: str, client: Client, reply: Reply) -> None:
         """What one that is open has come to."""
-        data = bytes((reply.kind,)) + reply.value
+        row = _row(reply.kind, reply.value, client.identities.pop(reply.number, b""))
         self._opened(client, -1)
-        self._keep(client_id, client, reply.number, data)
-        self._log.open.transaction.replies[client_id, reply.number] = data
+        self._keep(client_id, client, reply.number, row)
+        self._log.open.transaction.replies[client_id, reply.number] = row
 
     def _opened(self, client: Client, count: int) -> None:
         """So many more of its requests are open; below 0: fewer."""
@@ -160,7 +198,7 @@ class ClientTable:
             forgotten.append(client_id)
             transaction = self._log.open.transaction
             self.gone_count -= len(client.gone)
-            for number in (*client.replies, *client.gone):
+            for number in (*client.replies, *client.gone, *client.identities):
                 self._drop(client, number)
                 transaction.replies[client_id, number] = None
             self.forgotten_ns = max(self.forgotten_ns, client.time_ns)
@@ -170,21 +208,21 @@ class ClientTable:
 
     # --- replies -----------------------------------------------------------------------------------------------------
 
-    def _keep(self, client_id: str, client: Client, number: int, data: bytes) -> None:
-        client.replies[number] = data
+    def _keep(self, client_id: str, client: Client, number: int, row: bytes) -> None:
+        client.replies[number] = row
         if not client.holds:
             client.holds = True
             heappush(self._holders, (client.used, client_id, client))
             if len(self._holders) > 2 * len(self._clients):  # of those that were forgotten, most
                 self._leave_out_empty()
-        self._count(client, 1, len(data))
+        self._count(client, 1, _size_of(row))
 
     def _drop(self, client: Client, number: int) -> bool:
         """Whether there was a reply."""
-        data = client.replies.pop(number, None)
-        if data is None:
+        row = client.replies.pop(number, None)
+        if row is None:
             return False
-        self._count(client, -1, -len(data))
+        self._count(client, -1, -_size_of(row))
         return True
 
     def _count(self, client: Client, count: int, size_bytes: int) -> None:
@@ -232,10 +270,11 @@ class ClientTable:
     def _let_go(self, client_id: str, client: Client) -> None:
         """Of the oldest reply."""
         number = next(iter(client.replies))
+        row = _row(ReplyKind.GONE, b"", _identity_of(client.replies[number]))
         self._drop(client, number)
-        client.gone.add(number)
+        client.gone[number] = row
         self.gone_count += 1
-        self._log.open.transaction.replies[client_id, number] = _GONE
+        self._log.open.transaction.replies[client_id, number] = row
         up_to = client.released
         while up_to + 1 in client.gone:
             up_to += 1
@@ -248,13 +287,11 @@ class ClientTable:
         self._opened(client, -client.open_count)
         transaction = self._log.open.transaction
         for number in range(client.released + 1, up_to + 1):
-            if number in client.gone:
-                client.gone.discard(number)
+            is_written = client.identities.pop(number, None) is not None
+            if client.gone.pop(number, None) is not None:
                 self.gone_count -= 1
-            elif not self._drop(client, number):
+            elif not self._drop(client, number) and not is_written:
                 continue
-            elif transaction.replies.pop((client_id, number), None) is not None:
-                continue  # it was on its way to the log: it need not get there
             transaction.replies[client_id, number] = None
         client.released = up_to
         self._opened(client, client.open_count)

@@ -28,6 +28,7 @@ from coordinator.core.limits import Limits
 from coordinator.core.streams.delivery import Delivery
 from protocol.client import (
     CLIENTS,
+    KEY_PREFIX,
     KNOWN_TO_COORDINATORS,
     ClientCode,
     ClientFrame,
@@ -35,12 +36,14 @@ from protocol.client import (
     Reply,
     ReplyKind,
     caller_of,
+    conflict_reply,
     decode_answer,
     encode_methods,
     logged_calls,
 )
 from protocol.errors import ProtocolError
 from protocol.extensions import QUERIES, AppDescription
+from protocol.identity import CLIENT_ADVICE, KEY_ADVICE, IdentityConflict, call_in_words, method_of_identity
 from protocol.messages import decode_messages
 from protocol.trace_context import is_trace_context, split_name
 from protocol.trailer import BatchKind, BatchSource
@@ -64,6 +67,7 @@ class Clients:
     table: ClientTable = field(init=False)
     answers: ClientAnswers = field(init=False)
     _methods: bytes = field(default_factory=lambda: encode_methods({}))  # of the app; the last one that was here
+    _names: dict[int, str] = field(default_factory=dict)  # of its methods
     _undurable: deque[tuple[int, int]] = field(default_factory=deque)  # (ticket, size in bytes), not in the log yet
     _undurable_bytes: int = 0
     _ungathered_bytes: int = 0  # replies that no commit has been asked for
@@ -84,6 +88,7 @@ class Clients:
             for (destination, method_id), name in description.methods.items()
             if destination == ONESELF and method_id >= 0
         }
+        self._names = own
         queries = {method_id for destination, method_id in description.methods if destination == QUERIES}
         self._methods = encode_methods(own, queries & own.keys())
 
@@ -95,9 +100,11 @@ class Clients:
             return
         client = self.table.get(frame.client_id)
         if client is not None:
-            client.token = token
             if caller and not client.owner:  # it was used without keys before
                 self.table.own(frame.client_id, client, caller)
+            if self._is_of_another(token, frame, client):
+                return
+            client.token = token
         if frame.frame_type is ClientFrameType.REQUEST:
             self._request(token, frame, client, now_ns, caller)
         elif frame.frame_type is ClientFrameType.HELLO:
@@ -135,6 +142,53 @@ class Clients:
             return ClientCode.NOT_YOURS, f"the client ID {frame.client_id!r} is another's than {caller!r}"
         return None
 
+    def _is_of_another(self, token: Token, frame: ClientFrame, client: Client) -> bool:
+        """Refuse what has the number of another call, or can't be read; whether there is such a thing in the frame.
+
+        Then nothing of it is taken, and no reply to the client goes to who sent it: the rest is to be sent again.
+        """
+        if frame.frame_type is ClientFrameType.PING:
+            return self._asks_for_another(token, frame, client)
+        if frame.frame_type is not ClientFrameType.REQUEST or frame.number > client.number:
+            return False
+        try:
+            _, identities = logged_calls(frame.payload, frame.count, frame.client_id, frame.number, frame.count)
+        except ProtocolError as error:
+            self.answers.refuse(token, frame, ClientCode.MALFORMED, str(error))
+            return True
+        others = []
+        for number, identity in enumerate(identities, frame.number):
+            known = client.identity(number)
+            if known and known != identity:
+                others.append(self._conflict(frame.client_id, number, known, self._in_words(identity)))
+        self.answers.tell_at_once(token, frame, client, others)
+        return len(others) > 0
+
+    def _asks_for_another(self, token: Token, frame: ClientFrame, client: Client) -> bool:
+        """The reason of a PING says which method its one number is to be of, where it says anything."""
+        if not frame.reason.isdecimal() or frame.count != 1:
+            return False
+        (number,) = frame.asked_numbers()
+        known = client.identity(number)
+        method_id = int(frame.reason)
+        if not known or method_of_identity(known) == method_id:
+            return False
+        other = self._conflict(frame.client_id, number, known, f"a call of {self._method_name(method_id)}")
+        self.answers.tell_at_once(token, frame, client, [other])
+        return True
+
+    def _conflict(self, client_id: str, number: int, known: bytes, given: str) -> Reply:
+        what, advice = f"request {number} of client {client_id!r}", CLIENT_ADVICE
+        if client_id.startswith(KEY_PREFIX):
+            what, advice = f"key {client_id[len(KEY_PREFIX) :]!r}", KEY_ADVICE
+        return conflict_reply(number, IdentityConflict(what, self._in_words(known), given, advice))
+
+    def _in_words(self, identity: bytes) -> str:
+        return call_in_words(identity, self._method_name(method_of_identity(identity)))
+
+    def _method_name(self, method_id: int) -> str:
+        return self._names.get(method_id, f"method {method_id}")
+
     def _request(self, token: Token, frame: ClientFrame, client: Client | None, now_ns: int, caller: str) -> None:
         known = client or Client(token=token, owner=caller)
         first_new = known.number + 1
@@ -159,7 +213,7 @@ class Clients:
         if self._is_busy(client, frame) or self.delivery.intake.is_full(caller):
             return False
         try:
-            calls = logged_calls(frame.payload, frame.count, frame.client_id, frame.number, repeated)
+            calls, identities = logged_calls(frame.payload, frame.count, frame.client_id, frame.number, repeated)
         except ProtocolError as error:
             self.answers.refuse(token, frame, ClientCode.MALFORMED, str(error))
             return True  # nor ever
@@ -180,8 +234,7 @@ class Clients:
         self._undurable_bytes += delivered.record_size_bytes
         client.number = frame.number + repeated + count - 1
         client.time_ns = self.log.time_ns(now_ns)
-        self.table.took(frame.client_id, client, count)
-        group.transaction.clients[frame.client_id] = client.position
+        self.table.took(frame.client_id, client, identities[repeated : repeated + count], group.transaction)
         for forgotten in self.table.forget_unused():
             self.answers.forget(forgotten)
         return count == new

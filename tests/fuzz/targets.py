@@ -254,7 +254,7 @@ def client_frame(data: bytes) -> None:
         assert len(sent) == found.count
         assert found.asked_numbers() == sorted(set(sent), key=sent.index)
     with contextlib.suppress(RemoteProtocolError):
-        check_batch(logged_calls(found.payload, found.count, "c", 1), found.count)
+        check_batch(logged_calls(found.payload, found.count, "c", 1)[0], found.count)
 
 
 def clients(data: bytes) -> None:

@@ -211,7 +211,7 @@ def test_acknowledged_replies_go() -> None:
         driven.handle(request("t", number, call(number)))
         driven.data(answer(number, number))
     driven.handle(request("t", 3, call(3), acknowledged=2))
-    assert driven.store.clients().replies == {}
+    assert set(driven.store.clients().replies) == {("c", 3)}  # what it is, as long as it is open
     assert driven.machine.view.status(0)["clients"] == {
         "known": 1, "open_requests": 1, "replies": 0, "replies_bytes": 0, "open_queries": 0, "answered_queries": 0,
     }  # fmt: skip
@@ -343,7 +343,7 @@ def test_a_client_that_was_unused_for_a_day_is_forgotten() -> None:
     driven.now_ns += 1001
     driven.handle(request("y", 1, call(1), client_id="y"))
     assert set(driven.store.clients().positions) == {"y"}
-    assert driven.store.clients().replies == {}
+    assert set(driven.store.clients().replies) == {("y", 1)}
 
 
 def test_a_client_with_an_open_request_is_not_forgotten() -> None:

@@ -217,7 +217,7 @@ BYTES = {
             payload=encode_replies([Reply(3, ReplyKind.VALUE, b"\x09")]),
         )
     ),
-    "that call as the app gets it": logged_calls(CLIENT_CALL, 1, "web", 7),
+    "that call as the app gets it": logged_calls(CLIENT_CALL, 1, "web", 7)[0],
     "the app's answer, to ~": encode_incoming_rpc(3, 0, b"\x93\xa4~web\x07\x09", RpcKind.RETURNED_VALUE),
     "names of methods: 3 is Counter.add": encode_methods({3: "Counter.add"}),
     "... and with a query, 4": encode_methods({3: "Counter.add", 4: "Counter.total"}, [4]),

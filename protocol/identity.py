@@ -1,0 +1,69 @@
+"""One rule for all that has a name or a key: the same name with the same contents is the same thing, and with other
+contents it is refused, with both descriptions. ``docs/guide/names.md`` has each kind.
+
+A digest stands for the contents, so what is kept of a name is bounded. Where no digest is known, as in what earlier
+versions have kept, nothing is compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from protocol.errors import ImmortalError
+from protocol.varint import decode_zigzag_int, encode_zigzag
+
+DIGEST_SIZE_BYTES = 16
+CALL_DIGEST_SIZE_BYTES = 8  # one is kept with each reply; it is compared with one other, and finds no enemies
+SHOWN_DIGITS = 12
+KEY_ADVICE = "nothing was done; give each call a key of its own"
+CLIENT_ADVICE = "nothing was done; a client_id makes the same requests each time it is used, others need another one"
+
+
+class IdentityConflict(ImmortalError):  # noqa: N818 (what happened, not what is wrong)
+    """A name, or a key, is that of something else. Nothing was done.
+
+    ``what`` has the name, ``known`` describes what is known under it, ``given`` what came. ``advice``: what to do.
+    """
+
+    def __init__(self, what: str, known: str, given: str, advice: str) -> None:
+        super().__init__(f"{what} is {known}, and came again as {given}: {advice}")
+        self.what = what
+        self.known = known
+        self.given = given
+        self.advice = advice
+
+
+def digest_of(parts: Iterable[bytes], before: bytes = b"", size_bytes: int = DIGEST_SIZE_BYTES) -> bytes:
+    """Of the parts, one behind the other, each with its length. ``before``: the digest of what came before them."""
+    found = hashlib.blake2b(before, digest_size=size_bytes)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "big"))
+        found.update(part)
+    return found.digest()
+
+
+def shown(digest: bytes) -> str:
+    """For people: enough of it to tell it from others."""
+    return digest.hex()[:SHOWN_DIGITS]
+
+
+# --- calls of clients -------------------------------------------------------------------------------------------------
+
+
+def call_identity(method_id: int, arguments: bytes) -> bytes:
+    """What makes two calls the same. It also says the method and the size of the arguments, for people."""
+    digest = hashlib.blake2b(arguments, digest_size=CALL_DIGEST_SIZE_BYTES).digest()
+    return digest + encode_zigzag(method_id) + encode_zigzag(len(arguments))
+
+
+def method_of_identity(identity: bytes) -> int:
+    """The method ID. Raises RemoteProtocolError."""
+    return decode_zigzag_int(identity, CALL_DIGEST_SIZE_BYTES)[0]
+
+
+def call_in_words(identity: bytes, method: str) -> str:
+    """``method``: what it is called. Raises RemoteProtocolError."""
+    _, offset = decode_zigzag_int(identity, CALL_DIGEST_SIZE_BYTES)
+    size_bytes, _ = decode_zigzag_int(identity, offset)
+    return f"{method} with {size_bytes} bytes of arguments (digest {shown(identity[:CALL_DIGEST_SIZE_BYTES])})"
