@@ -103,6 +103,7 @@ class World:
         self.to_clients: list[tuple[int, bytes]] = []
         self.connections: dict[int, Connection] = {}
         self.queries: list[Call] = []  # that were asked, beside the log
+        self.made: dict[Call, tuple[str, int, str | None]] = {}  # method, token and key
         self.app: Dispatcher | None = None
         self._begin()
 
@@ -164,6 +165,7 @@ class World:
 
     def submit(self, number: int, method: str, token: int, key: str | None = None) -> Call:
         made = Call(method, msgspec.msgpack.encode((token,)), lambda call: None)
+        self.made[made] = method, token, key
         self.connections[number].submit(made, key)
         return made
 
@@ -218,6 +220,11 @@ class World:
         assert self.app is not None
         found: list[int] = self.app.instance.entries
         return found
+
+
+def is_conflict(reply: object) -> bool:
+    """Whether the call was refused, as its key or number is that of another one."""
+    return isinstance(reply, Reply) and reply.kind == 3 and b"~refused" in reply.value and b"known" in reply.value
 
 
 def value_of(reply: object) -> Any:

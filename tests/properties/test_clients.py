@@ -10,7 +10,7 @@ from appsdk.client.errors import OutcomeUnknown, ReplyGone
 from appsdk.client.lane import Call
 from coordinator.core.limits import Limits
 from protocol.client import Reply
-from tests.helpers.clients import World, value_of
+from tests.helpers.clients import World, is_conflict, value_of
 
 METHODS = ("add", "add", "refuse", "add_later")
 TINY = Limits(
@@ -40,7 +40,7 @@ def play(world: World, moves: list[tuple[int, int]]) -> tuple[list[Call], dict[i
             calls.append(world.submit(choice % 3, METHODS[choice % 4], tokens[-1]))
         elif move == 2:
             key = f"order {choice % 2}"
-            token = 1000 + choice % 2
+            token = (2000 if choice >= 6 else 1000) + choice % 2  # of one key in four another call
             calls.append(world.submit(choice % 3, "add", token, key))
             keyed.setdefault(token, set()).add(choice % 3)
         elif move <= 4:
@@ -83,20 +83,29 @@ def test_each_request_is_done_once(moves: list[tuple[int, int]]) -> None:
     world.settle(calls)
     entries = world.entries
     assert sorted(token for token in entries if token < 1000) == tokens
-    assert sorted(token for token in entries if token >= 1000) == sorted(keyed)
-    places = [value_of(call.outcome) for call in calls]
+    assert sorted(token % 10 for token in entries if token >= 1000) == sorted({token % 10 for token in keyed})
+    for call in calls:
+        assert is_conflict(call.outcome) == (world.made[call][1] not in entries), world.made[call]
+    places = [value_of(call.outcome) for call in calls if not is_conflict(call.outcome)]
     assert len(set(entries)) == len(entries)
     assert set(places) == {index + 1 for index in range(len(entries))}
     # The same once more, after a crash of everything: the same entries, and a script's rerun has the same replies.
     named = [call for call in calls if call.client_id == "named"]
     world.kill_coordinator()
     world.open_client(7, "named")
-    again = [world.submit(7, "add", 5000 + index) for index in range(len(named))]
+    named.sort(key=lambda call: call.number)
+    again = [world.submit(7, *world.made[call]) for call in named]
     last = world.submit(7, "add", 9999)
     world.settle([*again, last])
     assert world.entries == [*entries, 9999]
     replies = {call.number: call.outcome for call in named}
     assert {call.number: call.outcome for call in again} == replies
+    # Another script under the same name gets none of them, and does nothing.
+    world.open_client(8, "named")
+    others = [world.submit(8, "add", 5000 + index) for index in range(len(named))]
+    world.settle(others)
+    assert all(is_conflict(call.outcome) for call in others)
+    assert world.entries == [*entries, 9999]
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -130,5 +139,5 @@ def test_beyond_all_windows_none_is_done_twice(moves: list[tuple[int, int]]) -> 
         assert entries.count(token) <= len(keyed.get(token, {0})), token
     for call in calls:
         assert isinstance(call.outcome, Reply | ReplyGone | OutcomeUnknown), call.outcome
-        if isinstance(call.outcome, Reply):
+        if isinstance(call.outcome, Reply) and not is_conflict(call.outcome):
             assert 1 <= value_of(call.outcome) <= len(entries)

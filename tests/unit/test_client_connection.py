@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from appsdk.client.connection import Connection
-from appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown
+from appsdk.client.errors import CallConflict, CallRefused, ClientError, OutcomeUnknown
 from appsdk.client.lane import NOT_THERE, TAKEN, Call, Question
+from appsdk.client.results import NamedMethod
 from protocol.client import (
     ClientCode,
     ClientFrame,
@@ -473,3 +474,97 @@ def test_a_question_that_is_given_up_withdraws_nothing() -> None:
     talk.welcome()
     assert "REQUEST" in talk.types
     assert made.number == 1
+
+
+# --- a key that is another call's -------------------------------------------------------------------------------------
+
+
+def with_methods(talk: Talk) -> Talk:
+    talk.say(T.WELCOME, payload=encode_methods({3: "C.add", 4: "C.take"}))
+    talk.sent  # noqa: B018
+    return talk
+
+
+def made(talk: Talk, method: int | str, arguments: bytes, key: str = "k") -> Call:
+    call = Call(method, arguments, lambda call: None)
+    talk.connection.submit(call, key)
+    return call
+
+
+def conflict_of(call: Call) -> CallConflict:
+    assert isinstance(call.outcome, Reply)
+    with pytest.raises(CallConflict) as caught:
+        NamedMethod("add").value(call.outcome)
+    return caught.value
+
+
+@pytest.mark.parametrize(("method", "arguments"), [("add", b"\x91\x02"), ("take", b"\x91\x01"), (4, b"\x91\x01")])
+def test_a_call_with_the_key_of_another_one_that_waits_here_is_refused(method: int | str, arguments: bytes) -> None:
+    talk = with_methods(opened())
+    first = made(talk, "add", b"\x91\x01")
+    assert [frame.number for frame in talk.sent] == [1]
+    error = conflict_of(made(talk, method, arguments))
+    assert error.known.startswith("add with 2 bytes")
+    assert error.given.startswith(("add with 2 bytes", "take with 2 bytes"))
+    assert made(talk, "add", b"\x91\x01").outcome is None
+    assert first.outcome is None
+    assert talk.types == []
+
+
+def test_a_call_whose_arguments_only_end_like_those_of_the_other_is_another_one() -> None:
+    talk = with_methods(opened())
+    made(talk, 3, b"\x91\x90")
+    talk.sent  # noqa: B018
+    conflict_of(made(talk, 3, b"\x90"))
+
+
+def test_a_call_with_a_key_that_was_answered_is_sent_again_so_that_it_is_compared() -> None:
+    talk = with_methods(opened())
+    made(talk, 3, b"\x91\x01")
+    asked(talk)
+    talk.sent  # noqa: B018
+    talk.reply(Reply(1, ReplyKind.NOTHING), client_id="key k")
+    made(talk, "take", b"\x91\x01")
+    request = talk.sent[0]
+    assert (request.frame_type, request.number, request.payload[-2:]) == (T.REQUEST, 1, b"\x91\x01")
+
+
+def test_what_others_may_have_sent_too_is_asked_for_by_sending_it_again() -> None:
+    talk = with_methods(opened("script"))
+    made(talk, 3, b"\x91\x01")
+    talk.call(3)
+    assert [frame.client_id for frame in talk.sent] == ["script", "key k"]
+    for _ in range(2):
+        talk.now_s += 1
+        frames = talk.sent
+        assert all(not frame.asked_numbers() for frame in frames if frame.frame_type == T.PING), frames
+    assert {frame.client_id for frame in frames if frame.frame_type == T.REQUEST} == {"script", "key k"}
+
+
+def test_a_handle_says_which_method_it_is_of() -> None:
+    talk = with_methods(opened())
+    talk.connection.attach(Call("take", b"", lambda call: None), "k")
+    (ping,) = talk.sent
+    assert (ping.asked_numbers(), ping.reason) == ([1], "4")
+    other = Call("add", b"", lambda call: None)
+    talk.connection.attach(other, "k")
+    assert "a call of take" in str(conflict_of(other))
+
+
+def test_a_question_before_the_result_hides_no_other_method() -> None:
+    talk = with_methods(opened())
+    asked(talk)
+    (ping,) = talk.sent
+    assert ping.reason == ""
+    talk.connection.attach(Call("take", b"", lambda call: None), "k")
+    talk.now_s += 1
+    (ping,) = talk.sent
+    assert ping.reason == "4"
+
+
+def test_a_handle_of_a_method_that_there_is_not_is_refused() -> None:
+    talk = with_methods(opened())
+    result = Call("gone", b"", lambda call: None)
+    talk.connection.attach(result, "k")
+    talk.sent  # noqa: B018
+    assert isinstance(result.outcome, CallRefused)

@@ -157,9 +157,10 @@ def test_nothing_is_left_of_what_was_released_or_forgotten() -> None:
         driven.data(answer(number, number, "c"))
     assert set(driven.store.clients().replies) <= {("c", 4), ("c", 5)}
     for client_id in ("x", "y", "z"):
-        driven.handle(request("t", 1, call(1), client_id=client_id))
+        driven.now_ns += 10
+        driven.handle(request("t", 1, call(1), client_id=client_id, time_ns=driven.now_ns))
         driven.data(answer(1, 1, client_id))
-    driven.handle(request("t", 2, call(1), client_id="z"))
+    driven.handle(request("t", 2, call(1), client_id="z", time_ns=driven.now_ns))
     assert {client_id for client_id, _ in driven.store.clients().replies} == {"y", "z"}
 
 
