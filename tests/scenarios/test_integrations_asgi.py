@@ -111,6 +111,11 @@ async def add_plain(request: Request) -> Response:
     return JSONResponse(await plain(request).add(*(await request.json())))
 
 
+async def call_any(request: Request) -> Response:
+    method, *arguments = await request.json()
+    return JSONResponse(await getattr(ledger(request), method)(*arguments))
+
+
 async def add_late(request: Request) -> Response:
     return JSONResponse(await ledger(request).add_when_released((await request.json())["entry"]))
 
@@ -154,6 +159,7 @@ app = Starlette(
     routes=[
         Route("/add", add, methods=["POST", "PUT"]),
         Route("/plain", add_plain, methods=["POST"]),
+        Route("/any", call_any, methods=["POST"]),
         Route("/late", add_late, methods=["POST"]),
         Route("/hasty", add_hastily, methods=["POST"]),
         Route("/narrow", add_narrowly, methods=["POST"]),
@@ -269,6 +275,16 @@ def test_a_key_is_of_one_path_method_and_user(web: Web, state: Any) -> None:
     assert web.ask("POST", "/add", body, {**headers, "X-User": "ann"})[1] == [before + 3, None]
     assert web.ask("POST", "/plain", ["a"], headers)[1] == before + 4
     assert web.ask("POST", "/add", body, headers)[1] == [before + 1, None]
+
+
+def test_a_key_with_another_body_is_refused_and_nothing_is_done(web: Web, state: Any) -> None:
+    first = web.post("/any", ["add", "a"], key="k7")[:2]
+    before = state.all()
+    for body in (["add", "b"], ["add", "a", 2], ["waits"], ["all"]):
+        status, problem, _ = web.post("/any", body, key="k7")
+        assert (status, problem["type"]) == (422, "/problems/key-reused")
+    assert state.all() == before
+    assert web.post("/any", ["add", "a"], key="k7")[:2] == first
 
 
 def test_a_key_of_the_handlers_own_goes_before(web: Web, state: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("starlette")
 
 from appsdk.client.errors import (
+    CallConflict,
     CalleeFailed,
     CallRaised,
     CallRefused,
@@ -43,6 +44,7 @@ class RareError(SoldOutError):
     ("error", "name", "status", "retry_after_s"),
     [
         (CallRaised("Shop.buy", "SoldOut", ["tea"], {"left": 0}), "SoldOut", 409, None),
+        (CallConflict("key 'a'", "one", "two", "another"), "key-reused", 422, None),
         (CallRefused("no method 'sell'"), "call-refused", 422, None),
         (TooManyCalls("100 wait"), "too-many-calls", 429, 1),
         (CallTimeout("no reply", Request(sent=True), None), "no-answer", 504, 1),

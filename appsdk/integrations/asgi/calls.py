@@ -33,15 +33,17 @@ class RequestCalls:
         self.declared: list[BaseException] = []
         self.misfits: list[BaseException] = []
         self._idempotency_key = idempotency_key
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self._counts: Counter[str] = Counter()
 
-    def key(self, service: str, method: str) -> str | None:
-        """For the next call of this method: of the same request, sent again, the same; of no other call."""
+    def key(self, service: str) -> str | None:
+        """For the next call: of the same request, sent again, the same; of no other call.
+
+        What is called is no part of it: another call in its place, as another body brings it about, is refused.
+        """
         if self._idempotency_key is None:
             return None
-        method = method.rpartition(".")[2]  # whatever its class is called by then
-        self._counts[service, method] += 1
-        parts = (self._idempotency_key, service, method, str(self._counts[service, method]))
+        self._counts[service] += 1
+        parts = (self._idempotency_key, service, str(self._counts[service]))
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=_KEY_SIZE_BYTES).hexdigest()
 
 
@@ -78,12 +80,12 @@ class RequestClient:
     async def call(
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
     ) -> Any:
-        key = key or self._calls.key(self._service, method.name)
+        key = key or self._calls.key(self._service)
         return await self._made(lambda: self._client().call(method, arguments, timeout_s, key, trace_context))
 
     async def query(self, method: Method, arguments: bytes, timeout_s: float | None) -> Any:
         """In a request that may come twice, and is to be the same then, a query is a call like any other."""
-        key = self._calls.key(self._service, method.name)
+        key = self._calls.key(self._service)
         if key is not None:
             return await self._made(lambda: self._client().call(method, arguments, timeout_s, key))
         return await self._made(lambda: self._client().query(method, arguments, timeout_s))
@@ -98,7 +100,7 @@ class RequestClient:
                 raise
 
     def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
-        self._client().fork(method, arguments, key or self._calls.key(self._service, method.name), trace_context)
+        self._client().fork(method, arguments, key or self._calls.key(self._service), trace_context)
 
 
 class _NotedMethod:

@@ -11,6 +11,7 @@ from msgspec import Struct, field
 from starlette.responses import Response
 
 from appsdk.client.errors import (
+    CallConflict,
     CalleeFailed,
     CallRaised,
     CallRefused,
@@ -66,6 +67,8 @@ def problem_of_call(error: ClientError) -> Problem:
     """Says nothing of the instance's insides: those are for its log."""
     if isinstance(error, CallRaised):
         return declared_problem(error.name, error.arguments, error.attributes, DECLARED_STATUS)
+    if isinstance(error, CallConflict):
+        return Problem("key-reused", 422, "The key of the request is that of another request")
     if isinstance(error, CallRefused):
         return Problem("call-refused", 422, "The service does not take such a call", str(error))
     if isinstance(error, TooManyCalls):
