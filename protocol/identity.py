@@ -11,10 +11,11 @@ import hashlib
 from collections.abc import Iterable
 
 from protocol.errors import ImmortalError
-from protocol.varint import decode_zigzag_int, encode_zigzag
+from protocol.varint import Readable, decode_zigzag_int, encode_zigzag
 
 DIGEST_SIZE_BYTES = 16
 CALL_DIGEST_SIZE_BYTES = 8  # one is kept with each reply; it is compared with one other, and finds no enemies
+OF_NOTHING = bytes(DIGEST_SIZE_BYTES)
 SHOWN_DIGITS = 12
 KEY_ADVICE = "nothing was done; give each call a key of its own"
 CLIENT_ADVICE = "nothing was done; a client_id makes the same requests each time it is used, others need another one"
@@ -27,20 +28,23 @@ class IdentityConflict(ImmortalError):  # noqa: N818 (what happened, not what is
     """
 
     def __init__(self, what: str, known: str, given: str, advice: str) -> None:
-        super().__init__(f"{what} is {known}, and came again as {given}: {advice}")
+        super().__init__(f"{what} is {known}, not {given}: {advice}")
         self.what = what
         self.known = known
         self.given = given
         self.advice = advice
 
 
-def digest_of(parts: Iterable[bytes], before: bytes = b"", size_bytes: int = DIGEST_SIZE_BYTES) -> bytes:
-    """Of the parts, one behind the other, each with its length. ``before``: the digest of what came before them."""
-    found = hashlib.blake2b(before, digest_size=size_bytes)
+def digest_behind(before: bytes, parts: Iterable[Readable]) -> bytes:
+    """Of the parts, one behind the other. ``before``: the digest of those that came before them, or OF_NOTHING.
+
+    However they are cut into pieces, the digest is the same, and no more of them is in memory than one.
+    """
     for part in parts:
-        found.update(len(part).to_bytes(8, "big"))
+        found = hashlib.blake2b(before, digest_size=DIGEST_SIZE_BYTES)
         found.update(part)
-    return found.digest()
+        before = found.digest()
+    return before
 
 
 def shown(digest: bytes) -> str:

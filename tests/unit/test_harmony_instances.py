@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import msgspec
 import pytest
 
 from appsdk import rpc
-from appsdk.patterns.harmony import BaseCollector, BatchError, Cluster, Collector, Result
+from appsdk.patterns.harmony import (
+    BaseCollector,
+    Batch,
+    BatchConflict,
+    BatchError,
+    Cluster,
+    Collector,
+    Result,
+    Ventilator,
+)
+from appsdk.patterns.harmony import batch as rules
+from appsdk.patterns.harmony.batch import Contents, Progress
+from appsdk.patterns.harmony.dispatch import Dispatch
+from appsdk.patterns.harmony.gathered import Gathered
 from appsdk.patterns.harmony.limits import SILENCE_S, WAITING_TASKS_MAX
-from appsdk.patterns.harmony.runs import Response, Run, array, results
+from appsdk.patterns.harmony.packing import digest_of
+from appsdk.patterns.harmony.runs import Life, Response, Run, array, results
 from appsdk.testing import Environment
 from appsdk.testing.instance import Instance
+from protocol.identity import digest_behind
 
 PER_CALL = 100
+PROGRESS = Progress("done", 4, 4, 0, 4, 0, 0, 0)
 
 
 def pack(numbers: range) -> bytes:
@@ -324,3 +344,207 @@ def test_a_collector_of_ones_own(immortal_env: Environment) -> None:
     pipeline.finish()
     assert sums.call(Sums.sum) == 14
     assert sums.state.complete_batches == ["squares 3"]
+
+
+# --- names that are used again ----------------------------------------------------------------------------------------
+
+
+def digest(numbers: range) -> bytes:
+    return digest_of(numbers)
+
+
+class Sender:
+    """A ventilator, as its process has it: what it sends goes through the real one's code, to the real handlers."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *arguments: self.pipeline.cluster.call(getattr(Cluster, name), *arguments)
+
+    @contextmanager
+    def collector(self, name: str) -> Iterator[Any]:
+        handlers = self.pipeline.collector
+
+        class Reader:
+            def __getattr__(self, name: str) -> Callable[..., Any]:
+                return lambda *arguments: handlers.call(getattr(Collector, name), *arguments)
+
+        yield Reader()
+
+    def batch(self, function: str = "square", *, again: bool = False, name: str = "squares") -> Batch:
+        sender: Any = self
+        return Ventilator(sender, self.collector).batch(name, function, collector="results", again=again)
+
+
+def values(batch: Batch) -> list[object]:
+    return [result.value for result in batch.results(timeout=0)]
+
+
+def test_a_name_of_a_batch_that_has_ended_is_no_other_batchs(pipeline: Pipeline) -> None:
+    sender = Sender(pipeline)
+    sender.batch().send(range(4))
+    pipeline.finish()
+    with pytest.raises(BatchConflict, match="is for 'square' and collector 'results' with 4 tasks") as caught:
+        sender.batch("cube")
+    assert caught.value.given.startswith("for 'cube'")
+    with pytest.raises(BatchConflict, match="4 tasks") as caught:
+        sender.batch().send([0, 1, 2, 4])
+    assert caught.value.known != caught.value.given
+    for tasks in (range(3), range(5)):
+        with pytest.raises(BatchError):
+            sender.batch().send(tasks)
+    sender.batch().send(range(4))
+    assert values(sender.batch()) == [0, 1, 4, 9]
+
+
+def test_again_makes_another_batch_of_the_name_and_nobody_gets_the_old_results(pipeline: Pipeline) -> None:
+    sender = Sender(pipeline)
+    first = sender.batch()
+    first.send(range(4))
+    pipeline.finish()
+    again = sender.batch(again=True)
+    with pytest.raises(TimeoutError):
+        values(again)
+    again.send(range(10, 14))
+    with pytest.raises(TimeoutError):
+        values(again)
+    pipeline.finish()
+    assert values(again) == [100, 121, 144, 169]
+    with pytest.raises(BatchConflict, match="has ended"):
+        values(first)
+    with pytest.raises(BatchConflict, match="has ended"):
+        first.end()
+
+
+def test_again_goes_on_with_a_batch_that_has_not_ended(pipeline: Pipeline) -> None:
+    sender = Sender(pipeline)
+    begun = sender.batch(again=True)
+    begun.put(0)
+    begun.flush()
+    resumed = sender.batch(again=True)
+    assert resumed.sent == 1
+    with pytest.raises(BatchConflict):
+        sender.batch("cube", again=True)
+    resumed.send(range(3))
+    pipeline.finish()
+    assert values(resumed) == [0, 1, 4]
+
+
+def test_what_a_worker_still_has_of_the_earlier_batch_is_no_result_of_the_later_one(pipeline: Pipeline) -> None:
+    sender = Sender(pipeline)
+    sender.batch().send(range(4))
+    slow = pipeline.run("slow")
+    pipeline.cluster.call(Cluster.leave, "slow", True)
+    pipeline.finish()
+    sender.batch(again=True).send(range(10, 14))
+    late = done(slow)
+    for response in (late, msgspec.structs.replace(late, life=slow.life)):
+        pipeline.work("slow", 0, response)
+    pipeline.finish()
+    assert values(sender.batch()) == [100, 121, 144, 169]
+
+
+def test_what_a_worker_holds_of_a_batch_that_is_done_is_not_given_back_to_the_next(pipeline: Pipeline) -> None:
+    sender = Sender(pipeline)
+    sender.batch().send(range(4))
+    run = pipeline.run("silent")
+    pipeline.cluster.call(Cluster.work, "twin", {}, done(run))  # somebody else has done it as well
+    assert pipeline.cluster.call(Cluster.progress, "squares").is_complete
+    sender.batch(again=True).send(range(10, 12))
+    pipeline.cluster.call(Cluster.leave, "silent", True)
+    pipeline.finish()
+    assert values(sender.batch()) == [100, 121]
+
+
+def test_a_ventilator_that_comes_again_with_other_tasks_is_refused_before_any_is_put(pipeline: Pipeline) -> None:
+    sender = Sender(pipeline)
+    begun = sender.batch()
+    for number in range(5):
+        begun.put(number)
+    begun.flush()
+    with pytest.raises(BatchConflict, match="so far 5 tasks"):
+        sender.batch().send([0, 1, 2, 3, 5, 6])
+    assert pipeline.cluster.call(Cluster.progress, "squares").put == 5
+    sender.batch().send(number for number in range(8))  # a generator: its beginning is made anew
+    assert pipeline.cluster.call(Cluster.progress, "squares").put == 8
+
+
+def test_two_ventilators_at_once_put_the_same_tasks_or_one_is_refused(pipeline: Pipeline) -> None:
+    sender = Sender(pipeline)
+    one, same, other = sender.batch(), sender.batch(), sender.batch()
+    for number in range(6):
+        one.put(number)
+    one.flush()
+    for number in range(9):
+        same.put(number)
+        other.put(number if number < 4 else 0)
+    same.flush()  # begins before what is there, and ends behind it
+    assert pipeline.cluster.call(Cluster.progress, "squares").put == 9
+    with pytest.raises(BatchConflict):
+        other.flush()
+    one.put(6)
+    one.flush()
+    for number in (7, 8):
+        one.put(number)
+    one.end()
+    pipeline.finish()
+    assert values(one) == [number**2 for number in range(9)]
+
+
+def test_the_pieces_in_which_tasks_come_make_no_difference(pipeline: Pipeline) -> None:
+    assert digest(range(10)) == digest_behind(digest(range(4)), [msgspec.msgpack.encode(one) for one in range(4, 10)])
+    sender = Sender(pipeline)
+    begun = sender.batch()
+    for number in range(7):
+        begun.put(number)
+        begun.flush()
+    pipeline.cluster.call(Cluster.put, "squares", 7, pack(range(7, 9)))  # of an earlier version: without digests
+    sender.batch().send(range(12))
+    assert pipeline.cluster.call(Cluster.progress, "squares").size == 12
+
+
+def test_a_batch_of_an_earlier_version_is_compared_with_nothing(pipeline: Pipeline) -> None:
+    dispatch = Dispatch(batches={"old": rules.Batch("square", "results", put_count=3)}, ended={"done": PROGRESS})
+    assert dispatch.start("done", "cube", "results") == 4
+    dispatch.put("old", 3, pack(range(3, 5)), b"x" * 16, b"y" * 16)
+    assert dispatch.end("old", 5, b"z" * 16) == "results"
+    assert dispatch.batches["old"].digest == b""
+
+
+def test_a_collector_takes_no_results_of_another_function_or_other_tasks_from_another_cluster(
+    pipeline: Pipeline,
+) -> None:
+    sender = Sender(pipeline)
+    sender.batch().send(range(4))
+    pipeline.finish()
+    gathered = Gathered()
+    mine = Contents("square", "results", 4, digest(range(4)), True, Life("cluster", 1))
+    gathered.belongs_to("squares", mine.life, mine)
+    same = msgspec.structs.replace(mine, life=Life("spare", 1))
+    gathered.belongs_to("squares", same.life, same)
+    for other in (
+        msgspec.structs.replace(same, function="cube"),
+        msgspec.structs.replace(same, digest=digest(range(1, 5))),
+        msgspec.structs.replace(same, count=5),
+    ):
+        with pytest.raises(BatchConflict):
+            gathered.belongs_to("squares", other.life, other)
+    assert not gathered.is_replaced_by(Life("spare", 1))
+    assert gathered.is_replaced_by(Life("spare", 2))
+    assert gathered.is_replaced_by(Life("third", 1, again=True))
+
+
+def test_a_name_that_the_cluster_has_forgotten_brings_no_old_results(
+    monkeypatch: pytest.MonkeyPatch, pipeline: Pipeline
+) -> None:
+    monkeypatch.setattr("appsdk.patterns.harmony.dispatch.BATCHES_ENDED_MAX", 1)
+    sender = Sender(pipeline)
+    sender.batch().send(range(4))
+    pipeline.finish()
+    sender.batch(name="other").send(range(1))
+    pipeline.finish()
+    anew = sender.batch()
+    anew.send(range(20, 22))
+    pipeline.finish()
+    assert values(anew) == [400, 441]

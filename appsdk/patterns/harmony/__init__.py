@@ -7,7 +7,7 @@ from __future__ import annotations
 from appsdk.patterns.harmony.batch import Progress
 from appsdk.patterns.harmony.cluster import Cluster
 from appsdk.patterns.harmony.collector import BaseCollector, Collector, Received
-from appsdk.patterns.harmony.errors import BatchError
+from appsdk.patterns.harmony.errors import BatchConflict, BatchError
 from appsdk.patterns.harmony.runs import Result
 from appsdk.patterns.harmony.ventilator import Batch, Ventilator, connect
 from appsdk.patterns.harmony.worker import worker
@@ -15,6 +15,7 @@ from appsdk.patterns.harmony.worker import worker
 __all__ = [
     "BaseCollector",
     "Batch",
+    "BatchConflict",
     "BatchError",
     "Cluster",
     "Collector",

@@ -11,7 +11,7 @@ from bisect import insort
 
 import msgspec
 
-from appsdk.patterns.harmony.errors import BatchError
+from appsdk.patterns.harmony.errors import BatchConflict, BatchError
 from appsdk.patterns.harmony.limits import (
     JOINED_SIZE_BYTES_MAX,
     JOINED_TASKS_MAX,
@@ -22,7 +22,8 @@ from appsdk.patterns.harmony.limits import (
     WAITING_TASKS_MAX,
 )
 from appsdk.patterns.harmony.ranges import Ranges
-from appsdk.patterns.harmony.runs import Response, Run, cut, joined, split
+from appsdk.patterns.harmony.runs import Life, Response, Run, cut, joined, split
+from protocol.identity import digest_behind, shown
 
 _NIL = b"\x91\xc0"  # an array of one nil
 
@@ -78,6 +79,57 @@ class Progress(msgspec.Struct, frozen=True):
         )
 
 
+class Contents(msgspec.Struct, frozen=True):
+    """What a batch is beside its name. ``digest``: of its first ``count`` tasks; empty where an earlier version has not
+    noted it. ``ended``: there are no more.
+
+    ``life``: None where an earlier version has begun it.
+    """
+
+    function: str
+    collector: str
+    count: int = 0
+    digest: bytes = b""
+    ended: bool = False
+    life: Life | None = None
+
+    def __str__(self) -> str:
+        tasks = f"{self.count} tasks (digest {shown(self.digest) or 'not known'})" if self.count or self.ended else ""
+        has = f" with {'' if self.ended else 'so far '}{tasks}" if tasks else ""
+        return f"for {self.function!r} and collector {self.collector!r}{has}"
+
+    def check_target(self, name: str, function: str, collector: str) -> None:
+        """Raises BatchConflict."""
+        if (self.function, self.collector) != (function, collector):
+            raise self.conflict(name, Contents(function, collector))
+
+    def check_tasks(self, name: str, digest: bytes) -> None:
+        """``digest``: of as many tasks; empty: whoever sends them does not say. Raises BatchConflict."""
+        if digest and self.digest and digest != self.digest:
+            raise self.conflict(name, msgspec.structs.replace(self, digest=digest))
+
+    def check_life(self, name: str, life: Life | None) -> None:
+        """Raises BatchConflict."""
+        if life is not None and life != self.life:
+            raise self.conflict(name, f"{life}, which had the name before and has ended")
+
+    def conflict(self, name: str, given: Contents | str) -> BatchConflict:
+        advice = (
+            "give another batch another name, or begin it with again=True"
+            if self.ended
+            else "give another batch another name"
+        )
+        return BatchConflict(f"batch {name!r}", str(self), str(given), advice)
+
+
+def tasks_of(name: str, first: int, tasks: bytes) -> list[msgspec.Raw]:
+    """Raises BatchError."""
+    try:
+        return split(tasks)
+    except ValueError as error:
+        raise BatchError(f"batch {name!r}, tasks from {first} on: {error}") from None
+
+
 class Batch(msgspec.Struct):
     function: str
     collector: str
@@ -89,18 +141,32 @@ class Batch(msgspec.Struct):
     failed: int = 0
     resent: int = 0
     ventilator_waits: bool = False
+    digest: bytes = b""
+    life: Life | None = None
 
-    def put(self, name: str, first: int, tasks: bytes) -> None:
-        """Numbered from ``first``. What was put before is not put again. Raises BatchError."""
-        try:
-            count = len(split(tasks))
-        except ValueError as error:
-            raise BatchError(f"batch {name!r}, tasks from {first} on: {error}") from None
+    @property
+    def contents(self) -> Contents:
+        ended = self.size is not None
+        return Contents(self.function, self.collector, self.put_count, self.digest, ended, self.life)
+
+    def put(self, name: str, first: int, tasks: bytes, before: bytes = b"", behind: bytes = b"") -> None:
+        """Numbered from ``first``. What was put before is not put again.
+
+        ``before``, ``behind``: digests of all tasks in front of these, and with them; empty: who puts them says none.
+        Raises BatchError, BatchConflict.
+        """
+        parts = tasks_of(name, first, tasks)
+        count = len(parts)
         if not 0 <= first <= self.put_count:
             raise BatchError(
                 f"batch {name!r}: tasks from {first} on came, {self.put_count} was expected: send from there"
             )
         stop = first + count
+        if before:  # of what was put: as others put it
+            known = max(0, min(count, self.put_count - first))
+            there = before if not known else behind if known == count else digest_behind(before, parts[:known])
+            if first + known == self.put_count:
+                self.contents.check_tasks(name, there)
         if stop <= self.put_count:
             return
         if self.size is not None:
@@ -111,18 +177,21 @@ class Batch(msgspec.Struct):
                 f"{TASK_SIZE_BYTES_MAX} bytes were expected"
             )
         piece = Piece(first, count, tasks).part(self.put_count, stop)
+        if self.digest:
+            self.digest = behind or digest_behind(self.digest, parts[self.put_count - first :])
         self.put_count = stop
         if self.fresh and self.fresh[-1].count < JOINED_TASKS_MAX and len(tasks) < JOINED_SIZE_BYTES_MAX:
             last = self.fresh.pop()
             piece = Piece(last.first, last.count + piece.count, joined(last.tasks, piece.tasks))
         self.fresh.append(piece)
 
-    def end(self, name: str, size: int) -> None:
-        """There are ``size`` tasks. Raises BatchError."""
+    def end(self, name: str, size: int, digest: bytes = b"") -> None:
+        """There are ``size`` tasks. Raises BatchError, BatchConflict."""
         if size != self.put_count:
             raise BatchError(
                 f"batch {name!r} can't end with {size} tasks: {self.put_count} came; send from {self.put_count} on"
             )
+        self.contents.check_tasks(name, digest)
         self.size = size
 
     @property
@@ -190,7 +259,7 @@ class Batch(msgspec.Struct):
             self.give_back(msgspec.structs.replace(piece, deaths=piece.deaths + 1))
         else:
             reason = f"set aside: {deaths_max} workers ended or fell silent while they had this task alone"
-            return self.respond(Response(batch, piece.first, 1, _NIL, {piece.first: reason}))
+            return self.respond(Response(batch, piece.first, 1, _NIL, {piece.first: reason}, self.life, self.function))
         self.resent += sum(stop - start for start, stop in self.done.missing(piece.first, piece.stop))
         return []
 
@@ -199,4 +268,4 @@ class Batch(msgspec.Struct):
         insort(self.lost, piece, key=lambda one: one.first)
 
     def run(self, name: str, piece: Piece) -> Run:
-        return Run(name, self.function, piece.first, piece.count, piece.tasks)
+        return Run(name, self.function, piece.first, piece.count, piece.tasks, self.life)

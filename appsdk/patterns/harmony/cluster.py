@@ -10,10 +10,10 @@ from appsdk.handlers.decorators import query, rpc
 from appsdk.immortal import Immortal
 from appsdk.patterns.harmony.batch import Progress
 from appsdk.patterns.harmony.collector import BaseCollector
-from appsdk.patterns.harmony.dispatch import Dispatch
-from appsdk.patterns.harmony.errors import BatchError
+from appsdk.patterns.harmony.dispatch import Begun, Dispatch
+from appsdk.patterns.harmony.errors import BatchConflict, BatchError
 from appsdk.patterns.harmony.limits import DEATHS_MAX, IDLE_S, SILENCE_S
-from appsdk.patterns.harmony.runs import Response, Run
+from appsdk.patterns.harmony.runs import Life, Response, Run
 from appsdk.patterns.harmony.telling import fork_to
 
 
@@ -32,27 +32,38 @@ class Cluster(Immortal):
 
     # --- for ventilators ---------------------------------------------------------------------------------------------
 
-    @rpc(raises=[BatchError])
+    @rpc(raises=[BatchError, BatchConflict])
     def start(self, batch: str, function: str, collector: str) -> int:
+        """As ``begin``, without ``again``: the number of the task that is expected next."""
+        return self.dispatch.start(batch, function, collector, self._immortal_context.instance_name)
+
+    @rpc(raises=[BatchError, BatchConflict])
+    def begin(self, batch: str, function: str, collector: str, again: bool = False) -> Begun:
         """Tasks of ``batch`` are arguments of ``function``, results go to the instance ``collector``.
 
-        Returns the number of the task that is expected next: 0, or where a ventilator that died has come to.
+        One that has that name goes on, if it is the same. ``again``: if it has ended, another one takes its name.
         """
-        return self.dispatch.start(batch, function, collector)
+        name = self._immortal_context.instance_name
+        return self.dispatch.begin(batch, function, collector, name, again=again)
 
-    @rpc(raises=[BatchError])
-    def put(self, batch: str, first: int, tasks: bytes) -> bool:
-        """Tasks from number ``first`` on, a MessagePack array. Returns whether there is room for more, see ``room``."""
-        has_room = self.dispatch.put(batch, first, tasks)
+    @rpc(raises=[BatchError, BatchConflict])
+    def put(
+        self, batch: str, first: int, tasks: bytes, before: bytes = b"", behind: bytes = b"", life: Life | None = None
+    ) -> bool:
+        """Tasks from number ``first`` on, a MessagePack array. Returns whether there is room for more, see ``room``.
+
+        ``before``, ``behind``: the digests of all tasks in front of them, and with them.
+        """
+        has_room = self.dispatch.put(batch, first, tasks, before, behind, life)
         self._call()
         return has_room
 
-    @rpc(raises=[BatchError])
-    def end(self, batch: str, size: int) -> None:
-        """The batch has ``size`` tasks."""
-        collector = self.dispatch.end(batch, size)
+    @rpc(raises=[BatchError, BatchConflict])
+    def end(self, batch: str, size: int, digest: bytes = b"", life: Life | None = None) -> None:
+        """The batch has ``size`` tasks. ``digest``: of all of them."""
+        collector = self.dispatch.end(batch, size, digest, life)
         if collector is not None:
-            fork_to(self, collector, BaseCollector, "end")(batch, size)
+            fork_to(self, collector, BaseCollector, "end")(batch, size, self.dispatch.batches[batch].contents)
         self.dispatch.close(batch)
 
     @rpc

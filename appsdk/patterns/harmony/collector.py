@@ -8,10 +8,11 @@ import msgspec
 
 from appsdk.handlers.decorators import query, rpc
 from appsdk.immortal import Immortal
-from appsdk.patterns.harmony.errors import BatchError
+from appsdk.patterns.harmony.batch import Contents
+from appsdk.patterns.harmony.errors import BatchConflict, BatchError
 from appsdk.patterns.harmony.gathered import Gathered, Kept
 from appsdk.patterns.harmony.limits import IDLE_S
-from appsdk.patterns.harmony.runs import Response, Result, results
+from appsdk.patterns.harmony.runs import Life, Response, Result, results
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -46,21 +47,37 @@ class BaseCollector(Immortal):
         """The same as ``collect``, for who does not want to look into results."""
         self.collect(response.batch, results(response))
 
+    def replaced(self, batch: str) -> None:
+        """What was collected is of an earlier batch; another one has taken its name, and its results come now."""
+
     @rpc
     def accept(self, response: Response) -> None:
         """Of a cluster."""
-        gathered = self.gathered.setdefault(response.batch, Gathered())
+        contents = Contents(response.function, self._immortal_context.instance_name) if response.function else None
+        gathered = self._gathered(response.batch, response.life, contents)
         for new in gathered.take(response):
             self.keep(new)
         self._look(response.batch, gathered)
 
     @rpc
-    def end(self, batch: str, size: int) -> None:
+    def end(self, batch: str, size: int, contents: Contents | None = None) -> None:
         """Of a cluster: the batch has ``size`` tasks."""
-        gathered = self.gathered.setdefault(batch, Gathered())
+        gathered = self._gathered(batch, None if contents is None else contents.life, contents)
         if gathered.size is None:
             gathered.size = size
             self._look(batch, gathered)
+
+    def _gathered(self, batch: str, life: Life | None, contents: Contents | None) -> Gathered:
+        """``contents``: what a cluster says of it; None: an earlier version says nothing. Raises BatchConflict."""
+        known = self.gathered.get(batch)
+        if known is not None and known.is_replaced_by(life):
+            self.replaced(batch)
+            known = None
+        if known is None:
+            known = self.gathered[batch] = Gathered()
+        if contents is not None:
+            known.belongs_to(batch, life, contents)
+        return known
 
     def _look(self, batch: str, gathered: Gathered) -> None:
         if gathered.is_complete and gathered.size is not None:
@@ -104,11 +121,23 @@ class Collector(BaseCollector):
     def _has_come(self, gathered: Gathered, number: int) -> bool:
         return gathered.done.covers(number, number + 1) or (gathered.size is not None and number >= gathered.size)
 
-    @query(raises=[BatchError])
-    def page(self, batch: str, number: int) -> Response | None:
+    def replaced(self, batch: str) -> None:
+        self.kept.pop(batch, None)
+
+    def _known(self, batch: str, life: Life | None) -> Gathered:
+        """What has come of it. Raises BatchConflict."""
+        known = self.gathered.get(batch)
+        if known is None or known.is_replaced_by(life):
+            return Gathered()  # nothing yet
+        if known.is_older(life) and known.contents is not None:
+            known.contents.check_life(batch, life)
+        return known
+
+    @query(raises=[BatchError, BatchConflict])
+    def page(self, batch: str, number: int, life: Life | None = None) -> Response | None:
         """Results from ``number`` on, some of them; None: that one has not come; ``count`` 0: there are no more."""
-        kept = self.kept.get(batch)
-        gathered = self.gathered.get(batch, Gathered())
+        gathered = self._known(batch, life)
+        kept = self.kept.get(batch) if gathered is self.gathered.get(batch) else None
         if kept is not None and (page := kept.page(number)) is not None:
             return page
         if gathered.size is not None and number >= gathered.size:
@@ -122,10 +151,10 @@ class Collector(BaseCollector):
         self.kept.pop(batch, None)
         return super().forget(batch)
 
-    @rpc
-    def wait_for(self, batch: str, number: int) -> str:
+    @rpc(raises=[BatchConflict])
+    def wait_for(self, batch: str, number: int, life: Life | None = None) -> str:
         """An event that comes with that result, or the end before it; "": that is there. A step of :meth:`watch`."""
-        gathered = self.gathered.get(batch, Gathered())
+        gathered = self._known(batch, life)
         if self._has_come(gathered, number):
             return ""
         event = f"{batch} {self.uuid4()}"
@@ -140,10 +169,10 @@ class Collector(BaseCollector):
         if not waiting:
             self.readers.pop(batch, None)
 
-    @rpc
-    async def watch(self, batch: str, number: int) -> None:
+    @rpc(raises=[BatchConflict])
+    async def watch(self, batch: str, number: int, life: Life | None = None) -> None:
         """Until that result or the end before it has come, or some seconds are over."""
-        event = await self.wait_for.step(batch, number)
+        event = await self.wait_for.step(batch, number, life)
         if event:
             came = await self.race(self.event(event), self.sleep(timedelta(seconds=IDLE_S)))
             if came.index == 1:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from appsdk.patterns.harmony.batch import Batch, Piece, Progress
+from appsdk.patterns.harmony.batch import Batch, Contents, Piece, Progress, tasks_of
 from appsdk.patterns.harmony.errors import BatchError
 from appsdk.patterns.harmony.limits import (
     BATCHES_ENDED_MAX,
@@ -15,7 +15,8 @@ from appsdk.patterns.harmony.limits import (
     IDLE_S,
     NAME_SIZE_BYTES_MAX,
 )
-from appsdk.patterns.harmony.runs import Response, Run
+from appsdk.patterns.harmony.runs import Life, Response, Run
+from protocol.identity import OF_NOTHING
 
 _NS = 1_000_000_000
 
@@ -27,6 +28,13 @@ class Lease(msgspec.Struct, frozen=True):
     piece: Piece
 
 
+class Begun(msgspec.Struct, frozen=True):
+    """``next``: the number of the task that is expected next: 0, or where a ventilator that died has come to."""
+
+    next: int
+    life: Life | None
+
+
 class Worker(msgspec.Struct):
     heard_ns: int
     lease: Lease | None = None
@@ -34,11 +42,13 @@ class Worker(msgspec.Struct):
 
 class Dispatch(msgspec.Struct):
     """``time_ns``: for how long the cluster has listened. What it does not hear while it is down makes nobody silent:
-    between two words at most BEAT_S go by.
+    between two words at most BEAT_S go by. ``ended_contents``: of those of ``ended`` that this version has begun.
     """
 
     batches: dict[str, Batch] = {}
     ended: dict[str, Progress] = {}
+    ended_contents: dict[str, Contents] = {}
+    lives: int = 0  # begun batches
     workers: dict[str, Worker] = {}
     resting: dict[str, list[str]] = {}  # workers without work that wait, and their functions
     time_ns: int = 0
@@ -57,43 +67,79 @@ class Dispatch(msgspec.Struct):
 
     # --- ventilators -------------------------------------------------------------------------------------------------
 
-    def start(self, name: str, function: str, collector: str) -> int:
-        """The number of the next task: 0, or behind what came before a ventilator died. Raises BatchError."""
+    def start(self, name: str, function: str, collector: str, cluster: str = "") -> int:
+        """As :meth:`begin`: the number of the next task. Raises BatchError, BatchConflict."""
+        return self.begin(name, function, collector, cluster).next
+
+    def begin(self, name: str, function: str, collector: str, cluster: str, *, again: bool = False) -> Begun:
+        """A new batch, or the one of that name. ``again``: a new one, if that has ended. ``cluster``: this one's name.
+
+        Raises BatchError, BatchConflict.
+        """
         for what, text in (("batch", name), ("function", function), ("collector", collector)):
             _check_name(what, text)
+        if again:
+            self._forget(name)
         if name in self.ended:
-            return self.ended[name].put
+            known = self.ended_contents.get(name)
+            if known is not None:
+                known.check_target(name, function, collector)
+            return Begun(self.ended[name].put, known.life if known is not None else None)
         batch = self.batches.get(name)
         if batch is None:
             if len(self.batches) >= BATCHES_OPEN_MAX:
                 raise BatchError(f"batch {name!r}: {BATCHES_OPEN_MAX} batches are open, that is all a cluster takes")
-            batch = self.batches[name] = Batch(function, collector)
-        if (batch.function, batch.collector) != (function, collector):
-            raise BatchError(
-                f"batch {name!r} is for {batch.function!r} and collector {batch.collector!r}, not for {function!r} and "
-                f"{collector!r}: give another batch another name"
-            )
-        return batch.put_count
+            self.lives += 1
+            life = Life(cluster, self.lives, again)
+            batch = self.batches[name] = Batch(function, collector, digest=OF_NOTHING, life=life)
+        batch.contents.check_target(name, function, collector)
+        return Begun(batch.put_count, batch.life)
 
-    def put(self, name: str, first: int, tasks: bytes) -> bool:
-        """Whether there is room for more. Raises BatchError."""
-        if name in self.ended:
+    def put(
+        self, name: str, first: int, tasks: bytes, before: bytes = b"", behind: bytes = b"", life: Life | None = None
+    ) -> bool:
+        """Whether there is room for more. Raises BatchError, BatchConflict."""
+        self._check_life(name, life)
+        ended = self.ended.get(name)
+        if ended is not None:
+            self._check_put(name, first, tasks, behind, ended)
             return True
         batch = self.batch(name)
-        batch.put(name, first, tasks)
+        batch.put(name, first, tasks, before, behind)
         return not batch.is_full
 
-    def end(self, name: str, size: int) -> str | None:
-        """The collector, which is to hear of it; None: it has. Raises BatchError."""
+    def _check_put(self, name: str, first: int, tasks: bytes, behind: bytes, ended: Progress) -> None:
+        """What came before a ventilator died, and comes once more. Raises BatchError, BatchConflict."""
+        stop = first + len(tasks_of(name, first, tasks))
+        if stop > ended.put:
+            raise BatchError(f"batch {name!r} has ended with {ended.put} tasks, and task {stop - 1} came")
+        if stop == ended.put and name in self.ended_contents:
+            self.ended_contents[name].check_tasks(name, behind)
+
+    def end(self, name: str, size: int, digest: bytes = b"", life: Life | None = None) -> str | None:
+        """The collector, which is to hear of it; None: it has. Raises BatchError, BatchConflict."""
+        self._check_life(name, life)
         ended = self.ended.get(name)
         if ended is not None:
             if ended.size != size:
                 raise BatchError(f"batch {name!r} has ended with {ended.size} tasks, not {size}")
+            if name in self.ended_contents:
+                self.ended_contents[name].check_tasks(name, digest)
             return None
         batch = self.batch(name)
         is_new = batch.size is None
-        batch.end(name, size)
+        batch.end(name, size, digest)
         return batch.collector if is_new else None
+
+    def _check_life(self, name: str, life: Life | None) -> None:
+        """Raises BatchConflict."""
+        known = self.batches[name].contents if name in self.batches else self.ended_contents.get(name)
+        if known is not None:
+            known.check_life(name, life)
+
+    def _forget(self, name: str) -> None:
+        self.ended.pop(name, None)
+        self.ended_contents.pop(name, None)
 
     def batch(self, name: str) -> Batch:
         """Raises BatchError."""
@@ -115,10 +161,10 @@ class Dispatch(msgspec.Struct):
     def respond(self, worker: str, response: Response) -> list[Response]:
         """What of it is new; of a batch that is done nothing is. Raises BatchError."""
         batch = self.batches.get(response.batch)
-        if batch is None:
-            return []
-        new = batch.respond(response)
         known = self.workers[worker]
+        if batch is None or not _may_be_of(response, batch, known):
+            return []  # of one that is done, or had the name before
+        new = batch.respond(msgspec.structs.replace(response, life=batch.life, function=batch.function))
         if known.lease is not None and known.lease.batch == response.batch:
             piece = known.lease.piece
             rest = next(batch.done.missing(piece.first, piece.stop), None)
@@ -192,9 +238,13 @@ class Dispatch(msgspec.Struct):
         if batch is None or not batch.is_complete:
             return
         self.ended[name] = self._progress(name, batch, 0)
+        self.ended_contents[name] = batch.contents
         del self.batches[name]
+        for known in self.workers.values():
+            if known.lease is not None and known.lease.batch == name:
+                known.lease = None
         while len(self.ended) > BATCHES_ENDED_MAX:
-            del self.ended[next(iter(self.ended))]
+            self._forget(next(iter(self.ended)))
 
     def progress(self, name: str, now_ns: int, silence_s: float) -> Progress:
         """At ``now_ns``: who was silent for so long is counted as no worker, found lost or not. Raises BatchError."""
@@ -216,6 +266,14 @@ class Dispatch(msgspec.Struct):
     def names(self) -> list[str]:
         """Of all batches that are known, the open ones last."""
         return [*self.ended, *self.batches]
+
+
+def _may_be_of(response: Response, batch: Batch, worker: Worker) -> bool:
+    """Workers of earlier versions do not say of which batch of that name it is: then only what they were given counts
+    where there were several."""
+    if response.life is not None or batch.life is None or not batch.life.again:
+        return response.life in (None, batch.life)
+    return worker.lease is not None and worker.lease.batch == response.batch
 
 
 def _check_name(what: str, name: str) -> None:

@@ -6,16 +6,46 @@ from bisect import bisect_right, insort
 
 import msgspec
 
+from appsdk.patterns.harmony.batch import Contents
 from appsdk.patterns.harmony.ranges import Ranges
-from appsdk.patterns.harmony.runs import Response
+from appsdk.patterns.harmony.runs import Life, Response
 
 
 class Gathered(msgspec.Struct):
-    """``failed``: so many of its results are failures."""
+    """``failed``: so many of its results are failures. ``lives``: the batch's number at each cluster that has brought
+    some. ``contents``: as far as they have said.
+    """
 
     done: Ranges = msgspec.field(default_factory=Ranges)
     size: int | None = None
     failed: int = 0
+    lives: dict[str, int] = {}
+    contents: Contents | None = None
+
+    def is_replaced_by(self, life: Life | None) -> bool:
+        """Whether another batch has taken the name of this one."""
+        if life is None:
+            return False
+        known = self.lives.get(life.cluster)
+        return life.again if known is None else known < life.number
+
+    def is_older(self, life: Life | None) -> bool:
+        """Whether the batch ``life`` had the name before this one."""
+        return life is not None and life.number < self.lives.get(life.cluster, 0)
+
+    def belongs_to(self, name: str, life: Life | None, contents: Contents) -> None:
+        """Results of that come. Raises BatchConflict: what has come under its name is another batch's."""
+        known = self.contents or contents
+        if self.is_older(life):
+            known.check_life(name, life)
+        known.check_target(name, contents.function, known.collector)
+        if known.ended and contents.ended:
+            if contents.count != known.count:
+                raise known.conflict(name, contents)
+            known.check_tasks(name, contents.digest)
+        if life is not None:
+            self.lives[life.cluster] = life.number
+        self.contents = contents if contents.ended or self.contents is None else self.contents
 
     def take(self, response: Response) -> list[Response]:
         """What of it is new: a number counts once."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from appsdk.calls.codec import encoder
 from appsdk.patterns.harmony.limits import RUN_SIZE_BYTES_MAX, RUN_TASKS_MAX, TASK_SIZE_BYTES_MAX
 from appsdk.patterns.harmony.runs import array
+from protocol.identity import OF_NOTHING, digest_behind
 
 
 class Packer:
@@ -14,6 +16,8 @@ class Packer:
 
     def __init__(self, first: int) -> None:
         self.first = first
+        self.before = OF_NOTHING if first == 0 else b""  # digest of the tasks before ``first``; empty: not known here
+        self.behind = self.before  # ... of all so far
         self._tasks: list[bytes] = []
         self._size_bytes = 0
 
@@ -28,16 +32,15 @@ class Packer:
 
     def add(self, task: Any) -> None:
         """Raises TypeError, ValueError for what can't be sent."""
-        try:
-            encoded = encoder.encode(task)
-        except Exception as error:
-            raise TypeError(f"task {self.next}, a {type(task).__qualname__}, can't be encoded: {error}") from None
+        encoded = _encoded(task, self.next)
         if len(encoded) > TASK_SIZE_BYTES_MAX - RUN_SIZE_BYTES_MAX:
             raise ValueError(
                 f"task {self.next} has {len(encoded)} bytes, at most {TASK_SIZE_BYTES_MAX - RUN_SIZE_BYTES_MAX} were "
                 f"expected: send where it is instead"
             )
         self._tasks.append(encoded)
+        if self.behind:
+            self.behind = digest_behind(self.behind, (encoded,))
         self._size_bytes += len(encoded)
 
     def run(self) -> bytes:
@@ -45,5 +48,22 @@ class Packer:
         return array(self._tasks)
 
     def left(self) -> None:
-        self.first = self.next
+        self.first, self.before = self.next, self.behind
         self._tasks, self._size_bytes = [], 0
+
+    def know(self, digest: bytes) -> None:
+        """It is that of all tasks so far, none of which waits here."""
+        self.before = self.behind = digest
+
+
+def digest_of(tasks: Iterable[Any]) -> bytes:
+    """Of those that are the first ones of a batch. Raises TypeError."""
+    return digest_behind(OF_NOTHING, (_encoded(task, number) for number, task in enumerate(tasks)))
+
+
+def _encoded(task: Any, number: int) -> bytes:
+    """Raises TypeError."""
+    try:
+        return encoder.encode(task)
+    except Exception as error:
+        raise TypeError(f"task {number}, a {type(task).__qualname__}, can't be encoded: {error}") from None

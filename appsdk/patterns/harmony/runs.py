@@ -13,20 +13,36 @@ _encode = msgspec.msgpack.encode
 _items = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
+class Life(msgspec.Struct, frozen=True):
+    """Tells a batch from others that had its name: the cluster, and how many batches that had begun by then.
+
+    ``again``: there was one before.
+    """
+
+    cluster: str
+    number: int
+    again: bool = False
+
+    def __str__(self) -> str:
+        return f"batch {self.number} of cluster {self.cluster!r}"
+
+
 class Run(msgspec.Struct, frozen=True):
-    """``tasks`` of ``function``, numbered from ``first``: what a worker is given."""
+    """``tasks`` of ``function``, numbered from ``first``: what a worker is given. ``life``: of the batch."""
 
     batch: str
     function: str
     first: int
     count: int
     tasks: bytes
+    life: Life | None = None
 
 
 class Response(msgspec.Struct, frozen=True):
     """Results of the tasks from ``first`` on: ``values``, an array, with nil where ``failures`` has the reason.
 
-    ``count``: how many there are.
+    ``count``: how many there are. ``life``: of the batch; None: earlier versions do not say. ``function``: theirs; "":
+    only a collector is told.
     """
 
     batch: str
@@ -34,6 +50,8 @@ class Response(msgspec.Struct, frozen=True):
     count: int
     values: bytes
     failures: dict[int, str] = {}
+    life: Life | None = None
+    function: str = ""
 
     def part(self, start: int, stop: int) -> Response:
         """The results from number ``start`` up to, not including, ``stop``."""
@@ -41,7 +59,7 @@ class Response(msgspec.Struct, frozen=True):
             return self
         values = cut(self.values, start - self.first, stop - self.first)
         failures = {number: reason for number, reason in self.failures.items() if start <= number < stop}
-        return Response(self.batch, start, stop - start, values, failures)
+        return Response(self.batch, start, stop - start, values, failures, self.life, self.function)
 
 
 class Result(msgspec.Struct, frozen=True):

@@ -14,11 +14,13 @@ from appsdk.client.limits import TIMEOUT_DEFAULT_S
 from appsdk.patterns.harmony.batch import Progress
 from appsdk.patterns.harmony.cluster import Cluster
 from appsdk.patterns.harmony.collector import Collector
+from appsdk.patterns.harmony.dispatch import Begun
 from appsdk.patterns.harmony.limits import FLUSH_S
-from appsdk.patterns.harmony.packing import Packer
-from appsdk.patterns.harmony.runs import Result, results
+from appsdk.patterns.harmony.packing import Packer, digest_of
+from appsdk.patterns.harmony.runs import Result, array, results
 
 _PROGRESS_S = 1.0  # between two lines
+_NO_TASKS = array([])
 
 
 class Ventilator:
@@ -28,13 +30,15 @@ class Ventilator:
         self._cluster = cluster
         self._connector = connector
 
-    def batch(self, name: str, function: str, *, collector: str) -> Batch:
+    def batch(self, name: str, function: str, *, collector: str, again: bool = False) -> Batch:
         """A new batch, or the one of that name, wherever it has come to.
 
-        ``function``: what workers call it; ``collector``: the instance that gets the results. Raises BatchError,
-        ClientError.
+        ``function``: what workers call it; ``collector``: the instance that gets the results. ``again``: another batch,
+        where one of that name has ended; its results take the place of the earlier ones. Raises BatchConflict where
+        that name is of a batch with another function or collector, BatchError, ClientError.
         """
-        return Batch(self._cluster, self._connector, name, collector, self._cluster.start(name, function, collector))
+        begun = self._cluster.begin(name, function, collector, again)
+        return Batch(self._cluster, self._connector, name, collector, begun)
 
     def progress(self, name: str) -> Progress:
         """Of a batch. Raises BatchError, ClientError."""
@@ -49,13 +53,14 @@ class Batch:
     """``name``: its number, so to speak: no two batches of a collector have one."""
 
     def __init__(
-        self, cluster: Cluster, connector: Callable[[str], Any], name: str, collector: str, first: int
+        self, cluster: Cluster, connector: Callable[[str], Any], name: str, collector: str, begun: Begun
     ) -> None:
         self.name = name
         self.collector = collector
         self._cluster = cluster
         self._connector = connector
-        self._packer = Packer(first)
+        self._life = begun.life
+        self._packer = Packer(begun.next)
         self._flushed_s = time.monotonic()
 
     @property
@@ -67,17 +72,29 @@ class Batch:
         """All tasks of the batch, and its end. They are not held in memory: one is asked for when it can be sent.
 
         After a crash of this process the same tasks may be given again, from the first on: those that the cluster has
-        are not sent. ``report``: is called about once a second, with ``print`` for a line.
+        are not sent, and are compared by their digest. ``report``: is called about once a second, with ``print`` for a
+        line.
 
-        Raises TypeError, ValueError, BatchError, ClientError.
+        Raises BatchConflict where they are other tasks, TypeError, ValueError, BatchError, ClientError.
         """
         reported_s = time.monotonic()
-        for task in islice(tasks, self.sent, None):
+        rest = iter(tasks)
+        self._check_sent(rest)
+        for task in rest:
             self.put(task)
             if report is not None and time.monotonic() - reported_s >= _PROGRESS_S:
                 report(self.progress())
                 reported_s = time.monotonic()
         self.end()
+
+    def _check_sent(self, tasks: Iterator[Any]) -> None:
+        """Take what was sent before from the front of ``tasks``. Raises BatchConflict, TypeError."""
+        if not self.sent:
+            return
+        self.flush()
+        digest = digest_of(islice(tasks, self.sent))
+        self._cluster.put(self.name, self.sent, _NO_TASKS, digest, digest, self._life)
+        self._packer.know(digest)
 
     def put(self, task: Any) -> None:
         """The next task. It leaves with others, after FLUSH_S with the next one; waits while the cluster is full."""
@@ -87,8 +104,11 @@ class Batch:
 
     def flush(self) -> None:
         """All tasks so far are the cluster's, and durable."""
-        first = self._packer.first
-        if self.sent > first and not self._cluster.put(self.name, first, self._packer.run()):
+        packer = self._packer
+        first = packer.first
+        if self.sent > first and not self._cluster.put(
+            self.name, first, packer.run(), packer.before, packer.behind, self._life
+        ):
             while not self._cluster.room(self.name):
                 pass  # it has waited there
         self._packer.left()
@@ -97,7 +117,7 @@ class Batch:
     def end(self) -> None:
         """There are no more tasks."""
         self.flush()
-        self._cluster.end(self.name, self.sent)
+        self._cluster.end(self.name, self.sent, self._packer.behind, self._life)
 
     def progress(self) -> Progress:
         """Of this batch at the cluster. Raises ClientError."""
@@ -112,7 +132,7 @@ class Batch:
         with self._connector(self.collector) as collector:
             came_s = time.monotonic()
             while True:
-                page = collector.page(self.name, first)
+                page = collector.page(self.name, first, self._life)
                 if page is not None:
                     yield from results(page)
                     if not page.count:
@@ -124,7 +144,7 @@ class Batch:
                     raise TimeoutError(
                         f"batch {self.name!r}: no result {first} within {timeout:g} s: {self.progress()}"
                     )
-                collector.watch(self.name, first)
+                collector.watch(self.name, first, self._life)
 
     def wait(self, *, timeout: float | None = None, report: Callable[[Progress], object] | None = None) -> Progress:
         """Until the cluster has a result of each task. Raises TimeoutError, ClientError.

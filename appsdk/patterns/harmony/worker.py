@@ -145,7 +145,7 @@ class _Life:
 
     def _do(self, cluster: Cluster, run: Run) -> None:
         skill = self._skills[run.function]
-        results = Results(run.batch, run.first)
+        results = Results(run.batch, run.first, run.life)
         function, count = skill.function, 0
         began_s = self._spoke_s = time.monotonic()
         for task in skill.tasks(run):
