@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from protocol.errors import ImmortalError
 from protocol.file_lock import open_lock, take
+from protocol.forks import at_fork, leave_to_parent
 from protocol.private_files import PUBLIC_FILE_MODE, make_folder, open_beside
 
 if TYPE_CHECKING:
@@ -437,6 +438,17 @@ class _Keeping:
 
 _COPIES: dict[Path, Copy] = {}
 _GUARD = threading.Lock()
+
+
+def _in_child() -> None:
+    """Connections and threads of copies are the parent's: here they are found anew."""
+    global _GUARD
+    _GUARD = threading.Lock()
+    leave_to_parent(*_COPIES.values())
+    _COPIES.clear()
+
+
+at_fork(_in_child)
 
 
 def _database(url: str) -> str:

@@ -7,6 +7,7 @@ BATCH_SIZE_BYTES, when the dispatcher has no more input, and before a checkpoint
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ from appsdk.calls.codec import bind_arguments, encoder, largest, unencodable
 from appsdk.calls.context import QUERY_RUNS, Context
 from appsdk.errors import AS_RPC, Disconnected, QueryError, UsageError
 from protocol.errors import RemoteProtocolError
+from protocol.forks import text_after_fork, watch
 from protocol.limits import MESSAGE_SIZE_BYTES_MAX
 from protocol.messages import MessageType, RpcKind, RpcType, encode_attach_to, encode_message, encode_name
 from protocol.varint import encode_zigzag
@@ -396,6 +398,15 @@ class ImpulseQueue:
         self._count_limit = IMPULSES_OUTSTANDING_MAX  # of what may have been sent: moves with what is accepted
         self._size_limit_bytes = IMPULSES_OUTSTANDING_BYTES_MAX
         self._marks: deque[tuple[int, int]] = deque()  # (count, size in bytes) up to the end of each batch taken
+        self._process_id = os.getpid()
+        watch(self)
+
+    def forked(self) -> None:
+        """In a child: who sends them to the coordinator is a thread of its parent."""
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        advice = "it is the app; a child may call it as a client, with appsdk.client.connect"
+        self._why_closed = text_after_fork("these impulses' way", self._process_id, advice)
 
     def append(self, destination: Name, name: Name, write: Write, arguments: tuple[Any, ...]) -> None:
         """Queue one impulse; wait while the window is full. Any thread but the handlers'.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ from appsdk.client.places import Finder
 from appsdk.client.results import Method
 from appsdk.client.transport import Transport
 from appsdk.client.words import timeout_text
+from protocol.forks import text_after_fork, watch
 
 C = TypeVar("C", bound=Call)
 K = TypeVar("K")
@@ -32,13 +34,22 @@ class AsyncClient:
         self._transport = Transport(self._connection, finder)
         self._forks_done = asyncio.Event()
         self._forks = Forks(finder.name, self._forks_done)
-        self._closed = False
+        self._closed = self._is_parents = False
+        self._process_id = os.getpid()
+        self._why_closed = f"the client of {finder.name!r} is closed"
         self._descriptor = self._transport.fileno()
         self._loop.add_reader(self._descriptor, self._process)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
         self._soon: asyncio.Handle | None = None
         self._process_soon()
+        watch(self)
+
+    def forked(self) -> None:
+        """In a child: its loop is its parent's, so it can't go on there."""
+        self._closed = self._is_parents = True
+        what, advice = f"the client of {self._connection.instance!r}", "connect anew, in a loop of this one"
+        self._why_closed = text_after_fork(what, self._process_id, advice)
 
     @property
     def client_id(self) -> str:
@@ -108,6 +119,8 @@ class AsyncClient:
 
     async def settle(self, timeout_s: float | None) -> None:
         """Until there are replies to all that was forked. Raises ClientError."""
+        if self._is_parents:
+            self._require_open()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._forks_done.wait(), timeout_s)
         self._forks.check(timeout_s)
@@ -119,7 +132,7 @@ class AsyncClient:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ClientClosed(f"the client of {self._connection.instance!r} is closed")
+            raise ClientClosed(self._why_closed)
 
     async def _wait(
         self,

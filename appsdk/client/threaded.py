@@ -19,28 +19,67 @@ from appsdk.client.places import Finder
 from appsdk.client.results import Method
 from appsdk.client.transport import Transport
 from appsdk.client.words import timeout_text
+from protocol.forks import leave_to_parent, text_after_fork, watch
 
 C = TypeVar("C", bound=Call)
 K = TypeVar("K")
 
 
 class Client:
-    """Open from the moment that it is made. Raises NotConnectable."""
+    """Open from the moment that it is made, and in a child of its process from its first use. Raises NotConnectable."""
 
     def __init__(self, finder: Finder, client_id: str | None) -> None:
-        self._connection = Connection(finder.name, client_id, time.monotonic())
-        self._transport = Transport(self._connection, finder)
+        self._finder = finder
+        self._client_id = client_id
+        self._closing = False
+        self._begin()
+        self._open()
+        watch(self)
+
+    def _begin(self) -> None:
+        """In this process: nothing is known of calls, and there is no connection."""
+        self._is_open = False
+        self._opening = threading.Lock()
         self._lock = threading.Lock()  # of connection, transport and forks
         self._forks_done = threading.Event()
-        self._forks = Forks(finder.name, self._forks_done)
-        self._closing = False
+        self._forks = Forks(self._finder.name, self._forks_done)
+
+    def _open(self) -> None:
+        self._own = Connection(self._finder.name, self._client_id, time.monotonic())
+        self._transport = Transport(self._own, self._finder)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name=f"client of {finder.name}", daemon=True)
+        self._process_id = os.getpid()
+        self._is_open = True
+        self._thread = threading.Thread(target=self._run, name=f"client of {self._finder.name}", daemon=True)
         self._thread.start()
+
+    def forked(self) -> None:
+        """In a child: it is another client there, with an ID of its own, and knows nothing of its parent's calls."""
+        leave_to_parent(self._own, self._transport, self._forks, self._thread)
+        self._begin()
+
+    @property
+    def _connection(self) -> Connection:
+        """This process's own. Raises ClientClosed, NotConnectable."""
+        if not self._is_open:
+            with self._opening:
+                if not self._is_open:
+                    self._open_in_child()
+        return self._own
+
+    def _open_in_child(self) -> None:
+        if self._closing:
+            raise ClientClosed(f"the client of {self._finder.name!r} is closed")
+        if self._client_id is not None:
+            raise self._not_ours(f"the client {self._client_id!r}", "connect here, with a client_id of its own")
+        self._open()
+
+    def _not_ours(self, what: str, advice: str) -> ClientClosed:
+        return ClientClosed(text_after_fork(f"{what} of {self._finder.name!r}", self._process_id, advice))
 
     @property
     def client_id(self) -> str:
-        return self._connection.client_id
+        return self._client_id or self._connection.client_id
 
     @property
     def heartbeats(self) -> int:
@@ -76,9 +115,10 @@ class Client:
         replied = threading.Lock()
         replied.acquire()
         call = Call(method.method, arguments, lambda call: replied.release())
+        connection = self._connection
         with self._lock:
             self._require_open()
-            self._connection.query(call)
+            connection.query(call)
         os.eventfd_write(self._wake, 1)
         return self._wait(method, call, replied, timeout_s, partial(self.query, method, arguments))
 
@@ -88,8 +128,10 @@ class Client:
         self, method: Method, arguments: bytes, timeout_s: float | None, key: str, trace_context: str = ""
     ) -> Any:
         """Until the instance has it. Raises ClientError."""
+        connection = self._connection
         with self._lock:
-            self._submit(Call(method.method, arguments, lambda call: None, trace_context), key)
+            self._require_open()
+            connection.submit(Call(method.method, arguments, lambda call: None, trace_context), key)
         return self._made(STATUS, timeout_s, partial(Question, True), self._connection.ask, key)
 
     def status(self, timeout_s: float | None, key: str) -> Any:
@@ -106,23 +148,21 @@ class Client:
 
     def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
         """The call is on its way. Raises ClientClosed."""
+        connection = self._connection
         with self._lock:
-            self._submit(self._forks.call(method, arguments, trace_context), key)
+            self._require_open()
+            connection.submit(self._forks.call(method, arguments, trace_context), key)
         os.eventfd_write(self._wake, 1)
 
     def settle(self, timeout_s: float | None) -> None:
-        """Until there are replies to all that was forked. Raises ClientError."""
+        """Until there are replies to all that was forked, by this process. Raises ClientError."""
         self._forks_done.wait(timeout_s)
         with self._lock:
             self._forks.check(timeout_s)
 
-    def _submit(self, call: Call, key: str | None) -> None:
-        self._require_open()
-        self._connection.submit(call, key)
-
     def _require_open(self) -> None:
         if self._closing:
-            raise ClientClosed(f"the client of {self._connection.instance!r} is closed")
+            raise ClientClosed(f"the client of {self._finder.name!r} is closed")
 
     def _wait(
         self,
@@ -136,13 +176,21 @@ class Client:
         if replied.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
             replied.release()  # for who asks again
         else:
-            again = again or partial(self._wait, method, call, replied)
+            again = again or partial(self._again, self._process_id, method, call, replied)
             self._give_up(method, call, timeout_s, again)
         outcome = call.outcome
         if isinstance(outcome, ClientError):
             raise outcome
         assert outcome is not None
         return method.value(outcome)
+
+    def _again(
+        self, process_id: int, method: Method, call: Call, replied: threading.Lock, timeout_s: float | None = None
+    ) -> Any:
+        """Wait once more, if that is this process's call. Raises ClientError."""
+        if process_id != os.getpid():
+            raise self._not_ours("a call", "only there its reply comes")
+        return self._wait(method, call, replied, timeout_s)
 
     def _give_up(
         self, method: Method, call: Call, timeout_s: float | None, again: Callable[[float | None], Any]
@@ -179,6 +227,8 @@ class Client:
             if self._closing:
                 return
             self._closing = True
+        if not self._is_open:
+            return
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         self._transport.close()

@@ -31,6 +31,7 @@ from coordinator.operator import control
 from coordinator.peers.security import check_start
 from coordinator.service.runtime import Coordinator, run_coordinator
 from protocol.errors import ImmortalError
+from protocol.forks import watch
 from protocol.timing_files import FOLDER_NAME
 
 if TYPE_CHECKING:
@@ -124,7 +125,13 @@ class Embedded:
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"immortal {instance.settings.name}", daemon=True)
+        self._is_parents = False
         self._thread.start()
+        watch(self)
+
+    def forked(self) -> None:
+        """In a child: it runs in its parent, and only there it can be stopped."""
+        self._is_parents = True
 
     def _run(self) -> None:
         try:
@@ -137,7 +144,7 @@ class Embedded:
 
     @property
     def running(self) -> bool:
-        return not self._ended.is_set()
+        return not (self._is_parents or self._ended.is_set())
 
     def wait_until_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Until the app is recovered, or begun. Raises StartError where it has ended before, or is not by then."""
@@ -149,7 +156,12 @@ class Embedded:
             raise StartError(f"{name!r} has ended as it started: {why}") from self._error
 
     def stop(self) -> int:
-        """Stop it cleanly, with a checkpoint, and wait for that; the exit status that it would have had."""
+        """Stop it cleanly, with a checkpoint, and wait for that; the exit status that it would have had.
+
+        In a child of the process that runs it nothing is done.
+        """
+        if self._is_parents:
+            return 0
         if (coordinator := self._instance.coordinator) is not None and self.running:
             coordinator.request_stop()
         self._thread.join()

@@ -11,6 +11,7 @@ taken, after process() or flush(), the wake descriptor is readable.
 
 from __future__ import annotations
 
+import os
 import random as random_module
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from coordinator.messenger.sockets import Context, Counters, Shared
 from coordinator.messenger.threaded import OwnerThread
 from coordinator.messenger.turns import AnswerCallback, Turn
 from coordinator.messenger.wake import Wake
+from protocol.forks import text_after_fork, watch
 
 Result = TypeVar("Result")
 
@@ -85,8 +87,16 @@ class Messenger:
 
         self._processing = False
         self._held = False
+        self._process_id = os.getpid()
         if security is not None:
             self._secure(security)
+        watch(self)
+
+    def forked(self) -> None:
+        """In a child: sockets, context and thread are its parent's."""
+        self._thread.left()
+        what, advice = "this messenger", "make one here, which has an incarnation of its own"
+        self._posted.close(text_after_fork(what, self._process_id, advice))
 
     # What any thread may do
 
@@ -406,7 +416,7 @@ class Messenger:
 
     def _check_open(self) -> None:
         if self._posted.closed:
-            raise MessengerClosedError("the messenger is closed")
+            raise MessengerClosedError(self._posted.why_closed or "the messenger is closed")
 
     def _close_sockets(self) -> None:
         self._links.close()

@@ -23,6 +23,7 @@ class Posted:
 
     def __init__(self, known: Container[str], room: Room | None, thread: OwnerThread, wake: Wake) -> None:
         self.closed = False
+        self.why_closed = ""
         self.messages: deque[tuple[str, tuple[bytes, ...], ReplyCallback | None, Turn | None]] = deque()
         self.replies: deque[Reply | ClientReply] = deque()
         self._known = known
@@ -47,7 +48,8 @@ class Posted:
             check_destination(destination)
         parts = message_parts(message)
         if self.closed or self._thread.failed:
-            raise MessengerClosedError("the messenger is closed, or its thread has failed: nothing is sent")
+            why = self.why_closed or "the messenger is closed, or its thread has failed: nothing is sent"
+            raise MessengerClosedError(why)
         if self._room is not None:
             self._room.take(destination, sum(map(len, parts)))
         self.messages.append((destination, parts, callback, turn))
@@ -57,6 +59,10 @@ class Posted:
         if not self.closed:
             self.replies.append(reply)
             self._wake.signal()
+
+    def close(self, why: str) -> None:
+        """Nothing is sent any more."""
+        self.closed, self.why_closed = True, why
 
     def clear(self) -> None:
         self.messages.clear()

@@ -81,6 +81,10 @@ class OwnerThread:
         thread.join()
         self._thread = None
 
+    def left(self) -> None:
+        """In a child of the process that has it: it is not here."""
+        self._thread, self._runs = None, False
+
     def call(self, function: Callable[[], Result]) -> Result:
         """Run ``function`` where the sockets are owned; returns or raises what it does."""
         thread = self._thread

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from appsdk.patterns.clone.replica import Counts, Told
-from appsdk.patterns.clone.threaded import Changed, Clone
+from appsdk.patterns.clone.threaded import Changed, Clone, require_ours
 
 V = TypeVar("V")
 R = TypeVar("R")
@@ -21,6 +22,7 @@ class AsyncChanges(Generic[V]):
         self._clone = clone
         self._timeout_s = timeout_s
         self._waiting: deque[Told] = deque()
+        self._process_id = os.getpid()
         self._came = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -35,6 +37,7 @@ class AsyncChanges(Generic[V]):
         return self
 
     async def __anext__(self) -> Changed[V]:
+        require_ours(self._process_id)
         while True:
             self._came.clear()
             with self._clone._lock:

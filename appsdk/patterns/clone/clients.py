@@ -18,6 +18,7 @@ from appsdk.patterns.clone.replica import Options
 from appsdk.patterns.clone.subtrees import check_subtrees
 from appsdk.patterns.clone.table import Table
 from appsdk.patterns.clone.threaded import Clone
+from protocol.forks import watch
 
 V = TypeVar("V")
 
@@ -34,6 +35,10 @@ class CloneConnector(Generic[V]):
         self._connecting = threading.Lock()
         self._table: Any = None
         self._clone: Clone[V] | None = None
+        watch(self)
+
+    def forked(self) -> None:
+        self._connecting = threading.Lock()
 
     def _connected(self) -> Any:
         """The table itself. Who only reads from publishers that were given never needs it. Raises ClientError."""

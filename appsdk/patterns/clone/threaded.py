@@ -23,6 +23,7 @@ from appsdk.patterns.clone.records import Change, check_change
 from appsdk.patterns.clone.replica import Counts, News, Options, Replica, Told
 from appsdk.patterns.clone.subscriber import Subscriber
 from appsdk.patterns.clone.subtrees import covers
+from protocol.forks import leave_to_parent, text_after_fork, watch
 
 V = TypeVar("V")
 
@@ -43,6 +44,7 @@ class Changes(Generic[V]):
     def __init__(self, clone: Clone[V], timeout_s: float | None) -> None:
         self._clone = clone
         self._timeout_s = timeout_s
+        self._process_id = os.getpid()
         self._waiting: deque[Told] = deque()
 
     def __iter__(self) -> Iterator[Changed[V]]:
@@ -53,6 +55,7 @@ class Changes(Generic[V]):
 
         Raises msgspec.ValidationError for a value of another type, and goes on behind it.
         """
+        require_ours(self._process_id)
         return self._clone._next(self._waiting, self._timeout_s)
 
     def close(self) -> None:
@@ -75,20 +78,51 @@ class Clone(Mapping[str, V]):
     def __init__(self, table: Callable[[], Any], kind: Any, options: Options, places: Places, timeout_s: float) -> None:
         self._table = table  # connects to it, the first time
         self._decode = make_decoder(kind).decode
+        self._options = options
+        self._places = places
         self._timeout_s = timeout_s
-        self._is_held = False
+        self._closing = False
+        self._begin()
+        self._open()
+        self._is_open = True
+        watch(self)
+
+    def _begin(self) -> None:
+        """In this process: nobody waits, and there is no copy."""
+        self._is_open = self._is_held = False
+        self._opening = threading.Lock()
         self._lock = threading.Lock()
         self._came = threading.Condition(self._lock)
         self._listeners: list[deque[Told]] = []
         self._rousers: list[Callable[[], None]] = []  # called when something has come, in the thread
         self._error: BaseException | None = None
-        self._closing = False
-        self._replica = Replica(options)
+
+    def _open(self) -> None:
+        places = self._places
+        self._own = Replica(self._options)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._subscriber = Subscriber(self._context, self._replica, places.find, places.access.finder, time.monotonic())
+        self._subscriber = Subscriber(self._context, self._own, places.find, places.access.finder, time.monotonic())
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._follow, name=f"clone of {places.access.table}", daemon=True)
         self._thread.start()
+
+    def forked(self) -> None:
+        """In a child: it is followed anew there, from its first use on."""
+        leave_to_parent(self._own, self._context, self._subscriber, self._thread)
+        self._begin()
+
+    @property
+    def _replica(self) -> Replica:
+        """This process's own. Raises ClientClosed, CloneError."""
+        if not self._is_open:
+            with self._opening:
+                if not self._is_open:
+                    if self._closing:
+                        raise ClientClosed("the clone is closed")
+                    self._open()
+                    self._wait_until_whole()
+                    self._is_open = True
+        return self._own
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -136,17 +170,19 @@ class Clone(Mapping[str, V]):
 
     def snapshot(self) -> tuple[int, dict[str, V]]:
         """A number, and all that is in the copy at that number."""
+        replica = self._replica
         with self._lock:
-            number, values = self._replica.number, dict(self._replica.values)
+            number, values = replica.number, dict(replica.values)
         return number, {key: self._decode(value) for key, value in values.items()}
 
     def wait(self, number: int, timeout: float | None = None) -> None:
         """Until update ``number`` is in the copy. Raises TimeoutError, Ended."""
         timeout_s = self._timeout_s if timeout is None else timeout
+        replica = self._replica
         with self._came:
-            if not self._came.wait_for(lambda: self.number >= number or self._is_over, timeout_s):
+            if not self._came.wait_for(lambda: replica.number >= number or self._is_over, timeout_s):
                 raise TimeoutError(f"update {number} has not come within {timeout_s:g} s: {self!r}")
-            if self.number < number:
+            if replica.number < number:
                 self._raise()
 
     def changes(self, timeout: float | None = None) -> Changes[V]:
@@ -200,7 +236,7 @@ class Clone(Mapping[str, V]):
                 with self._came:
                     news = self._subscriber.process(now_s, 100 if room > 0 else 0)
                     self._tell(news)
-                    if news or self._replica.ended:
+                    if news or self._own.ended:
                         self._notify()
                 filenos = set(self._subscriber.filenos())
                 for descriptor in registered - filenos:
@@ -228,7 +264,7 @@ class Clone(Mapping[str, V]):
     def _part(self) -> None:
         """The publisher is told that the stream ends, and says that it has heard."""
         subscriber = self._subscriber
-        if self._replica.ended:
+        if self._own.ended:
             return
         subscriber.deactivate()
         until_s = time.monotonic() + limits.PART_S
@@ -283,6 +319,7 @@ class Clone(Mapping[str, V]):
 
     def _listen(self, waiting: deque[Told], rouse: Callable[[], None] | None = None) -> None:
         """``rouse``: called in the thread when something has come."""
+        self._replica  # noqa: B018 (it is there)
         with self._lock:
             self._listeners.append(waiting)
             if rouse is not None:
@@ -296,7 +333,7 @@ class Clone(Mapping[str, V]):
 
     @property
     def _is_over(self) -> bool:
-        return self._closing or bool(self._replica.ended)
+        return self._closing or bool(self._own.ended)
 
     def _raise(self) -> None:
         """Why nothing more comes."""
@@ -304,9 +341,9 @@ class Clone(Mapping[str, V]):
             raise CloneError(
                 f"the copy can't be followed: {type(self._error).__name__}: {self._error}"
             ) from self._error
-        if self._replica.ended:
-            is_right = "may see nothing" in self._replica.ended or "no forwarder" in self._replica.ended
-            raise (NotEntitled if is_right else Ended)(self._replica.ended)
+        if self._own.ended:
+            is_right = "may see nothing" in self._own.ended or "no forwarder" in self._own.ended
+            raise (NotEntitled if is_right else Ended)(self._own.ended)
         raise ClientClosed("the clone is closed")
 
     # --- its life ----------------------------------------------------------------------------------------------------
@@ -314,20 +351,29 @@ class Clone(Mapping[str, V]):
     def _wait_until_whole(self) -> None:
         """Raises CloneError."""
         with self._came:
-            self._came.wait_for(lambda: self._replica.is_whole or self._is_over, self._timeout_s)
+            self._came.wait_for(lambda: self._own.is_whole or self._is_over, self._timeout_s)
             if self._is_over:
                 self._raise()
-            if not self._replica.is_whole:
+            if not self._own.is_whole:
                 raise CloneError(f"there is no copy after {self._timeout_s:g} s: {self._subscriber.problem}")
 
     def _close(self) -> None:
         with self._came:
             self._closing = True
             self._notify()
+        if not self._is_open:
+            return
         self._rouse()
         self._thread.join()
         os.close(self._wake)
         self._context.term()
+
+
+def require_ours(process_id: int) -> None:
+    """Of somebody who waits for changes. Raises ClientClosed."""
+    if process_id != os.getpid():
+        what, advice = "what waits for a clone's changes", "ask the clone for them here: clone.changes()"
+        raise ClientClosed(text_after_fork(what, process_id, advice))
 
 
 def _change(key: str, value: Any, ttl: float, *, gone: bool = False) -> Change:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from appsdk.client.errors import ClientClosed
 from appsdk.patterns.pirate.driver import Driver, NoReply, Pending
 from appsdk.patterns.pirate.errors import GaveUp
+from protocol.forks import text_after_fork, watch
 
 
 class AsyncPool:
@@ -18,10 +21,18 @@ class AsyncPool:
         self._loop = asyncio.get_running_loop()
         self._driver = make_driver()
         self._closed = False
+        self._why_closed = ""  # in a child of its process
+        self._process_id = os.getpid()
         self._descriptors: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._soon: asyncio.Handle | None = None
         self._process()
+        watch(self)
+
+    def forked(self) -> None:
+        """In a child: its loop is its parent's, so it can't go on there."""
+        self._closed = True
+        self._why_closed = text_after_fork("the pool", self._process_id, "connect anew, in a loop of this one")
 
     @property
     def client_id(self) -> str:
@@ -37,6 +48,8 @@ class AsyncPool:
         return await self._wait(Pending(payload, lambda: None, idempotent=idempotent), timeout_s)
 
     async def _wait(self, pending: Pending, timeout_s: float | None) -> Any:
+        if self._why_closed:
+            raise ClientClosed(self._why_closed)
         replied: asyncio.Future[None] = self._loop.create_future()
         pending.done = lambda: None if replied.done() else replied.set_result(None)
         self._driver.submit(pending, timeout_s)

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar, overload
 import zmq
 
 from appsdk.client.connection import random_client_id
-from appsdk.client.errors import NotConnectable
+from appsdk.client.errors import ClientClosed, NotConnectable
 from appsdk.client.places import Finder, home_of, is_local
 from appsdk.client.proxies import KEY_SIZE_BYTES_MAX, Proxy
 from appsdk.client.results import Method, TypedMethod
@@ -24,6 +24,7 @@ from appsdk.patterns.pirate.links import Context, Link, PlainLink
 from appsdk.patterns.pirate.peers import REQUEST_KEY, InstanceCall, InstanceLink, instances
 from appsdk.patterns.pirate.pool import Policy
 from appsdk.patterns.pirate.threaded import ThreadedPool
+from protocol.forks import text_after_fork
 
 S = TypeVar("S")
 A = TypeVar("A")
@@ -163,9 +164,10 @@ def connect(
                 f"{endpoint} is not on this machine: say whose keys it has, with server=NAME or server_keys=[...] "
                 f"(insecure=True calls in plain)"
             )
-    own_id = client_id or random_client_id()
+    ids = _OwnIds(client_id)
 
     def make_driver() -> Driver:
+        own_id = ids.take()
         context: Context = zmq.Context()
 
         def link(endpoint: str) -> Link:
@@ -177,6 +179,24 @@ def connect(
         )
 
     return PoolConnector(make_driver, timeout)
+
+
+class _OwnIds:
+    """``given``: by hand; None: a random one for each process."""
+
+    def __init__(self, given: str | None) -> None:
+        self._given = given
+        self._process_id = 0  # that has taken it
+
+    def take(self) -> str:
+        """Raises ClientClosed."""
+        if self._given is None:
+            return random_client_id()
+        if self._process_id not in (0, os.getpid()):
+            what, advice = f"the client {self._given!r} of a pool", "connect here, with a client_id of its own"
+            raise ClientClosed(text_after_fork(what, self._process_id, advice))
+        self._process_id = os.getpid()
+        return self._given
 
 
 def _names(given: Sequence[str], what: str) -> tuple[str, ...]:
@@ -304,7 +324,7 @@ def connect_instances(
     if given is None or (cls is None and names is not None):
         raise TypeError('connect_instances("bank-*") or connect_instances(Class, ["bank-1", ...]) were expected')
     _check_client_id(client_id, _INSTANCE_CLIENT_ID_MAX)
-    own_id = client_id or random_client_id()
+    ids = _OwnIds(client_id)
     folder = home_of(home)
     fixed = None if isinstance(given, str) else _names(given, "names")
 
@@ -314,6 +334,7 @@ def connect_instances(
     def make_driver() -> Driver:
         if not look():
             raise NotConnectable(f"no instance in {folder} fits {given!r}: 'immortal register NAME' makes one")
+        own_id = ids.take()
         return Driver(
             look,
             lambda name: InstanceLink(Finder(name, home, (), (), identity, insecure), own_id),

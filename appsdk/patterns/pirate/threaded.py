@@ -7,23 +7,54 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+from appsdk.client.errors import ClientClosed
 from appsdk.patterns.pirate.driver import Driver, NoReply, Pending
 from appsdk.patterns.pirate.errors import GaveUp
+from protocol.forks import leave_to_parent, text_after_fork, watch
 
 
 class ThreadedPool:
-    """Open from the moment that it is made; see :class:`Driver`."""
+    """Open from the moment that it is made, and in a child of its process from its first use; see :class:`Driver`."""
 
     def __init__(self, make_driver: Callable[[], Driver]) -> None:
-        self._driver = make_driver()
-        self._lock = threading.Lock()  # of the driver
+        self._make_driver = make_driver
         self._closing = False
+        self._begin()
+        self._open()
+        watch(self)
+
+    def _begin(self) -> None:
+        self._is_open = False
+        self._opening = threading.Lock()
+        self._lock = threading.Lock()  # of the driver
+
+    def _open(self) -> None:
+        self._own = self._make_driver()
         self._sleeps_until_s = 0.0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._process_id = os.getpid()
+        self._is_open = True
         self._thread = threading.Thread(target=self._run, name="pool of servers", daemon=True)
         self._thread.start()
+
+    def forked(self) -> None:
+        """In a child: it is another client there, with an ID of its own."""
+        leave_to_parent(self._own, self._thread)
+        self._begin()
+
+    @property
+    def _driver(self) -> Driver:
+        """This process's own. Raises ClientClosed, NotConnectable."""
+        if not self._is_open:
+            with self._opening:
+                if not self._is_open:
+                    if self._closing:
+                        raise ClientClosed("the pool is closed")
+                    self._open()
+        return self._own
 
     @property
     def client_id(self) -> str:
@@ -32,8 +63,9 @@ class ThreadedPool:
     @property
     def servers(self) -> Mapping[str, str]:
         """ "live", "dead" or "removed", by server."""
+        driver = self._driver
         with self._lock:
-            return {name: state.value for name, state in self._driver.servers.items()}
+            return {name: state.value for name, state in driver.servers.items()}
 
     def ask(self, payload: Any, timeout_s: float | None, *, idempotent: bool = False) -> Any:
         """The reply. Raises what the server says, GaveUp, ClientError."""
@@ -43,23 +75,31 @@ class ThreadedPool:
         replied = threading.Lock()
         replied.acquire()
         pending.done = replied.release
+        driver = self._driver
         with self._lock:
-            self._driver.submit(pending, timeout_s)
-            self._driver.process()  # it is on its way before another thread has to run
-            if self._driver.next_deadline_s() < self._sleeps_until_s:
+            driver.submit(pending, timeout_s)
+            driver.process()  # it is on its way before another thread has to run
+            if driver.next_deadline_s() < self._sleeps_until_s:
                 os.eventfd_write(self._wake, 1)
         try:
             replied.acquire()
         except BaseException:  # an interrupt
             with self._lock:
-                self._driver.withdraw(pending)
+                driver.withdraw(pending)
             raise
         outcome = pending.outcome
         if isinstance(outcome, NoReply):
-            raise GaveUp(outcome.reason, pending, outcome.tries, lambda timeout_s: self._wait(pending, timeout_s))
+            again = partial(self._again, self._process_id, pending)
+            raise GaveUp(outcome.reason, pending, outcome.tries, again)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
+    def _again(self, process_id: int, pending: Pending, timeout_s: float | None) -> Any:
+        """Wait once more, if that is this process's request. Raises as :meth:`ask`."""
+        if process_id != os.getpid():
+            raise ClientClosed(text_after_fork("a request to a pool", process_id, "only there its reply comes"))
+        return self._wait(pending, timeout_s)
 
     def _run(self) -> None:
         try:
@@ -89,6 +129,8 @@ class ThreadedPool:
             if self._closing:
                 return
             self._closing = True
+        if not self._is_open:
+            return
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
