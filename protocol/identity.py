@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterable
 
 from protocol.errors import ImmortalError
+from protocol.handlers import CANCEL_CALL_METHOD_ID
 from protocol.varint import Readable, decode_zigzag_int, encode_zigzag
 
 DIGEST_SIZE_BYTES = 16
@@ -24,10 +25,16 @@ CLIENT_ADVICE = "nothing was done; a client_id makes the same requests each time
 class IdentityConflict(ImmortalError):  # noqa: N818 (what happened, not what is wrong)
     """A name, or a key, is that of something else. Nothing was done.
 
-    ``what`` has the name, ``known`` describes what is known under it, ``given`` what came. ``advice``: what to do.
+    ``what`` has the name, ``known`` describes what is known under it, ``given`` what came. ``advice``: what to do. In
+    logs of earlier versions there is only a text, ``what``.
     """
 
-    def __init__(self, what: str, known: str, given: str, advice: str) -> None:
+    what = known = given = advice = ""
+
+    def __init__(self, what: str, known: str = "", given: str = "", advice: str = "") -> None:
+        if not known:
+            super().__init__(what)
+            return
         super().__init__(f"{what} is {known}, not {given}: {advice}")
         self.what = what
         self.known = known
@@ -56,7 +63,12 @@ def shown(digest: bytes) -> str:
 
 
 def call_identity(method_id: int, arguments: bytes) -> bytes:
-    """What makes two calls the same. It also says the method and the size of the arguments, for people."""
+    """What makes two calls the same. It also says the method and the size of the arguments, for people.
+
+    A cancellation is the same whatever its reason.
+    """
+    if method_id == CANCEL_CALL_METHOD_ID:
+        arguments = b""
     digest = hashlib.blake2b(arguments, digest_size=CALL_DIGEST_SIZE_BYTES).digest()
     return digest + encode_zigzag(method_id) + encode_zigzag(len(arguments))
 

@@ -10,8 +10,9 @@ import pytest
 from coordinator.core import events as ev
 from coordinator.core.interfaces import LogSpace
 from coordinator.core.limits import Limits
-from protocol.client import ClientFrame, ClientFrameType, encode_numbers
+from protocol.client import ClientFrame, ClientFrameType, encode_numbers, encode_request
 from protocol.extensions import AppDescription, encode_app_description
+from protocol.handlers import CANCEL_CALL_METHOD_ID
 from protocol.messages import RpcKind, encode_outgoing_rpc
 from tests.helpers.clients import call, request, said
 from tests.helpers.core import Driven, arguments, attach, checkpoint
@@ -142,6 +143,14 @@ def test_a_handle_of_another_method_gets_no_reply() -> None:
     assert_conflict(first_reply(driven, ask("u", 1, reason="4")), known="C.add with 2 bytes", given="a call of C.take")
     assert first_reply(driven, ask("u", 1)) == (1, "seven")  # of an earlier version
     assert first_reply(driven, ask("u", 1, reason="?")) == (1, "seven")
+
+
+def test_a_second_cancellation_may_have_another_reason() -> None:
+    driven = started()
+    cancel = [encode_request(CANCEL_CALL_METHOD_ID, packed((1, reason))) for reason in ("late", "too late")]
+    driven.handle(request("t", 1, call(7), cancel[0], client_id=KEY))
+    driven.data(answer(2, True))
+    assert first_reply(driven, request("u", 2, cancel[1], client_id=KEY), 2) == (1, True)
 
 
 def test_a_repeated_request_that_makes_no_sense_is_refused() -> None:

@@ -439,8 +439,8 @@ def test_what_a_worker_still_has_of_the_earlier_batch_is_no_result_of_the_later_
     pipeline.finish()
     sender.batch(again=True).send(range(10, 14))
     late = done(slow)
-    for response in (late, msgspec.structs.replace(late, life=slow.life)):
-        pipeline.work("slow", 0, response)
+    for life in (None, slow.life):
+        pipeline.cluster.call(Cluster.work, "slow", {}, late, life)
     pipeline.finish()
     assert values(sender.batch()) == [100, 121, 144, 169]
 
@@ -505,7 +505,15 @@ def test_the_pieces_in_which_tasks_come_make_no_difference(pipeline: Pipeline) -
 
 
 def test_a_batch_of_an_earlier_version_is_compared_with_nothing(pipeline: Pipeline) -> None:
-    dispatch = Dispatch(batches={"old": rules.Batch("square", "results", put_count=3)}, ended={"done": PROGRESS})
+    batch = rules.Batch("square", "results", put_count=3)
+    dispatch = Dispatch(batches={"old": batch}, ended={"done": PROGRESS})
+    assert dispatch.put("done", 0, pack(range(9)))
+    with pytest.raises(BatchError, match="not for 'cube'"):
+        dispatch.start("old", "cube", "results")
+    piece = batch.run("old", rules.Piece(0, 1, pack(range(1))))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(piece)).keys() == {
+        "batch", "function", "first", "count", "tasks"
+    }, "as its log has it"  # fmt: skip
     assert dispatch.start("done", "cube", "results") == 4
     dispatch.put("old", 3, pack(range(3, 5)), b"x" * 16, b"y" * 16)
     assert dispatch.end("old", 5, b"z" * 16) == "results"

@@ -392,6 +392,28 @@ def test_a_dedup_key_is_one_task_as_long_as_it_is_known(driven: Driven) -> None:
     assert driven.submit(dedup="order-17") == 2
 
 
+def test_a_conflict_says_what_both_are(driven: Driven) -> None:
+    driven.records.describes = True
+    driven.submit(dedup="order-17")
+    with pytest.raises(DedupConflict, match="dedup key 'order-17' is that of task 1, 'f'") as caught:
+        driven.submit("g", dedup="order-17")
+    assert "'g' with" in caught.value.given
+    assert "use another key" in str(caught.value)
+
+
+def test_a_key_of_a_task_that_has_ended_may_be_used_again(driven: Driven) -> None:
+    task = driven.submit(dedup="k")
+    assert driven.submit(dedup="k", again=True) == task, "it is open"
+    driven.ready("w")
+    driven.done("w", task, result=b"r")
+    assert driven.submit(dedup="k") == task
+    other = driven.submit("g", dedup="k", again=True)
+    assert other != task
+    assert driven.submit("g", dedup="k") == other
+    with pytest.raises(DedupConflict):
+        driven.submit("f", dedup="k")
+
+
 def test_a_dropped_task_frees_its_dedup_key(driven: Driven) -> None:
     task = driven.submit(dedup="k")
     driven.scheduler.drop([task], "", driven.now_ns)

@@ -259,7 +259,7 @@ class Batch(msgspec.Struct):
             self.give_back(msgspec.structs.replace(piece, deaths=piece.deaths + 1))
         else:
             reason = f"set aside: {deaths_max} workers ended or fell silent while they had this task alone"
-            return self.respond(Response(batch, piece.first, 1, _NIL, {piece.first: reason}, self.life, self.function))
+            return self.respond(Response(batch, piece.first, 1, _NIL, {piece.first: reason}))
         self.resent += sum(stop - start for start, stop in self.done.missing(piece.first, piece.stop))
         return []
 

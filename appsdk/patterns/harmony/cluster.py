@@ -28,7 +28,7 @@ class Cluster(Immortal):
     dispatch: Dispatch
 
     def __init__(self) -> None:
-        self.dispatch = Dispatch()
+        self.dispatch = Dispatch(compares=True)
 
     # --- for ventilators ---------------------------------------------------------------------------------------------
 
@@ -63,7 +63,11 @@ class Cluster(Immortal):
         """The batch has ``size`` tasks. ``digest``: of all of them."""
         collector = self.dispatch.end(batch, size, digest, life)
         if collector is not None:
-            fork_to(self, collector, BaseCollector, "end")(batch, size, self.dispatch.batches[batch].contents)
+            contents = self.dispatch.batches[batch].contents
+            if contents.life is None:
+                fork_to(self, collector, BaseCollector, "end")(batch, size)
+            else:
+                fork_to(self, collector, BaseCollector, "end_of")(batch, contents)
         self.dispatch.close(batch)
 
     @rpc
@@ -104,14 +108,17 @@ class Cluster(Immortal):
     # --- for workers -------------------------------------------------------------------------------------------------
 
     @rpc(raises=[BatchError])
-    def work(self, worker: str, limits: dict[str, int], response: Response | None = None) -> Run | None:
+    def work(
+        self, worker: str, limits: dict[str, int], response: Response | None = None, life: Life | None = None
+    ) -> Run | None:
         """Results of what it was given, and more tasks of one function: ``limits`` says how many of each it wants.
 
-        None: there is nothing to do, see ``idle``; or it has asked for nothing, and is still at work.
+        ``life``: of the batch that the results are of, as its run said. None: there is nothing to do, see ``idle``; or
+        it has asked for nothing, and is still at work.
         """
         self._listen(worker)
         if response is not None:
-            new = self.dispatch.respond(worker, response)
+            new = self.dispatch.respond(worker, response, life)
             self._pass_on(new)
         run = self.dispatch.take(worker, limits) if limits else None
         self._call()
@@ -155,8 +162,11 @@ class Cluster(Immortal):
     def _pass_on(self, responses: Sequence[Response]) -> None:
         """To the collectors."""
         for response in responses:
-            collector = self.dispatch.batches[response.batch].collector
-            fork_to(self, collector, BaseCollector, "accept")(response)
+            batch = self.dispatch.batches[response.batch]
+            if batch.life is None:
+                fork_to(self, batch.collector, BaseCollector, "accept")(response)
+            else:
+                fork_to(self, batch.collector, BaseCollector, "accept_of")(response, batch.function, batch.life)
         for name in dict.fromkeys(response.batch for response in responses):
             self.dispatch.close(name)
 

@@ -52,31 +52,44 @@ class BaseCollector(Immortal):
 
     @rpc
     def accept(self, response: Response) -> None:
+        """Of a cluster, of a batch that an earlier version has begun."""
+        self._accept(response, self.gathered.setdefault(response.batch, Gathered()))
+
+    @rpc
+    def accept_of(self, response: Response, function: str, life: Life) -> None:
         """Of a cluster."""
-        contents = Contents(response.function, self._immortal_context.instance_name) if response.function else None
-        gathered = self._gathered(response.batch, response.life, contents)
+        contents = Contents(function, self._immortal_context.instance_name)
+        self._accept(response, self._gathered(response.batch, life, contents))
+
+    def _accept(self, response: Response, gathered: Gathered) -> None:
         for new in gathered.take(response):
             self.keep(new)
         self._look(response.batch, gathered)
 
     @rpc
-    def end(self, batch: str, size: int, contents: Contents | None = None) -> None:
-        """Of a cluster: the batch has ``size`` tasks."""
-        gathered = self._gathered(batch, None if contents is None else contents.life, contents)
+    def end(self, batch: str, size: int) -> None:
+        """Of a cluster, of a batch that an earlier version has begun: it has ``size`` tasks."""
+        self._end(batch, size, self.gathered.setdefault(batch, Gathered()))
+
+    @rpc
+    def end_of(self, batch: str, contents: Contents) -> None:
+        """Of a cluster: the batch has all its tasks."""
+        self._end(batch, contents.count, self._gathered(batch, contents.life, contents))
+
+    def _end(self, batch: str, size: int, gathered: Gathered) -> None:
         if gathered.size is None:
             gathered.size = size
             self._look(batch, gathered)
 
-    def _gathered(self, batch: str, life: Life | None, contents: Contents | None) -> Gathered:
-        """``contents``: what a cluster says of it; None: an earlier version says nothing. Raises BatchConflict."""
+    def _gathered(self, batch: str, life: Life | None, contents: Contents) -> Gathered:
+        """``contents``: what a cluster says of it. Raises BatchConflict."""
         known = self.gathered.get(batch)
         if known is not None and known.is_replaced_by(life):
             self.replaced(batch)
             known = None
         if known is None:
             known = self.gathered[batch] = Gathered()
-        if contents is not None:
-            known.belongs_to(batch, life, contents)
+        known.belongs_to(batch, life, contents)
         return known
 
     def _look(self, batch: str, gathered: Gathered) -> None:

@@ -49,6 +49,7 @@ class Dispatch(msgspec.Struct):
     ended: dict[str, Progress] = {}
     ended_contents: dict[str, Contents] = {}
     lives: int = 0  # begun batches
+    compares: bool = False  # also what ventilators of earlier versions begin; not in a log that these have begun
     workers: dict[str, Worker] = {}
     resting: dict[str, list[str]] = {}  # workers without work that wait, and their functions
     time_ns: int = 0
@@ -69,15 +70,23 @@ class Dispatch(msgspec.Struct):
 
     def start(self, name: str, function: str, collector: str, cluster: str = "") -> int:
         """As :meth:`begin`: the number of the next task. Raises BatchError, BatchConflict."""
-        return self.begin(name, function, collector, cluster).next
+        if self.compares:
+            return self.begin(name, function, collector, cluster).next
+        if name in self.ended:
+            return self.ended[name].put
+        batch = self.batches.get(name) or self._add(name, Batch(function, collector))
+        if (batch.function, batch.collector) != (function, collector):
+            raise BatchError(
+                f"batch {name!r} is for {batch.function!r} and collector {batch.collector!r}, not for {function!r} and "
+                f"{collector!r}: give another batch another name"
+            )
+        return batch.put_count
 
     def begin(self, name: str, function: str, collector: str, cluster: str, *, again: bool = False) -> Begun:
         """A new batch, or the one of that name. ``again``: a new one, if that has ended. ``cluster``: this one's name.
 
         Raises BatchError, BatchConflict.
         """
-        for what, text in (("batch", name), ("function", function), ("collector", collector)):
-            _check_name(what, text)
         if again:
             self._forget(name)
         if name in self.ended:
@@ -87,13 +96,23 @@ class Dispatch(msgspec.Struct):
             return Begun(self.ended[name].put, known.life if known is not None else None)
         batch = self.batches.get(name)
         if batch is None:
-            if len(self.batches) >= BATCHES_OPEN_MAX:
-                raise BatchError(f"batch {name!r}: {BATCHES_OPEN_MAX} batches are open, that is all a cluster takes")
             self.lives += 1
             life = Life(cluster, self.lives, again)
-            batch = self.batches[name] = Batch(function, collector, digest=OF_NOTHING, life=life)
+            for worker in self.workers.values():
+                if worker.lease is not None and worker.lease.batch == name:
+                    worker.lease = None  # of the one that had the name
+            batch = self._add(name, Batch(function, collector, digest=OF_NOTHING, life=life))
         batch.contents.check_target(name, function, collector)
         return Begun(batch.put_count, batch.life)
+
+    def _add(self, name: str, batch: Batch) -> Batch:
+        """Raises BatchError."""
+        for what, text in (("batch", name), ("function", batch.function), ("collector", batch.collector)):
+            _check_name(what, text)
+        if len(self.batches) >= BATCHES_OPEN_MAX:
+            raise BatchError(f"batch {name!r}: {BATCHES_OPEN_MAX} batches are open, that is all a cluster takes")
+        self.batches[name] = batch
+        return batch
 
     def put(
         self, name: str, first: int, tasks: bytes, before: bytes = b"", behind: bytes = b"", life: Life | None = None
@@ -102,7 +121,8 @@ class Dispatch(msgspec.Struct):
         self._check_life(name, life)
         ended = self.ended.get(name)
         if ended is not None:
-            self._check_put(name, first, tasks, behind, ended)
+            if name in self.ended_contents:
+                self._check_put(name, first, tasks, behind, ended)
             return True
         batch = self.batch(name)
         batch.put(name, first, tasks, before, behind)
@@ -113,7 +133,7 @@ class Dispatch(msgspec.Struct):
         stop = first + len(tasks_of(name, first, tasks))
         if stop > ended.put:
             raise BatchError(f"batch {name!r} has ended with {ended.put} tasks, and task {stop - 1} came")
-        if stop == ended.put and name in self.ended_contents:
+        if stop == ended.put:
             self.ended_contents[name].check_tasks(name, behind)
 
     def end(self, name: str, size: int, digest: bytes = b"", life: Life | None = None) -> str | None:
@@ -158,13 +178,16 @@ class Dispatch(msgspec.Struct):
         known.heard_ns = self.time_ns
         return known
 
-    def respond(self, worker: str, response: Response) -> list[Response]:
-        """What of it is new; of a batch that is done nothing is. Raises BatchError."""
+    def respond(self, worker: str, response: Response, life: Life | None = None) -> list[Response]:
+        """What of it is new; of a batch that is done nothing is. ``life``: of the batch, as the worker was told.
+
+        Raises BatchError.
+        """
         batch = self.batches.get(response.batch)
         known = self.workers[worker]
-        if batch is None or not _may_be_of(response, batch, known):
+        if batch is None or not _may_be_of(response, life, batch, known):
             return []  # of one that is done, or had the name before
-        new = batch.respond(msgspec.structs.replace(response, life=batch.life, function=batch.function))
+        new = batch.respond(response)
         if known.lease is not None and known.lease.batch == response.batch:
             piece = known.lease.piece
             rest = next(batch.done.missing(piece.first, piece.stop), None)
@@ -238,11 +261,9 @@ class Dispatch(msgspec.Struct):
         if batch is None or not batch.is_complete:
             return
         self.ended[name] = self._progress(name, batch, 0)
-        self.ended_contents[name] = batch.contents
+        if self.compares or batch.life is not None:
+            self.ended_contents[name] = batch.contents
         del self.batches[name]
-        for known in self.workers.values():
-            if known.lease is not None and known.lease.batch == name:
-                known.lease = None
         while len(self.ended) > BATCHES_ENDED_MAX:
             self._forget(next(iter(self.ended)))
 
@@ -268,11 +289,11 @@ class Dispatch(msgspec.Struct):
         return [*self.ended, *self.batches]
 
 
-def _may_be_of(response: Response, batch: Batch, worker: Worker) -> bool:
+def _may_be_of(response: Response, life: Life | None, batch: Batch, worker: Worker) -> bool:
     """Workers of earlier versions do not say of which batch of that name it is: then only what they were given counts
     where there were several."""
-    if response.life is not None or batch.life is None or not batch.life.again:
-        return response.life in (None, batch.life)
+    if life is not None or batch.life is None or not batch.life.again:
+        return life in (None, batch.life)
     return worker.lease is not None and worker.lease.batch == response.batch
 
 

@@ -11,7 +11,7 @@ import msgspec
 from appsdk.calls.annotations import resolve_hints
 from appsdk.calls.codec import encoder, make_decoder
 from appsdk.patterns.harmony.limits import REASON_SIZE_CHARS_MAX, TASK_SIZE_BYTES_MAX
-from appsdk.patterns.harmony.runs import Life, Response, Run, array, split
+from appsdk.patterns.harmony.runs import Response, Run, array, split
 
 Function = Callable[[Any], Any]
 _NIL = b"\xc0"
@@ -72,10 +72,9 @@ def skills(functions: Mapping[str, Function]) -> dict[str, Skill]:
 class Results:
     """Of some tasks of a run, one after the other, until they are sent."""
 
-    def __init__(self, batch: str, first: int, life: Life | None = None) -> None:
+    def __init__(self, batch: str, first: int) -> None:
         self._batch = batch
         self._first = first
-        self._life = life
         self._values: list[bytes] = []
         self._failures: dict[int, str] = {}
         self.size_bytes = 0
@@ -101,7 +100,7 @@ class Results:
 
     def take(self) -> Response:
         """What is done; the next begins behind it."""
-        response = Response(self._batch, self._first, self.count, array(self._values), self._failures, self._life)
+        response = Response(self._batch, self._first, self.count, array(self._values), self._failures)
         self._first += self.count
         self._values, self._failures, self.size_bytes = [], {}, 0
         return response

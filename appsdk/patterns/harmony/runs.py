@@ -27,8 +27,10 @@ class Life(msgspec.Struct, frozen=True):
         return f"batch {self.number} of cluster {self.cluster!r}"
 
 
-class Run(msgspec.Struct, frozen=True):
-    """``tasks`` of ``function``, numbered from ``first``: what a worker is given. ``life``: of the batch."""
+class Run(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``tasks`` of ``function``, numbered from ``first``: what a worker is given. ``life``: of the batch; None where an
+    earlier version has begun it, whose log has no such field.
+    """
 
     batch: str
     function: str
@@ -41,8 +43,7 @@ class Run(msgspec.Struct, frozen=True):
 class Response(msgspec.Struct, frozen=True):
     """Results of the tasks from ``first`` on: ``values``, an array, with nil where ``failures`` has the reason.
 
-    ``count``: how many there are. ``life``: of the batch; None: earlier versions do not say. ``function``: theirs; "":
-    only a collector is told.
+    ``count``: how many there are.
     """
 
     batch: str
@@ -50,8 +51,6 @@ class Response(msgspec.Struct, frozen=True):
     count: int
     values: bytes
     failures: dict[int, str] = {}
-    life: Life | None = None
-    function: str = ""
 
     def part(self, start: int, stop: int) -> Response:
         """The results from number ``start`` up to, not including, ``stop``."""
@@ -59,7 +58,7 @@ class Response(msgspec.Struct, frozen=True):
             return self
         values = cut(self.values, start - self.first, stop - self.first)
         failures = {number: reason for number, reason in self.failures.items() if start <= number < stop}
-        return Response(self.batch, start, stop - start, values, failures, self.life, self.function)
+        return Response(self.batch, start, stop - start, values, failures)
 
 
 class Result(msgspec.Struct, frozen=True):

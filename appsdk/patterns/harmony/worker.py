@@ -18,7 +18,7 @@ from appsdk.patterns.harmony.doing import Function, Results, Skill, skills
 from appsdk.patterns.harmony.errors import BatchError
 from appsdk.patterns.harmony.limits import BEAT_S, RUN_S, RUN_SIZE_BYTES_MAX
 from appsdk.patterns.harmony.pace import Pace
-from appsdk.patterns.harmony.runs import Response, Run
+from appsdk.patterns.harmony.runs import Life, Response, Run
 from appsdk.patterns.harmony.saying import complain
 
 TOO_LONG_STATUS = 75  # of a process whose task took longer than it may
@@ -79,6 +79,7 @@ class _Life:
         self.stopping = False
         self._skills = known
         self._response: Response | None = None  # what is done and not taken yet
+        self._response_of: Life | None = None
         self._paces = {name: Pace() for name in known}
         self._task_timeout_s = task_timeout_s
         self._waits = False
@@ -135,7 +136,7 @@ class _Life:
         """Give what is done, and ask for more. What was not taken is given again, also to who is connected next."""
         try:
             with self._waiting():
-                run = cluster.work(self.name, limits, self._response)
+                run = cluster.work(self.name, limits, self._response, self._response_of)
         except BatchError as error:
             self.say(f"{error}; these results are dropped")
             run = None
@@ -145,7 +146,8 @@ class _Life:
 
     def _do(self, cluster: Cluster, run: Run) -> None:
         skill = self._skills[run.function]
-        results = Results(run.batch, run.first, run.life)
+        results = Results(run.batch, run.first)
+        self._response_of = run.life
         function, count = skill.function, 0
         began_s = self._spoke_s = time.monotonic()
         for task in skill.tasks(run):

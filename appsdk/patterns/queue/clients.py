@@ -34,6 +34,7 @@ def submission(
     tries: int,
     timeout: Seconds,
     retry_delay: Seconds,
+    again: bool,
 ) -> Submission:
     """Raises ValueError, TypeError."""
     if isinstance(arguments, (str, bytes)) or not isinstance(arguments, Sequence):
@@ -43,7 +44,7 @@ def submission(
     except Exception as error:  # what a user's type raises as it is encoded
         raise TypeError(f"{name}: the arguments can't be encoded: {error}") from error
     return Submission(
-        name, encoded, key, priority, _seconds(delay), dedup, tries, _seconds(timeout), _seconds(retry_delay)
+        name, encoded, key, priority, _seconds(delay), dedup, tries, _seconds(timeout), _seconds(retry_delay), again
     )
 
 
@@ -159,6 +160,7 @@ class Jobs:
         tries: int = ...,
         timeout: Seconds = ...,
         retry_delay: Seconds = ...,
+        again: bool = ...,
     ) -> Job[T]: ...
     @overload
     def submit(
@@ -173,6 +175,7 @@ class Jobs:
         tries: int = ...,
         timeout: Seconds = ...,
         retry_delay: Seconds = ...,
+        again: bool = ...,
     ) -> Job[Any]: ...
     def submit(
         self,
@@ -187,16 +190,18 @@ class Jobs:
         tries: int = limits.TRIES_DEFAULT,
         timeout: Seconds = limits.TIMEOUT_DEFAULT_S,
         retry_delay: Seconds = limits.RETRY_DELAY_DEFAULT_S,
+        again: bool = False,
     ) -> Job[Any]:
         """A task for the workers that have a function ``name``. It is on disk when this returns.
 
         ``returns``: the type of the result. ``key``: whose task it is, for limits by key. ``priority``: higher ones go
-        first. ``delay``: it waits so long first. ``dedup``: a further submission with this key gives the same task.
+        first. ``delay``: it waits so long first. ``dedup``: a further submission with this key gives the same task;
+        ``again``: another one, if that has ended.
         ``tries``: so often it is given to a worker before it is a dead letter. ``timeout``: of one try.
         ``retry_delay``: before it is tried again after an exception, doubled each time. Times are seconds or
         timedeltas. Raises ValueError, TypeError, QueueFull, DedupConflict, ClientError.
         """
-        made = submission(name, arguments, key, priority, delay, dedup, tries, timeout, retry_delay)
+        made = submission(name, arguments, key, priority, delay, dedup, tries, timeout, retry_delay, again)
         return Job(self._queue, self._queue.submit(made), returns)
 
     @overload
@@ -235,6 +240,7 @@ class AsyncJobs:
         tries: int = ...,
         timeout: Seconds = ...,
         retry_delay: Seconds = ...,
+        again: bool = ...,
     ) -> AsyncJob[T]: ...
     @overload
     async def submit(
@@ -249,6 +255,7 @@ class AsyncJobs:
         tries: int = ...,
         timeout: Seconds = ...,
         retry_delay: Seconds = ...,
+        again: bool = ...,
     ) -> AsyncJob[Any]: ...
     async def submit(
         self,
@@ -263,9 +270,10 @@ class AsyncJobs:
         tries: int = limits.TRIES_DEFAULT,
         timeout: Seconds = limits.TIMEOUT_DEFAULT_S,
         retry_delay: Seconds = limits.RETRY_DELAY_DEFAULT_S,
+        again: bool = False,
     ) -> AsyncJob[Any]:
         """See :meth:`Jobs.submit`."""
-        made = submission(name, arguments, key, priority, delay, dedup, tries, timeout, retry_delay)
+        made = submission(name, arguments, key, priority, delay, dedup, tries, timeout, retry_delay, again)
         return AsyncJob(self._queue, await self._queue.submit(made), returns)
 
     @overload

@@ -13,6 +13,7 @@ QueueError
 from __future__ import annotations
 
 from protocol.errors import ImmortalError
+from protocol.identity import IdentityConflict
 
 
 class QueueError(ImmortalError):
@@ -23,8 +24,8 @@ class QueueFull(QueueError):  # noqa: N818 (what happened, not what is wrong)
     """Too many tasks wait, or too large ones. Nothing was submitted: try again later."""
 
 
-class DedupConflict(QueueError):  # noqa: N818
-    """The deduplication key belongs to a task of another function, or with other arguments."""
+class DedupConflict(IdentityConflict, QueueError):  # noqa: N818
+    """The key ``dedup`` is that of a task of another function, or with other arguments. See ``known``, ``given``."""
 
 
 class UnknownTask(QueueError):  # noqa: N818

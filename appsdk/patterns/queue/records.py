@@ -35,7 +35,9 @@ def _check_number(what: str, value: float, least: float, most: float, unit: str 
 
 
 class Submission(msgspec.Struct, frozen=True):
-    """A task as it is submitted. ``arguments``: a MessagePack array. Raises ValueError."""
+    """A task as it is submitted. ``arguments``: a MessagePack array. ``again``: also where a task with the same
+    deduplication key has ended. Raises ValueError.
+    """
 
     name: str
     arguments: bytes
@@ -46,6 +48,7 @@ class Submission(msgspec.Struct, frozen=True):
     tries: int = limits.TRIES_DEFAULT
     timeout_s: float = limits.TIMEOUT_DEFAULT_S
     retry_delay_s: float = limits.RETRY_DELAY_DEFAULT_S
+    again: bool = False
 
     def __post_init__(self) -> None:
         check_name("function", self.name)
@@ -147,6 +150,7 @@ class Records(msgspec.Struct):
     ended: int = 0
     late_replies: int = 0  # dropped
     dead_forgotten: int = 0
+    describes: bool = False  # a conflict says both contents; not in a log of an earlier version, whose replies stay so
 
 
 NOTHING, SUPERSEDED = (0, 0), (-1, 0)

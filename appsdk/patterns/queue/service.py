@@ -39,7 +39,7 @@ class Queue(Immortal):
     scheduler: Transient[Scheduler]
 
     def __init__(self) -> None:
-        self.records = Records()
+        self.records = Records(describes=True)
         self.alarm_ns = _LOOKS
 
     def prepare(self) -> None:

@@ -13,6 +13,7 @@ from appsdk.patterns.queue.ended import Ended
 from appsdk.patterns.queue.errors import DedupConflict, NotPossible, QueueFull, UnknownTask
 from appsdk.patterns.queue.lanes import Lanes
 from appsdk.patterns.queue.records import Failure, Outcome, Records, State, Submission, Task, Timer, nanoseconds
+from protocol.identity import shown
 
 _AGE: Timer = ("age", 0, "")
 
@@ -30,7 +31,7 @@ class Tasks:
         self._open = self._open_size_bytes = 0
         for task in records.tasks.values():
             if task.dedup and task.state != "dropped":
-                self._by_dedup[task.dedup] = task.id
+                self._by_dedup[task.dedup] = max(task.id, self._by_dedup.get(task.dedup, 0))
             if not task.ended:
                 self._open += 1
                 self._open_size_bytes += len(task.arguments)
@@ -56,14 +57,22 @@ class Tasks:
     def submit(self, submission: Submission, now_ns: int) -> int:
         """The task's ID: that of an earlier one with the same deduplication key. Raises QueueFull, DedupConflict."""
         digest = submission.digest()
-        known = self._by_dedup.get(submission.dedup) if submission.dedup else None
+        known = self._known(submission)
         if known is not None:
-            if self._records.tasks[known].digest != digest:
+            if known.digest != digest:
+                if not self._records.describes:
+                    raise DedupConflict(
+                        f"dedup key {submission.dedup!r} is that of task {known.id}, of another function or with other "
+                        f"arguments: use another key"
+                    )
+                given = f"{submission.name!r} with {len(submission.arguments)} bytes of arguments"
                 raise DedupConflict(
-                    f"dedup key {submission.dedup!r} is that of task {known}, of another function or with other "
-                    f"arguments: use another key"
+                    f"dedup key {submission.dedup!r}",
+                    f"that of task {known.id}, {known.name!r} (digest {shown(known.digest)}, {known.state})",
+                    f"of another function or with other arguments, {given} (digest {shown(digest)})",
+                    "use another key" + (", or again=True" if known.ended else ""),
                 )
-            return known
+            return known.id
         self._require_room(len(submission.arguments))
         self._records.task_id += 1
         task = Task(
@@ -87,6 +96,13 @@ class Tasks:
             self._by_dedup[task.dedup] = task.id
         self._open_again(task, now_ns)
         return task.id
+
+    def _known(self, submission: Submission) -> Task | None:
+        """The task that has the same deduplication key; with ``again`` only an open one."""
+        known = self._by_dedup.get(submission.dedup) if submission.dedup else None
+        if known is None or (submission.again and self._records.tasks[known].ended):
+            return None
+        return self._records.tasks[known]
 
     def _require_room(self, size_bytes: int) -> None:
         if self._open >= limits.OPEN_TASKS_MAX or self._open_size_bytes + size_bytes > limits.OPEN_SIZE_BYTES_MAX:
@@ -239,7 +255,7 @@ class Tasks:
         task.state, task.reason = state, reason
         if state != "dead":
             task.arguments = b""
-        if state == "dropped" and task.dedup:
+        if state == "dropped" and self._by_dedup.get(task.dedup) == task.id:
             del self._by_dedup[task.dedup]
         self._woken += task.waits
         task.waits = []
