@@ -41,6 +41,18 @@ class Book(Grouped):
         self.prices.place.fork(order)
 
 
+def test_a_name_is_of_one_group_in_a_class_and_those_that_it_inherits() -> None:
+    with pytest.raises(DefinitionError, match="group 'prices' is of a, c, not of a, b: give another"):
+
+        class Other(Book):
+            others = group(Book, "prices", members=["a", "c"])
+
+    class Same(Book):
+        again = group(Book, "prices", members=["a", "b"])
+
+    assert Same
+
+
 class Trader(Grouped):
     prices = group(Book, "prices", members=["a", "b"])
 

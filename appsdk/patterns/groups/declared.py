@@ -11,6 +11,7 @@ from appsdk.handlers.definition import Definition, Peer
 from appsdk.handlers.multicast import Destination
 from appsdk.handlers.proxy import find_handler
 from appsdk.ordering.views import View
+from protocol.identity import IdentityConflict
 
 
 class Group(property):
@@ -74,6 +75,21 @@ class Group(property):
         if not self._is_of_members(instance.__class__):
             raise UsageError(f"group {self.name!r}: {type(instance).__qualname__} is not below Grouped, and must be")
         return self._make_proxy(self, instance)
+
+
+def check_groups(cls: type) -> None:
+    """Whether each name is of one group. Raises DefinitionError."""
+    known: dict[str, Group] = {}
+    for ancestor in cls.__mro__:
+        for one in vars(ancestor).values():
+            if isinstance(one, Group) and known.setdefault(one.name, one).first != one.first:
+                what, advice = f"{cls.__qualname__}: group {one.name!r}", "give another group another name"
+                conflict = IdentityConflict(what, f"of {_members(known[one.name])}", f"of {_members(one)}", advice)
+                raise DefinitionError(str(conflict)) from conflict
+
+
+def _members(group: Group) -> str:
+    return ", ".join(group.first.members)
 
 
 def groups_of(cls: type) -> dict[str, Group]:

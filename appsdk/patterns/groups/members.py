@@ -15,7 +15,7 @@ from appsdk.handlers.proxy import make_fork
 from appsdk.immortal import Immortal
 from appsdk.ordering.messages import Scope
 from appsdk.ordering.views import Kind, Membership, Message, Outgoing, View
-from appsdk.patterns.groups.declared import Group, group_of, groups_of
+from appsdk.patterns.groups.declared import Group, check_groups, group_of, groups_of
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
@@ -62,6 +62,10 @@ class Grouped(Immortal):
     """The base class of members of groups, and of who sends to them. Its handlers are how they talk to each other."""
 
     groups_known: dict[str, Known] | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_groups(cls)
 
     if TYPE_CHECKING:  # of self.<group>, which is to a type checker the class of its members
 
