@@ -23,6 +23,7 @@ import pytest
 
 from appsdk.client import (
     CallCancelled,
+    CallConflict,
     CallRaised,
     CallRefused,
     CallTimeout,
@@ -394,11 +395,18 @@ def test_forks_are_done_once_and_the_block_waits_for_them(folder: Path, ledger: 
         async with connect("ledger") as client:
             client.add.fork("of asyncio")
         async with connect("ledger") as client:
-            with_key(client, "k").add.fork("keyed again")
+            with_key(client, "k").add.fork("keyed")
             entries: list[str] = await client.all()
             return entries
 
-    assert asyncio.run(main()) == [*map(str, range(200)), "keyed", "late", "of asyncio"]
+    entries = asyncio.run(main())
+    assert entries == [*map(str, range(200)), "keyed", "late", "of asyncio"]
+    with pytest.raises(CallConflict, match=r"key 'k' is Ledger\.add with"), connect("ledger") as client:
+        with_key(client, "k").add.fork("another")
+    with connect("ledger") as client:
+        with pytest.raises(CallConflict, match=r"not a call of Ledger\.all"):
+            handle(client, "all:k").result(5)
+        assert client.all() == entries
 
 
 def test_a_fork_that_was_not_done_is_told_as_the_block_ends(ledger: Run) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from appsdk.patterns.harmony import connect
+import pytest
+
+from appsdk.patterns.harmony import BatchConflict, connect
 from appsdk.patterns.harmony import limits as harmony_limits
 from tests.helpers.cli import HOME, Run, immortal
 
@@ -98,6 +100,17 @@ def test_the_programs_of_the_guide(tmp_path: Path) -> None:
         for _ in range(2):  # the second time nothing is done again
             lines = run(tmp_path, "send.py").stdout
             assert re.sub(r"\d workers", "2 workers", lines) == OUTPUTS["send"]
+        with connect("cluster", home=tmp_path / HOME) as cluster:
+            with pytest.raises(BatchConflict, match="is for 'square' and collector 'results' with 100000 tasks"):
+                cluster.batch("squares", "cube", collector="results")
+            again = cluster.batch("few", "square", collector="results")
+            again.send([1, 2])
+            again.wait(timeout=TIMEOUT_S)
+            with pytest.raises(BatchConflict):
+                cluster.batch("few", "square", collector="results").send([1, 3])
+            again = cluster.batch("few", "square", collector="results", again=True)
+            again.send([3, 4])
+            assert [result.value for result in again.results(timeout=TIMEOUT_S)] == [9, 16]
         with subprocess.Popen(
             [sys.executable, "own_worker.py"], cwd=tmp_path, env=environment(tmp_path)
         ) as own:  # finds its cluster, and leaves when it is told
