@@ -7,8 +7,8 @@ versions have kept, nothing is compared.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
+from hashlib import blake2b
 
 from protocol.errors import ImmortalError
 from protocol.handlers import CANCEL_CALL_METHOD_ID
@@ -48,9 +48,7 @@ def digest_behind(before: bytes, parts: Iterable[Readable]) -> bytes:
     However they are cut into pieces, the digest is the same, and no more of them is in memory than one.
     """
     for part in parts:
-        found = hashlib.blake2b(before, digest_size=DIGEST_SIZE_BYTES)
-        found.update(part)
-        before = found.digest()
+        before = blake2b(b"".join((before, part)), digest_size=DIGEST_SIZE_BYTES).digest()
     return before
 
 
@@ -69,7 +67,7 @@ def call_identity(method_id: int, arguments: bytes) -> bytes:
     """
     if method_id == CANCEL_CALL_METHOD_ID:
         arguments = b""
-    digest = hashlib.blake2b(arguments, digest_size=CALL_DIGEST_SIZE_BYTES).digest()
+    digest = blake2b(arguments, digest_size=CALL_DIGEST_SIZE_BYTES).digest()
     return digest + encode_zigzag(method_id) + encode_zigzag(len(arguments))
 
 
