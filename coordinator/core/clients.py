@@ -48,6 +48,7 @@ from protocol.messages import decode_messages
 from protocol.trace_context import is_trace_context, split_name
 from protocol.trailer import BatchKind, BatchSource
 
+CONFLICTS_TOLD_MAX = 16  # of one frame, as each is far larger than a call may be; the rest comes again, and so on
 _FROM_CLIENTS = (ClientFrameType.HELLO, ClientFrameType.REQUEST, ClientFrameType.PING, ClientFrameType.QUERY)
 
 
@@ -156,10 +157,10 @@ class Clients:
         except ProtocolError as error:
             self.answers.refuse(token, frame, ClientCode.MALFORMED, str(error))
             return True
-        others = []
+        others: list[Reply] = []
         for number, identity in enumerate(identities, frame.number):
             known = client.identity(number)
-            if known and known != identity:
+            if known and known != identity and len(others) < CONFLICTS_TOLD_MAX:
                 others.append(self._conflict(frame.client_id, number, known, self._in_words(identity)))
         self.answers.tell_at_once(token, frame, client, others)
         return len(others) > 0

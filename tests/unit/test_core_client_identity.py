@@ -127,6 +127,16 @@ def test_of_a_client_with_an_id_each_number_is_compared_and_nothing_new_is_taken
     assert driven.machine.parts.clients.table.get("script").number == 3  # type: ignore[union-attr]
 
 
+def test_many_conflicts_in_one_frame_are_told_a_few_at_a_time() -> None:
+    driven = started()
+    numbers = range(1, 101)
+    driven.handle(request("t", 1, *map(call, numbers), client_id="script"))
+    ((_, kind, replies),) = said(driven.handle(request("u", 1, *[call(0)] * 100, client_id="script")))
+    assert (kind, list(replies)) == ("REPLY", list(range(1, 17)))
+    ((_, kind, replies),) = said(driven.handle(request("u", 17, *[call(0)] * 84, client_id="script")))
+    assert list(replies) == list(range(17, 33))
+
+
 def test_a_reply_that_is_gone_is_no_other_calls() -> None:
     driven = started(Limits(client_replies_max=1))
     driven.handle(request("t", 1, call(1), call(2), call(3), client_id="script"))
