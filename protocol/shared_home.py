@@ -501,7 +501,13 @@ def _connect(url: str) -> Connection[tuple[Any, ...]]:
         "tcp_user_timeout": 10_000,
         "client_encoding": "UTF8",
     }
-    return psycopg.connect(**given, autocommit=True)
+    connection: Connection[tuple[Any, ...]] = psycopg.connect(**given, autocommit=True)
+    try:
+        connection.execute("SET synchronous_commit = on")  # what is said to be registered stays, whatever its settings
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _replace(path: Path, text: str) -> None:

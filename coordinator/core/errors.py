@@ -38,6 +38,10 @@ class LogUnavailableError(LogError):
     """The log can't be reached for now. Of a write nobody knows whether it was done."""
 
 
+class LogLostError(LogError):
+    """The log lacks what was acknowledged: where it is kept, an older copy has taken its place."""
+
+
 class LogFullError(LogError):
     """The disk, or the log's limit, is full: the transaction was not written."""
 

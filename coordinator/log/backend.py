@@ -251,6 +251,8 @@ class Place(Protocol):
     """What a URL has behind the scheme."""
     is_shared: bool = False
     """Other machines reach it, too: who finds it held follows."""
+    least_sequence_id: int = -1
+    """A record that the log has had: where it is shared, one that ends before it is not opened for writing."""
 
     def __init__(self, location: str) -> None:
         self.location = location

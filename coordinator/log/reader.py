@@ -62,6 +62,8 @@ class LogReader:
         """None: the log is not authenticated, or that is not looked at."""
         self.trusts_pickle = False
         """Whether a state in it that pickle wrote may be read, which runs what is in it (instances.own_logs)."""
+        self.had_sequence_id = -1
+        """The last record that :meth:`last_sequence_id` has ever told of."""
         self._backend = backend
 
     def __enter__(self) -> LogReader:
@@ -115,7 +117,9 @@ class LogReader:
 
     def last_sequence_id(self) -> int:
         """The last record's, as of now; -1 in a new log. Cheap: whoever follows a live log may poll it."""
-        return self.ends()[1]
+        last = self.ends()[1]
+        self.had_sequence_id = max(self.had_sequence_id, last)
+        return last
 
     def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:
         """As RowLogStore.read; behind the last record an empty list."""

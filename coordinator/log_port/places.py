@@ -27,6 +27,7 @@ class LogPlaces:
         self._log = log
         self._trust_pickle = trust_pickle
         self._place = place_of(settings.log)
+        self._reader: LogReader | None = None  # the last one
         self._holder = "another process"  # as it could be named last
         self._named_s: float | None = None  # when that was looked up
 
@@ -41,6 +42,8 @@ class LogPlaces:
         Raises LogLockedError where another process has it, LogError, PickleRefusedError.
         """
         settings, log = self._settings, self._log
+        if self._reader is not None:
+            self._place.least_sequence_id = max(self._place.least_sequence_id, self._reader.had_sequence_id)
         store = own_logs.open_log(settings, self._place)
         try:
             own_logs.take_for_own(settings, store, trust_pickle=self._trust_pickle)
@@ -60,7 +63,8 @@ class LogPlaces:
         """The log, beside its writer; None where there is none yet. Raises LogError."""
         if not self._place.exists():
             return None
-        return own_logs.open_reader(self._settings, trust_pickle=self._trust_pickle)
+        self._reader = own_logs.open_reader(self._settings, trust_pickle=self._trust_pickle)
+        return self._reader
 
     def follow(self, nudge: Callable[[], None]) -> Following | None:
         """As Place.follow."""

@@ -32,6 +32,7 @@ from coordinator.core.errors import (
     LogFormatError,
     LogIdentityError,
     LogLockedError,
+    LogLostError,
 )
 from coordinator.core.interfaces import LogStore
 from coordinator.core.limits import MIB, Limits
@@ -73,7 +74,15 @@ FAREWELL_TIMEOUT_S = 1.0  # for the last bytes to the app
 SWITCH_INTERVAL_S = 0.0005  # the commit thread gets the interpreter back this soon: 5 ms would be 5 ms per commit
 STATUS_NO_RECOVERY = 3  # the log can't be replayed as it is: the next start would find the same
 STATUS_FENCED = 4  # another process writes the log by now
-_NO_RECOVERY = (DivergenceError, DamagedLogError, LogFormatError, LogIdentityError, LogKeyError, PickleRefusedError)
+_NO_RECOVERY = (
+    DivergenceError,
+    DamagedLogError,
+    LogFormatError,
+    LogIdentityError,
+    LogKeyError,
+    LogLostError,
+    PickleRefusedError,
+)
 DAY_NS = 24 * 3600 * 10**9
 
 MakeApp = Callable[["Coordinator", InstanceSettings, Notices, select.epoll], AppSide]

@@ -109,7 +109,8 @@ class PostgresPlace(Place):
         with reaching(address), connect(address) as connection:
             if schema.version_of(connection) != schema.VERSION:
                 schema.migrate(connection, address.where)
-            Durability.of(connection).check(self.where, allow_data_loss=options.allow_data_loss)
+            if not options.allow_data_loss:
+                Durability.of(connection).check(self.where)
             with connection.transaction():
                 connection.execute(
                     "INSERT INTO immortal.heads VALUES (%s, false, 0, 0, -1, '') ON CONFLICT DO NOTHING", [instance]
@@ -128,7 +129,7 @@ class PostgresPlace(Place):
 
     def open(self, instance_name: str, options: Options) -> PostgresBackend:
         self._require()
-        return PostgresBackend(self._address, instance_name, options)
+        return PostgresBackend(self._address, instance_name, options, self.least_sequence_id)
 
     def open_reader(self, instance_name: str | None) -> PostgresReader:
         self._require()

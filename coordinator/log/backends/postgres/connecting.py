@@ -19,6 +19,11 @@ DEAD_MS = 10_000
 waits for its standbys is not silent: TCP answers."""
 # An append is never cut off: what a time limit of the server ends may be visible already, and on no standby.
 _NO_LIMITS = "SET statement_timeout = 0; SET lock_timeout = 0; SET idle_in_transaction_session_timeout = 0"
+_DURABLE = (
+    "; SELECT set_config('synchronous_commit', CASE current_setting('synchronous_commit') WHEN 'remote_apply'"
+    " THEN 'remote_apply' ELSE 'on' END, false)"
+)
+"""What a session sets counts whatever becomes of the settings of its server, its database and its role."""
 
 
 class Address(Struct, frozen=True):
@@ -71,7 +76,8 @@ def connect(address: Address) -> psycopg.Connection[tuple[Any, ...]]:
             if connection.info.server_version < VERSION_MIN:
                 found = connection.info.parameter_status("server_version")
                 raise LogError(f"{address.where} is PostgreSQL {found}: version 15 or newer is needed")
-            connection.execute(_NO_LIMITS)
+            is_asked = "synchronous_commit" in connection.info.options  # of the URL: it is looked at, and refused
+            connection.execute((_NO_LIMITS if is_asked else _NO_LIMITS + _DURABLE).encode())
         except BaseException:
             connection.close()
             raise

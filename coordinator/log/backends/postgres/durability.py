@@ -1,18 +1,25 @@
 """What a server does with what it has acknowledged when a machine crashes, as its settings on one connection say.
 
-Settings differ by role, database and session: they are read on the very connection that appends.
+Settings differ by role, database and session: they are read on the very connection that appends. They change while it
+is open, all but synchronous_commit, which each session sets (connecting.py): a writer looks again after each reconnect
+and with each renewal of its lease, and where commits wait for standbys behind each commit.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, LiteralString
 
 import psycopg
 from msgspec import Struct
 
-from coordinator.core.errors import LogError
+from coordinator.core.errors import LogError, LogUnavailableError
 
-_NAMES = ("fsync", "full_page_writes", "synchronous_commit", "synchronous_standby_names")
+SETTINGS: LiteralString = (
+    "SELECT concat_ws('|', current_setting('fsync'), current_setting('full_page_writes'),"
+    " current_setting('synchronous_commit'), current_setting('synchronous_standby_names'))"
+)
+_COUNTED = re.compile(r"\s*(?:(?:FIRST|ANY)\s+)?(\d+)\s*\(", re.IGNORECASE)
 
 
 class Durability(Struct, frozen=True):
@@ -25,10 +32,22 @@ class Durability(Struct, frozen=True):
 
     @classmethod
     def of(cls, connection: psycopg.Connection[tuple[Any, ...]]) -> Durability:
-        query = "SELECT " + ", ".join(f"current_setting('{name}')" for name in _NAMES)
-        row = connection.execute(query.encode()).fetchone()
+        row = connection.execute(SETTINGS).fetchone()
         assert row is not None
-        return cls(*row)
+        return cls.read(row[0])
+
+    @classmethod
+    def read(cls, text: str) -> Durability:
+        """What SETTINGS says."""
+        return cls(*text.split("|", 3))
+
+    @property
+    def standbys_count(self) -> int:
+        """How many standbys a commit waits for."""
+        if not self.synchronous_standby_names.strip():
+            return 0
+        counted = _COUNTED.match(self.synchronous_standby_names)
+        return int(counted[1]) if counted else 1  # a list alone: the first that answers
 
     @property
     def losses(self) -> list[str]:
@@ -65,10 +84,24 @@ class Durability(Struct, frozen=True):
             lines.append("while too few of these standbys answer, every append waits, and with it the instance")
         return lines
 
-    def check(self, where: str, *, allow_data_loss: bool) -> None:
+    def check(self, where: str) -> None:
         """Raises LogError where acknowledged input could be lost."""
-        if self.losses and not allow_data_loss:
+        if self.losses:
             raise LogError(
                 f"acknowledged input could be lost in {where}: {'; '.join(self.losses)}; set it right for this role"
                 " and database, or start with --allow-data-loss"
+            )
+
+    def check_again(self, where: str, standbys_count: int) -> None:
+        """Of a log whose commits wait for so many standbys. Raises LogUnavailableError: settings may be set back."""
+        found = self.losses
+        if self.standbys_count < standbys_count:
+            found.append(
+                f"synchronous_standby_names is {self.synchronous_standby_names!r}: commits wait for"
+                f" {self.standbys_count} standbys, and had to wait for {standbys_count} when this log was opened before"
+            )
+        if found:
+            raise LogUnavailableError(
+                f"acknowledged input could be lost in {where}: {'; '.join(found)}; input waits until that is set right;"
+                " to go on with less, stop the instance and start it once with --allow-data-loss"
             )

@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,16 +113,32 @@ def head(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> tupl
     return (0, "whoever has removed it") if row is None else (row[0], row[1])
 
 
+def head_count(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> tuple[int, int]:
+    """The epoch of a log, and how many appends its writer has done in it."""
+    row = connection.execute(
+        "SELECT epoch, appends_count FROM immortal.heads WHERE instance = %s", [instance]
+    ).fetchone()
+    return (0, 0) if row is None else (row[0], row[1])
+
+
 class Lease:
     """Held from :meth:`take` on. A thread renews it, on a connection of its own: appends may wait for a standby.
 
     ``lost_to``: the epoch of who has taken the log since, and who that is. ``standbys``: as of the last renewal.
     """
 
-    def __init__(self, address: Address, length_s: float, endpoint: str) -> None:
+    def __init__(
+        self,
+        address: Address,
+        length_s: float,
+        endpoint: str,
+        look: Callable[[psycopg.Connection[tuple[Any, ...]]], None] = lambda connection: None,
+    ) -> None:
+        """``look``: called by the thread with its connection, each time that it is renewed."""
         self.lost_to: tuple[int, str] | None = None
         self.standbys: Sequence[Standby] = ()
         self._address, self._length_s, self._endpoint = address, length_s, endpoint
+        self._look = look
         self._process = own_process()
         self._text = msgspec.json.encode(self._process).decode()
         self._ended = threading.Event()
@@ -182,5 +198,6 @@ class Lease:
                 if not renewed.rowcount:
                     self.lost_to = head(connection, self._address.named)
                 self.standbys = standbys(connection, self._address.named)
+                self._look(connection)
         if connection is not None:
             connection.close()

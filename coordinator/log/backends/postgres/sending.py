@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import psycopg
 from psycopg import errors, pq
 
+from coordinator.log.backends.postgres.durability import SETTINGS
 from coordinator.log.backends.postgres.statements import PREPARE, PREPARED, encoded
 
 _ARGUMENTS_COUNT = 16
@@ -34,13 +35,22 @@ class Sender:
     """Of ``connection``, which is for other queries whenever all appends are answered.
 
     Raises psycopg.Error, after which nobody knows what became of those that are not answered. One thread at a time.
+
+    ``looks``: behind each append, in the same round trip, the server's settings are asked for. They may have changed
+    since the append was begun, and its commit may not have waited for what it was to wait for.
     """
 
-    def __init__(self, connection: psycopg.Connection[tuple[Any, ...]]) -> None:
+    def __init__(self, connection: psycopg.Connection[tuple[Any, ...]], *, looks: bool) -> None:
         connection.execute(PREPARE)
+        if looks:
+            connection.execute(b"PREPARE immortal_settings AS " + SETTINGS.encode())
+        self._connection = connection
+        self._looks = looks
+        self.settings = ""  # behind the append that was answered last, as durability.SETTINGS has them
         self._pgconn = connection.pgconn
         self._unanswered_count = 0
-        self._result: pq.abc.PGresult | None = None  # of the oldest, as far as it is known
+        self._result: pq.abc.PGresult | None = None  # of what is answered now, as far as it is known
+        self._results: list[pq.abc.PGresult | None] = []  # of the oldest append, and of the settings behind it
         self._is_unsent = False  # a part of what was sent: the server reads slowly
 
     def send(self, arguments: Sequence[object]) -> None:
@@ -51,6 +61,9 @@ class Sender:
         self._unanswered_count += 1
         pgconn.send_query_prepared(PREPARED, encoded(arguments), _BINARY)
         pgconn.pipeline_sync()
+        if self._looks:
+            pgconn.send_query_prepared(b"immortal_settings", None)
+            pgconn.pipeline_sync()
         self._is_unsent = bool(pgconn.flush())
 
     def answer(self) -> Answer | None:
@@ -65,23 +78,33 @@ class Sender:
                 if pgconn.status != pq.ConnStatus.OK:
                     raise psycopg.OperationalError(pgconn.get_error_message())
             elif result.status == pq.ExecStatus.PIPELINE_SYNC:
-                return self._answered()
+                self._results.append(self._result)
+                self._result = None
+                if len(self._results) > self._looks:
+                    return self._answered()
             elif self._result is None or result.status == pq.ExecStatus.FATAL_ERROR:
                 self._result = result
         return None
 
     def _answered(self) -> Answer:
-        result, self._result = self._result, None
+        results, self._results = self._results, []
         self._unanswered_count -= 1
         if not self._unanswered_count:
             self._pgconn.exit_pipeline_mode()
-        if result is None or result.status != pq.ExecStatus.TUPLES_OK:
-            raise _error_of(result)
-        is_done, *head = (result.get_value(0, column) or b"" for column in range(5))
-        if is_done == b"t":
+        for result in results:
+            if result is None or result.status != pq.ExecStatus.TUPLES_OK:
+                raise _error_of(result)
+        append, *looked = [result for result in results if result is not None]
+        self.settings = _text(looked[0], 0) if looked else ""
+        if _text(append, 0) == "t":
             return Answer(True)
-        epoch, appends_count, last_sequence_id, holder = head
-        return Answer(False, int(epoch or 0), int(appends_count or 0), int(last_sequence_id or -1), holder.decode())
+        epoch, appends_count, last_sequence_id, holder = (_text(append, column) for column in range(1, 5))
+        return Answer(False, int(epoch or 0), int(appends_count or 0), int(last_sequence_id or -1), holder)
+
+    def look(self) -> None:
+        """Ask for the settings now. No append is on its way."""
+        row = self._connection.execute("EXECUTE immortal_settings").fetchone()
+        self.settings = "" if row is None else row[0]
 
     @property
     def events(self) -> int:
@@ -93,6 +116,10 @@ class Sender:
         poll = select.poll()
         poll.register(self._pgconn.socket, self.events)
         poll.poll()
+
+
+def _text(result: pq.abc.PGresult, column: int) -> str:
+    return (result.get_value(0, column) or b"").decode()
 
 
 def _error_of(result: pq.abc.PGresult | None) -> psycopg.Error:

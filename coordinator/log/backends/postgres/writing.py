@@ -30,7 +30,7 @@ from coordinator.log.backends.postgres import lease as leases
 from coordinator.log.backends.postgres import standby_checkpoints as asking
 from coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads, Pointer
 from coordinator.log.backends.postgres.connecting import Address, Connections, connect, is_broken, reaching
-from coordinator.log.backends.postgres.durability import Durability
+from coordinator.log.backends.postgres.guard import Guard
 from coordinator.log.backends.postgres.sending import Answer, Sender
 from coordinator.log.backends.postgres.statements import CHANGE, statements
 from coordinator.log.backends.postgres.view import RECORDS, PostgresView, viewing
@@ -61,8 +61,11 @@ class PostgresBackend(Backend):
     is_remote = True
     appends_max = APPENDS_MAX
 
-    def __init__(self, address: Address, instance_name: str, options: Options) -> None:
-        """Raises LogLockedError, LogFormatError, LogIdentityError, LogUnavailableError, LogError."""
+    def __init__(self, address: Address, instance_name: str, options: Options, least_sequence_id: int = -1) -> None:
+        """``least_sequence_id``: a record that the log has had.
+
+        Raises LogLockedError, LogLostError, LogFormatError, LogIdentityError, LogUnavailableError, LogError.
+        """
         self.where = address.where
         self.mended: list[str] = []
         self.synced: Callable[[float], None] | None = None
@@ -78,17 +81,18 @@ class PostgresBackend(Backend):
         self._is_warned = False  # since none was under way
         self._is_given_up = self._is_ended = False
         self._asked_key = b""  # of what a standby was asked for last; b"": nothing is asked
-        self._lease = leases.Lease(address, options.lease_s, options.endpoint)
+        self._guard = Guard(address, allow_data_loss=options.allow_data_loss)
+        self._lease = leases.Lease(address, options.lease_s, options.endpoint, self._look_beside)
         self._chunks = ChunkUploads(options.checkpoints_to, address.named)
         self._has_objects = bool(options.checkpoints_to)
-        self._connection, self._sender = self._connected()
+        self._connection = self._connected()
         try:
             with reaching(address):
-                self.durability = Durability.of(self._connection)
-                self.durability.check(self.where, allow_data_loss=options.allow_data_loss)
+                self._guard.begin(self._connection)
+                self._sender = self._made_sender()
                 with viewing(self._readers, self._instance) as view:
                     self.identity = read_identity(view, self.where, instance_name)
-                self.fence = self._take()
+                self.fence = self._take(least_sequence_id)
                 with viewing(self._readers, self._instance) as view:
                     named = {pointer.name for pointer in view.pointers()}
                 self._has_objects = self._has_objects or bool(named)
@@ -100,41 +104,50 @@ class PostgresBackend(Backend):
             raise
         self._lease.begin()
 
-    def _connected(self) -> tuple[Connection, Sender]:
+    def _connected(self) -> Connection:
         connection = connect(self._address)
         connection.add_notice_handler(self._take_notice)
-        try:
-            with reaching(self._address):
-                return connection, Sender(connection)
-        except BaseException:
-            connection.close()
-            raise
+        return connection
+
+    def _made_sender(self) -> Sender:
+        return Sender(self._connection, looks=self._guard.waits_for_standbys)
 
     def _reconnect(self) -> None:
         with contextlib.suppress(psycopg.Error):
             self._connection.close()
-        self._connection, self._sender = self._connected()
+        self._connection = self._connected()
+        with reaching(self._address):
+            self._sender = self._made_sender()
 
     def _take_notice(self, notice: psycopg.errors.Diagnostic) -> None:
         """A wait for standbys that somebody has cut off is answered as done, with a warning."""
         self._is_warned = self._is_warned or notice.severity_nonlocalized == "WARNING"
 
-    def _take(self) -> int:
-        """The log, from whoever had it: whose lease counts no more. Its epoch."""
+    def _take(self, least_sequence_id: int) -> int:
+        """The log, from whoever had it: whose lease counts no more. Its epoch. Raises LogLostError."""
         connection = self._connection
-        with connection.transaction():
+        with self._guard.noting_what_is_lost(connection), connection.transaction():
             if (held := leases.holder(connection, self._instance, lock=True)) is not None:
                 raise LogLockedError(f"the log {self.where} is in use by {held.name}")
             self._lease.take(connection)
             asking.forget(connection, self._instance)
             row = connection.execute(
                 "UPDATE immortal.heads SET epoch = epoch + 1, appends_count = 0, holder = %s"
-                " WHERE instance = %s AND is_there RETURNING epoch",
+                " WHERE instance = %s AND is_there RETURNING epoch, last_sequence_id",
                 [leases.own_name(), self._instance],
             ).fetchone()
             require(row is not None, f"a log without a head: {self.where}")
-        assert row is not None
+            assert row is not None
+            self._guard.take(connection, row[1], least_sequence_id)
         return int(row[0])
+
+    def _look_beside(self, connection: Connection) -> None:
+        """By the thread of the lease, each time that it is renewed: nothing may be appended for a long time."""
+        done: tuple[int, int] | None = None
+        if self._lock.acquire(blocking=False):
+            done = self.fence, self._appends_count
+            self._lock.release()
+        self._guard.look_beside(connection, done)
 
     def view(self, *, copies: bool = False) -> AbstractContextManager[PostgresView]:
         self.refuse_after_failure()
@@ -145,7 +158,7 @@ class PostgresBackend(Backend):
 
     @property
     def problem(self) -> str:  # type: ignore[override]  # as the next one
-        return self._chunks.problem
+        return self._guard.doubt or self._chunks.problem
 
     @property
     def standbys(self) -> Sequence[Standby]:  # type: ignore[override]  # it only ever is read
@@ -154,7 +167,9 @@ class PostgresBackend(Backend):
     @property
     def lost(self) -> FencedError | None:
         lost_to = self._lease.lost_to
-        return None if lost_to is None else fenced(self.where, *lost_to)
+        if lost_to is None or lost_to[0] < self.fence:  # of an older copy of the log: the next append finds out
+            return None
+        return fenced(self.where, *lost_to)
 
     def require_right(self) -> None:
         with self._readers.borrowed() as connection:
@@ -205,6 +220,9 @@ class PostgresBackend(Backend):
 
     def _require_known(self) -> None:
         self.refuse_after_failure()
+        if self._guard.doubt and not self._is_unknown:
+            self._is_unknown = True  # also what was sent before
+            raise LogUnavailableError(self._guard.doubt)
         if self._is_unknown:
             raise LogUnavailableError(f"what became of the last append to {self.where} is not known yet")
 
@@ -252,6 +270,9 @@ class PostgresBackend(Backend):
                     connection.execute(CHANGE, [self._instance, *part])
             for point in append.points:
                 reach(point)
+        if self._guard.waits_for_standbys:
+            with self._open():
+                self._sender.look()
         self._done(Answer(*row))
 
     @contextlib.contextmanager
@@ -273,6 +294,12 @@ class PostgresBackend(Backend):
             raise LogUnavailableError(f"the database {self.where} has not waited for its standbys")
         append, begun_s = self._begun[0]
         self._check(append, answer)
+        if self._guard.waits_for_standbys:
+            try:
+                self._guard.look_behind(self._sender.settings)
+            except LogUnavailableError:
+                self._is_unknown = True
+                raise
         self._begun.popleft()
         self._appends_count += 1
         if self.synced is not None:
@@ -297,15 +324,21 @@ class PostgresBackend(Backend):
                 return 0
             self._reconnect()  # answers may still be on their way to the old one
             self._is_warned = False
-            with reaching(self._address), self._connection.transaction():
+            self._guard.look_again(self._connection)
+            with (
+                self._guard.noting_what_is_lost(self._connection),
+                reaching(self._address),
+                self._connection.transaction(),
+            ):
                 # Waits for an append that the server is still at; one behind it comes before this, or finds another
                 # epoch. The change is durable with all that was before it.
                 row = self._connection.execute(
-                    "SELECT epoch, appends_count, holder FROM immortal.heads WHERE instance = %s AND is_there"
-                    " FOR UPDATE",
+                    "SELECT epoch, appends_count, holder, is_there FROM immortal.heads WHERE instance = %s FOR UPDATE",
                     [self._instance],
                 ).fetchone()
-                epoch, count, holder = (0, 0, "whoever has removed it") if row is None else row
+                epoch, count, holder, is_there = row or (0, 0, "", True)
+                if not is_there:
+                    holder = "whoever has removed it"
                 done = self._done_until(epoch, count, holder)
                 self._settling = epoch + 1, done
                 self._connection.execute(
@@ -314,23 +347,23 @@ class PostgresBackend(Backend):
                 )
             if self._is_warned:
                 raise LogUnavailableError(f"the database {self.where} has not waited for its standbys")
+            self._guard.look_again(self._connection)  # that commit, too, has waited for what it was to wait for
             self.fence, self._appends_count, self._is_unknown, self._settling = epoch + 1, 0, False, None
             self._begun.clear()
+            self._guard.doubt = ""
             return done
 
     def _done_until(self, epoch: int, count: int, holder: str) -> int:
         """How many of those that were begun are done, by what the head says. Raises FencedError, LogError."""
         if self._settling is not None and (epoch, count, holder) == (self._settling[0], 0, leases.own_name()):
             return self._settling[1]  # it was resolved, and that was not heard, or not waited for
-        if epoch != self.fence:
+        if epoch > self.fence or (epoch == self.fence and holder != leases.own_name()):
             self.failure = fenced(self.where, epoch, holder)
             raise self.failure
         done: int = count - self._appends_count
-        if not 0 <= done <= len(self._begun):
-            self.failure = LogError(
-                f"the database {self.where} has lost acknowledged input: it has {count} appends of this epoch,"
-                f" {self._appends_count} were acknowledged; a server was promoted that had not all of them"
-            )
+        if epoch < self.fence or not 0 <= done <= len(self._begun):
+            acknowledged = f"{self._appends_count} were acknowledged in epoch {self.fence}"
+            self.failure = self._guard.lost(f"it has {count} appends of epoch {epoch}, and {acknowledged}")
             raise self.failure
         return done
 

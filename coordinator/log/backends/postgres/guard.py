@@ -1,0 +1,144 @@
+"""What a writer makes sure of before it says that an append is durable: that its server loses nothing by a crash, waits
+for as many standbys as before, and has all that was acknowledged.
+
+Settings that a session can't set change under it. They are looked at on each new connection and with each renewal of
+the lease; behind each commit, in the same round trip, where commits wait for standbys. While they are not right nothing
+is acknowledged, and the writer asks again. A server that lacks something was promoted too early: that is noted in the
+log, and nobody opens it as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+from msgspec import Struct
+from msgspec.structs import replace
+
+from coordinator.core.errors import LogError, LogLostError, LogUnavailableError
+from coordinator.log.backends.postgres.connecting import Address, reaching
+from coordinator.log.backends.postgres.durability import Durability
+from coordinator.log.backends.postgres.lease import head_count
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+TABLE = "durability"
+"""Rows of the log that no copy of it has: for how many standbys its commits wait, and what it has lost."""
+_STANDBYS, _LOST = b"standbys", b"lost"
+
+
+class Guard:
+    """Of one writer. ``doubt``: why the next append is not to be acknowledged, as was seen beside appends; "": nothing.
+
+    ``allow_data_loss``: nothing is asked for, and what has been noted is forgotten.
+    """
+
+    def __init__(self, address: Address, *, allow_data_loss: bool) -> None:
+        self.doubt = ""
+        self._address, self._where, self._instance = address, address.where, address.named
+        self._allow_data_loss = allow_data_loss
+        self._standbys_count = 0  # for how many a commit has to wait
+        self._right = ""  # the settings as they were found to be right last
+        self._synchronous_commit = "on"  # of the connection that appends, which sets it
+
+    @property
+    def waits_for_standbys(self) -> bool:
+        return self._standbys_count > 0
+
+    def begin(self, connection: Connection) -> None:
+        """On the connection that is to append. Raises LogError."""
+        durability = Durability.of(connection)
+        self._synchronous_commit = durability.synchronous_commit
+        if not self._allow_data_loss:
+            durability.check(self._where)
+            self._standbys_count = durability.standbys_count
+
+    def take(self, connection: Connection, last_sequence_id: int, least_sequence_id: int) -> None:
+        """In the transaction that takes the log, which ends with ``last_sequence_id`` and had ``least_sequence_id``.
+
+        Raises LogLostError, LogUnavailableError.
+        """
+        noted = _Noted.of(connection, self._instance)
+        if not self._allow_data_loss:
+            if noted.lost:
+                raise LogLostError(noted.lost)
+            if last_sequence_id < least_sequence_id:
+                raise self.lost(f"it ends with record {last_sequence_id}, and had record {least_sequence_id}")
+            Durability.of(connection).check_again(self._where, noted.standbys_count)
+        if noted != _Noted(self._standbys_count, ""):
+            _forget(connection, self._instance)
+            _note(connection, self._instance, _STANDBYS, str(self._standbys_count))
+
+    def look_again(self, connection: Connection) -> None:
+        """On the connection that appends. Raises LogUnavailableError."""
+        if not self._allow_data_loss:
+            with reaching(self._address):
+                Durability.of(connection).check_again(self._where, self._standbys_count)
+
+    def look_behind(self, settings: str) -> None:
+        """At those behind a commit that is to be acknowledged. Raises LogUnavailableError."""
+        if settings != self._right:
+            Durability.read(settings).check_again(self._where, self._standbys_count)
+            self._right = settings
+
+    def look_beside(self, connection: Connection, done: tuple[int, int] | None) -> None:
+        """Any thread, on a connection of its own. ``done``: the epoch, and how many appends were acknowledged in it."""
+        if self._allow_data_loss:
+            return
+        if done is not None and head_count(connection, self._instance) < done:
+            self.doubt = (
+                f"the database {self._where} may have lost acknowledged input: an older copy has taken its place"
+            )
+            return
+        durability = replace(Durability.of(connection), synchronous_commit=self._synchronous_commit)
+        try:
+            durability.check_again(self._where, self._standbys_count)
+            self.doubt = ""
+        except LogUnavailableError as error:
+            self.doubt = str(error)
+
+    def lost(self, how: str) -> LogLostError:
+        return LogLostError(
+            f"the database {self._where} has lost acknowledged input: {how}; a server was promoted that had not all of"
+            " it. Promote one that has it, or bring back the one of before; to go on without what is gone, start the"
+            " instance once with --allow-data-loss: streams of its peers stop where they know more, and say so"
+        )
+
+    @contextlib.contextmanager
+    def noting_what_is_lost(self, connection: Connection) -> Iterator[None]:
+        """For all who open the log from here on."""
+        try:
+            yield
+        except LogLostError as error:
+            with contextlib.suppress(LogError), reaching(self._address):
+                _note(connection, self._instance, _LOST, str(error))
+            raise
+
+
+class _Noted(Struct, frozen=True):
+    """By writers before. ``lost``: what the log has lost, in words; "": nothing that anybody has noticed."""
+
+    standbys_count: int
+    lost: str
+
+    @classmethod
+    def of(cls, connection: Connection, instance: str) -> _Noted:
+        rows = connection.execute(
+            "SELECT key, value FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, TABLE]
+        )
+        found = {bytes(key): bytes(value).decode() for key, value in rows}
+        return cls(int(found.get(_STANDBYS, "0")), found.get(_LOST, ""))
+
+
+def _forget(connection: Connection, instance: str) -> None:
+    connection.execute("DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, TABLE])
+
+
+def _note(connection: Connection, instance: str, key: bytes, value: str) -> None:
+    connection.execute(
+        "INSERT INTO immortal.rows (instance, table_name, key, value) VALUES (%s, %s, %s, %s)"
+        " ON CONFLICT (instance, table_name, key) DO UPDATE SET value = excluded.value",
+        [instance, TABLE, key, value.encode()],
+    )
