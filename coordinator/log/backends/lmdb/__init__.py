@@ -21,7 +21,7 @@ from coordinator.log.backends.lmdb.data_file import (
     log_exists,
     structure_problems,
 )
-from coordinator.log.backends.lmdb.environment import failure_of, new_environment, said_of
+from coordinator.log.backends.lmdb.environment import failure_of, new_environment, passing, said_of
 from coordinator.log.backends.lmdb.lock import FolderLock, is_locked, named_holder
 from coordinator.log.backends.lmdb.modes import remove_log, tighten_log
 from coordinator.log.backends.lmdb.names import sync_names
@@ -97,8 +97,9 @@ class LmdbPlace(Place):
 
         try:
             return LmdbReader(self._folder, instance_name)
-        except lmdb.Error as error:
-            raise LogError(f"the log in {self._folder} cannot be opened: {error}") from error
+        except (lmdb.Error, OSError) as error:
+            unavailable = passing(self._folder, error)
+            raise unavailable or LogError(f"the log in {self._folder} cannot be opened: {error}") from error
 
     def is_live(self) -> bool:
         return is_locked(self._folder)
@@ -159,7 +160,12 @@ class LmdbPlace(Place):
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[FolderLock]:
     """The lock is released where what is done under it fails."""
-    lock = FolderLock(folder)
+    try:
+        lock = FolderLock(folder)
+    except OSError as error:
+        if (unavailable := passing(folder, error)) is None:
+            raise
+        raise unavailable from error
     try:
         yield lock
     except BaseException:
@@ -172,9 +178,9 @@ def _open(folder: Path, lock: FolderLock | None, instance_name: str, options: Op
         sync_names(folder)
         return LmdbBackend(folder, lock, instance_name, options)
     except OSError as error:
-        raise failure_of(folder, error) from error
+        raise passing(folder, error) or failure_of(folder, error) from error
     except lmdb.Error as error:
-        raise LogError(f"the log in {folder} cannot be opened: {error}") from error
+        raise passing(folder, error) or LogError(f"the log in {folder} cannot be opened: {error}") from error
 
 
 def _make(folder: Path, rows: Sequence[Row]) -> None:

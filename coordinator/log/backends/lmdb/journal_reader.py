@@ -9,6 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from coordinator.core.errors import DamagedLogError
+from coordinator.log.backends.lmdb.environment import passing
 from coordinator.log.backends.lmdb.journal import ENTRY_SIZE_BYTES_MAX, FILE_NAME, FILE_SIZE_BYTES
 from coordinator.log.backends.lmdb.journal_entries import (
     BLOCK_SIZE_BYTES,
@@ -66,7 +67,8 @@ class JournalReader:
                 -1,
             ) from None
         except OSError as error:
-            raise DamagedLogError(f"{self._path} cannot be read: {error.strerror}", -1) from error
+            damaged = DamagedLogError(f"{self._path} cannot be read: {error.strerror}", -1)
+            raise passing(self._path.parent, error) or damaged from error
         try:
             size_bytes = os.fstat(descriptor).st_size
             if size_bytes < FILE_SIZE_BYTES:
@@ -79,7 +81,8 @@ class JournalReader:
             if first_look:
                 self._check_end(descriptor)
         except OSError as error:
-            raise DamagedLogError(f"{self._path} cannot be read: {error.strerror}", -1) from error
+            damaged = DamagedLogError(f"{self._path} cannot be read: {error.strerror}", -1)
+            raise passing(self._path.parent, error) or damaged from error
         finally:
             os.close(descriptor)
         return self._rows

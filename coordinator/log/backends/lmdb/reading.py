@@ -14,7 +14,7 @@ import lmdb
 from coordinator.core.errors import DamagedLogError
 from coordinator.log.backend import Mac, ReadBackend
 from coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME
-from coordinator.log.backends.lmdb.environment import last_transaction_id, open_environment
+from coordinator.log.backends.lmdb.environment import begin_reading, last_transaction_id, open_environment, unreadable
 from coordinator.log.backends.lmdb.high_water import HighWaterMark
 from coordinator.log.backends.lmdb.journal_reader import JournalReader
 from coordinator.log.backends.lmdb.lock import is_locked
@@ -35,7 +35,7 @@ class LmdbReader(ReadBackend):
         self._environment = open_environment(folder, readonly=True, map_size_bytes=0)
         try:
             self._tables = open_tables(self._environment, folder)
-            with self._environment.begin(buffers=True) as transaction:
+            with begin_reading(self._environment, folder, buffers=True) as transaction:
                 self.identity = read_identity(LmdbView(transaction, self._tables), self.where, instance_name)
         except BaseException:
             self._environment.close()
@@ -51,14 +51,14 @@ class LmdbReader(ReadBackend):
             with transaction:
                 yield view_of(transaction, self._tables, rows)
         except (lmdb.Error, struct.error) as error:
-            raise DamagedLogError(f"the log in {self._folder} cannot be read: {error}", -1) from error
+            raise unreadable(self._folder, error, self._environment) from error
 
     def _begin(self, *, buffers: bool) -> tuple[ReadTransaction, JournalRows]:
         """A transaction, and the rows that are behind it in the journal. Raises lmdb.Error, DamagedLogError."""
         abandoned_id = None
         while True:
             try:
-                transaction = self._environment.begin(buffers=buffers)  # type: ignore[call-overload]
+                transaction = begin_reading(self._environment, self._folder, buffers=buffers)
             except lmdb.MapResizedError:
                 self._environment.set_mapsize(0)  # the writer's new size
                 continue

@@ -11,6 +11,7 @@ import lmdb
 from coordinator.core.errors import DamagedLogError, LogFormatError, fail, require
 from coordinator.fault_points import reach
 from coordinator.log.backend import Append, Row, Span
+from coordinator.log.backends.lmdb.environment import passing
 from coordinator.log.backends.lmdb.view import JournalRows, LmdbView, Tables
 from coordinator.log.format import (
     ALL_TABLES,
@@ -56,7 +57,7 @@ def open_tables(environment: lmdb.Environment, folder: Path) -> Tables:
     except (lmdb.NotFoundError, lmdb.ReadonlyError) as error:
         raise LogFormatError(f"there is no complete log in {folder}: {error}") from None
     except lmdb.Error as error:
-        raise LogFormatError(f"the log in {folder} is damaged: {error}") from error
+        raise passing(folder, error) or LogFormatError(f"the log in {folder} is damaged: {error}") from error
 
 
 def _open_table(environment: lmdb.Environment, name: str, may_miss: Collection[str]) -> lmdb._Database | None:

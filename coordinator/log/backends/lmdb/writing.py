@@ -17,7 +17,15 @@ from coordinator.core.errors import DamagedLogError, LogError, LogFullError, fai
 from coordinator.fault_points import armed, reach
 from coordinator.log.backend import Append, Backend, Mac, Options, Row, Space
 from coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME, extend_data_file
-from coordinator.log.backends.lmdb.environment import MAP_SIZE_BYTES, failure_of, last_transaction_id, open_environment
+from coordinator.log.backends.lmdb.environment import (
+    MAP_SIZE_BYTES,
+    begin_reading,
+    clear_dead,
+    failure_of,
+    last_transaction_id,
+    open_environment,
+    unreadable,
+)
 from coordinator.log.backends.lmdb.high_water import HighWaterMark
 from coordinator.log.backends.lmdb.journal import ENTRY_SIZE_BYTES_MAX, Journal
 from coordinator.log.backends.lmdb.journal_reader import JournalReader
@@ -76,7 +84,6 @@ class LmdbBackend(Backend):
         with self.environment.begin(buffers=True) as transaction:
             identity = read_identity(LmdbView(transaction, self.tables), self.where, instance_name)
         self.identity = identity
-        self.environment.reader_check()
         journal = JournalReader(self._folder, identity)
         try:
             self.environment.sync(True)  # a copy, say: entries of the journal follow what it has
@@ -115,12 +122,12 @@ class LmdbBackend(Backend):
                     self.refuse_after_failure()
                     transaction_id, rows = self.journaled
                     rows = dict(rows)  # an append in another thread may go on
-                    with self.environment.begin(buffers=not copies) as transaction:  # type: ignore[call-overload]
+                    with begin_reading(self.environment, self._folder, buffers=not copies) as transaction:
                         if not rows or transaction.id() == transaction_id:
                             yield view_of(transaction, self.tables, rows)
                             return
             except (lmdb.Error, struct.error) as error:
-                raise DamagedLogError(f"the log in {self._folder} cannot be read: {error}", -1) from error
+                raise unreadable(self._folder, error, self.environment) from error
 
     def is_live(self) -> bool:
         return True
@@ -159,7 +166,7 @@ class LmdbBackend(Backend):
         removes_much = any(not span.is_one for span in append.deletes)
         at_end = any(span.table == "records" and span.end is None for span in append.deletes)
         if removes_much:
-            self.environment.reader_check()  # a killed reader's slot would keep freed pages from being used again
+            clear_dead(self.environment, self._folder)
         if at_end:
             self._high_water_mark.remove()  # what it says is no longer so, by hand
         self._write(lambda writing: writing.put(append))
