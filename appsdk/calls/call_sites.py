@@ -11,7 +11,7 @@ import dis
 import linecache
 from types import CodeType, FrameType
 
-from appsdk.calls.rules import Rules
+from appsdk.calls.rules import NEWEST, Rules
 
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -22,7 +22,7 @@ class CallSites:
     """Names the places in the code that draw."""
 
     def __init__(self) -> None:
-        self.rules = Rules.SECOND
+        self.rules = NEWEST
         self._sites: dict[tuple[CodeType, int], bytes] = {}
         self._lines: dict[str, list[str]] = {}
 

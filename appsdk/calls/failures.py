@@ -55,6 +55,8 @@ def checked_raises(where: str, raises: Iterable[type[Exception]]) -> dict[str, t
     for one in given:
         if not (isinstance(one, type) and issubclass(one, Exception)):
             raise DefinitionError(f"{where}(raises=[{one!r}]): a class below Exception was expected")
+        if issubclass(one, BaseExceptionGroup):
+            raise DefinitionError(f"{where}(raises=[{one!r}]): a group of exceptions can't be sent, only one of them")
         if found.setdefault(one.__name__, one) is not one:
             raise DefinitionError(f"{where}(raises=...): two exceptions are called {one.__name__!r}")
     return found

@@ -13,3 +13,10 @@ class Rules(IntEnum):
 
     SECOND = 2
     """... for the function's qualified name and the method that is called. Signals that wait for nobody are limited."""
+
+    RAISED_WHOLE = 33
+    """... and declared exceptions are sent with the fields that their classes keep (raised.py)."""
+
+
+NEWEST = max(Rules)
+"""Those of a log that is begun now."""

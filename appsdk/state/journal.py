@@ -16,6 +16,8 @@ import msgspec
 from appsdk.calls.codec import encoder
 from appsdk.calls.context import datetime_of
 from appsdk.calls.failures import decode_failed
+from appsdk.calls.raised import attributes_of, made
+from appsdk.calls.rules import NEWEST, Rules
 from appsdk.errors import StateError
 
 TIMER = "timer"
@@ -111,9 +113,13 @@ def declared_name(raises: Mapping[str, type[Exception]], error: BaseException) -
     return None
 
 
-def encode_raised(name: str, error: BaseException) -> bytes:
-    """[name, arguments, attributes]. Raises TypeError and its like for what can't be encoded."""
-    return encoder.encode((name, error.args, vars(error)))
+def encode_raised(name: str, error: BaseException, rules: Rules = NEWEST) -> bytes:
+    """[name, arguments, attributes]. ``rules``: of the log that it goes into, where a replay does it again.
+
+    Raises TypeError and its like for what can't be encoded.
+    """
+    attributes = attributes_of(error) if rules >= Rules.RAISED_WHOLE else vars(error)
+    return encoder.encode((name, error.args, attributes))
 
 
 def decode_raised(raises: Mapping[str, type[Exception]], where: str, data: bytes) -> Exception:
@@ -126,7 +132,4 @@ def decode_raised(raises: Mapping[str, type[Exception]], where: str, data: bytes
         return failed
     if (cls := raises.get(name)) is None:
         raise LookupError(f"it raised {name}; here {where} declares {', '.join(raises) or 'nothing'}")
-    error = cls.__new__(cls)  # without __init__, as an exception's arguments often are not those of its class
-    error.args = tuple(arguments)
-    vars(error).update(attributes)
-    return error
+    return made(cls, arguments, attributes)

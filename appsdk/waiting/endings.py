@@ -40,7 +40,7 @@ class Endings:
             return
         arguments = task.decoded_arguments()
         if error is not None and declared is not None:
-            encode = partial(encode_raised, declared, error)
+            encode = partial(encode_raised, declared, error, self._context.sites.rules)
         else:
             encode = partial(self._handler_runs.result, task.handler, value)
         try:

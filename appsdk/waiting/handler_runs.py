@@ -56,7 +56,9 @@ class HandlerRuns:
                 raise self.failed(handler, arguments, error) from error
             if not waits:
                 return True, NOTHING
-            return True, self.encoded(handler, arguments, partial(encode_raised, declared, error))
+            return True, self.encoded(
+                handler, arguments, partial(encode_raised, declared, error, self.context.sites.rules)
+            )
         if not waits:
             return False, NOTHING
         return False, self.encoded(handler, arguments, partial(self.result, handler, value))
