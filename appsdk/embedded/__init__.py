@@ -22,7 +22,8 @@ from appsdk.handlers.definition import Definition, definition_of
 from appsdk.running.life import say
 from appsdk.running.options import RunOptions, run_options
 from appsdk.running.runner import check_determinism
-from coordinator.config import InstanceSettings
+from coordinator.config import ConfigError, InstanceSettings
+from coordinator.config.values import check_app
 from coordinator.core.notices import Level
 from coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry, RegistryError
 from coordinator.notices import Notices, configure
@@ -219,13 +220,26 @@ def _name_of(cls: type) -> str | None:
     if module == "__main__":
         main = sys.modules["__main__"]
         spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-        if spec is not None:
+        if spec is not None and not spec.name.endswith("__main__"):
             module = spec.name
         elif path is not None:
-            module = Path(path).stem
+            module = _module_of(path)
         else:
             return None
-    return None if "<" in cls.__qualname__ else f"{module}:{cls.__qualname__}"
+    try:
+        return check_app(f"{module}:{cls.__qualname__}")
+    except ConfigError:  # of a function, say
+        return None
+
+
+def _module_of(path: str) -> str:
+    """The name of a program's file, or its path where nothing could import it by its name."""
+    stem = Path(path).stem
+    if stem.isidentifier() and stem != "__main__":
+        return stem
+    path = os.path.abspath(path)
+    below = os.path.relpath(path)
+    return path if below.startswith(os.pardir) else below
 
 
 def _breakpoint() -> None:

@@ -10,7 +10,6 @@ why.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import site
@@ -22,7 +21,7 @@ from typing import Any
 
 from appsdk.errors import EXIT_DONE, EXIT_NOT_RUNNABLE, DefinitionError
 from appsdk.handlers.definition import Definition, definition_of
-from appsdk.running.user_modules import HiddenModules, add_to_path
+from appsdk.running.user_modules import HiddenModules, add_to_path, is_import, load_module
 from protocol.shown import printable_message
 
 
@@ -61,11 +60,11 @@ def main(arguments: Sequence[str]) -> int:
     name, folder = arguments[0], os.getcwd()
     hidden = HiddenModules(folder)
     add_to_path(folder)
-    if (problem := hidden.problem(name.partition(".")[0])) is not None:
+    if not os.path.isfile(name) and (problem := hidden.problem(name.partition(".")[0])) is not None:
         return _refused(problem)
     with contextlib.redirect_stdout(sys.stderr):  # what the user's module prints is no part of the answer
         try:
-            module = importlib.import_module(name)
+            module = load_module(name)
         except BaseException as error:  # the user's module: its own traceback, without importlib's frames
             if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
                 return _refused(f"there is no module {error.name!r} in {folder}")
@@ -78,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
 def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if file != __file__ and "importlib" not in file:
+        if not is_import(file, __file__):
             yield trace
         trace = trace.tb_next
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
 import os
 import signal
@@ -47,7 +46,7 @@ from appsdk.running.options import (
 )
 from appsdk.running.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect, read_secret
 from appsdk.running.user_code import UserCode
-from appsdk.running.user_modules import HiddenModules, add_to_path
+from appsdk.running.user_modules import HiddenModules, add_to_path, is_import, load_module
 from protocol.allocator import keep_freed_memory
 from protocol.errors import ImmortalError
 
@@ -73,13 +72,18 @@ class _EndAtOnce:
 
 
 def load(target: str) -> type:
-    """The class that ``module:Class`` names. Raises LoadError; what the module raises as it is imported passes."""
-    module_name, colon, class_name = target.partition(":")
+    """The class that ``module:Class`` names, or ``path/of/file.py:Class``.
+
+    Raises LoadError; what the module raises as it is imported passes.
+    """
+    module_name, colon, class_name = target.rpartition(":")
     if not colon or not module_name or not class_name:
         raise LoadError(f"{target!r}: the app is given as module:Class, such as wordcount:Counter")
     try:
-        module = importlib.import_module(module_name)
+        module = load_module(module_name)
     except ModuleNotFoundError as error:
+        if module_name.endswith(".py") and not os.path.isfile(module_name):
+            raise LoadError(f"{target!r}: there is no file {module_name!r} in {os.getcwd()}") from None
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # something that the user's module imports
         raise LoadError(
@@ -105,9 +109,10 @@ def load_or_say(target: str) -> type | None:
     folder = os.getcwd()
     hidden = HiddenModules(folder)
     add_to_path(folder)
+    is_file = os.path.isfile(target.rpartition(":")[0])
     try:
         code = UserCode.from_environment(target)
-        if (problem := hidden.problem(target.partition(":")[0].partition(".")[0])) is not None:
+        if not is_file and (problem := hidden.problem(target.partition(".")[0].partition(":")[0])) is not None:
             raise LoadError(f"{target!r}: {problem}")
         cls = load(target)
         if code is not None:
@@ -120,11 +125,9 @@ def load_or_say(target: str) -> type | None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the user's module: its own traceback, without importlib's frames
-        say(target, f"importing {target.partition(':')[0]!r} failed:")
+        say(target, f"importing {target.rpartition(':')[0]!r} failed:")
         trace = error.__traceback__
-        while trace and (
-            trace.tb_frame.f_code.co_filename == __file__ or "importlib" in trace.tb_frame.f_code.co_filename
-        ):
+        while trace and is_import(trace.tb_frame.f_code.co_filename, __file__):
             trace = trace.tb_next
         show("".join(traceback.format_exception(type(error), error, trace)).rstrip())
         for problem in hidden.problems_of(error):

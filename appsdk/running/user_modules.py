@@ -7,6 +7,8 @@ what an ``import`` of that name gives. It does no harm, but for whoever means th
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -22,6 +24,43 @@ def add_to_path(folder: str) -> None:
     library = os.path.dirname(os.__file__)
     own = [place for place, path in enumerate(sys.path) if path in (library, os.path.join(library, "lib-dynload"))]
     sys.path.insert(max(own, default=-1) + 1, folder)
+
+
+def load_module(name: str) -> ModuleType:
+    """``name``: of a module, or the path of a file, which need not have a name that can be imported.
+
+    Raises ImportError; what the module raises as it is imported passes.
+    """
+    if not (name.endswith(".py") and os.path.isfile(name)):
+        return importlib.import_module(name)
+    path = os.path.realpath(name)
+    folder, module_name = os.path.dirname(path), os.path.basename(path).removesuffix(".py")
+    add_to_path(folder)
+    if module_name == "__main__":  # is this process's own
+        module_name = f"{os.path.basename(folder)}-main"
+    if module_name.isidentifier():
+        module = importlib.import_module(module_name)  # what others import by its name is the same one
+        if os.path.realpath(getattr(module, "__file__", None) or "") == path:
+            return module
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} can't be imported", name=module_name)
+    loaded = sys.modules.get(module_name)
+    if loaded is not None and getattr(loaded, "__file__", None) == path:
+        return loaded
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def is_import(file: str, importer: str) -> bool:
+    """Whether a frame of ``file`` is of the import, and not of the user's module. ``importer``: who asks for it."""
+    return file in (importer, __file__) or "importlib" in file
 
 
 class HiddenModules:

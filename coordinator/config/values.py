@@ -41,7 +41,8 @@ IPC_PATH_SIZE_MAX = 107  # bytes; the kernel's limit for the path of a Unix sock
 LOG_KEY_FILE = "file"  # as log_key: a key in the instance's own folder
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_APP = r"\A[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z"
+_CLASS = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+_APP = rf"\A(\w[\w-]*(\.\w[\w-]*)*|[^:\n]*[^:\n/]\.py):{_CLASS}\Z"  # a module, or the path of a file
 _PUBLIC_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9][A-Za-z0-9._%-]*):(?P<port>\d{1,5}|\*)")
 
@@ -70,9 +71,9 @@ def check_instance_name(name: str) -> str:
 
 
 def check_app(app: str) -> str:
-    """``app``, if it has the form "module:Class"; ConfigError otherwise."""
+    """``app``, if it has the form "module:Class" or "path/of/file.py:Class"; ConfigError otherwise."""
     if not re.search(_APP, app):
-        raise ConfigError(f'{app!r} names no app: expected "module:Class"')
+        raise ConfigError(f'{app!r} names no app: expected "module:Class", or "path/of/file.py:Class"')
     return app
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.instances.registry import Registry
 from tests.helpers.cli import DEADLINE_S, HOME, Run, immortal
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "embedded.md").read_text()
@@ -297,3 +298,23 @@ def test_what_cannot_be_run(folder: Path, odd: Program) -> None:
     assert "Traceback" not in odd.text
     immortal(folder, "stop", "odd")
     assert "--strict" in immortal(folder, "run", "odd", "--embedded", "--restart", status=2)
+
+
+@pytest.mark.parametrize("file", ["08-x.py", "a.b c.py", "place/__main__.py"])
+def test_a_program_may_have_any_name(folder: Path, file: str) -> None:
+    """Its class is known by its path where nothing could import it, and `immortal run` finds it by that."""
+    program = folder / file
+    program.parent.mkdir(exist_ok=True)
+    start = "with start(Odd, 'odd') as odd: print('started')"
+    program.write_text(ODD.replace('run(Odd, "odd")', start).replace("import run", "import run, start"))
+    environment = {**os.environ, "IMMORTAL_HOME": HOME}
+    given = "place" if file.startswith("place") else file
+    done = subprocess.run(
+        [sys.executable, given], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr
+    app = Registry(folder / HOME).load("odd").app
+    assert app == f"{file}:Odd"
+    load = f"from appsdk.running.runner import load_or_say; print(load_or_say({app!r}).__name__)"
+    found = subprocess.run([sys.executable, "-c", load], cwd=folder, capture_output=True, text=True, check=False)
+    assert found.stdout == "Odd\n", found.stderr
