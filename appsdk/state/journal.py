@@ -116,10 +116,24 @@ def declared_name(raises: Mapping[str, type[Exception]], error: BaseException) -
 def encode_raised(name: str, error: BaseException, rules: Rules = NEWEST) -> bytes:
     """[name, arguments, attributes]. ``rules``: of the log that it goes into, where a replay does it again.
 
-    Raises TypeError and its like for what can't be encoded.
+    Raises TypeError, which says what of it can't be encoded.
     """
     attributes = attributes_of(error) if rules >= Rules.RAISED_WHOLE else vars(error)
-    return encoder.encode((name, error.args, attributes))
+    try:
+        return encoder.encode((name, error.args, attributes))
+    except Exception as problem:  # msgspec's own, and what a codec of the user's raises
+        raise TypeError(_unencodable(error, {"args": error.args, **attributes}, problem)) from problem
+
+
+def _unencodable(error: BaseException, parts: Mapping[str, Any], problem: Exception) -> str:
+    for name, value in parts.items():
+        try:
+            encoder.encode(value)
+        except Exception as reason:
+            return (
+                f"{type(error).__name__} can't be sent to who waits: its {name!r}, a {type(value).__name__}: {reason}"
+            )
+    return f"{type(error).__name__} can't be sent to who waits: {problem}"
 
 
 def decode_raised(raises: Mapping[str, type[Exception]], where: str, data: bytes) -> Exception:

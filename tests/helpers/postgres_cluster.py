@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +234,26 @@ class Cluster:
         self.primary.end(signal.SIGQUIT)
         self.primary = max(self.standbys, key=_received)
         self.primary.promote()
+
+    def promote_one_behind(self, until_more_is_done: Callable[[], None]) -> Server:
+        """A standby that was away while commits were done; all others are gone. One of those that has all."""
+        behind, other = self.standbys
+        behind.end(signal.SIGQUIT)
+        until_more_is_done()
+        self.primary.end(signal.SIGQUIT)
+        other.end(signal.SIGQUIT)
+        self.primary = behind
+        self._start(behind)
+        behind.promote()
+        return other
+
+    def promote_instead(self, server: Server) -> None:
+        """In place of the primary, which is gone; all others come back as its copies."""
+        self.primary.end(signal.SIGQUIT)
+        self.primary = server
+        self._start(server)
+        server.promote()
+        self.rebuild()
 
     def rebuild(self) -> None:
         """Those that do not run come back as copies of the primary."""

@@ -18,6 +18,7 @@ from typing import NoReturn, Protocol
 
 from tests.soak.faults import Faults
 from tests.soak.havoc import Havoc
+from tests.soak.outcomes import Fault
 from tests.soak.service import SoakError
 from tests.soak.workloads import WORKLOADS, Workload
 
@@ -100,6 +101,8 @@ def main() -> int:
     parser.add_argument("--faults", type=int, help="in place of kills: faults of all kinds in all")
     parser.add_argument("--ha", action="store_true", help="logs in PostgreSQL, with followers: faults of both")
     parser.add_argument("--takeovers", type=int, help="with --ha: faults in all (default: 200)")
+    names = [fault.name for fault in Fault]
+    parser.add_argument("--only", action="append", choices=names, help="with --ha: a kind of faults (several times)")
     parser.add_argument("--small", action="store_true", help="with --ha: only one bank and the teller have followers")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no new faults after so long")
     parser.add_argument("--round", type=int, default=50, help="kills or faults before the counts are compared (50)")
@@ -108,8 +111,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.kills is not None and options.faults is not None:
         parser.error("--kills and --faults are two kinds of run: give one of them")
-    if not options.ha and (options.takeovers is not None or options.small):
-        parser.error("--takeovers and --small go with --ha")
+    if not options.ha and (options.takeovers is not None or options.small or options.only):
+        parser.error("--takeovers, --small and --only go with --ha")
     if options.ha and (options.kills, options.faults, options.workload) != (None,) * 3:
         parser.error("--kills, --faults and --workload do not go with --ha")
     if options.takeovers is not None and options.takeovers < 1:
@@ -124,7 +127,7 @@ def main() -> int:
     if options.ha:
         from tests.soak.ha import run  # psycopg is not needed otherwise
 
-        return run(options.takeovers or 200, options.minutes, seed, small=options.small)
+        return run(options.takeovers or 200, options.minutes, seed, small=options.small, only=options.only or ())
     names = options.workload or sorted(WORKLOADS)
     what = "faults" if faults else "kills"
     print(f"seed {seed}", flush=True)

@@ -152,6 +152,15 @@ class Fleet:
         self.until(is_known, lambda: f"somebody has {name}: {self.ask('SELECT * FROM immortal.leases')}")
         return found[0]
 
+    def heads(self) -> dict[str, tuple[int, int]]:
+        """How far each log is: its epoch, and how many appends were done in it."""
+        rows = self.ask("SELECT instance, epoch, appends_count FROM immortal.heads")
+        return {instance: (epoch, count) for instance, epoch, count in rows}
+
+    def said_lost_counts(self) -> dict[str, int]:
+        """How often the places of each instance have said that the database lacks what was acknowledged."""
+        return {name: sum(one.said_lost_count() for one in self._of(name)) for name in self.names}
+
     def follower(self, name: str) -> Placed:
         holder = self.holder(name)
         return next(one for one in self._of(name) if one is not holder)

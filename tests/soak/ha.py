@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.soak.fleet import Fleet
@@ -21,7 +22,8 @@ from tests.soak.service import SoakError
 from tests.soak.takeovers import Faults, Outcome
 
 
-def run(takeovers: int, minutes: float, seed: int, *, small: bool) -> int:
+def run(takeovers: int, minutes: float, seed: int, *, small: bool, only: Sequence[str] = ()) -> int:
+    """``only``: names of the kinds that are drawn from; none: all."""
     started_s = time.monotonic()
     isolated = has_rights()
     print(f"seed {seed}" + ("" if isolated else "; no cut cables and no full disks, which need root"), flush=True)
@@ -39,7 +41,10 @@ def run(takeovers: int, minutes: float, seed: int, *, small: bool) -> int:
             bag: list[Fault] = []
             while count < takeovers and time.monotonic() < started_s + 60 * minutes:
                 if not bag:
-                    bag = rng.sample(list(faults.kinds), len(faults.kinds))
+                    kinds = [kind for kind in faults.kinds if not only or kind.name in only]
+                    if not kinds:
+                        raise SoakError(f"{', '.join(only)}: these need root")
+                    bag = rng.sample(kinds, len(kinds))
                 kind = bag.pop()
                 at_s = time.monotonic()
                 outcome = faults.kinds[kind]()

@@ -18,6 +18,7 @@ from tests.helpers import commands
 from tests.soak.service import DEADLINE_S, SoakError, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
+_LEFT_FOR = ("fenced by", "has no room", "has lost acknowledged input")
 EXAMPLE = REPOSITORY / "examples" / "bank"
 
 
@@ -211,8 +212,12 @@ class Placed:
         return found
 
     def lost_count(self) -> int:
-        """How often it has said that another one has its log, or that the database has no room."""
-        return sum("fenced by" in message or "has no room" in message for message in self.messages())
+        """How often it has said why it left its log: another has it, the database has no room, or has lost input."""
+        return sum(any(reason in message for reason in _LEFT_FOR) for message in self.messages())
+
+    def said_lost_count(self) -> int:
+        """How often it has said that the database lacks what was acknowledged."""
+        return sum(_LEFT_FOR[-1] in message for message in self.messages())
 
     def tail(self, count: int = 12) -> str:
         lines = self.output.read_text(errors="replace").splitlines() if self.output.exists() else []

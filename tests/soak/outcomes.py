@@ -18,6 +18,7 @@ class Fault(enum.Enum):
     TERM = "SIGTERM"
     PROMOTE = "the database's primary is lost, a standby promoted"
     PROMOTE_AND_KILL = "the same, and kill -9 of an instance"
+    PROMOTE_BEHIND = "a standby is promoted that lacks the last commits, later one that has them"
     CRASH = "the database's primary crashes and restarts"
     BACKENDS = "backends are killed, longer than the lease"
     CONNECTIONS = "no connection is left, longer than the lease"
@@ -42,6 +43,7 @@ class Follower(enum.Enum):
     WAITS = "waits"
     WAITS_OR_TAKES_OVER = "waits, or takes over"
     FOLLOWS = "follows"
+    STOPPED = "stopped"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ CELLS = {
     Fault.TERM: Cells(Writer.HANDS_OVER, Follower.TAKES_OVER, "wait for the move"),
     Fault.PROMOTE: Cells(Writer.WAITS_OR_FENCED, Follower.WAITS_OR_TAKES_OVER, "wait for the promotion"),
     Fault.PROMOTE_AND_KILL: Cells(Writer.GONE, Follower.TAKES_OVER, "wait for the longer one of the two"),
+    Fault.PROMOTE_BEHIND: Cells(Writer.STOPPED, Follower.STOPPED, "wait until one is promoted that has all"),
     Fault.CRASH: Cells(Writer.WAITS_OR_FENCED, Follower.WAITS_OR_TAKES_OVER, "wait for the restart"),
     Fault.BACKENDS: Cells(Writer.WAITS_OR_FENCED, Follower.WAITS_OR_TAKES_OVER, "wait for one of the two to append"),
     Fault.CONNECTIONS: Cells(Writer.WAITS_OR_FENCED, Follower.WAITS_OR_TAKES_OVER, "wait until there are some again"),

@@ -57,6 +57,7 @@ class Faults:
             Fault.TERM: self._hand_over,
             Fault.PROMOTE: self._promote,
             Fault.PROMOTE_AND_KILL: self._promote_and_kill,
+            Fault.PROMOTE_BEHIND: self._promote_behind,
             Fault.CRASH: self._crash,
             Fault.BACKENDS: self._kill_backends,
             Fault.CONNECTIONS: self._exhaust,
@@ -177,6 +178,27 @@ class Faults:
         self._taken_over([victim], before.at_ns, what)
         victim.start()
         return self._of_database(what, before, over_ns, killed=victim.name)
+
+    def _promote_behind(self) -> Outcome:
+        """Nobody goes on from there: all say so, and go on once one is promoted that has all."""
+        fleet, cluster, before = self._fleet, self._fleet.cluster, Moment(self._fleet)
+        old, said = cluster.primary.name, fleet.said_lost_counts()
+
+        def until_more_is_done() -> None:
+            heads = fleet.heads()
+            fleet.until(
+                lambda: all(head > heads[name] for name, head in fleet.heads().items()), lambda: "all have appended"
+            )
+
+        whole = cluster.promote_one_behind(until_more_is_done)
+        behind = cluster.primary.name
+        fleet.until(
+            lambda: all(count > said[name] for name, count in fleet.said_lost_counts().items()),
+            lambda: f"all say that {behind} lacks what was acknowledged: {fleet.said_lost_counts()}, before: {said}",
+        )
+        cluster.promote_instead(whole)
+        what = f"{behind} promoted in place of {old}, which lacks the last commits; then {cluster.primary.name}"
+        return self._of_database(what, before)
 
     def _crash(self) -> Outcome:
         cluster, before = self._fleet.cluster, Moment(self._fleet)

@@ -173,6 +173,14 @@ def test_a_log_that_was_begun_before_sends_what_it_has_sent() -> None:
     )
 
 
+def test_what_of_it_cannot_be_sent_is_said() -> None:
+    error = ValueError("x")
+    error.lock = object()  # type: ignore[attr-defined]
+    for one, says in ((error, "its 'lock', a object"), (ValueError(object()), "its 'args', a tuple")):
+        with pytest.raises(TypeError, match=f"ValueError can't be sent to who waits: {says}"):
+            encode_raised("ValueError", one)
+
+
 def test_a_group_of_exceptions_is_refused_where_it_is_declared() -> None:
     with pytest.raises(DefinitionError, match="a group of exceptions can't be sent"):
 

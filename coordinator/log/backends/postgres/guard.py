@@ -112,7 +112,8 @@ class Guard:
         try:
             yield
         except LogLostError as error:
-            with contextlib.suppress(LogError), reaching(self._address):
+            with contextlib.suppress(LogError), reaching(self._address), connection.transaction():
+                connection.execute("SET LOCAL synchronous_commit = local")  # a standby may not follow such a server
                 _note(connection, self._instance, _LOST, str(error))
             raise
 
