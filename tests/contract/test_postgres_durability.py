@@ -284,14 +284,14 @@ class Older:
 
 def test_a_server_that_lacks_the_last_commits_is_not_gone_on_with(older: Older) -> None:
     """Neither by who has written them, nor by who takes the log over, nor by a start."""
-    url = {name: older.server.url(name) for name in ("appended", "idle", "taken", "shared", "read")}
+    url = {name: older.server.url(name) for name in ("appended", "idle", "taken", "shared", "overtaken", "read")}
     stores = {name: create_log(one, "alice", committer_id=COMMITTER_ID, lease_s=0.5) for name, one in url.items()}
     for store in stores.values():
         store.commit(records(0), 1)
     for name in ("taken", "shared", "read"):
         stores[name].close()
     older.keep()
-    for name in ("appended", "idle"):
+    for name in ("appended", "idle", "overtaken"):
         with pytest.raises(LogUnavailableError):  # its server was restarted
             stores[name].commit(records(1), 2)
         assert stores[name].tail() == (1, 0)
@@ -301,10 +301,11 @@ def test_a_server_that_lacks_the_last_commits_is_not_gone_on_with(older: Older) 
     stores["read"].commit(records(1), 1)
     stores["read"].close()
     older.promote()
+    older.server.execute("UPDATE immortal.leases SET process = '{}', until = '-infinity' WHERE instance = 'overtaken'")
 
     with pytest.raises(LogUnavailableError):
         stores["appended"].commit(records(2), 3)
-    with pytest.raises(match="has lost acknowledged input"):
+    with pytest.raises(LogLostError, match="has lost acknowledged input"):
         stores["appended"].tail()
     with pytest.raises(LogLostError):
         stores["appended"].commit(records(2), 3)
@@ -315,8 +316,24 @@ def test_a_server_that_lacks_the_last_commits_is_not_gone_on_with(older: Older) 
         stores["idle"].tail()
     with pytest.raises(LogUnavailableError):
         stores["taken"].commit(records(1), 2)
-    with pytest.raises(match="of epoch"):  # that it was taken is not known there
+    with pytest.raises(LogLostError, match="of epoch"):  # that it was taken is not known there
         stores["taken"].tail()
+    # Another one takes it first, and goes on: who has written more tells all who have to do with it.
+    second = open_log(url["overtaken"], "alice", lease_s=0.5)
+    second.commit(records(1), 1)
+    with pytest.raises(LogUnavailableError):
+        stores["overtaken"].commit(records(2), 3)
+    with pytest.raises(
+        LogLostError, match="it was taken over with 1 appends of epoch 2, and 1 of epoch 3 were acknowledged"
+    ):
+        stores["overtaken"].tail()
+    until(lambda: "has lost acknowledged input" in second.problem)
+    with pytest.raises(LogUnavailableError):
+        second.commit(records(2), 2)
+    with pytest.raises(LogLostError):
+        second.tail()
+    second.close()
+
     # Another one has taken it since, in the same epoch.
     taken = "UPDATE immortal.heads SET epoch = epoch + 1, appends_count = 0, holder = 'b (process 1)'"
     older.server.execute(f"{taken} WHERE instance = 'shared'")
@@ -325,17 +342,28 @@ def test_a_server_that_lacks_the_last_commits_is_not_gone_on_with(older: Older) 
     with pytest.raises(FencedError, match=r"fenced by b \(process 1\)"):
         stores["shared"].tail()
     stores["shared"].close()
-    for name in ("appended", "idle", "taken"):
+    for name in ("appended", "idle", "taken", "overtaken"):
         stores[name].close()
-        with pytest.raises(match="--allow-data-loss"):
+        with pytest.raises(LogLostError, match="--allow-data-loss"):
             open_log(url[name], "alice")
 
     place = place_of(url["read"])
     place.least_sequence_id = 1  # as who follows it has read
     for again in (place, url["read"]):
-        with pytest.raises(match="ends with record 0, and had record 1"):
+        with pytest.raises(LogLostError, match="ends with record 0, and had record 1"):
             open_log(again, "alice")
     open_log(url["read"], "alice", allow_data_loss=True).close()
     store = open_log(url["read"], "alice")
     store.commit(records(1), 1)
     store.close()
+
+
+def test_who_wrote_a_log_that_was_removed_is_fenced(store: RowLogStore, postgres: Postgres, url: str) -> None:
+    store.commit(records(0), 1)
+    postgres.execute("UPDATE immortal.leases SET process = '{}', until = '-infinity' WHERE instance ~ 'removed'")
+    place_of(url).remove()
+    postgres.execute("SELECT pg_terminate_backend(%s, 10000)", appender(store))
+    with pytest.raises(LogUnavailableError):
+        store.commit(records(1), 2)
+    with pytest.raises(FencedError, match="fenced by whoever has removed it"):
+        store.tail()

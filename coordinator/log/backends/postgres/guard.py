@@ -10,6 +10,7 @@ log, and nobody opens it as if nothing had been.
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,8 +26,9 @@ from coordinator.log.backends.postgres.lease import head_count
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 TABLE = "durability"
-"""Rows of the log that no copy of it has: for how many standbys its commits wait, and what it has lost."""
-_STANDBYS, _LOST = b"standbys", b"lost"
+"""Rows of the log that no copy of it has: for how many standbys its commits wait, how its head was when it was taken
+last, and what it has lost."""
+_STANDBYS, _TAKEN, _LOST = b"standbys", b"taken", b"lost"
 
 
 class Guard:
@@ -41,6 +43,7 @@ class Guard:
         self._allow_data_loss = allow_data_loss
         self._standbys_count = 0  # for how many a commit has to wait
         self._right = ""  # the settings as they were found to be right last
+        self._taken = ""  # as it was noted when this writer took the log
         self._synchronous_commit = "on"  # of the connection that appends, which sets it
 
     @property
@@ -55,10 +58,12 @@ class Guard:
             durability.check(self._where)
             self._standbys_count = durability.standbys_count
 
-    def take(self, connection: Connection, last_sequence_id: int, least_sequence_id: int) -> None:
+    def take(
+        self, connection: Connection, head: tuple[int, int], last_sequence_id: int, least_sequence_id: int
+    ) -> None:
         """In the transaction that takes the log, which ends with ``last_sequence_id`` and had ``least_sequence_id``.
 
-        Raises LogLostError, LogUnavailableError.
+        ``head``: the epoch before, and how many appends were done in it. Raises LogLostError, LogUnavailableError.
         """
         noted = _Noted.of(connection, self._instance)
         if not self._allow_data_loss:
@@ -67,9 +72,21 @@ class Guard:
             if last_sequence_id < least_sequence_id:
                 raise self.lost(f"it ends with record {last_sequence_id}, and had record {least_sequence_id}")
             Durability.of(connection).check_again(self._where, noted.standbys_count)
-        if noted != _Noted(self._standbys_count, ""):
-            _forget(connection, self._instance)
-            _note(connection, self._instance, _STANDBYS, str(self._standbys_count))
+        _forget(connection, self._instance)
+        _note(connection, self._instance, _STANDBYS, str(self._standbys_count))
+        self._taken = f"{head[0]} {head[1]} {secrets.token_hex(8)}"
+        _note(connection, self._instance, _TAKEN, self._taken)
+
+    def require_whole(self, connection: Connection, done: tuple[int, int]) -> None:
+        """``done``: the epoch of a writer, and how many of its appends were acknowledged. Raises LogLostError."""
+        if self._allow_data_loss:
+            return
+        noted = _Noted.of(connection, self._instance)
+        if noted.lost:
+            raise LogLostError(noted.lost)
+        if done[1] and noted.taken != self._taken and noted.head < done:
+            had = f"it was taken over with {noted.head[1]} appends of epoch {noted.head[0]}"
+            raise self.lost(f"{had}, and {done[1]} of epoch {done[0]} were acknowledged")
 
     def look_again(self, connection: Connection) -> None:
         """On the connection that appends. Raises LogUnavailableError."""
@@ -91,6 +108,9 @@ class Guard:
             self.doubt = (
                 f"the database {self._where} may have lost acknowledged input: an older copy has taken its place"
             )
+            return
+        if lost := _Noted.of(connection, self._instance).lost:  # as one has found out whose log it was
+            self.doubt = lost
             return
         durability = replace(Durability.of(connection), synchronous_commit=self._synchronous_commit)
         try:
@@ -119,10 +139,17 @@ class Guard:
 
 
 class _Noted(Struct, frozen=True):
-    """By writers before. ``lost``: what the log has lost, in words; "": nothing that anybody has noticed."""
+    """By writers before. ``taken``: when the log was taken last: the epoch, how many appends were done in it, a nonce.
+    ``lost``: what the log has lost, in words; "": nothing that anybody has noticed."""
 
     standbys_count: int
+    taken: str
     lost: str
+
+    @property
+    def head(self) -> tuple[int, int]:
+        epoch, count = self.taken.split()[:2]
+        return int(epoch), int(count)
 
     @classmethod
     def of(cls, connection: Connection, instance: str) -> _Noted:
@@ -130,7 +157,7 @@ class _Noted(Struct, frozen=True):
             "SELECT key, value FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, TABLE]
         )
         found = {bytes(key): bytes(value).decode() for key, value in rows}
-        return cls(int(found.get(_STANDBYS, "0")), found.get(_LOST, ""))
+        return cls(int(found.get(_STANDBYS, "0")), found.get(_TAKEN, "0 0"), found.get(_LOST, ""))
 
 
 def _forget(connection: Connection, instance: str) -> None:

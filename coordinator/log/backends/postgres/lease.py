@@ -113,10 +113,13 @@ def head(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> tupl
     return (0, "whoever has removed it") if row is None else (row[0], row[1])
 
 
-def head_count(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> tuple[int, int]:
-    """The epoch of a log, and how many appends its writer has done in it."""
+def head_count(
+    connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lock: bool = False
+) -> tuple[int, int]:
+    """The epoch of a log, and how many appends its writer has done in it. ``lock``: as :func:`holder`."""
     row = connection.execute(
-        "SELECT epoch, appends_count FROM immortal.heads WHERE instance = %s", [instance]
+        "SELECT epoch, appends_count FROM immortal.heads WHERE instance = %s" + (" FOR UPDATE" if lock else ""),
+        [instance],
     ).fetchone()
     return (0, 0) if row is None else (row[0], row[1])
 

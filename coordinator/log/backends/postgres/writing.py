@@ -22,7 +22,15 @@ from typing import Any, NamedTuple
 
 import psycopg
 
-from coordinator.core.errors import FencedError, LogError, LogLockedError, LogUnavailableError, fail, require
+from coordinator.core.errors import (
+    FencedError,
+    LogError,
+    LogLockedError,
+    LogLostError,
+    LogUnavailableError,
+    fail,
+    require,
+)
 from coordinator.core.interfaces import Standby
 from coordinator.fault_points import armed, reach
 from coordinator.log.backend import Append, Asked, Backend, Options, Space, Span
@@ -131,6 +139,7 @@ class PostgresBackend(Backend):
                 raise LogLockedError(f"the log {self.where} is in use by {held.name}")
             self._lease.take(connection)
             asking.forget(connection, self._instance)
+            head = leases.head_count(connection, self._instance, lock=True)
             row = connection.execute(
                 "UPDATE immortal.heads SET epoch = epoch + 1, appends_count = 0, holder = %s"
                 " WHERE instance = %s AND is_there RETURNING epoch, last_sequence_id",
@@ -138,7 +147,7 @@ class PostgresBackend(Backend):
             ).fetchone()
             require(row is not None, f"a log without a head: {self.where}")
             assert row is not None
-            self._guard.take(connection, row[1], least_sequence_id)
+            self._guard.take(connection, head, row[1], least_sequence_id)
         return int(row[0])
 
     def _look_beside(self, connection: Connection) -> None:
@@ -338,7 +347,8 @@ class PostgresBackend(Backend):
                 ).fetchone()
                 epoch, count, holder, is_there = row or (0, 0, "", True)
                 if not is_there:
-                    holder = "whoever has removed it"
+                    self.failure = fenced(self.where, epoch, "whoever has removed it")
+                    raise self.failure
                 done = self._done_until(epoch, count, holder)
                 self._settling = epoch + 1, done
                 self._connection.execute(
@@ -357,6 +367,11 @@ class PostgresBackend(Backend):
         """How many of those that were begun are done, by what the head says. Raises FencedError, LogError."""
         if self._settling is not None and (epoch, count, holder) == (self._settling[0], 0, leases.own_name()):
             return self._settling[1]  # it was resolved, and that was not heard, or not waited for
+        try:
+            self._guard.require_whole(self._connection, (self.fence, self._appends_count))
+        except LogLostError as error:
+            self.failure = error
+            raise
         if epoch > self.fence or (epoch == self.fence and holder != leases.own_name()):
             self.failure = fenced(self.where, epoch, holder)
             raise self.failure
