@@ -16,44 +16,48 @@ import msgspec
 
 from appsdk.calls.annotations import resolve_hints
 from appsdk.errors import DefinitionError
-from appsdk.types.handles import read_extension
-from appsdk.types.registry import decode_custom, encode_custom, may_hold_handles, readable_type, unsupported_type
+from appsdk.types.exact import Form, UnfitError, ValueDecoder, encode_value, encoder, form_of
+from appsdk.types.registry import may_hold_any, may_hold_handles, readable_type, unsupported_type
+
+__all__ = ["ArgumentCodec", "Decode", "ValueDecoder", "bind_arguments", "encode_value", "encoder", "unencodable"]
 
 Decode = Callable[[Any], tuple[Any, ...]]
 
-encoder = msgspec.msgpack.Encoder(enc_hook=encode_custom)
-"""The only encoder, of arguments and state: sets, dicts and so on are written in the order they have."""
-
+_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_CALL_FRONT = (str, int)
 _FIXARRAY, _FIXARRAY_MAX = 0x90, 15
 _ARRAY_16 = 0xDC
 
 
 def unencodable(name: str, parameters: Iterable[str], arguments: Sequence[Any], error: Exception) -> TypeError:
     """Which of the arguments of ``name`` can't be encoded, and why. ``parameters``: what they are called."""
-    for parameter, value in zip(parameters, arguments, strict=False):
-        try:
-            encoder.encode(value)
-        except Exception as problem:
-            return TypeError(
-                f"{name}: parameter {parameter!r} (a {type(value).__qualname__}) can't be encoded: {problem}"
-            )
+    try:
+        for parameter, value in zip(parameters, arguments, strict=False):
+            _require_encodable(name, parameter, value)
+    except TypeError as found:
+        return found
     return TypeError(f"{name}: an argument can't be encoded: {error}")
+
+
+def _require_encodable(name: str, parameter: str, value: Any) -> None:
+    """Raises TypeError."""
+    try:
+        encode_value(value)
+    except Exception as problem:
+        raise TypeError(
+            f"{name}: parameter {parameter!r} (a {type(value).__qualname__}) can't be encoded: {problem}"
+        ) from None
 
 
 def largest(parameters: Iterable[str], arguments: Sequence[Any]) -> str:
     """Which of the arguments is the largest, to be put behind the size of all; "" where they have no names."""
     sizes = [
-        (len(encoder.encode(value)), parameter, value) for parameter, value in zip(parameters, arguments, strict=False)
+        (len(encode_value(value)), parameter, value) for parameter, value in zip(parameters, arguments, strict=False)
     ]
     if not sizes:
         return ""
     size_bytes, parameter, value = max(sizes, key=itemgetter(0))
     return f" (the largest is {parameter!r}, a {type(value).__qualname__} of {size_bytes} bytes)"
-
-
-def make_decoder(annotation: Any) -> msgspec.msgpack.Decoder[Any]:
-    """The decoder of values that ``annotation`` says. Raises TypeError for what can't be read at all."""
-    return msgspec.msgpack.Decoder(readable_type(annotation), dec_hook=decode_custom, ext_hook=read_extension)
 
 
 class ArgumentCodec:
@@ -79,14 +83,81 @@ class ArgumentCodec:
                     f"codec: appsdk.register_type"
                 )
         self.may_hold_handles = any(map(may_hold_handles, self._types))
+        self.may_hold_any = any(map(may_hold_any, self._types))
         self.returns_nothing = hints.get("return") is type(None)
-        self.decode = self._make_decode(())
+        self.decode_plainly = self._make_decode(())
+        """As :meth:`decode`, and faster; what it refuses may be for :meth:`decode_again`."""
         self._function = function
 
-    @cached_property
-    def decode_call(self) -> Decode:
+    def decode(self, data: Any) -> tuple[Any, ...]:
+        """The arguments. Raises msgspec.DecodeError, also for a wrong count, and what codecs and constructors raise."""
+        try:
+            return self.decode_plainly(data)
+        except msgspec.ValidationError as error:
+            return self.decode_again(data, error)
+
+    def decode_call(self, data: Any) -> tuple[Any, ...]:
         """As ``decode``, of a call that waits for an answer: (caller's name, number of the call, arguments ...)."""
-        return self._make_decode((str, int))
+        try:
+            return self._decode_call(data)
+        except msgspec.ValidationError as error:
+            return self.decode_again(data, error, _CALL_FRONT)
+
+    @cached_property
+    def _decode_call(self) -> Decode:
+        return self._make_decode(_CALL_FRONT)
+
+    def decode_again(self, data: Any, error: Exception, front: tuple[type, ...] = ()) -> tuple[Any, ...]:
+        """What ``error`` was about, where it was for integers of more than 64 bits and the like; else raises it."""
+        if isinstance(error, msgspec.ValidationError):
+            count = len(_items(data)) - len(front)
+            if self.required_count <= count <= self.count:
+                found: tuple[Any, ...] = ValueDecoder(self._shape(front, count)).decode_again(data, error)
+                return found
+        raise error
+
+    def encoded(self, arguments: tuple[Any, ...], *, keeps_types: bool) -> tuple[tuple[Any, ...], bytes]:
+        """(what is encoded in place of ``arguments``, that as bytes). Raises TypeError.
+
+        ``keeps_types``: see :attr:`appsdk.calls.context.Context.keeps_types`.
+        """
+        if keeps_types and self.may_hold_any:
+            arguments = self.exactly(arguments)
+        try:
+            return arguments, encode_value(arguments) if keeps_types else encoder.encode(arguments)
+        except Exception as error:
+            raise unencodable(self.name, self.signature.parameters, arguments, error) from None
+
+    def exactly(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """``arguments``, or what is encoded in their place so that what is annotated ``Any`` comes as what it is.
+
+        Raises TypeError.
+        """
+        made = []
+        for (parameter, form), value in zip(self._forms, arguments, strict=False):
+            try:
+                made.append(value if form is None or not form.is_odd(value) else form.tag(value))
+            except UnfitError as error:
+                _require_encodable(self.name, parameter, value)
+                path = f" {error.path}" if error.path else ""
+                raise TypeError(f"{self.name}: parameter {parameter!r}{path}: {error.problem}") from None
+        return tuple(made)
+
+    @cached_property
+    def _forms(self) -> list[tuple[str, Form | None]]:
+        """Of the parameters; None where the annotation says it all."""
+        pairs = zip(self.signature.parameters, self._types, strict=True)
+        return [(name, form_of(annotation) if may_hold_any(annotation) else None) for name, annotation in pairs]
+
+    @cached_property
+    def _result_form(self) -> Form | None:
+        annotation = resolve_hints(self._function)["return"]
+        return form_of(annotation) if may_hold_any(annotation) else None
+
+    def encode_result(self, value: Any) -> bytes:
+        """Of what is annotated ``Any`` only what comes back as what it is. Raises what the encoder raises."""
+        form = self._result_form
+        return encode_value(value) if form is None else form.encode(value)
 
     @cached_property
     def result_may_hold_handles(self) -> bool:
@@ -101,7 +172,7 @@ class ArgumentCodec:
         annotation = resolve_hints(self._function)["return"]
         if problem := unsupported_type(annotation):
             raise DefinitionError(f"{self.name}: what it returns can't be sent: {problem}")
-        return make_decoder(annotation).decode
+        return ValueDecoder(annotation).decode
 
     def _make_decode(self, front: tuple[type, ...]) -> Decode:
         """From the encoded arguments to a tuple of them. It raises msgspec.DecodeError, also for a wrong count."""
@@ -133,8 +204,10 @@ class ArgumentCodec:
         return decode
 
     def _decoder(self, front: tuple[type, ...], count: int) -> Decode:
-        shape: Any = tuple[(*front, *map(readable_type, self._types[:count]))]  # type: ignore[misc, valid-type]
-        return make_decoder(shape).decode
+        return ValueDecoder(self._shape(front, count)).plainly
+
+    def _shape(self, front: tuple[type, ...], count: int) -> Any:
+        return tuple[(*front, *map(readable_type, self._types[:count]))]  # type: ignore[misc, valid-type]
 
     def bind(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[Any, ...]:
         """All arguments by position, as a call with them would bind them. Raises TypeError naming the method."""

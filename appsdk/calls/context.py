@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from appsdk.calls.call_sites import CallSites
+from appsdk.calls.rules import Rules
 from appsdk.errors import AS_RPC, QueryError, UsageError
 
 SEED_SIZE_BYTES = 16
@@ -79,6 +80,11 @@ class Context:
         self.handling_thread_id = 0  # of the handlers' thread while a handler runs, else 0 or QUERY_RUNS: who may call
         self._streams: dict[tuple[bytes, bytes], random.Random] = {}
         self._streams_of = (-1, 0)
+
+    @property
+    def keeps_types(self) -> bool:
+        """Whether values are sent and kept as what they are, or refused; in older logs they are not."""
+        return self.sites.rules >= Rules.THIRD
 
     def require_handler_thread(self, what: str) -> None:
         if threading.get_ident() != self.thread_id:

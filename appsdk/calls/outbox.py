@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from appsdk.calls.codec import bind_arguments, encoder, largest, unencodable
+from appsdk.calls.codec import bind_arguments, encode_value, encoder, largest, unencodable
 from appsdk.calls.context import QUERY_RUNS, Context
 from appsdk.errors import AS_RPC, Disconnected, QueryError, UsageError
 from protocol.errors import RemoteProtocolError
@@ -86,6 +86,21 @@ def _refused(name: Name, parameters: Iterable[str], arguments: Sequence[Any], er
     return unencodable(name, parameters, arguments, error)
 
 
+def _encoded_again(
+    fronts: _Fronts, name: Name, parameters: Iterable[str], arguments: tuple[Any, ...], error: Exception
+) -> tuple[bytes, bytes, int]:
+    """(front, body, size) of a call with integers of more than 64 bits. Raises what :func:`_refused` makes of
+    ``error`` where that was for something else."""
+    try:
+        if isinstance(error, OverflowError):
+            body = encode_value(arguments)
+            front, size_bytes = fronts[len(body)]
+            return front, body, size_bytes
+    except Exception as another:
+        error = another
+    raise _refused(name, parameters, arguments, error) from error
+
+
 def make_writer(
     name: Name, method_id: int, rpc_type: RpcType, kind: RpcKind = RpcKind.CALL, parameters: Iterable[str] = ()
 ) -> Write:
@@ -103,7 +118,7 @@ def make_writer(
             body = encode(arguments)
             front, size_bytes = fronts[len(body)]
         except Exception as error:
-            raise _refused(name, parameters, arguments, error) from error
+            front, body, size_bytes = _encoded_again(fronts, name, parameters, arguments, error)
         parts += (front, body)
         return size_bytes
 
@@ -221,7 +236,9 @@ class Outbox:
                 body = encode(arguments)
                 front, size_bytes = fronts[len(body)]
             except Exception as error:
-                raise _refused(name, signature.parameters, arguments, error) from error
+                if not context.keeps_types:
+                    raise _refused(name, signature.parameters, arguments, error) from error
+                front, body, size_bytes = _encoded_again(fronts, name, signature.parameters, arguments, error)
             if context.carries:
                 context.nodes.accounts.passing(destination, body)
             parts = batch.parts

@@ -14,6 +14,10 @@ class Rules(IntEnum):
     SECOND = 2
     """... for the function's qualified name and the method that is called. Signals that wait for nobody are limited."""
 
+    THIRD = 3
+    """Integers of any size, and what is annotated ``Any`` with its types, are sent. The state is kept as what it is,
+    types included, or refused."""
+
     RAISED_WHOLE = 33
     """... and declared exceptions are sent with the fields that their classes keep (raised.py)."""
 

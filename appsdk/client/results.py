@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appsdk.calls.codec import encoder, largest, unencodable
+from appsdk.calls.codec import ValueDecoder, encode_value, largest, unencodable
 from appsdk.calls.failures import CANCELLED, misfit_text
 from appsdk.client.errors import CallCancelled, CallConflict, CalleeFailed, CallRaised, CallRefused, ClientError
 from appsdk.client.limits import ARGUMENTS_SIZE_BYTES_MAX
@@ -19,9 +19,11 @@ from appsdk.handlers.proxy import find_handler
 from appsdk.state.journal import decode_raised
 from protocol.client import REFUSED_CALL, Reply, ReplyKind
 from protocol.extensions import QUERIES
+from protocol.values import decode_plain
 from protocol.verdicts import FAILED_CALL
 
 CONFLICT_FIELDS = ("what", "known", "given", "advice")
+_decode_raised = ValueDecoder(tuple[str, list[Any], dict[str, Any]]).decode
 _ARRAY_OF_3 = b"\x93"  # a reply that was raised has lost the front of its array
 
 
@@ -95,6 +97,8 @@ class TypedMethod:
         """Checked here, where it can be said what is wrong: the instance only says that something is."""
         if keywords or len(arguments) != self._codec.count:
             arguments = self._codec.bind(arguments, keywords)
+        if self._codec.may_hold_any:
+            arguments = self._codec.exactly(arguments)
         data = _encoded(self.name, arguments, self._codec.signature.parameters)
         try:
             self._codec.decode(data)
@@ -134,7 +138,7 @@ def typed_query(definition: Definition, name: str) -> TypedMethod:
 
 def _encoded(name: str, arguments: tuple[Any, ...], parameters: Iterable[str]) -> bytes:
     try:
-        data = encoder.encode(arguments)
+        data = encode_value(arguments)
     except Exception as error:  # what a user's type raises as it is encoded
         raise unencodable(name, parameters, arguments, error) from error
     if len(data) > ARGUMENTS_SIZE_BYTES_MAX:
@@ -147,7 +151,7 @@ def _encoded(name: str, arguments: tuple[Any, ...], parameters: Iterable[str]) -
 
 def _decoded(name: str, data: bytes) -> Any:
     try:
-        return msgspec.msgpack.decode(data)
+        return decode_plain(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ClientError(f"{name}: the reply can't be read: {error}") from None
 
@@ -162,7 +166,7 @@ def check_conflict(name: str, reply: Reply) -> None:
 def _raised(name: str, reply: Reply) -> tuple[str, list[Any], dict[str, Any]]:
     """(name of the exception, arguments, attributes). Raises CallRefused, CalleeFailed, ClientError."""
     try:
-        found = msgspec.msgpack.decode(_ARRAY_OF_3 + reply.value, type=tuple[str, list[Any], dict[str, Any]])
+        found: tuple[str, list[Any], dict[str, Any]] = _decode_raised(_ARRAY_OF_3 + reply.value)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ClientError(f"{name}: what it raised can't be read: {error}") from None
     if found[0] == REFUSED_CALL:

@@ -55,7 +55,8 @@ class Delivery:
         multicasts, inbox = context.multicasts, context.nodes.inbox
         for method_id, handler in self._definition.by_method_id.items():
             codec = self._definition.codec(handler)
-            decode = context.nodes.accounts.taking(codec.decode) if codec.may_hold_handles else codec.decode
+            taking, is_plain = context.nodes.accounts.taking, not codec.may_hold_handles
+            decode = codec.decode_plainly if is_plain else taking(codec.decode)
             self._entries[method_id] = (decode, receiver(tasks, handler, wakes=wakes), codec.name)
         name = self._definition.initial
         begin: Callable[..., Any] = type(self)._no_initial if name is None else getattr(self._definition.cls, name)
@@ -167,8 +168,7 @@ class Delivery:
                 arguments = decode(view[start:offset] if is_large else octets[start:offset])
             except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
                 context.message_index = index
-                method_id, front_count = _method_and_front(content, offset - stride)
-                raise self._misfit(method_id, name, error, content[start:offset], index, front_count) from None
+                arguments = self._read_again(content, offset - stride, name, error, content[start:offset], index)
             context.message_index = index
             try:
                 if len(arguments) == 1:  # by far the most frequent, and three times as fast as to unpack a tuple
@@ -243,6 +243,19 @@ class Delivery:
             index,
             failure,
         )
+
+    def _read_again(
+        self, content: bytes, message_start: int, name: str, error: Exception, data: bytes, index: int
+    ) -> tuple[Any, ...]:
+        """The arguments ``data``, if ``error`` is only for what is read more slowly. Raises HandlerError."""
+        method_id, front_count = _method_and_front(content, message_start)
+        handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
+        if handler is not None and not front_count:
+            try:
+                return self._definition.codec(handler).decode_again(data, error)
+            except Exception as another:
+                error = another
+        raise self._misfit(method_id, name, error, data, index, front_count) from None
 
     def _misfit(self, method_id: int | None, name: str, error: Exception, data: bytes, index: int, front: int) -> Any:
         """Arguments that can't be decoded."""

@@ -127,7 +127,8 @@ class Life:
 
     def _encode(self) -> tuple[bytes, bytes]:
         schema = self.definition.state()
-        state = call_user_code(f"{self.definition.name}.checkpoint", partial(schema.encode, self.instance), StateError)
+        encode = partial(schema.encode, self.instance, keeps_types=self._context.keeps_types)
+        state = call_user_code(f"{self.definition.name}.checkpoint", encode, StateError)
         waiting = f"{self.definition.name}: to save what its handlers wait for"
         return call_user_code(waiting, partial(self._envelope, schema.serializer), StateError), state
 

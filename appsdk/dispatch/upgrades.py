@@ -20,7 +20,7 @@ from appsdk.errors import AppError, DefinitionError, StateError, UpgradeError
 from appsdk.handlers.contexts import attach, new_instances_live_in
 from appsdk.handlers.decorators import AnImmortal, Handler
 from appsdk.handlers.definition import Definition, definition_of
-from appsdk.state.schema import Envelope
+from appsdk.state.schema import Envelope, copied_envelope
 
 C = TypeVar("C", bound=type[AnImmortal])
 
@@ -168,8 +168,9 @@ def moved(definition: Definition, old_definition: Definition, old: Any, context:
     attach(new, context)
 
     def move() -> None:
-        envelope = Envelope(class_name=definition.name, serializer=schema.serializer, seed=b"", sequence_id=-1)
-        definition.state().restore(new, envelope, memoryview(schema.encode(old)))
+        envelope = copied_envelope(definition.name, schema.serializer, context.sites.rules)
+        state = schema.encode(old, keeps_types=context.keeps_types)
+        definition.state().restore(new, envelope, memoryview(state))
 
     guarded(definition, f"{definition.name}.restore", move)
     if hasattr(new, "prepare"):

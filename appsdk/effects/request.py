@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from appsdk.calls.annotations import signature_of
-from appsdk.calls.codec import ArgumentCodec, encoder, unencodable
+from appsdk.calls.codec import ArgumentCodec, encode_value, encoder, unencodable
 from appsdk.calls.failures import misfit_text
 from appsdk.calls.report import user_traceback
 from appsdk.effects.options import EffectContext, EffectOptions, current_context
@@ -50,7 +50,7 @@ class EffectFunction:
     def encode_arguments(self, arguments: tuple[Any, ...]) -> bytes:
         """By position. Raises TypeError for what is not what its annotations say."""
         try:
-            encoded = encoder.encode(arguments)
+            encoded = encode_value(arguments)
         except Exception as error:
             raise unencodable(self.codec.name, self.codec.signature.parameters, arguments, error) from None
         try:
@@ -68,7 +68,7 @@ class EffectFunction:
     def encode_result(self, value: Any) -> bytes:
         """Raises TypeError for what is not what its annotation says."""
         try:
-            encoded = encoder.encode(value)
+            encoded = self.codec.encode_result(value)
             self.decode_result(encoded)
         except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
             raise TypeError(f"{self.name} returned a {type(value).__name__} that can't be kept: {error}") from error

@@ -7,16 +7,15 @@ a call, and ``await self.counter.count("text")`` is what ``count`` returns. At r
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from itertools import chain
 from types import MethodType, SimpleNamespace
 from typing import Any, TypeVar, overload
 
-from appsdk.calls.codec import bind_arguments
+from appsdk.calls.codec import ArgumentCodec, bind_arguments
 from appsdk.calls.context import Context
 from appsdk.calls.outbox import ImpulseQueue, make_writer
-from appsdk.errors import UsageError
+from appsdk.errors import DefinitionError, UsageError
 from appsdk.handlers.decorators import (
     CLOCK_METHOD_ID,
     EFFECT_METHOD_ID,
@@ -105,11 +104,14 @@ def find_handler(definition: Definition, name: str) -> Handler[Any, Any]:
         raise AttributeError(f"{definition.name} has no handler {name!r} (its handlers: {known})") from None
 
 
-def make_fork(context: Context, destination: str, handler: Handler[Any, Any]) -> Callable[..., None]:
+def make_fork(
+    context: Context, destination: str, handler: Handler[Any, Any], definition: Definition | None = None
+) -> Callable[..., None]:
+    """``definition``: of the class whose handler it is, where what is annotated ``Any`` is to come as what it is."""
     name = handler.function.__qualname__
     if context.outbox is not None:
         fork: Callable[..., None] = context.outbox.make_fork(destination, name, handler.method_id, handler.signature)
-        return fork
+        return fork if definition is None else _exact_fork(context, definition, handler, fork)
 
     def refuse(*arguments: Any, **keywords: Any) -> None:
         raise UsageError(
@@ -117,6 +119,28 @@ def make_fork(context: Context, destination: str, handler: Handler[Any, Any]) ->
         )
 
     return refuse
+
+
+def _exact_fork(
+    context: Context, definition: Definition, handler: Handler[Any, Any], fork: Callable[..., None]
+) -> Callable[..., None]:
+    """``fork`` itself, unless a parameter of ``handler`` may hold what has no type to be read by."""
+    try:
+        codec = definition.codec(handler)
+    except (DefinitionError, NameError):  # said elsewhere
+        return fork
+    if not codec.may_hold_any:
+        return fork
+
+    def fork_exactly(*arguments: Any, **keywords: Any) -> None:
+        if not context.keeps_types:
+            fork(*arguments, **keywords)
+        elif keywords or len(arguments) != codec.count:
+            fork(*codec.exactly(codec.bind(arguments, keywords)))
+        else:
+            fork(*codec.exactly(arguments))
+
+    return fork_exactly
 
 
 def handler_namespace(instance: object, definition: Definition, context: Context) -> SimpleNamespace:
@@ -127,7 +151,7 @@ def handler_namespace(instance: object, definition: Definition, context: Context
     namespace = SimpleNamespace()
     for key, handler in definition.by_key.items():
         # A call through the log reaches whatever has the name by then, also from an overridden handler.
-        fork = make_fork(context, "", definition.handlers[handler.name])
+        fork = make_fork(context, "", definition.handlers[handler.name], definition)
         call = _refuse_call(handler) if handler.is_async else MethodType(handler.function, instance)
         setattr(namespace, key, BoundHandler(call, fork))
     return namespace
@@ -186,7 +210,7 @@ class UnresolvedPeer(PeerProxy):
         definition = source.resolve()
         find_handler(definition, name)
         for handler in definition.handlers.values():
-            fork = make_fork(self._immortal_context, source.name, handler)
+            fork = make_fork(self._immortal_context, source.name, handler, definition)
             vars(self)[handler.name] = PeerMethod(handler.function.__qualname__, fork)
         self.__class__ = PeerProxy  # type: ignore[assignment]
         found: PeerMethod = vars(self)[name]
@@ -207,15 +231,16 @@ class ImpulseProxy:
             raise AttributeError(name)
         definition, destination, queue = self._made_from
         handler = find_handler(definition, name)
-        send = _make_impulse(queue, destination, handler.function.__qualname__, handler.method_id, handler.signature)
+        send = _make_impulse(queue, destination, handler, definition.codec(handler))
         setattr(self, name, send)
         return send
 
 
 def _make_impulse(
-    queue: ImpulseQueue, destination: str, name: str, method_id: int, signature: inspect.Signature
+    queue: ImpulseQueue, destination: str, handler: Handler[Any, Any], codec: ArgumentCodec
 ) -> Callable[..., None]:
-    write = make_writer(name, method_id, RpcType.IMPULSE, parameters=signature.parameters)
+    name, signature = handler.function.__qualname__, handler.signature
+    write = make_writer(name, handler.method_id, RpcType.IMPULSE, parameters=signature.parameters)
     parameters_count = len(signature.parameters)
     append = queue.append
 
@@ -223,6 +248,8 @@ def _make_impulse(
         if keywords or len(arguments) != parameters_count:
             bound = bind_arguments(name, signature, arguments, keywords)
             arguments = bound if keywords else arguments
+        if codec.may_hold_any:
+            arguments = codec.exactly(arguments)
         append(destination, name, write, arguments)
 
     return send

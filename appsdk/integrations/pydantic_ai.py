@@ -49,7 +49,7 @@ from pydantic_ai.models import Model, ModelRequestContext
 from pydantic_ai.run import AgentRunResult
 from pydantic_ai.tools import AgentDepsT, RunContext
 
-from appsdk.calls.codec import encoder
+from appsdk.calls.codec import encode_value
 from appsdk.effects.options import Effects, Retry, current_context
 from appsdk.effects.request import EffectFunction
 from appsdk.errors import UsageError
@@ -121,14 +121,14 @@ class _Step(EffectFunction):
         self._body = body
 
     def encode_arguments(self, arguments: tuple[Any, ...]) -> bytes:
-        return encoder.encode(arguments)  # none: they are in the body
+        return encode_value(arguments)  # none: they are in the body
 
     def arguments(self, encoded: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (self._body,), {}
 
     def encode_result(self, value: Any) -> bytes:
         try:
-            return encoder.encode(value)
+            return encode_value(value)
         except Exception as error:
             raise TypeError(f"{self.name} returned what can't be kept: {error}") from error
 

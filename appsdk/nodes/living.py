@@ -40,10 +40,10 @@ class LivingNodes:
 
     def save(self) -> list[SavedNode]:
         """Raises StateError."""
-        saved = []
+        saved, keeps_types = [], self._life.context.keeps_types
         for number, node in self._nodes.items():
             definition = node_definition(type(node))
-            saved.append(SavedNode(number, definition.name, definition.encode(node)))
+            saved.append(SavedNode(number, definition.name, definition.encode(node, keeps_types=keeps_types)))
         return saved
 
     def restore(self, saved: Iterable[SavedNode]) -> None:
@@ -56,7 +56,7 @@ class LivingNodes:
             definition = node_definition(cls)
             if saved.class_name in (definition.name, *definition.formerly):
                 node = self._new(cls, saved.number)
-                definition.restore(node, saved.class_name, saved.state)
+                definition.restore(node, saved.class_name, saved.state, self._life.context.sites.rules)
                 return node
         name = "?" if self.definition is None else self.definition.name
         known = ", ".join(cls.__qualname__ for cls in classes) or "none"

@@ -7,10 +7,11 @@ from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar, Self, cast
 
 from appsdk.calls.codec import ArgumentCodec
+from appsdk.calls.rules import Rules
 from appsdk.errors import DefinitionError, UsageError
 from appsdk.handlers.decorators import HOOK_MARK, BoundHandler, Handler
 from appsdk.handlers.definition import resolving
-from appsdk.state.schema import Envelope, StateSchema
+from appsdk.state.schema import StateSchema, copied_envelope
 
 
 class NodeDefinition:
@@ -76,15 +77,14 @@ class NodeDefinition:
             with resolving(f"{handler.function.__qualname__}: an annotation"):
                 self.codec(handler)
 
-    def encode(self, node: Node) -> bytes:
+    def encode(self, node: Node, *, keeps_types: bool) -> bytes:
         """Raises StateError."""
-        return self.state().encode(node)
+        return self.state().encode(node, keeps_types=keeps_types)
 
-    def restore(self, node: Node, name: str, state: bytes) -> None:
-        """``name``: of the class that ``state`` was written of. Raises StateError."""
+    def restore(self, node: Node, name: str, state: bytes, rules: Rules) -> None:
+        """``name``: of the class that ``state`` was written of, by ``rules``. Raises StateError."""
         schema = self.state()
-        envelope = Envelope(class_name=name, serializer=schema.serializer, seed=b"", sequence_id=-1)
-        schema.restore(node, envelope, memoryview(state))
+        schema.restore(node, copied_envelope(name, schema.serializer, rules), memoryview(state))
 
 
 def node_definition(cls: object) -> NodeDefinition:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appsdk.calls.codec import encoder
+from appsdk.calls.codec import ValueDecoder, encode_value
 from appsdk.calls.context import datetime_of
 from appsdk.calls.failures import decode_failed
 from appsdk.calls.raised import attributes_of, made
@@ -82,6 +82,9 @@ class SavedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     queued: list[SavedTask] = []  # calls that wait for their turn; ``started_ns``: when they came
 
 
+_decode_raised = ValueDecoder(tuple[str, list[Any], dict[str, Any]]).decode
+
+
 class JournalError(StateError):
     """A handler that waits does not do again what it did: its code has changed."""
 
@@ -120,7 +123,7 @@ def encode_raised(name: str, error: BaseException, rules: Rules = NEWEST) -> byt
     """
     attributes = attributes_of(error) if rules >= Rules.RAISED_WHOLE else vars(error)
     try:
-        return encoder.encode((name, error.args, attributes))
+        return encode_value((name, error.args, attributes))
     except Exception as problem:  # msgspec's own, and what a codec of the user's raises
         raise TypeError(_unencodable(error, {"args": error.args, **attributes}, problem)) from problem
 
@@ -128,7 +131,7 @@ def encode_raised(name: str, error: BaseException, rules: Rules = NEWEST) -> byt
 def _unencodable(error: BaseException, parts: Mapping[str, Any], problem: Exception) -> str:
     for name, value in parts.items():
         try:
-            encoder.encode(value)
+            encode_value(value)
         except Exception as reason:
             return (
                 f"{type(error).__name__} can't be sent to who waits: its {name!r}, a {type(value).__name__}: {reason}"
@@ -141,7 +144,7 @@ def decode_raised(raises: Mapping[str, type[Exception]], where: str, data: bytes
 
     Raises msgspec.DecodeError, LookupError for an exception that ``where`` does not declare.
     """
-    name, arguments, attributes = msgspec.msgpack.decode(data, type=tuple[str, list[Any], dict[str, Any]])
+    name, arguments, attributes = _decode_raised(data)
     if (failed := decode_failed(where, name, arguments)) is not None:
         return failed
     if (cls := raises.get(name)) is None:

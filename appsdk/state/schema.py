@@ -22,10 +22,13 @@ from typing import Annotated, Any, ClassVar, Final, TypeVar
 import msgspec
 
 from appsdk.calls.annotations import resolve_hints
-from appsdk.calls.codec import encoder, make_decoder
+from appsdk.calls.codec import ValueDecoder, encode_value, encoder
 from appsdk.calls.rules import Rules
 from appsdk.errors import DefinitionError, StateError
+from appsdk.state.diff import differences
 from appsdk.state.journal import SavedTasks
+from appsdk.state.tree import tree
+from appsdk.types.exact import Form, UnfitError, form_of, with_integers
 from appsdk.types.registry import unsupported_type
 from protocol.state_envelope import FRONT, MAGIC
 
@@ -69,6 +72,11 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     rules: int = Rules.FIRST  # for the log's whole life
     ordering: bytes | None = None  # of ordered multicasts; None: there never was one
     nodes: bytes | None = None  # and handles; None: there never was one
+
+
+def copied_envelope(class_name: str, serializer: str, rules: Rules) -> Envelope:
+    """Of a state that is copied within a process, by the ``rules`` that it was encoded by."""
+    return Envelope(class_name=class_name, serializer=serializer, seed=b"", sequence_id=-1, rules=rules)
 
 
 def encode_envelope(envelope: Envelope) -> bytes:
@@ -128,7 +136,9 @@ class StateSchema:
         self.serializer = "own" if hasattr(cls, "checkpoint") else serializer
         self.fields: dict[str, Any] = {}
         self.transient: set[str] = set()
-        self._decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {}
+        self._decoders: dict[str, ValueDecoder] = {}
+        self._exact_decoders: dict[str, ValueDecoder] = {}
+        self._forms: dict[str, Form] = {}
         if self.serializer == "own":
             return
         for name, hint in resolve_hints(cls).items():
@@ -140,16 +150,24 @@ class StateSchema:
                 self.transient.add(name)
                 continue
             self.fields[name] = typing.get_args(hint)[0] if typing.get_origin(hint) is Final else hint
+        self._known = {*self.fields, *self.transient}
         if self.serializer == "msgspec":
             for name, annotation in self.fields.items():
                 if problem := unsupported_type(annotation):
                     raise DefinitionError(f"{self._class_name}: attribute {name!r}: {problem}; {WAYS_OUT}")
-                self._decoders[name] = make_decoder(annotation)
+                exact = with_integers(annotation)
+                self._decoders[name] = ValueDecoder(annotation)
+                self._exact_decoders[name] = ValueDecoder(exact)
+                self._forms[name] = form_of(exact)
 
     # --- writing --------------------------------------------------------------------------------------------------
 
-    def encode(self, instance: Any) -> bytes:
-        """The state as bytes. Raises StateError, which names the attribute."""
+    def encode(self, instance: Any, *, keeps_types: bool = True) -> bytes:
+        """The state as bytes. Raises StateError, which names the attribute and the path in it.
+
+        ``keeps_types``: only what comes back as what it is. In logs from before that rule the class of an attribute is
+        compared, and nothing in it.
+        """
         if self.serializer == "own":
             blob = instance.checkpoint()
             if not isinstance(blob, bytes):
@@ -158,13 +176,50 @@ class StateSchema:
         values = self._collect(instance)
         if self.serializer == "pickle":
             return self._pickled(values)
-        try:
-            blob = encoder.encode(values)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise self._unencodable(values, error) from None
+        blob = self._encoded(values, keeps_types)
         if len(blob) <= VERIFIED_STATE_SIZE_BYTES_MAX:
-            self._verify(values, blob)
+            self._verify(values, blob, keeps_types)
         return blob
+
+    def _encoded(self, values: dict[str, Any], keeps_types: bool) -> bytes:
+        if keeps_types:
+            values = {name: self.kept(name, value) for name, value in values.items()}
+        try:
+            return encode_value(values)
+        except Exception as error:  # what a codec of the user's raises as well
+            for name, value in values.items():
+                self.encode_attribute(name, value)
+            raise StateError(f"{self._class_name}: the state can't be saved: {error}; {WAYS_OUT}") from None
+
+    def kept(self, name: str, value: Any) -> Any:
+        """What is encoded in place of an attribute's value, so that it comes back as what it is. Raises StateError."""
+        form = self._forms[name]
+        try:
+            return form.tag(value) if form.is_odd(value) else value
+        except UnfitError as error:
+            raise self._unfit(name, error) from None
+
+    def encode_attribute(self, name: str, value: Any) -> bytes:
+        """By itself. Raises StateError."""
+        try:
+            return encode_value(value)
+        except Exception as error:
+            raise self._unfit(name, self._forms[name].unencodable(value, error)) from None
+
+    def check_attribute(self, name: str, value: Any) -> bytes:
+        """As :meth:`encode` would: it comes back as what it is. Its bytes. Raises StateError."""
+        if self.serializer == "pickle":
+            return self._pickled({name: value})
+        data = self.encode_attribute(name, self.kept(name, value))
+        self._require_same(name, value, self._decode_field(name, data, keeps_types=True), data)
+        return data
+
+    def _unfit(self, name: str, error: UnfitError) -> StateError:
+        path = f" {error.path}" if error.path else ""
+        return StateError(
+            f"{self._class_name}: attribute {name!r}{path} can't be saved: {error.problem}; use a type that is kept, "
+            f"{WAYS_OUT}"
+        )
 
     def forms(self, instance: Any) -> dict[str, bytes]:
         """What is saved, by attribute, to be compared only; of a class with a form of its own under "".
@@ -173,20 +228,12 @@ class StateSchema:
         """
         if self.serializer == "own":
             return {"": instance.checkpoint()}
-        encode = pickle.dumps if self.serializer == "pickle" else encoder.encode
+        encode = pickle.dumps if self.serializer == "pickle" else encode_value
         return {name: encode(getattr(instance, name)) for name in self.fields}
 
     def _collect(self, instance: Any) -> dict[str, Any]:
         """The attributes to be saved, by name."""
-        known = {*self.fields, *self.transient}
-        for name in vars(instance):
-            if name not in known:
-                raise StateError(
-                    f"{self._class_name}: attribute {name!r} is set but not annotated: a recovery would lose it. "
-                    f"Annotate "
-                    f"it in the class ({name}: {type(vars(instance)[name]).__name__}), as Transient[...] if 'prepare' "
-                    f"makes it again, or {WAYS_OUT}"
-                )
+        self.require_annotated(instance)
         values = {}
         for name in self.fields:
             try:
@@ -198,28 +245,43 @@ class StateSchema:
                 ) from None
         return values
 
-    def _unencodable(self, values: dict[str, Any], error: Exception) -> StateError:
-        for name, value in values.items():
-            try:
-                encoder.encode(value)
-            except (TypeError, ValueError, OverflowError, RecursionError) as problem:
-                return StateError(
-                    f"{self._class_name}: attribute {name!r} (a {type(value).__name__}) can't be saved: "
-                    f"{problem}; {WAYS_OUT}"
-                )
-        return StateError(f"{self._class_name}: the state can't be saved: {error}; {WAYS_OUT}")
+    def require_annotated(self, instance: Any) -> None:
+        """Raises StateError for an attribute that is not."""
+        for name in vars(instance).keys() - self._known:
+            raise StateError(
+                f"{self._class_name}: attribute {name!r} is set but not annotated: a recovery would lose it. Annotate "
+                f"it in the class ({name}: {type(vars(instance)[name]).__name__}), as Transient[...] if 'prepare' "
+                f"makes it again, or {WAYS_OUT}"
+            )
 
-    def _verify(self, values: dict[str, Any], blob: bytes) -> None:
+    def _verify(self, values: dict[str, Any], blob: bytes, keeps_types: bool) -> None:
         """Raise StateError if the state would come back as something else."""
-        for name, raw in msgspec.msgpack.decode(blob, type=dict[str, msgspec.Raw]).items():
+        raws = msgspec.msgpack.decode(blob, type=dict[str, msgspec.Raw])
+        for name, raw in raws.items():
             value = values[name]
-            restored = self._decode_field(name, raw)
+            restored = self._decode_field(name, raw, keeps_types)
+            if keeps_types:
+                self._require_same(name, value, restored, bytes(raw))
+                continue
             same = type(restored) is type(value) or (type(value) is int and type(restored) is float)
             if not same:
                 raise StateError(
                     f"{self._class_name}: attribute {name!r} is a {type(value).__name__} and would come back from a "
                     f"checkpoint as a {type(restored).__name__}: use that type, or {WAYS_OUT}"
                 )
+
+    def _require_same(self, name: str, value: Any, restored: Any, data: bytes) -> None:
+        """``restored``: from ``data``. The types are those that the annotation says; what constructors and codecs do is
+        their own affair. Raises StateError."""
+        form = self._forms[name]
+        if encode_value(form.tag(restored)) == data:
+            return
+        for found in differences(tree(value), tree(restored)):  # none where only the order of a set is another one
+            path = f" {found.path}" if found.path else ""
+            raise StateError(
+                f"{self._class_name}: attribute {name!r}{path} would come back from a checkpoint as something else: a "
+                f"codec, a validator or __post_init__ makes another value of it each time. Mend that, or {WAYS_OUT}"
+            )
 
     def _pickled(self, values: dict[str, Any]) -> bytes:
         try:
@@ -257,7 +319,7 @@ class StateSchema:
         if self.serializer == "pickle":
             values = self._unpickled(state)
         else:
-            values = self._decode(state)
+            values = self._decode(state, keeps_types=envelope.rules >= Rules.THIRD)
         for name, value in values.items():
             setattr(instance, name, value)
 
@@ -269,13 +331,13 @@ class StateSchema:
         self._require_names(values)
         return values
 
-    def _decode(self, state: memoryview) -> dict[str, Any]:
+    def _decode(self, state: memoryview, *, keeps_types: bool = True) -> dict[str, Any]:
         try:
             raws = msgspec.msgpack.decode(state, type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StateError(f"{self._class_name}: the state in the checkpoint can't be read: {error}") from None
         self._require_names(raws)
-        return {name: self._decode_field(name, raw) for name, raw in raws.items()}
+        return {name: self._decode_field(name, raw, keeps_types) for name, raw in raws.items()}
 
     def _require_names(self, saved: Iterable[str]) -> None:
         saved = set(saved)
@@ -294,9 +356,9 @@ class StateSchema:
                 f"a default in the class ({missing[0]}: <type> = <value>)"
             )
 
-    def _decode_field(self, name: str, raw: msgspec.Raw) -> Any:
+    def _decode_field(self, name: str, raw: msgspec.Raw | bytes, keeps_types: bool) -> Any:
         try:
-            return self._decoders[name].decode(raw)
+            return (self._exact_decoders if keeps_types else self._decoders)[name].decode(raw)
         except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
             raise StateError(
                 f"{self._class_name}: attribute {name!r} is not what its annotation says ({self.fields[name]}): {error}"

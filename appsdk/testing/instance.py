@@ -16,7 +16,7 @@ from appsdk.handlers.proxy import Impulses
 from appsdk.immortal import Immortal
 from appsdk.running.local_app import LocalApp
 from appsdk.state.journal import decode_raised
-from appsdk.state.schema import Envelope
+from appsdk.state.schema import copied_envelope
 from appsdk.testing.hooks import HookQueue
 from appsdk.testing.memory import MemorySource
 from appsdk.testing.node import Node
@@ -99,8 +99,9 @@ class Instance(Generic[T]):
         definition = app.dispatcher.definition
         schema = definition.state()
         copy: T = Immortal.__new__(definition.cls)
-        envelope = Envelope(class_name=definition.name, serializer=schema.serializer, seed=b"", sequence_id=-1)
-        schema.restore(copy, envelope, memoryview(schema.encode(app.instance)))
+        context = app.dispatcher.context
+        envelope = copied_envelope(definition.name, schema.serializer, context.sites.rules)
+        schema.restore(copy, envelope, memoryview(schema.encode(app.instance, keeps_types=context.keeps_types)))
         return copy
 
     @property

@@ -15,6 +15,7 @@ import msgspec
 
 from appsdk.errors import UsageError
 from appsdk.types.registry import Codec, what_came
+from protocol import values
 
 T = TypeVar("T")
 
@@ -102,10 +103,13 @@ def _encode(handle: _Handle[Any]) -> msgspec.msgpack.Ext:
 
 
 def read_extension(code: int, data: Any) -> Any:
-    """For decoders: a handle of no class yet; any other extension stays one. Raises ValueError."""
+    """For decoders: a handle of no class yet, or what :mod:`protocol.values` reads; any other extension stays one.
+
+    Raises ValueError.
+    """
     found = bytes(data)
     if code != EXTENSION_CODE or not found.startswith(MARK) or len(found) <= len(MARK) + KEY_SIZE_BYTES:
-        return msgspec.msgpack.Ext(code, found)
+        return values.read_extension(code, found, read_extension)
     key = found[len(MARK) : len(MARK) + KEY_SIZE_BYTES]
     return _Handle(found[len(MARK) + KEY_SIZE_BYTES :].decode(), key, None, current.life)
 
@@ -135,7 +139,9 @@ def handles_in(data: bytes) -> list[tuple[str, bytes]]:
         return found
 
     def collect(code: int, content: Any) -> None:
-        if isinstance(handle := read_extension(code, content), _Handle):
+        if code == values.EXTENSION_CODE:
+            values.read_extension(code, content, collect)
+        elif isinstance(handle := read_extension(code, content), _Handle):
             found.append(handle._immortal_of[:2])
 
     with contextlib.suppress(msgspec.DecodeError, ValueError, TypeError, RecursionError):

@@ -208,6 +208,14 @@ def may_hold_handles(annotation: Any) -> bool:
     return False
 
 
+def may_hold_any(annotation: Any) -> bool:
+    """Whether some of a value of it has no type to be read by."""
+    return any(
+        isinstance(info, msgspec.inspect.AnyType)
+        for info in _types_in(msgspec.inspect.type_info(readable_type(annotation)))
+    )
+
+
 @functools.cache
 def _handle_codec() -> Codec:
     handles = importlib.import_module(_LIBRARIES["appsdk"])

@@ -65,8 +65,8 @@ class HandlerRuns:
 
     def result(self, handler: Handler[Any, Any], value: Any) -> bytes:
         """What goes to who waits: checked here, so that what does not fit is this handler's failure, not theirs."""
-        data = encoder.encode(value)
         codec = self.definition.codec(handler)
+        data = codec.encode_result(value) if self.context.keeps_types else encoder.encode(value)
         if value is not None or not codec.returns_nothing:
             codec.decode_result(data)
         return data

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, TypeAlias
 
-from appsdk.calls.codec import encoder
+from appsdk.calls.codec import encode_value
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Definition
 from appsdk.state.journal import SavedTask
@@ -84,4 +84,4 @@ class Limits:
         values = definition.codec(handler).decode(arguments)
         at = names.index(handler.limit_by)
         value = values[at] if at < len(values) else handler.signature.parameters[handler.limit_by].default
-        return encoder.encode(value)
+        return encode_value(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from appsdk.calls.codec import ArgumentCodec, encoder, unencodable
+from appsdk.calls.codec import ArgumentCodec, encoder
 from appsdk.handlers.decorators import Handler
 from appsdk.ordering.messages import Scope
 from appsdk.state.journal import TIMER, Described, Pending, decode_raised
@@ -36,6 +36,11 @@ class Owner(Fibers):
     @property
     def is_silent(self) -> bool:
         """What it does now is not to be done."""
+        raise NotImplementedError
+
+    @property
+    def keeps_types(self) -> bool:
+        """As :attr:`appsdk.calls.context.Context.keeps_types`."""
         raise NotImplementedError
 
     def begin(self, operation: Operation) -> None:
@@ -145,11 +150,7 @@ class _HandlerOperation(Operation):
 
     def encode(self) -> None:
         """Raises TypeError."""
-        try:
-            self.encoded = encoder.encode(self.arguments)
-        except Exception as error:
-            codec = self.target.codec
-            raise unencodable(codec.name, codec.signature.parameters, self.arguments, error) from None
+        self.arguments, self.encoded = self.target.codec.encoded(self.arguments, keeps_types=self.task.keeps_types)
         self.detail = crc64(self.encoded)
 
     def decode(self, value: bytes) -> Any:

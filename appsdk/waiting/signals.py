@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from appsdk.calls.codec import encoder, make_decoder
+from appsdk.calls.codec import ValueDecoder, encode_value
 from appsdk.errors import UsageError
 from appsdk.types.registry import unsupported_type
 
@@ -24,7 +24,7 @@ def encode_signal(name: object, value: object) -> bytes:
     """Raises UsageError, TypeError."""
     require_name(f"self.signal({name!r}, ...)", name)
     try:
-        return encoder.encode(value)
+        return encode_value(value)
     except Exception as error:
         raise TypeError(f"self.signal({name!r}, ...): the value can't be encoded: {error}") from error
 
@@ -33,4 +33,4 @@ def event_decoder(kind: Any) -> Callable[[bytes], Any]:
     """Raises UsageError for a type that can't be encoded."""
     if problem := unsupported_type(kind):
         raise UsageError(f"self.event(..., {kind!r}): {problem}")
-    return make_decoder(kind).decode
+    return ValueDecoder(kind).decode

@@ -122,6 +122,10 @@ class Task(Owner):
         """What it does now is not to be done: it was done before, or Python clears away what is no more."""
         return self._rebuild is not None or not self._is_running
 
+    @property
+    def keeps_types(self) -> bool:
+        return self.tasks.context.keeps_types
+
     def decoded_arguments(self) -> tuple[Any, ...]:
         return self.tasks.codec(self.handler).decode(self.arguments)
 

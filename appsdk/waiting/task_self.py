@@ -17,7 +17,6 @@ from random import Random
 from types import FrameType, FunctionType, MethodType
 from typing import Any, NoReturn
 
-from appsdk.calls.codec import encoder, unencodable
 from appsdk.calls.context import datetime_of
 from appsdk.calls.failures import misfit_text
 from appsdk.effects.options import EffectOptions, Effects
@@ -172,11 +171,10 @@ class TaskSelf:
     def continue_as(self, *arguments: Any, **keywords: Any) -> NoReturn:
         task = self._immortal_task
         codec = task.tasks.codec(task.handler)
-        bound = codec.bind(arguments, keywords)
         try:
-            encoded = encoder.encode(bound)
-        except Exception as error:
-            raise unencodable(f"{task.name}: self.continue_as", codec.signature.parameters, bound, error) from None
+            _, encoded = codec.encoded(codec.bind(arguments, keywords), keeps_types=task.keeps_types)
+        except TypeError as error:
+            raise TypeError(f"self.continue_as: {error}") from None
         try:
             codec.decode(encoded)
         except Exception as error:
@@ -225,8 +223,11 @@ class TaskHandler:
     step = __call__
 
     def fork(self, *arguments: Any, **keywords: Any) -> None:
-        if not self._task.is_silent:
-            self._task.tasks.fork(self._target.destination, self._target.handler)(*arguments, **keywords)
+        task, target = self._task, self._target
+        if not task.is_silent:
+            if target.codec.may_hold_any and task.keeps_types:
+                arguments, keywords = target.codec.exactly(target.codec.bind(arguments, keywords)), {}
+            task.tasks.fork(target.destination, target.handler)(*arguments, **keywords)
 
 
 class TaskPeer:

@@ -11,7 +11,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from appsdk.calls.codec import encoder
 from appsdk.calls.context import QUERY_RUNS, Context
 from appsdk.errors import AS_RPC, QueryError, UsageError
 from appsdk.handlers.decorators import Handler
@@ -153,9 +152,8 @@ class Tasks(Host):
         context = self.context
         number, time_ns = self.draw_number(), context.record_time_ns or 0
         place = context.sequence_id, context.message_index
-        call = SavedTask(
-            number, 0, handler.method_id, encoder.encode(arguments), caller, call_number, time_ns, [], [], *place
-        )
+        _, encoded = self.codec(handler).encoded(arguments, keeps_types=context.keeps_types)
+        call = SavedTask(number, 0, handler.method_id, encoded, caller, call_number, time_ns, [], [], *place)
         if self.limits.has_room(handler, call.arguments):
             self._begin(call, handler)
         else:

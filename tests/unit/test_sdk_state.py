@@ -120,20 +120,20 @@ def test_an_attribute_that_is_not_annotated_would_be_lost() -> None:
 def test_what_can_not_be_encoded_is_named() -> None:
     anything = Anything()
     anything.value = {"lock": threading.Lock()}
-    with pytest.raises(StateError, match=r"Anything: attribute 'value' \(a dict\).*checkpoint.*pickle"):
+    with pytest.raises(StateError, match=r"Anything: attribute 'value' \['lock'\].*checkpoint.*pickle"):
         encode(anything)
-    anything.value = 1 << 80
-    with pytest.raises(StateError, match="'value'"):
+    anything.value = ["\ud800"]
+    with pytest.raises(StateError, match=r"'value' \[0\] can't be saved: .* lone surrogate"):
         encode(anything)
 
 
 def test_what_could_not_be_read_back_is_refused_when_it_is_written() -> None:
     plain = Plain()
     plain.words = {"a": 1.5}  # type: ignore[dict-item]
-    with pytest.raises(StateError, match="'words' is not what its annotation says"):
+    with pytest.raises(StateError, match=r"'words' \['a'\] can't be saved: a value of type float where int"):
         encode(plain)
     plain.words = defaultdict(int)
-    with pytest.raises(StateError, match="'words' is a defaultdict and would come back from a checkpoint as a dict"):
+    with pytest.raises(StateError, match="'words' can't be saved: a value of type defaultdict where dict"):
         encode(plain)
     plain.words = {}
     plain.ratio = 1  # an int is a float to type checkers

@@ -26,7 +26,7 @@ import pydantic
 import pytest
 
 from appsdk import CalleeFailed, CallRefused, Immortal, peer, register_type, rpc, upgrades
-from appsdk.calls.codec import encoder, make_decoder
+from appsdk.calls.codec import ValueDecoder, encoder
 from appsdk.client.results import NamedMethod, TypedMethod
 from appsdk.errors import DefinitionError, StateError
 from appsdk.handlers.definition import definition_of
@@ -466,7 +466,7 @@ def test_the_bytes_are_the_same_after_a_round_trip(services: Services, request: 
     annotation = TYPES[request.node.callspec.params["services"]][0]
     for value in (services.first, services.second):
         data = encoder.encode(value)
-        assert encoder.encode(make_decoder(annotation).decode(data)) == data
+        assert encoder.encode(ValueDecoder(annotation).decode(data)) == data
 
 
 # --- bytes that are in logs -------------------------------------------------------------------------------------------
@@ -561,7 +561,7 @@ def test_a_damaged_table_is_refused_before_it_is_read() -> None:
     at = data.rindex(offsets, 0, data.index(b"abcdefgh"))
     damaged = data[:at] + struct.pack("<2i", 0, 1 << 20) + data[at + len(offsets) :]
     with pytest.raises(msgspec.ValidationError):
-        make_decoder(pa.Table).decode(damaged)
+        ValueDecoder(pa.Table).decode(damaged)
 
 
 @pytest.mark.parametrize(
@@ -577,7 +577,6 @@ def test_a_damaged_table_is_refused_before_it_is_read() -> None:
         (pd.DataFrame([[1, 2]], columns=["a", 1]), "names of several types"),
         (pd.Series([1]), "Series is unsupported"),
         (Line.model_construct(count="a"), "can't be encoded: Pydantic serializer warnings:"),
-        (2**64, "can't be encoded: can't serialize ints"),
     ],
 )
 @pytest.mark.parametrize("way", ["fork", "await", "effect", "client", "unknown class"])
@@ -632,15 +631,15 @@ def test_what_is_too_large_says_which_argument_and_how_large(way: str, env: Envi
 
         @rpc
         def forks(self) -> None:
-            self.anything.take.fork(np.zeros(8 << 20), "b")
+            self.anything.take.fork(bytes(64 << 20), "b")
 
         @rpc
         async def awaits(self) -> None:
-            await self.anything.take(np.zeros(8 << 20), "b")
+            await self.anything.take(bytes(64 << 20), "b")
 
     env.start(Anything, "anything")
     handler: Any = {"fork": Caller.forks, "await": Caller.awaits}[way]
-    words = r"Anything\.take: .* bytes, at most \d+ are possible: .*'value', a ndarray of 671088\d\d bytes"
+    words = r"Anything\.take: .* bytes, at most \d+ are possible: .*'value', a bytes of 671088\d\d bytes"
     with pytest.raises(CalleeFailed, match=words):
         env.start(Caller, "caller").call(handler)
 
@@ -656,8 +655,8 @@ def test_a_result_that_is_too_large_says_whose_and_how_large(env: Environment) -
 def test_a_client_hears_which_argument_is_too_large() -> None:
     definition = definition_of(Anything)
     method = TypedMethod(definition, definition.handlers["take"])
-    with pytest.raises(TypeError, match=r"Anything.take: the arguments take .*'value', a ndarray of 167772\d\d bytes"):
-        method.encode((np.zeros(2 << 20),), {})
+    with pytest.raises(TypeError, match=r"Anything.take: the arguments take .*'value', a bytes of 167772\d\d bytes"):
+        method.encode((bytes(16 << 20),), {})
 
 
 # --- annotations ------------------------------------------------------------------------------------------------------
@@ -761,14 +760,14 @@ def test_what_a_codec_raises_or_makes_is_in_the_words_of_its_type() -> None:
     with pytest.raises(TypeError, match=r"the codec of Odd raised KeyError: 'gone'|the codec of .*Odd raised KeyError"):
         encoder.encode(Odd())
     with pytest.raises(msgspec.ValidationError, match=r"the codec of .*Odd raised KeyError"):
-        make_decoder(Odd).decode(encoder.encode(1))
+        ValueDecoder(Odd).decode(encoder.encode(1))
 
     class Other:
         pass
 
     register_type(Other, encode=lambda other: 1, decode=lambda number: number)
     with pytest.raises(msgspec.ValidationError, match=r"its codec made a int of it, not a .*Other"):
-        make_decoder(Other).decode(encoder.encode(1))
+        ValueDecoder(Other).decode(encoder.encode(1))
 
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "types.md").read_text()
@@ -823,7 +822,7 @@ def test_a_handler_may_write_into_what_it_gets_before_and_after_a_recovery(env: 
 
 
 def test_what_is_read_is_aligned_wherever_it_stands() -> None:
-    decoder = make_decoder(tuple[bytes, Floats])
+    decoder = ValueDecoder(tuple[bytes, Floats])
     for size in range(16):
         _, array = decoder.decode(encoder.encode((bytes(size), np.arange(3.0))))
         assert array.flags.aligned
@@ -837,7 +836,7 @@ def test_an_attribute_of_another_type_is_refused_as_it_is_saved(env: Environment
         def __init__(self) -> None:
             self.total = np.float64(1.5)
 
-    with pytest.raises(StateError, match=r"'total' is a float64 and would come back from a checkpoint as a float"):
+    with pytest.raises(StateError, match=r"'total' can't be saved: a value of type float64 where int \| float"):
         env.start(Total, "total")
 
 

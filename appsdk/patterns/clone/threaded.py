@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import zmq
 
-from appsdk.calls.codec import encoder, make_decoder
+from appsdk.calls.codec import ValueDecoder, encode_value
 from appsdk.client import ClientClosed, with_timeout
 from appsdk.patterns.clone import limits
 from appsdk.patterns.clone.errors import CloneError, Ended, NotEntitled
@@ -77,7 +77,7 @@ class Clone(Mapping[str, V]):
 
     def __init__(self, table: Callable[[], Any], kind: Any, options: Options, places: Places, timeout_s: float) -> None:
         self._table = table  # connects to it, the first time
-        self._decode = make_decoder(kind).decode
+        self._decode = ValueDecoder(kind).decode
         self._options = options
         self._places = places
         self._timeout_s = timeout_s
@@ -379,7 +379,7 @@ def require_ours(process_id: int) -> None:
 def _change(key: str, value: Any, ttl: float, *, gone: bool = False) -> Change:
     """Raises ValueError, TypeError."""
     try:
-        encoded = None if gone else encoder.encode(value)
+        encoded = None if gone else encode_value(value)
     except Exception as error:  # what a user's type raises as it is encoded
         raise TypeError(f"key {key!r}: the value can't be encoded: {error}") from error
     change = Change(key, encoded, float(ttl))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from appsdk.calls.codec import encoder
+from appsdk.calls.codec import encode_value, encoder
 from appsdk.handlers.decorators import rpc
 from appsdk.handlers.definition import definition_of
 from appsdk.handlers.multicast import Multicast
@@ -118,7 +118,7 @@ class Grouped(Immortal):
             handler = source.handler(message.method, definition_of(Grouped).handlers)
             codec = definition_of(type(self)).codec(definition_of(type(self)).handlers[handler.name])
             call: Callable[..., Any] = getattr(self, handler.name)
-            result = encoder.encode(call(*codec.decode(message.arguments)))
+            result = encode_value(call(*codec.decode(message.arguments)))
         if teller:
             before = known.handled.get(sender, Handled(0, 0, teller))
             executed = (message.number, view_number) if is_current else (before.executed, before.view)

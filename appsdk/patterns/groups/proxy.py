@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar, overload
 
-from appsdk.calls.codec import bind_arguments, encoder, unencodable
+from appsdk.calls.codec import bind_arguments, encode_value, unencodable
 from appsdk.errors import UsageError
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import definition_of
@@ -90,7 +90,7 @@ class GroupMethod:
         name, signature = self._handler.function.__qualname__, self._handler.signature
         bound = bind_arguments(name, signature, arguments, keywords)
         try:
-            return encoder.encode(bound)
+            return encode_value(bound)
         except Exception as error:
             raise unencodable(name, signature.parameters, bound, error) from None
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from appsdk.calls.annotations import resolve_hints
-from appsdk.calls.codec import encoder, make_decoder
+from appsdk.calls.codec import ValueDecoder, encode_value
 from appsdk.patterns.harmony.limits import REASON_SIZE_CHARS_MAX, TASK_SIZE_BYTES_MAX
 from appsdk.patterns.harmony.runs import Response, Run, array, split
 
@@ -34,8 +34,8 @@ class Skill:
         if parameters and parameters[0].annotation is not inspect.Parameter.empty:
             hint = resolve_hints(function)[parameters[0].name]
         try:
-            self._one = make_decoder(hint)
-            self._many = make_decoder(list[hint])
+            self._one = ValueDecoder(hint)
+            self._many = ValueDecoder(list[hint])
         except TypeError as error:
             raise TypeError(f"{name!r}: tasks of type {hint!r} can't be sent: {error}") from None
         self.function = function
@@ -88,7 +88,7 @@ class Results:
         try:
             if isinstance(task, Misfit):
                 raise TypeError(f"the task is not what the function takes: {task.why}")
-            value = encoder.encode(function(task))
+            value = encode_value(function(task))
             if len(value) > TASK_SIZE_BYTES_MAX:
                 raise ValueError(f"a result of {len(value)} bytes, at most {TASK_SIZE_BYTES_MAX} were expected")
         except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from appsdk.calls.codec import encoder
+from appsdk.calls.codec import encode_value
 from appsdk.patterns.harmony.limits import RUN_SIZE_BYTES_MAX, RUN_TASKS_MAX, TASK_SIZE_BYTES_MAX
 from appsdk.patterns.harmony.runs import array
 from protocol.identity import OF_NOTHING, digest_behind
@@ -64,6 +64,6 @@ def digest_of(tasks: Iterable[Any]) -> bytes:
 def _encoded(task: Any, number: int) -> bytes:
     """Raises TypeError."""
     try:
-        return encoder.encode(task)
+        return encode_value(task)
     except Exception as error:
         raise TypeError(f"task {number}, a {type(task).__qualname__}, can't be encoded: {error}") from None

@@ -9,7 +9,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
 
-from appsdk.calls.codec import encoder, make_decoder
+from appsdk.calls.codec import ValueDecoder, encode_value
 from appsdk.client import CallTimeout, Connector, with_timeout
 from appsdk.client import connect as connect_client
 from appsdk.client.limits import TIMEOUT_DEFAULT_S
@@ -40,7 +40,7 @@ def submission(
     if isinstance(arguments, (str, bytes)) or not isinstance(arguments, Sequence):
         raise TypeError(f"{name}: arguments {arguments!r}: a list was expected, such as [{arguments!r}]")
     try:
-        encoded = encoder.encode(list(arguments))
+        encoded = encode_value(list(arguments))
     except Exception as error:  # what a user's type raises as it is encoded
         raise TypeError(f"{name}: the arguments can't be encoded: {error}") from error
     return Submission(
@@ -89,7 +89,7 @@ class _Result(Generic[T]):
         if outcome.state != "done":
             raise TaskFailed(self.id, outcome.reason, outcome.tries)
         try:
-            value: T = make_decoder(self._kind).decode(outcome.result)
+            value: T = ValueDecoder(self._kind).decode(outcome.result)
         except Exception as error:
             raise TypeError(f"task {self.id}: the result is no {self._kind}: {error}") from None
         return value

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from appsdk.calls.codec import ArgumentCodec, encoder
+from appsdk.calls.codec import ArgumentCodec, encode_value
 from appsdk.calls.failures import misfit_text
 from appsdk.client import (
     CallCancelled,
@@ -230,7 +230,7 @@ class Worker:
         finally:
             _current.reset(token)
         try:
-            result = encoder.encode(value)
+            result = encode_value(value)
         except Exception as error:  # what a user's type raises as it is encoded
             return failed(f"what {given.name} returned can't be encoded: {error}", again=False)
         if len(result) > limits.RESULT_SIZE_BYTES_MAX:
