@@ -391,5 +391,6 @@ class Dispatcher:
             self._primary = True
             self.tasks.effects.start(self._effects)
             self.tasks.queries.is_live = True
+            self._rewinds.guards()
             self.tasks.time_impulses.start()
             yield BecamePrimary()

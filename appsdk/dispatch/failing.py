@@ -83,6 +83,11 @@ class Failures:
         context.tasks.handler_runs.verdicts = self.known
         context.tasks.handler_runs.tell = self._tell
 
+    @property
+    def may_refuse(self) -> bool:
+        """A message that did not fail by itself may be made to: it fails alone, or is to stop the app at once."""
+        return self.can_fail or not self._fails_alone
+
     def know(self, verdicts: Sequence[Verdict]) -> None:
         """The coordinator has told them."""
         self.can_fail = self._fails_alone

@@ -18,6 +18,7 @@ from appsdk.dispatch.life import Life
 from appsdk.dispatch.times import HandlerTimes
 from appsdk.errors import HandlerError
 from appsdk.ordering.plain import Plain
+from appsdk.state.guard import Guard
 from protocol.batch import decode_batch, decode_replayable_batch
 from protocol.errors import RemoteProtocolError
 from protocol.extensions import decode_record_time
@@ -30,8 +31,19 @@ from protocol.verdicts import Careful, Handling, VerdictKind, encode_handling
 SLICE_SIZE_BYTES = 64 << 10  # of input, handled before the transport may send: keeps both ends at work
 
 
+class LookCloserError(Exception):
+    """Some message of the record that is handled, from ``message_index`` on, has left a state that can't be saved."""
+
+    def __init__(self, message_index: int) -> None:
+        super().__init__(f"message {message_index} or one behind it")
+        self.message_index = message_index
+
+
 class Records:
     """Those that an app handles, one after the other.
+
+    ``guard``: looks at the state where messages have been handled; ``can_rewind``: whether there is a copy of it.
+    ``closely``: (record, message) from which on it does so after each message: one of them is to be found.
 
     ``careful``: an app before this one did not live through one of these records, so each is announced. ``times``: of
     handlers, sampled.
@@ -40,6 +52,10 @@ class Records:
     def __init__(self, context: Context, life: Life, failures: Failures) -> None:
         self.careful: Careful | None = None
         self.times = HandlerTimes()
+        self.guard = Guard()
+        self.can_rewind: Callable[[], bool] = lambda: False
+        self.closely: tuple[int, int] | None = None
+        self._unchecked_from: int | None = None  # the first message since the guard has last looked
         self._context = context
         self._life = life
         self._failures = failures
@@ -76,6 +92,7 @@ class Records:
         context.message_index = 0
         context.source = None if record.sources is None else ""
         self._batch_sources = iter(record.sources) if record.sources else None
+        self._unchecked_from = None
         for message_type, start, end in decode_messages(content):
             if message_type == MessageType.RECORD_TIME:
                 context.record_time_ns = decode_record_time(content, start, end)
@@ -96,23 +113,47 @@ class Records:
                 raise RemoteProtocolError(
                     f"record {sequence_id} holds a message of type {message_type}, which is never logged"
                 )
+        self._check()
         self._life.next_sequence_id = sequence_id + 1
+
+    def _check(self) -> None:
+        """Before anything leaves that the messages so far have made. Raises LookCloserError."""
+        first, self._unchecked_from = self._unchecked_from, None
+        if first is None or self.guard.check() is None:
+            return
+        if self.can_rewind():
+            raise LookCloserError(first)
+        self.guard.give_up()  # the next checkpoint says so
+
+    def _check_one(self, message: bytes, index: int) -> None:
+        """The state behind a message that was handled by itself. Raises HandlerError."""
+        handler = self._life.definition.by_method_id.get(-1 if (found := method_of(message)) is None else found)
+        if (handler is not None and handler.is_query) or (problem := self.guard.check()) is None:
+            return
+        raise self._context.tasks.handler_runs.unsavable(handler, problem, index)
 
     def _batch(self, content: bytes, offset: int, end: int, count: int) -> Iterator[Event]:
         """Handle the ``count`` RPC messages of ``content[offset:end]``, with a pause wherever there is much to send."""
         context, life, failures = self._context, self._life, self._failures
-        outbox, multicasts, is_own = context.outbox, context.multicasts, False
+        outbox, multicasts, runs, is_own = context.outbox, context.multicasts, context.tasks.handler_runs, False
         sequence_id, first_index = context.sequence_id, context.message_index
         if self._batch_sources is not None:
             context.source = next(self._batch_sources, None)
         start = offset
         self._batch_begin = content, start, first_index
+        is_guarded = self.guard.is_on
+        is_alone = is_guarded and count == 1 and end == len(content)
         is_watched = self.careful is not None and self.careful.suspect_sequence_id == sequence_id
         probe = self.probe
         skips = sequence_id in failures.skipped
         while offset < end:
             slice_end = min(offset + SLICE_SIZE_BYTES, end)
+            by_itself = is_alone or self._is_close(sequence_id, context.message_index)
+            if by_itself:
+                self._check()
+                slice_end = offset + 1
             if is_watched:
+                self._check()
                 message = message_at(content, offset)
                 yield from self.announce(failures.handling(sequence_id, context.message_index, message))
                 slice_end = offset + 1
@@ -136,26 +177,51 @@ class Records:
                         context.message_index += 1
                         continue
                     slice_end = offset + 1
-            outbox.mark()
+            if self._unchecked_from is None:
+                outbox.mark()
+            if is_guarded and not by_itself and self._unchecked_from is None:
+                self._unchecked_from = context.message_index
+            begun, runs.check = offset, self.guard.check if by_itself else None
             try:
                 if self.times.left:
                     offset = self._timed(content, offset, end)
                 else:
                     offset = life.delivery.deliver(life.instance, content, offset, end, slice_end)
+                if by_itself:
+                    runs.check = None
+                    self._check_one(content[begun:offset], context.message_index - 1)
             except HandlerError as error:
+                runs.check = None
                 context.handling_thread_id = 0
+                if is_guarded and error.failure is not None and error.failure.policy == "keep":
+                    error = self._check_kept(error, content[begun:], by_itself)
                 at = offset_behind(content, start, error.message_index - first_index)
                 message = message_at(content, at)
                 yield from self._failed(error, message)
                 offset = at + len(message)
                 context.message_index = error.message_index + 1
             if outbox.ready_size_bytes:
+                self._check()
                 yield OutputReady()
         if context.message_index - first_index != count:
             raise RemoteProtocolError(
                 f"record {sequence_id}: a batch of {context.message_index - first_index} messages gives its count as "
                 f"{count}"
             )
+
+    def _is_close(self, sequence_id: int, message_index: int) -> bool:
+        return self.closely is not None and (sequence_id, message_index) >= self.closely
+
+    def _check_kept(self, error: HandlerError, content: bytes, by_itself: bool) -> HandlerError:
+        """Of a message that fails, while what it did stays: is that saved, or undone? Raises LookCloserError."""
+        if not by_itself:
+            self._check()
+        else:
+            try:
+                self._check_one(message_at(content, 0), error.message_index)
+            except HandlerError as unsavable:
+                return unsavable
+        return error
 
     def _timed(self, content: bytes, offset: int, end: int) -> int:
         """Handle one message, and note how long that took: where the next one starts. Raises as ``deliver`` does."""

@@ -9,7 +9,7 @@ from appsdk.calls.context import Context
 from appsdk.dispatch.events import Event, MessageFailed
 from appsdk.dispatch.failing import Failures, UndoNeededError
 from appsdk.dispatch.life import Life
-from appsdk.dispatch.records import Records
+from appsdk.dispatch.records import LookCloserError, Records
 from appsdk.errors import RecoveryNeeded, StateError
 from appsdk.state.copies import Copies, Copy
 from protocol.readers import Record
@@ -26,6 +26,7 @@ class Rewinds:
         self._life = life
         self._records = records
         self._failures = failures
+        records.can_rewind = lambda: copies.current is not None
 
     def handle(self, record: Record) -> Iterator[Event]:
         """Handle ``record``, once more for each of its messages that must leave no trace. Raises RecoveryNeeded."""
@@ -38,6 +39,15 @@ class Rewinds:
                 self._undo(needed, record)
                 rewound = True
                 yield MessageFailed(needed.verdict)
+            except LookCloserError as closer:
+                sequence_id = record.header.sequence_id
+                self._records.closely = sequence_id, closer.message_index
+                copy = self._current_copy()
+                self._failures.repeat_all(sequence_id, self._life.delivery)
+                self._context.outbox.back_to_copy()
+                self._go_over(copy, copy.tail, (sequence_id, MESSAGE_INDEX_MAX))
+                rewound = True
+        self._records.closely = None
         if rewound:
             self.settle()
         if self.copies.add(record, rewound=rewound):
@@ -74,6 +84,26 @@ class Rewinds:
         self._failures.repeat_all(last_sequence_id + 1, self._life.delivery)
         self._go_over(copy, records, (last_sequence_id, MESSAGE_INDEX_MAX))
 
+    def _current_copy(self) -> Copy:
+        """Where it is known that there is one."""
+        copy = self.copies.current
+        if copy is None:
+            raise RecoveryNeeded("there is no copy of the state any more: the app is recovered from its log")
+        return copy
+
+    def guards(self) -> None:
+        """From here on messages are handled for the first time, and the state is looked at behind them."""
+        self._records.guard.is_on = self._failures.may_refuse
+        self._look_anew()
+
+    def _look_anew(self) -> None:
+        """The state is what it is: nobody is to be blamed for what is wrong with it already."""
+        guard, context = self._records.guard, self._context
+        if guard.is_on:
+            size_bytes = context.tasks.queries.state_size_bytes
+            schema = self._life.definition.state()
+            guard.begin(schema, self._life.instance, size_bytes, keeps_types=context.keeps_types)
+
     def _go_over(self, copy: Copy, records: Iterable[Record], passed: tuple[int, int]) -> None:
         """``passed``: up to which message of which record this was done before."""
         tasks = self._context.tasks
@@ -81,10 +111,14 @@ class Rewinds:
         tasks.rewinds()
         tasks.effects.pause()
         tasks.queries.passed = passed
+        guard = self._records.guard
+        was_on, guard.is_on = guard.is_on, False
         self._life.go_back(copy.blob)
         for handled in records:
             for _ in self._records.handle(handled):
                 pass
+        guard.is_on = was_on
+        self._look_anew()
 
     def settle(self) -> None:
         """The state is that behind the last record again."""
@@ -109,3 +143,4 @@ class Rewinds:
         self.copies.take(pieces, sequence_id)
         self._failures.forget_up_to(self.copies.sequence_id(sequence_id))
         tasks.copied()
+        self._look_anew()

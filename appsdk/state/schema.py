@@ -28,7 +28,8 @@ from appsdk.errors import DefinitionError, StateError
 from appsdk.state.diff import differences
 from appsdk.state.journal import SavedTasks
 from appsdk.state.tree import tree
-from appsdk.types.exact import Form, UnfitError, form_of, with_integers
+from appsdk.types.exact import PLAIN_CLASSES, Form, UnfitError, form_of, with_integers
+from appsdk.types.handles import MARK
 from appsdk.types.registry import unsupported_type
 from protocol.state_envelope import FRONT, MAGIC
 
@@ -206,13 +207,27 @@ class StateSchema:
         except Exception as error:
             raise self._unfit(name, self._forms[name].unencodable(value, error)) from None
 
-    def check_attribute(self, name: str, value: Any) -> bytes:
-        """As :meth:`encode` would: it comes back as what it is. Its bytes. Raises StateError."""
+    def takes_plainly(self, name: str, value: Any) -> bool:
+        """It is a number, text or the like that :meth:`check_attribute` is sure to let through: known at a glance."""
         if self.serializer == "pickle":
-            return self._pickled({name: value})
-        data = self.encode_attribute(name, self.kept(name, value))
-        self._require_same(name, value, self._decode_field(name, data, keeps_types=True), data)
-        return data
+            return type(value) in PLAIN_CLASSES
+        return self._forms[name].takes_plainly(value)
+
+    def check_attribute(self, name: str, value: Any, data: bytes | None = None, *, keeps_types: bool = True) -> None:
+        """As :meth:`encode` would. ``data``: what the encoder makes of it, where that is known. Raises StateError."""
+        if self.serializer == "pickle":
+            if data is None:
+                self._pickled({name: value})
+            return
+        kept = self.kept(name, value) if keeps_types else value
+        if data is None or kept is not value:
+            data = self.encode_attribute(name, kept)
+        if not (keeps_types and self._forms[name].is_sure):
+            self._require_restored(name, value, data, keeps_types)
+
+    def pickled(self, value: Any) -> bytes:
+        """Raises whatever a class of the user's raises."""
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
     def _unfit(self, name: str, error: UnfitError) -> StateError:
         path = f" {error.path}" if error.path else ""
@@ -239,11 +254,14 @@ class StateSchema:
             try:
                 values[name] = getattr(instance, name)
             except AttributeError:
-                raise StateError(
-                    f"{self._class_name}: attribute {name!r} is annotated but not set: set it in __init__, give it a "
-                    f"default in the class, or remove the annotation"
-                ) from None
+                raise self.not_set(name) from None
         return values
+
+    def not_set(self, name: str) -> StateError:
+        return StateError(
+            f"{self._class_name}: attribute {name!r} is annotated but not set: set it in __init__, give it a "
+            f"default in the class, or remove the annotation"
+        )
 
     def require_annotated(self, instance: Any) -> None:
         """Raises StateError for an attribute that is not."""
@@ -258,23 +276,25 @@ class StateSchema:
         """Raise StateError if the state would come back as something else."""
         raws = msgspec.msgpack.decode(blob, type=dict[str, msgspec.Raw])
         for name, raw in raws.items():
-            value = values[name]
-            restored = self._decode_field(name, raw, keeps_types)
-            if keeps_types:
-                self._require_same(name, value, restored, bytes(raw))
-                continue
-            same = type(restored) is type(value) or (type(value) is int and type(restored) is float)
-            if not same:
-                raise StateError(
-                    f"{self._class_name}: attribute {name!r} is a {type(value).__name__} and would come back from a "
-                    f"checkpoint as a {type(restored).__name__}: use that type, or {WAYS_OUT}"
-                )
+            self._require_restored(name, values[name], bytes(raw), keeps_types)
+
+    def _require_restored(self, name: str, value: Any, data: bytes, keeps_types: bool) -> None:
+        restored = self._decode_field(name, data, keeps_types)
+        if keeps_types:
+            self._require_same(name, value, restored, data)
+        elif type(restored) is not type(value) and not (type(value) is int and type(restored) is float):
+            raise StateError(
+                f"{self._class_name}: attribute {name!r} is a {type(value).__name__} and would come back from a "
+                f"checkpoint as a {type(restored).__name__}: use that type, or {WAYS_OUT}"
+            )
 
     def _require_same(self, name: str, value: Any, restored: Any, data: bytes) -> None:
         """``restored``: from ``data``. The types are those that the annotation says; what constructors and codecs do is
         their own affair. Raises StateError."""
         form = self._forms[name]
-        if encode_value(form.tag(restored)) == data:
+        if form.is_sure or MARK in data:  # a handle is what it is by its bytes
+            return
+        if encode_value(form.tag(restored) if form.is_odd(restored) else restored) == data:
             return
         for found in differences(tree(value), tree(restored)):  # none where only the order of a set is another one
             path = f" {found.path}" if found.path else ""

@@ -40,6 +40,8 @@ _KEY_CHARACTERS_MAX = 60
 _PATH_STEPS_MAX = 12
 _EXTENSION_BYTE = bytes((EXTENSION_CODE,))
 _PLAIN = (type(None), bool, float, str, bytes, Handle)
+PLAIN_CLASSES = frozenset((type(None), bool, int, float, str, bytes))
+_BOUNDS = ("gt", "ge", "lt", "le", "multiple_of", "min_length", "max_length", "pattern")
 _LEAVES: dict[type, type] = {
     shapes.NoneType: type(None),
     shapes.BoolType: bool,
@@ -90,7 +92,8 @@ _depth = _Depth()
 
 # --- what is done with the values of one class in one place -----------------------------------------------------------
 
-Column = Sequence[Any]
+Column = Any
+"""A list, a tuple, or a view of a dict."""
 Level = list[tuple["Form", Column]]
 
 
@@ -118,9 +121,19 @@ class _Unfit(_Step):
         raise UnfitError(self.problem)
 
 
-class _Integers(_Step):
+class _Literals(_Step):
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = values
+
     def look(self, column: Column, below: Level) -> bool:
-        return is_beyond(max(column)) or is_beyond(min(column))
+        for value in column:
+            if value not in self._values:
+                raise UnfitError(f"{_clipped(value)} where Literal{list(self._values)} is annotated")
+        return False
+
+
+class _Integers(_Step):
+    """The encoder itself says where they have more than 64 bits."""
 
     def tag(self, value: Any) -> Any:
         return _Tagged(value) if is_beyond(value) else value
@@ -187,7 +200,7 @@ class _Items(_Step):
         self._is_odd = is_odd
 
     def look(self, column: Column, below: Level) -> bool:
-        items = column[0] if len(column) == 1 and type(column[0]) is list else list(chain.from_iterable(column))
+        items = column[0] if len(column) == 1 else list(chain.from_iterable(column))
         if items:
             below.append((self._item, items))
         return self._is_odd
@@ -219,7 +232,11 @@ class _Mappings(_Step):
         self._value = value
 
     def look(self, column: Column, below: Level) -> bool:
-        if any(column):
+        if len(column) == 1:
+            (only,) = column
+            if only:
+                below += [(self._key, only), (self._value, only.values())]
+        elif any(column):
             below.append((self._key, list(chain.from_iterable(column))))
             below.append((self._value, list(chain.from_iterable(map(dict.values, column)))))
         return False
@@ -344,10 +361,48 @@ class Form:
             found = self._steps[cls] = self._make_step(cls)
         return found
 
+    def takes_plainly(self, value: Any) -> bool:
+        """It is of a plain class and fits: known at a glance, where the annotation has no bounds."""
+        cls = type(value)
+        if cls not in PLAIN_CLASSES or self._has_bounds:
+            return False
+        return type(self.step(cls)) in (_Step, _Integers) and (cls is not str or value.isascii())
+
+    @functools.cached_property
+    def is_sure(self) -> bool:
+        """What :meth:`is_odd` lets through comes back: there are no bounds, and no codecs, constructors or validators
+        that could make something else of it."""
+        pending, seen = [self], {id(self)}
+        while pending:
+            form = pending.pop()
+            if form._has_bounds or not form._is_plain_shape():
+                return False
+            for part in registry._parts(form._info) if form._info is not None else ():
+                below = form._of(part)
+                if id(below) not in seen:
+                    seen.add(id(below))
+                    pending.append(below)
+        return True
+
+    def _is_plain_shape(self) -> bool:
+        info = self._info
+        if isinstance(info, shapes.CustomType | shapes.RawType):
+            return False
+        cls = getattr(info, "cls", None)
+        return not any(hasattr(cls, name) for name in ("__post_init__", "__attrs_attrs__"))
+
+    @functools.cached_property
+    def _has_bounds(self) -> bool:
+        parts = getattr(self._info, "types", (self._info,))
+        return any(getattr(part, bound, None) is not None for part in parts for bound in _BOUNDS)
+
     # --- use ------------------------------------------------------------------------------------------------------
 
     def is_odd(self, value: Any) -> bool:
-        """Whether some of it is to be tagged (:meth:`tag`). Raises UnfitError with the path to what is not kept."""
+        """Whether some of it is to be tagged (:meth:`tag`), but for large integers, of which the encoder knows.
+
+        Raises UnfitError with the path to what is not kept.
+        """
         level: Level = [(self, (value,))]
         odd = False
         try:
@@ -365,7 +420,10 @@ class Form:
     def _look(self, column: Column, below: Level) -> bool:
         classes = set(map(type, column))
         if len(classes) == 1:
-            return self.step(classes.pop()).look(column, below)
+            (cls,) = classes
+            if cls not in PLAIN_CLASSES and not isinstance(column, list | tuple):
+                column = list(column)
+            return self.step(cls).look(column, below)
         odd = False
         for cls in classes:
             odd |= self.step(cls).look([one for one in column if type(one) is cls], below)
@@ -418,14 +476,15 @@ class Form:
         if isinstance(info, shapes.AnyType):
             return self._step_of_any(cls)
         if isinstance(info, shapes.UnionType):
-            steps = (self._of(one).step(cls) for one in info.types)
+            custom_last = sorted(info.types, key=lambda one: isinstance(one, shapes.CustomType))
+            steps = (self._of(one).step(cls) for one in custom_last)
             return next((step for step in steps if not isinstance(step, _Unfit)), None) or self._unfit(cls)
         if isinstance(info, shapes.CustomType):
             return _Custom(info.cls, cls)
         if isinstance(info, shapes.EnumType):
             return _AS_IT_IS if cls is info.cls else self._unfit(cls)
         if isinstance(info, shapes.LiteralType):
-            return _AS_IT_IS if cls in map(type, info.values) else self._unfit(cls)
+            return _Literals(info.values) if cls in map(type, info.values) else self._unfit(cls)
         if isinstance(info, shapes.IntType):
             return _INTEGERS if cls is int else self._unfit(cls)
         if isinstance(info, shapes.DateTimeType | shapes.TimeType):
@@ -498,7 +557,7 @@ class Form:
 
 def _without_repetitions(column: Column) -> Column:
     """What holds itself twice would be twice as wide on each level."""
-    if len(column) < _WIDE or type(column[0]) in (int, str, float):
+    if len(column) < _WIDE or type(next(iter(column))) in (int, str, float):
         return column
     return list({id(one): one for one in column}.values())
 
@@ -546,7 +605,8 @@ def _clipped(key: object) -> str:
 
 
 def _joined(path: Sequence[str]) -> str:
-    return "".join(path) if len(path) <= _PATH_STEPS_MAX else f"{''.join(path[:_PATH_STEPS_MAX])}..."
+    text = "".join(path[:_PATH_STEPS_MAX]).strip()
+    return text if len(path) <= _PATH_STEPS_MAX else f"{text}..."
 
 
 def _why(error: Exception) -> str:

@@ -11,7 +11,7 @@ from appsdk.calls.codec import encoder
 from appsdk.calls.context import Context
 from appsdk.calls.failures import encode_failed, failure_of, reference, verdict_on
 from appsdk.calls.report import handler_failed
-from appsdk.errors import HandlerError
+from appsdk.errors import HandlerError, StateError
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Definition
 from appsdk.handlers.queries import Queries
@@ -34,6 +34,7 @@ class HandlerRuns:
         self.queries = queries
         self.verdicts: Mapping[MessageKey, Verdict] = {}
         self.tell: Callable[[Verdict], bool] = lambda verdict: False
+        self.check: Callable[[], StateError | None] | None = None  # the state, behind each handler that may change it
 
     def use(self, definition: Definition, instance: Any) -> None:
         """From here on this class's code runs."""
@@ -53,15 +54,41 @@ class HandlerRuns:
                 value = handler.function(self.instance if node is None else node, *arguments)
         except (Exception, SystemExit) as error:
             if (declared := declared_name(handler.raises, error)) is None:
-                raise self.failed(handler, arguments, error) from error
+                failed = self.failed(handler, arguments, error)
+                if failed.failure is not None and failed.failure.policy == "keep":
+                    self._require_savable(handler)
+                raise failed from error
+            self._require_savable(handler)
             if not waits:
                 return True, NOTHING
             return True, self.encoded(
                 handler, arguments, partial(encode_raised, declared, error, self.context.sites.rules)
             )
+        self._require_savable(handler)
         if not waits:
             return False, NOTHING
         return False, self.encoded(handler, arguments, partial(self.result, handler, value))
+
+    def _require_savable(self, handler: Handler[Any, Any]) -> None:
+        """Raises HandlerError."""
+        if self.check is not None and not handler.is_query and (problem := self.check()) is not None:
+            raise self.unsavable(handler, problem, max(self.context.message_index, 0))
+
+    def unsavable(self, handler: Handler[Any, Any] | None, problem: StateError, message_index: int) -> HandlerError:
+        """``handler`` (None: one that is not known) has left a state that can't be saved: its call is undone."""
+        context, definition = self.context, self.definition
+        policy = "undo" if handler is None else definition.policy(handler)
+        name = "a message" if handler is None else handler.function.__qualname__
+        made = HandlerError(
+            f"{name} has left a state that can't be saved, at record {context.sequence_id}, message {message_index}; "
+            f"the app stops\n  {problem}",
+            context.sequence_id,
+            message_index,
+        )
+        if policy != "stop":
+            made.failure = failure_of("undo", name, None if handler is None else handler.method_id, problem)
+        made.__cause__ = problem
+        return made
 
     def result(self, handler: Handler[Any, Any], value: Any) -> bytes:
         """What goes to who waits: checked here, so that what does not fit is this handler's failure, not theirs."""

@@ -365,7 +365,7 @@ def calls_a_handler_plainly(cls: Any, old: CounterV1) -> Any:
         (returns_nothing, "Failing.upgrade returned None, a "),
         (returns_the_old, "Failing.upgrade returned a CounterV1, a "),
         (forgets_an_attribute, "attribute 'total' is annotated but not set"),
-        (makes_what_can_not_be_saved, "attribute 'total' (a object) can't be saved"),
+        (makes_what_can_not_be_saved, "attribute 'total' can't be saved"),
         (calls, "Sink.take.fork: only handlers send calls"),
         (calls_a_handler_plainly, "Sink.take.fork: only handlers send calls"),
     ],

@@ -331,6 +331,5 @@ def test_a_state_that_no_checkpoint_keeps_fails_where_it_is_seen() -> None:
 
     env = Environment()
     forgetful = env.start(Forgetful, "forgetful")
-    forgetful.call(Forgetful.keep)
     with pytest.raises(StateError, match="'kept' is set but not annotated"):
-        env.close()
+        forgetful.call(Forgetful.keep)

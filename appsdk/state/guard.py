@@ -1,0 +1,164 @@
+"""Whether the state can still be saved, looked at where messages have been handled: so that a call which has put
+something into it that can't be kept fails by itself, and not the next checkpoint.
+
+All of a small state is looked at. Of a large one only what a glance tells to be new: attributes that were assigned,
+and what was added at the end of lists and dicts. What was there before is never laid to a message, since nobody knows
+which one it was. The rest is found at the next checkpoint.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+from appsdk.errors import StateError
+from appsdk.state.schema import StateSchema
+from appsdk.types.exact import encode_value
+
+SMALL_SIZE_BYTES_MAX = 4 << 10
+"""Of attributes that are encoded each time, all together: some 10 microseconds."""
+MEASURED_SIZE_BYTES_MAX = 4 << 20
+"""Of a state whose attributes are measured at its checkpoint: in a larger one only single values count as small."""
+NEW_ITEMS_MAX = 64
+"""Of a large list or dict, looked at after each message."""
+
+_UNSET = object()
+
+
+class _Seen:
+    """An attribute, as it was last looked at. ``data``: its bytes, of a small one; else None."""
+
+    __slots__ = ("data", "length", "value")
+
+    def __init__(self, value: Any, data: bytes | None) -> None:
+        self.value = value
+        self.length = _length(value)
+        self.data = data
+
+
+def _length(value: Any) -> int:
+    return len(value) if type(value) in (list, dict) else 0
+
+
+class Guard:
+    """Of one instance, which is the same object as long as it lives.
+
+    ``is_on``: messages are handled for the first time, so a new failure may be laid to one.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._schema: StateSchema | None = None
+        self._instance: Any = None
+        self._keeps_types = True
+        self._seen: dict[str, _Seen] = {}
+        self._left_out: set[str] = set()  # what could not be kept before any of the messages that are looked at
+        self._count = 0  # of attributes
+
+    def begin(self, schema: StateSchema, instance: Any, size_bytes: int, *, keeps_types: bool) -> None:
+        """Look at the state as it is: what is wrong with it already is nobody's fault. ``size_bytes``: some of late."""
+        self._schema = None if schema.serializer == "own" else schema  # which runs code of the user's
+        self._instance, self._keeps_types = instance, keeps_types
+        self._seen.clear()
+        self._left_out.clear()
+        if self._schema is None:
+            return
+        self._count = len(vars(instance))
+        small = self._small_ones(schema, instance, size_bytes)
+        for name in schema.fields:
+            value = getattr(instance, name, _UNSET)
+            is_plain = value is _UNSET or schema.takes_plainly(name, value)
+            self._seen[name] = _Seen(value, None if is_plain else small.get(name))
+            if name in small and not is_plain and self._problem(name, value) is not None:
+                self._left_out.add(name)
+
+    def _small_ones(self, schema: StateSchema, instance: Any, size_bytes: int) -> dict[str, bytes]:
+        """Their bytes."""
+        found: dict[str, bytes] = {}
+        if size_bytes > MEASURED_SIZE_BYTES_MAX:
+            return found
+        for name in schema.fields:
+            try:
+                found[name] = self._encoded(getattr(instance, name))
+            except Exception:
+                self._left_out.add(name)
+        left_bytes, small = SMALL_SIZE_BYTES_MAX, {}
+        for name in sorted(found, key=lambda one: len(found[one])):
+            left_bytes -= len(found[name])
+            if left_bytes < 0:
+                break
+            small[name] = found[name]
+        return small
+
+    def _encoded(self, value: Any) -> bytes:
+        schema = self._schema
+        if schema is not None and schema.serializer == "pickle":
+            return schema.pickled(value)
+        return encode_value(value)
+
+    def give_up(self) -> None:
+        """Until the state is next saved: what is wrong now is not to be laid to messages that come later."""
+        self._schema = None
+
+    def check(self) -> StateError | None:
+        """What messages since the last look have put into the state that can't be saved."""
+        schema, instance = self._schema, self._instance
+        if schema is None:
+            return None
+        attributes = vars(instance)
+        if len(attributes) != self._count:
+            try:
+                schema.require_annotated(instance)
+            except StateError as error:
+                return error
+            self._count = len(attributes)
+        for name, seen in self._seen.items():
+            value = attributes.get(name, _UNSET)
+            if value is _UNSET:
+                value = getattr(instance, name, _UNSET)  # a default in the class
+            if value is seen.value and seen.data is None and _length(value) == seen.length:
+                continue
+            if name not in self._left_out and (problem := self._look(schema, name, seen, value)) is not None:
+                return problem
+        return None
+
+    def _look(self, schema: StateSchema, name: str, seen: _Seen, value: Any) -> StateError | None:
+        is_new = value is not seen.value
+        if is_new and schema.takes_plainly(name, value):
+            self._seen[name] = _Seen(value, None)
+            return None
+        if seen.data is None and (not is_new or _length(value) > NEW_ITEMS_MAX):
+            problem = self._look_at_end(schema, name, value, NEW_ITEMS_MAX if is_new else len(value) - seen.length)
+            if problem is None:
+                self._seen[name] = _Seen(value, None)
+            return problem
+        try:
+            data = self._encoded(value)
+        except Exception:  # whatever it is, the other one says it in words
+            return self._problem(name, value)
+        if not is_new and data == seen.data:
+            return None
+        if (problem := self._problem(name, value, data)) is None:
+            self._seen[name] = _Seen(value, data if len(data) <= SMALL_SIZE_BYTES_MAX else None)
+        return problem
+
+    def _look_at_end(self, schema: StateSchema, name: str, value: Any, count: int) -> StateError | None:
+        """At the last ``count`` items of a large attribute."""
+        count = min(count, NEW_ITEMS_MAX)
+        if count <= 0 or type(value) not in (list, dict):
+            return None
+        end: Any = value[-count:] if type(value) is list else dict(islice(reversed(value.items()), count))
+        # The whole is gone over where something is wrong only: it knows the path.
+        return None if self._problem(name, end) is None else self._problem(name, value)
+
+    def _problem(self, name: str, value: Any, data: bytes | None = None) -> StateError | None:
+        schema = self._schema
+        if schema is None:
+            return None
+        if value is _UNSET:
+            return schema.not_set(name)
+        try:
+            schema.check_attribute(name, value, data, keeps_types=self._keeps_types)
+        except StateError as error:
+            return error
+        return None
