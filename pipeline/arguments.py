@@ -11,6 +11,7 @@ import msgspec
 from appsdk.handlers.definition import Definition, definition_of
 from appsdk.handlers.proxy import method_names
 from appsdk.running.runner import load
+from appsdk.types.handles import read_extension
 from appsdk.types.registry import show_custom
 from pipeline.errors import SourceError
 from protocol.messages import RpcKind, RpcType
@@ -61,7 +62,7 @@ class ArgumentDecoder:
         qualified = self._methods.get(method_id, f"method {method_id}")
         method = qualified.rpartition(".")[2] if method_id in self._methods else None
         try:
-            number, *rest = msgspec.msgpack.decode(arguments, type=list[Any])
+            number, *rest = msgspec.msgpack.decode(arguments, type=list[Any], ext_hook=read_extension)
             named = {"$call": number}
             if kind == RpcKind.RAISED:
                 named |= {"raised": rest[0], "arguments": rest[1]}

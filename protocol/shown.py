@@ -22,6 +22,23 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
+def shown(value: object) -> str:
+    """As Python writes it, but for integers of more digits than Python writes."""
+    try:
+        return repr(value)
+    except ValueError:
+        return hex(value) if isinstance(value, int) else f"<a {type(value).__name__} with an integer of many digits>"
+
+
+def is_encodable(text: str) -> bool:
+    """Without lone surrogates, which are half a character: what is sent or kept has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def printable_lines(text: str, indent: str = "  ") -> list[str]:
     """The lines of ``text``, each of them indented, so that none can be taken for one of somebody else's."""
     lines = map(printable, text.split("\n"))

@@ -11,7 +11,6 @@ from datetime import UTC, date, datetime, time, timedelta, timezone, tzinfo
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
-from zoneinfo import ZoneInfo
 
 import msgspec
 from msgspec import ValidationError
@@ -51,9 +50,15 @@ def _parts(value: Any) -> Any:
 
 def zone_problem(zone: tzinfo) -> str | None:
     """Why a value with this time zone can't be kept."""
-    if type(zone) is timezone or (type(zone) is ZoneInfo and zone.key):
+    if type(zone) is timezone or _zone_key(zone):
         return None
     return f"a time zone of the class {type(zone).__qualname__} can't be kept: use zoneinfo.ZoneInfo with a key"
+
+
+def _zone_key(zone: tzinfo) -> str | None:
+    cls = type(zone)
+    is_known = cls.__module__.partition(".")[0] == "zoneinfo" and cls.__name__ == "ZoneInfo"
+    return getattr(zone, "key", None) if is_known else None
 
 
 def _zone_parts(zone: tzinfo | None) -> _Zone:
@@ -61,7 +66,7 @@ def _zone_parts(zone: tzinfo | None) -> _Zone:
         return None
     if type(zone) is timezone:
         return ("fixed", zone.utcoffset(None) // timedelta(microseconds=1), zone.tzname(None))
-    return ("zone", 0, zone.key if isinstance(zone, ZoneInfo) else "")
+    return ("zone", 0, _zone_key(zone) or "")
 
 
 def read_extension(code: int, data: Any, hook: Callable[[int, Any], Any] | None = None) -> Any:
@@ -102,6 +107,8 @@ def _read_zone(parts: _Zone) -> tzinfo | None:
         return None
     kind, offset_us, name = parts
     if kind == "zone":
+        from zoneinfo import ZoneInfo  # here: few processes need it, and each start would wait for it
+
         return ZoneInfo(name)
     offset = timedelta(microseconds=offset_us)
     plain = timezone(offset)
@@ -130,12 +137,3 @@ def is_beyond(value: int) -> bool:
 def decode_plain(data: Any) -> Any:
     """One value, as MessagePack and these extensions say. Raises what the decoder raises."""
     return msgspec.msgpack.decode(data, ext_hook=read_extension)
-
-
-def whole_number(value: int) -> int | str:
-    """As JSON and a text have it: in hexadecimal where it is so large that Python refuses to write it in digits."""
-    try:
-        str(value)
-    except ValueError:
-        return hex(value)
-    return value

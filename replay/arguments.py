@@ -6,6 +6,8 @@ import msgspec
 from msgspec import Struct
 
 from protocol.messages import IncomingRpc, RpcKind, RpcType
+from protocol.shown import shown
+from protocol.values import decode_plain
 
 ARGUMENTS_MAX = 50  # that are told apart
 VALUE_CHARACTERS_MAX = 200
@@ -37,7 +39,7 @@ def _values(rpc: IncomingRpc) -> list[object] | None:
     if rpc.kind != RpcKind.CALL:
         return None
     try:
-        values = msgspec.msgpack.decode(rpc.arguments)
+        values = decode_plain(rpc.arguments)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if not isinstance(values, list):
@@ -48,5 +50,5 @@ def _values(rpc: IncomingRpc) -> list[object] | None:
 def _shown(values: list[object], index: int) -> str | None:
     if index >= len(values):
         return None
-    text = repr(values[index])
+    text = shown(values[index])
     return text if len(text) <= VALUE_CHARACTERS_MAX else f"{text[: VALUE_CHARACTERS_MAX - 3]}..."

@@ -14,6 +14,7 @@ from appsdk.client.threaded import Client
 from appsdk.handlers.definition import Definition
 from protocol.client import CLIENT_ID_SIZE_BYTES_MAX, KEY_PREFIX
 from protocol.errors import LocalProtocolError
+from protocol.shown import is_encodable
 from protocol.trace_context import read_traceparent
 
 QUERY = "query"
@@ -226,7 +227,8 @@ def with_key(proxy: P, key: str) -> P:
 
     The first call with ``key`` is done, and each other one gets the reply of that. Raises TypeError.
     """
-    if not isinstance(key, str) or not 1 <= len(key.encode()) <= KEY_SIZE_BYTES_MAX or "\0" in key:
+    is_text = isinstance(key, str) and is_encodable(key)
+    if not is_text or not 1 <= len(key.encode()) <= KEY_SIZE_BYTES_MAX or "\0" in key:
         raise TypeError(f"a key of 1 to {KEY_SIZE_BYTES_MAX} bytes without a zero byte was expected, not {key!r}")
     return _made_of(proxy, key=key)
 

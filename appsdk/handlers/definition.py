@@ -18,6 +18,7 @@ from appsdk.errors import DefinitionError, OnError
 from appsdk.handlers.decorators import HOOK_MARK, Handler, definition_key
 from appsdk.state.schema import StateSchema
 from protocol.limits import NAME_SIZE_BYTES_MAX
+from protocol.shown import is_encodable
 from protocol.varint import INT_MAX
 
 Serializer = Literal["msgspec", "pickle"]
@@ -44,7 +45,8 @@ class Peer(property):
 
     def __init__(self, target: object, name: str) -> None:
         super().__init__()
-        if not isinstance(name, str) or not 1 <= len(name.encode()) <= NAME_SIZE_BYTES_MAX:
+        is_text = isinstance(name, str) and is_encodable(name)
+        if not is_text or not 1 <= len(name.encode()) <= NAME_SIZE_BYTES_MAX:
             raise DefinitionError(
                 f"peer(..., {name!r}): the second argument is the name of the instance, 1 to "
                 f"{NAME_SIZE_BYTES_MAX} bytes"

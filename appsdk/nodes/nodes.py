@@ -29,6 +29,7 @@ from appsdk.nodes.node import Node, node_definition
 from appsdk.types.handles import KEY_SIZE_BYTES, Handle
 from protocol.messages import RpcType
 from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
+from protocol.shown import is_encodable
 
 
 class Saved(msgspec.Struct):
@@ -183,7 +184,7 @@ class Nodes:
             return self._grant(grant.node)
         source = getattr(holder, "_immortal_peer", None)
         name = source.name if isinstance(source, Peer) else holder
-        if not isinstance(name, str) or name == own_name:
+        if not isinstance(name, str) or name == own_name or not is_encodable(name):
             raise UsageError(f"self.revoke({handle!r}, {holder!r}): a peer (self.q) or its name was expected")
         if name not in grant.banned:
             self.accounts.owner.ban(grant.key, name)

@@ -27,6 +27,7 @@ Tree = Any
 """None, bool, int, float, str, bytes, list, dict, Fields or Members; within them the same."""
 
 _AS_TEXT = datetime | date | time | timedelta | Decimal | UUID
+_DIGITS_BITS_MAX = 14_000  # 4,215 digits: Python writes 4,300
 _SCALARS = (bool, int, float, str, bytes)
 
 
@@ -143,13 +144,16 @@ class _Builder:
 def to_json(part: Tree) -> Any:
     """A tree as JSON has it. What JSON lacks is an object with one name that starts with "$".
 
-    bytes {"$bytes": hex}, sets {"$set": [...]}, NaN and infinities {"$float": "nan"}. Keys that are no strings are
+    bytes {"$bytes": hex}, sets {"$set": [...]}, NaN and infinities {"$float": "nan"}, integers of more digits than
+    Python writes {"$int": "0x..."}. Keys that are no strings are
     written as text; where two would look alike, or as one of these, the mapping is {"$map": [[key, value], ...]}.
     """
     if isinstance(part, bytes):
         return {"$bytes": part.hex()}
     if isinstance(part, float) and not math.isfinite(part):
         return {"$float": repr(part)}
+    if type(part) is int and part.bit_length() > _DIGITS_BITS_MAX:
+        return {"$int": hex(part)}
     if isinstance(part, Members):
         return {"$set": [to_json(item) for item in part]}
     if isinstance(part, list | tuple):

@@ -19,6 +19,7 @@ from appsdk.testing.stand_ins import StandIns
 from appsdk.testing.world import World
 from coordinator.core import events as ev
 from protocol.limits import NAME_SIZE_BYTES_MAX
+from protocol.shown import is_encodable
 
 T = TypeVar("T", bound=Immortal)
 
@@ -82,7 +83,8 @@ class Environment:
         """
         __tracebackhide__ = True
         self._world.require_open()
-        if not isinstance(name, str) or not 1 <= len(name.encode()) <= NAME_SIZE_BYTES_MAX:
+        is_text = isinstance(name, str) and is_encodable(name)
+        if not is_text or not 1 <= len(name.encode()) <= NAME_SIZE_BYTES_MAX:
             raise UsageError(f"env.start(..., {name!r}): a name of 1 to {NAME_SIZE_BYTES_MAX} bytes was expected")
         if name in self._world.nodes:
             whose = "the test itself" if name == outside.NAME else "an instance of this environment"

@@ -17,6 +17,7 @@ import msgspec
 from appsdk.calls.report import describe_arguments
 from appsdk.effects.request import encodable
 from appsdk.state.journal import CANCEL_STEP, TIMER, Entry, SavedTask, described
+from appsdk.types.handles import read_extension
 from appsdk.waiting.effects import Effect
 from appsdk.waiting.operations import Call, Event, Operation, Timer
 from appsdk.waiting.waits import Fiber, Wait
@@ -124,7 +125,7 @@ def _step(task: Task, entry: Entry) -> Values:
     if entry.step == CANCEL_STEP:
         return {"step": 0, "what": "cancelled", **_cancellation(task, entry), "raised": True}
     try:
-        value = encodable(describe_arguments((msgspec.msgpack.decode(entry.value),)))[1:-1]
+        value = encodable(describe_arguments((msgspec.msgpack.decode(entry.value, ext_hook=read_extension),)))[1:-1]
     except (msgspec.DecodeError, UnicodeDecodeError):
         value = f"{len(entry.value)} bytes"
     what = "timer" if entry.what == TIMER else entry.what

@@ -8,21 +8,20 @@ from typing import Any
 from appsdk.calls.codec import ValueDecoder, encode_value
 from appsdk.errors import UsageError
 from appsdk.types.registry import unsupported_type
+from protocol.shown import is_encodable
 
 
-def require_name(where: str, name: object) -> None:
-    """It is kept, so what can't be encoded is none. Raises UsageError."""
+def event_name(what: str, name: object) -> str:
+    """What is kept: a plain str. ``what``: for people. Raises UsageError."""
     if not isinstance(name, str):
-        raise UsageError(f"{where}: the name of an event is a str")
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{where}: the name of an event is text that can be encoded: {error.reason}") from None
+        raise UsageError(f"{what}({name!r}): the name of an event is a str")
+    if not is_encodable(name):
+        raise UsageError(f"{what}({name!r}): the name of an event is text that can be encoded, without lone surrogates")
+    return str.__str__(name)
 
 
-def encode_signal(name: object, value: object) -> bytes:
-    """Raises UsageError, TypeError."""
-    require_name(f"self.signal({name!r}, ...)", name)
+def encode_signal(name: str, value: object) -> bytes:
+    """Raises TypeError."""
     try:
         return encode_value(value)
     except Exception as error:

@@ -31,7 +31,7 @@ from appsdk.ordering.messages import Scope
 from appsdk.waiting.effects import Effect
 from appsdk.waiting.nodes import NodeTarget
 from appsdk.waiting.operations import Call, Event, MulticastCall, Step, Target, Timer
-from appsdk.waiting.signals import encode_signal, require_name
+from appsdk.waiting.signals import encode_signal, event_name
 from appsdk.waiting.task import Task
 from appsdk.waiting.waits import Gather, Race, Wait, as_wait
 
@@ -145,12 +145,13 @@ class TaskSelf:
         return Race(task, [as_wait(task, awaitable) for awaitable in awaitables])
 
     def event(self, name: str, kind: Any = Any) -> Wait[Any]:
-        require_name(f"self.event({name!r})", name)
+        name = event_name("self.event", name)
         task = self._immortal_task
         return Event(task, name, task.tasks.event_decoder(kind))
 
     def signal(self, name: str, value: Any = None) -> None:
         task = self._immortal_task
+        name = event_name("self.signal", name)
         encoded = encode_signal(name, value)
         if task.is_silent:
             return

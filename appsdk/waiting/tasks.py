@@ -25,7 +25,7 @@ from appsdk.waiting.limits import Limits
 from appsdk.waiting.nodes import make_node_call
 from appsdk.waiting.operations import NOTHING, Timer
 from appsdk.waiting.orders import Orders
-from appsdk.waiting.signals import encode_signal
+from appsdk.waiting.signals import encode_signal, event_name
 from appsdk.waiting.task import Task
 from appsdk.waiting.task_self import TaskSelf
 from protocol.client import Caller
@@ -136,6 +136,7 @@ class Tasks(Host):
                 "self.signal: only handlers signal: what hooks, __init__, prepare and upgrade do is not in the log; "
                 "send an impulse to a handler that does it"
             )
+        name = event_name("self.signal", name)
         encoded = encode_signal(name, value)
         if self.signals_have_limit:
             self.events.require_room(name, encoded)

@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from appsdk.client import CallRaised, CallTimeout, connect, with_key
+from appsdk.state.tree import to_json, tree
 from coordinator.cli.common import name_argument, pass_registry
 from coordinator.instances.registry import Registry
 from protocol.command_line import FailedError, echo
@@ -55,7 +56,14 @@ def call(
         except CallTimeout as error:
             remedy = f"; run it again with --key {key}" if key is not None and error.sent else ""
             raise FailedError(f"{error.reason}{remedy}") from None
-    echo(printable_json_text(msgspec.json.encode(value).decode()))
+    echo(printable_json_text(_as_json(value)))
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError):  # keys that are arrays, integers of thousands of digits
+        return json.dumps(to_json(tree(value)), ensure_ascii=False)
 
 
 def _keyed(instance: Any, key: str) -> Any:

@@ -15,6 +15,7 @@ from pipeline.arguments import ArgumentDecoder
 from protocol.command_line import FailedError, echo
 from protocol.errors import ImmortalError
 from protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
+from protocol.values import decode_plain
 
 BYTES_SHOWN_MAX = 64  # of what can't be decoded
 
@@ -102,7 +103,8 @@ def _by_position(rpc: IncomingRpc) -> dict[str, Any]:
 def _values(rpc: IncomingRpc) -> list[Any] | None:
     """The arguments as MessagePack has them; None where they are no array of it."""
     try:
-        return msgspec.msgpack.decode(rpc.arguments, type=list[Any])
+        values = decode_plain(rpc.arguments)
+        return values if isinstance(values, list) else None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

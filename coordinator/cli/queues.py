@@ -14,6 +14,7 @@ from coordinator.cli.records import time_text
 from coordinator.instances.registry import Registry
 from protocol.command_line import Commands, FailedError, counted, echo, echo_json, json_option, print_table
 from protocol.shown import printable, printable_json
+from protocol.values import decode_plain
 
 STATES = ("waiting", "delayed", "running", "done", "dead", "dropped")
 TIMEOUT_S = 30.0
@@ -110,7 +111,7 @@ def _ask(registry: Registry, name: str, method: str, *arguments: Any) -> Any:
 def _value(encoded: bytes) -> Any:
     """Of arguments or a result; None where there are none."""
     try:
-        return msgspec.msgpack.decode(encoded) if encoded else None
+        return decode_plain(encoded) if encoded else None
     except msgspec.DecodeError:
         return encoded.hex()
 

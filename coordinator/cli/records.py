@@ -27,6 +27,7 @@ from protocol.messages import (
 from protocol.record import HEADER_SIZE_BYTES
 from protocol.shown import printable
 from protocol.trailer import BatchKind
+from protocol.values import decode_plain
 
 ARGUMENTS_SHOWN_BYTES_MAX = 48
 
@@ -139,7 +140,7 @@ def _rpc(content: bytes, start: int, end: int, methods: Methods) -> dict[str, An
 def _named(rpc: IncomingRpc, name: str) -> dict[str, Any]:
     """What can be said of a message whose method has a name: its arguments are a MessagePack array."""
     try:
-        values = msgspec.msgpack.decode(rpc.arguments)
+        values = decode_plain(rpc.arguments)
         if not isinstance(values, list):
             return {"method": name}
         decoded = {key: to_json(tree(value)) for key, value in _parts(rpc, values).items()}

@@ -13,6 +13,8 @@ from protocol.handlers import CANCEL_CALL_METHOD_ID
 from protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
 from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
 from protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from protocol.shown import shown
+from protocol.values import decode_plain
 
 Methods = Mapping[tuple[str, int], str]
 """(destination, method ID) to a name, as an app's AppDescription gives them."""
@@ -84,24 +86,24 @@ def counted_method_in_words(method_id: int, kind: int, destination: str, methods
 
 def _around_the_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tuple[str, str]:
     try:
-        values = msgspec.msgpack.decode(rpc.arguments) if is_msgpack else None
+        values = decode_plain(rpc.arguments) if is_msgpack else None
     except (msgspec.DecodeError, UnicodeDecodeError):
         values = None  # a handler with a form of its own
     if not isinstance(values, list):
         return "", f"({_clipped(bytes(rpc.arguments).hex(' '), size_max)})"
     match rpc.kind, values:
         case RpcKind.RETURNED_VALUE, [number, value]:
-            return f"the answer {_clipped(repr(value), size_max)} of ", f" to call {number}"
+            return f"the answer {_clipped(shown(value), size_max)} of ", f" to call {number}"
         case RpcKind.RETURNED_NOTHING, [number]:
             return "the answer of ", f" to call {number}"
         case RpcKind.RAISED, [number, error, list(arguments), _]:
-            raised = f"{error}({', '.join(map(repr, arguments))})"
+            raised = f"{error}({', '.join(map(shown, arguments))})"
             return "the answer of ", f" to call {number}: it raised {_clipped(raised, size_max)}"
     waits = ""
     if rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC and len(values) >= 2:
         caller, number, *values = values
         waits = f" as call {number} of {caller or 'itself'}"
-    return "", f"({_clipped(', '.join(map(repr, values)), size_max)}){waits}"
+    return "", f"({_clipped(', '.join(map(shown, values)), size_max)}){waits}"
 
 
 def _clipped(text: str, size_max: int | None) -> str:

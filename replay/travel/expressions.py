@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from protocol.messages import IncomingRpc, RpcKind, RpcType
+from protocol.values import decode_plain
 from replay.errors import ReplayError
 
 
@@ -27,7 +28,7 @@ def arguments_of(rpc: IncomingRpc | None) -> list[Any]:
     if rpc is None:
         return []
     try:
-        values = msgspec.msgpack.decode(rpc.arguments)
+        values = decode_plain(rpc.arguments)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
     if not isinstance(values, list):

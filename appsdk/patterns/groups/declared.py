@@ -12,6 +12,7 @@ from appsdk.handlers.multicast import Destination
 from appsdk.handlers.proxy import find_handler
 from appsdk.ordering.views import View
 from protocol.identity import IdentityConflict
+from protocol.shown import is_encodable
 
 
 class Group(property):
@@ -26,7 +27,7 @@ class Group(property):
         is_of_members: Callable[[type], bool],
     ) -> None:
         super().__init__(self._of)
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str) or not name or not is_encodable(name):
             raise DefinitionError(f"group(..., {name!r}): the second argument is the name of the group, a str")
         given = (members,) if isinstance(members, str) else tuple(members)
         if isinstance(members, str) or not given or len(set(given)) != len(given):

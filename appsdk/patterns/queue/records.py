@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from appsdk.patterns.queue import limits
+from protocol.shown import is_encodable
 
 State = Literal["waiting", "delayed", "running", "done", "dead", "dropped"]
 Key = tuple[str, str]
@@ -22,10 +23,11 @@ Timer = tuple[str, str | int, str]
 
 def check_name(what: str, name: str, *, empty: bool = False) -> None:
     """Raises ValueError."""
-    if not (name or empty) or len(name) > limits.NAME_LENGTH_MAX or "\0" in name:
+    if not (name or empty) or len(name) > limits.NAME_LENGTH_MAX or "\0" in name or not is_encodable(name):
         least = 0 if empty else 1
         raise ValueError(
-            f"{what} {name[:50]!r}: {least} to {limits.NAME_LENGTH_MAX} characters without a zero byte were expected"
+            f"{what} {name[:50]!r}: {least} to {limits.NAME_LENGTH_MAX} characters without zero bytes and lone "
+            f"surrogates were expected"
         )
 
 
