@@ -126,6 +126,7 @@ def make_multicast_fork(
     nodes = [source if isinstance(source, NodeHandles) else None for _, source in destinations]
     write_node = make_writer(name, NODE_METHOD_ID, RpcType.FORK)
     common = common_method_id(method_id if node is None else NODE_METHOD_ID for node in nodes)
+    codec = destinations[0][1]().codec(handler)
 
     def fork(*arguments: Any, **keywords: Any) -> None:
         if keywords or len(arguments) != parameters_count:
@@ -133,6 +134,8 @@ def make_multicast_fork(
             arguments = bound if keywords else arguments
         if threading.get_ident() != context.handling_thread_id:
             raise not_in_handler(context, f"multicast(...).{name}")
+        if codec.may_hold_any and context.keeps_types:
+            arguments = codec.exactly(arguments)
         if not any(nodes):
             context.multicasts.send(name, method_id, names, [encode_call(write, arguments)], scope)
             return

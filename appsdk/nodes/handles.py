@@ -10,6 +10,7 @@ from appsdk.calls.codec import bind_arguments
 from appsdk.calls.outbox import not_in_handler
 from appsdk.errors import UsageError
 from appsdk.handlers.decorators import Handler
+from appsdk.nodes.node import node_definition
 
 
 class HandleMethod:
@@ -33,6 +34,9 @@ class HandleMethod:
             raise not_in_handler(context, self._name)
         task = context.tasks.running
         if task is None or not task.is_silent:
+            codec = node_definition(self._handle._immortal_of[2]).codec(self._handler)
+            if codec.may_hold_any and context.keeps_types:
+                bound, keywords = codec.exactly(bound), {"": None}
             life.send(self._handle, self._handler, bound if keywords else arguments)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:

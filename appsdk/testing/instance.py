@@ -249,4 +249,6 @@ class Instance(Generic[T]):
             known = ", ".join(f"{self.definition.name}.{name}" for name in sorted(self.definition.handlers)) or "none"
             what = handler.function.__qualname__ if isinstance(handler, Handler) else repr(handler)
             raise UsageError(f"{what} is no handler of {self!r}: it has {known}")
-        return found, self.definition.codec(found).bind(args, kwargs)
+        codec = self.definition.codec(found)
+        bound = codec.bind(args, kwargs)
+        return found, codec.exactly(bound) if codec.may_hold_any else bound

@@ -1,0 +1,176 @@
+"""What is annotated ``Any`` comes as what it is, or is refused where it is made; logs from before go by their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, datetime
+from decimal import Decimal
+from enum import Enum
+from typing import Any
+from uuid import UUID
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from appsdk import CalleeFailed, Immortal, peer, rpc
+from appsdk.calls.call_sites import CallSites
+from appsdk.calls.rules import Rules
+from appsdk.client.results import typed_method
+from appsdk.errors import StateError
+from appsdk.handlers.definition import definition_of
+from appsdk.state.schema import copied_envelope
+from appsdk.testing import Environment
+
+KEPT = [(1, (2,)), {"a": {1, 2}}, [Decimal("1.10")], date(2024, 2, 29), {UUID(int=1): frozenset({"x"})}, 2**70]
+KEPT += [datetime(2024, 1, 1, fold=1), datetime(2024, 1, 1, tzinfo=ZoneInfo("Europe/Berlin")), b"\xff", {(1, 2): 3}]
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+@dataclass
+class Item:
+    name: str
+
+
+class Word(str):
+    __slots__ = ()
+
+
+REFUSED: list[Any] = [Item("a"), [Colour.RED], {"a": Word("b")}]
+
+
+class Keeper(Immortal):
+    said: list[Any]
+
+    def __init__(self) -> None:
+        self.said = []
+
+    @rpc
+    def keep(self, what: Any, more: dict[str, Any] | None = None) -> Any:
+        self.said.append(what)
+        return more["it"] if more else what
+
+    @rpc
+    async def later(self, what: Any) -> Any:
+        await self.event("go")
+        return await self.keep(what)
+
+    @rpc
+    async def twice(self, what: Any, again: bool = True) -> Any:
+        if again:
+            self.continue_as(what, False)
+        return what
+
+    @rpc
+    def go(self) -> None:
+        self.signal("go")
+
+    @rpc
+    def makes(self, index: int) -> Any:
+        return REFUSED[index]
+
+
+class Sender(Immortal):
+    keeper = peer(Keeper, "keeper")
+
+    @rpc
+    def forks(self, what: Any) -> None:
+        self.keeper.keep.fork(what)
+        self.keeper.keep.fork(what, more={"it": what})
+        self.multicast([self.keeper]).keep.fork(what)
+
+    @rpc
+    async def awaits(self, what: Any) -> Any:
+        self.keeper.keep.fork(what)
+        return await self.keeper.keep(what, {"it": what})
+
+    @rpc
+    def forks_refused(self, index: int) -> None:
+        self.keeper.keep.fork(REFUSED[index])
+
+    @rpc
+    async def awaits_refused(self, index: int) -> None:
+        await self.keeper.keep(1, {"it": REFUSED[index]})
+
+
+@pytest.mark.parametrize("what", KEPT, ids=repr)
+def test_it_comes_as_what_it_is(what: Any) -> None:
+    with Environment() as env:
+        keeper, sender = env.start(Keeper, "keeper"), env.start(Sender, "sender")
+        results = [sender.call(Sender.awaits, what), keeper.call(Keeper.keep, what), keeper.call(Keeper.twice, what)]
+        sender.call(Sender.forks, what)
+        pending = keeper.begin(Keeper.later, what)
+        keeper.checkpoint()
+        keeper.crash()
+        keeper.recover()
+        keeper.call(Keeper.go)
+        results.append(pending.result())
+        assert list(map(repr, results + keeper.state.said)) == [repr(what)] * (len(results) + 7)
+        method = typed_method(definition_of(Keeper), "keep")
+        codec = definition_of(Keeper).codec(definition_of(Keeper).handlers["keep"])
+        assert repr(codec.decode(method.encode((what,), {}))[0]) == repr(what)
+
+
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+@pytest.mark.parametrize("handler", [Sender.forks_refused, Sender.awaits_refused, Keeper.makes])
+def test_what_nobody_could_read_back_is_refused_where_it_is_made(handler: Callable[..., Any], index: int) -> None:
+    with Environment(fail_alone=True) as env:
+        keeper, sender = env.start(Keeper, "keeper"), env.start(Sender, "sender")
+        called: Any = keeper if handler is Keeper.makes else sender
+        with pytest.raises(CalleeFailed, match=r"can't be (kept where the annotation is Any|encoded)"):
+            called.call(handler, index)
+        assert keeper.state.said == []
+        with pytest.raises(TypeError, match=r"Keeper\.keep: parameter 'what'.* can't be (kept|encoded)"):
+            keeper.call(Keeper.keep, REFUSED[index])
+        with pytest.raises(TypeError, match=r"Keeper\.keep: parameter 'what'.* can't be (kept|encoded)"):
+            typed_method(definition_of(Keeper), "keep").encode((REFUSED[index],), {})
+
+
+# --- logs from before -------------------------------------------------------------------------------------------------
+
+
+class Old(Immortal):
+    facts: dict[str, Any]
+    items: list[Item]
+    ratio: float
+    ratios: list[float]
+
+    def __init__(self) -> None:
+        self.facts, self.items, self.ratio, self.ratios = {}, [], 1, []
+
+
+def test_a_state_of_an_older_log_is_written_and_read_as_before() -> None:
+    schema = definition_of(Old).state()
+    old = Old()
+    old.facts = {"a": (1, Decimal("1.10")), "item": Item("a")}
+    old.ratios = [1, 2.5]
+    with pytest.raises(StateError, match="'item'"):
+        schema.encode(old)
+    blob = schema.encode(old, keeps_types=False)
+    again = Old()
+    schema.restore(again, copied_envelope("Old", "msgspec", Rules.SECOND), memoryview(blob))
+    assert repr(vars(again)) == repr(
+        {"facts": {"a": [1, "1.10"], "item": {"name": "a"}}, "items": [], "ratio": 1.0, "ratios": [1.0, 2.5]}
+    )
+
+
+def begin_as_before(sites: Any, begin: Callable[[Any], None] = CallSites.__init__) -> None:
+    begin(sites)
+    sites.use(Rules.SECOND)
+
+
+def test_a_log_that_was_begun_before_goes_by_its_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Environment(fail_alone=True) as env:
+        with monkeypatch.context() as patch:
+            patch.setattr(CallSites, "__init__", begin_as_before)
+            keeper, sender = env.start(Keeper, "keeper"), env.start(Sender, "sender")
+        sender.call(Sender.forks, [1])
+        for instance in (keeper, sender):
+            instance.checkpoint()
+            instance.crash()
+            instance.recover()
+        sender.call(Sender.forks_refused, 0)
+        assert keeper.state.said[-1] == {"name": "a"}
