@@ -223,7 +223,7 @@ steps = st.one_of(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(script=st.lists(steps, min_size=1, max_size=8))
 def test_the_service_is_there_and_as_the_model(script: list[Any]) -> None:
     VALUES.clear()
