@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from appsdk.calls.annotations import signature_of
-from appsdk.calls.codec import ArgumentCodec, encode_value, encoder, unencodable
+from appsdk.calls.codec import ArgumentCodec, encoder
 from appsdk.calls.failures import misfit_text
 from appsdk.calls.report import user_traceback
 from appsdk.effects.options import EffectContext, EffectOptions, current_context
@@ -47,12 +47,12 @@ class EffectFunction:
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY
         ]
 
-    def encode_arguments(self, arguments: tuple[Any, ...]) -> bytes:
-        """By position. Raises TypeError for what is not what its annotations say."""
-        try:
-            encoded = encode_value(arguments)
-        except Exception as error:
-            raise unencodable(self.codec.name, self.codec.signature.parameters, arguments, error) from None
+    def encode_arguments(self, arguments: tuple[Any, ...], *, keeps_types: bool = True) -> bytes:
+        """By position. Raises TypeError for what is not what its annotations say.
+
+        ``keeps_types``: see :attr:`appsdk.calls.context.Context.keeps_types`.
+        """
+        _, encoded = self.codec.encoded(arguments, keeps_types=keeps_types)
         try:
             self.arguments(encoded)
         except Exception as error:

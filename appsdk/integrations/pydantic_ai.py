@@ -120,7 +120,7 @@ class _Step(EffectFunction):
         self.decode_result = msgspec.msgpack.decode
         self._body = body
 
-    def encode_arguments(self, arguments: tuple[Any, ...]) -> bytes:
+    def encode_arguments(self, arguments: tuple[Any, ...], *, keeps_types: bool = True) -> bytes:
         return encode_value(arguments)  # none: they are in the body
 
     def arguments(self, encoded: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -52,7 +52,7 @@ class Effect(Operation):
         self.encoded = b""
 
     def _start(self) -> None:
-        self.encoded = self.function.encode_arguments(self._arguments)
+        self.encoded = self.function.encode_arguments(self._arguments, keeps_types=self.task.keeps_types)
         self._arguments = ()
         self.detail = crc64(self.encoded)
         self.task.begin(self)

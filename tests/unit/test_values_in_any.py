@@ -174,3 +174,37 @@ def test_a_log_that_was_begun_before_goes_by_its_rules(monkeypatch: pytest.Monke
             instance.recover()
         sender.call(Sender.forks_refused, 0)
         assert keeper.state.said[-1] == {"name": "a"}
+
+
+# --- effects ----------------------------------------------------------------------------------------------------------
+
+
+async def echo(what: Any) -> Any:
+    raise AssertionError("a test runs another one in its place")
+
+
+class Effective(Immortal):
+    @rpc
+    async def do(self, what: Any) -> Any:
+        return await self.effect(echo, what)
+
+    @rpc
+    async def do_refused(self, index: int) -> Any:
+        return await self.effect(echo, REFUSED[index])
+
+
+def test_effects_get_and_give_what_it_is() -> None:
+    seen = []
+
+    def instead(what: Any) -> Any:
+        seen.append(what)
+        return Colour.RED if what == (1, "enum") else what
+
+    with Environment(fail_alone=True) as env:
+        effective = env.start(Effective, "effective", effects={echo: instead})
+        assert effective.call(Effective.do, (1, {2})) == (1, {2})
+        assert seen == [(1, {2})]
+        with pytest.raises(CalleeFailed, match=r"echo: parameter 'what'.* can't be (kept|encoded)"):
+            effective.call(Effective.do_refused, 0)
+        with pytest.raises(TypeError, match="returned a Colour that can't be kept"):  # by who stands in
+            effective.call(Effective.do, (1, "enum"))
