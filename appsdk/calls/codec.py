@@ -16,7 +16,7 @@ import msgspec
 
 from appsdk.calls.annotations import resolve_hints
 from appsdk.errors import DefinitionError
-from appsdk.types.exact import Form, UnfitError, ValueDecoder, encode_value, encoder, form_of
+from appsdk.types.exact import Form, UnfitError, ValueDecoder, encode_value, encoder, form_of, why
 from appsdk.types.registry import may_hold_any, may_hold_handles, readable_type, unsupported_type
 
 __all__ = ["ArgumentCodec", "Decode", "ValueDecoder", "bind_arguments", "encode_value", "encoder", "unencodable"]
@@ -45,7 +45,7 @@ def _require_encodable(name: str, parameter: str, value: Any) -> None:
         encode_value(value)
     except Exception as problem:
         raise TypeError(
-            f"{name}: parameter {parameter!r} (a {type(value).__qualname__}) can't be encoded: {problem}"
+            f"{name}: parameter {parameter!r} (a {type(value).__qualname__}) can't be encoded: {why(problem)}"
         ) from None
 
 

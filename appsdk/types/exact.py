@@ -443,7 +443,7 @@ class Form:
 
     def unencodable(self, value: Any, error: Exception) -> UnfitError:
         """Where in ``value`` what can't be encoded is. ``error``: why all of it can't be."""
-        return self._place_of(value, encode_value) or UnfitError(_why(error))
+        return self._place_of(value, encode_value) or UnfitError(why(error))
 
     def _place_of(self, value: Any, encode: Callable[[Any], object] | None) -> UnfitError | None:
         """The first part that is not kept or, with ``encode``, that this does not take."""
@@ -462,7 +462,7 @@ class Form:
                 return UnfitError(error.problem, _joined(path))
             except Exception as error:
                 return UnfitError(
-                    f"a value of type {type(value).__qualname__} can't be encoded: {_why(error)}", _joined(path)
+                    f"a value of type {type(value).__qualname__} can't be encoded: {why(error)}", _joined(path)
                 )
             pending += reversed(parts)
         return None
@@ -609,7 +609,7 @@ def _joined(path: Sequence[str]) -> str:
     return text if len(path) <= _PATH_STEPS_MAX else f"{text}..."
 
 
-def _why(error: Exception) -> str:
+def why(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return _TOO_DEEP
     if isinstance(error, UnicodeEncodeError):

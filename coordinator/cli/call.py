@@ -51,6 +51,8 @@ def call(
         target: Any = instance.query if query else instance if key is None else _keyed(instance, key)
         try:
             value = getattr(target, method)(*(_argument(text) for text in arguments))
+        except TypeError as error:  # an argument that can't be sent, such as half a character
+            raise FailedError(str(error)) from None
         except CallRaised as error:
             raise FailedError(str(error)) from None
         except CallTimeout as error:

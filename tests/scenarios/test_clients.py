@@ -592,6 +592,8 @@ def test_declared_exceptions_without_the_class(folder: Path) -> None:
             counter.add(101)
         assert (raised.value.name, raised.value.arguments) == ("TooMuch", (101,))
         assert "add raised TooMuch(101)" in immortal(folder, "call", "counter", "add", "101", status=1)
+        assert f"add raised TooMuch({2**70})" in immortal(folder, "call", "counter", "add", str(2**70), status=1)
+        assert "lone surrogate" in immortal(folder, "call", "counter", "add", '"\\ud800"', status=1)
     finally:
         run.kill()
 
