@@ -13,7 +13,7 @@ import functools
 import threading
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from itertools import chain
@@ -35,7 +35,7 @@ DEPTH_MAX = 256
 EXTENSIONS_DEPTH_MAX = 32
 """... of tuples and sets that are extensions, which take four each."""
 
-_WIDE = 4096
+_DEEP, _WIDE = 8, 4096
 _KEY_CHARACTERS_MAX = 60
 _PATH_STEPS_MAX = 12
 _EXTENSION_BYTE = bytes((EXTENSION_CODE,))
@@ -311,7 +311,9 @@ class _Objects(_Step):
         if self._has_dict and set(map(len, map(vars, column))) != {len(self._names)}:
             for value in column:
                 self._require_no_more(value)
-        below += [(form, list(map(get, column))) for get, form in self._getters]
+        for get, form in self._getters:
+            if not form.are_plain(set(map(type, map(get, column)))):
+                below.append((form, list(map(get, column))))
         return False
 
     def _require_no_more(self, value: Any) -> None:
@@ -366,7 +368,11 @@ class Form:
         cls = type(value)
         if cls not in PLAIN_CLASSES or self._has_bounds:
             return False
-        return type(self.step(cls)) in (_Step, _Integers) and (cls is not str or value.isascii())
+        return self.are_plain((cls,)) and (cls is not str or value.isascii())
+
+    def are_plain(self, classes: Iterable[type]) -> bool:
+        """Values of these classes come back as they are, whatever they are."""
+        return all(type(self.step(cls)) in (_Step, _Integers) for cls in classes)
 
     @functools.cached_property
     def is_sure(self) -> bool:
@@ -406,13 +412,15 @@ class Form:
         level: Level = [(self, (value,))]
         odd = False
         try:
-            for _ in range(DEPTH_MAX):
+            for depth in range(DEPTH_MAX):
                 below: Level = []
                 for form, column in level:
                     odd |= form._look(column, below)
                 if not below:
                     return odd
-                level = [(form, _without_repetitions(column)) for form, column in below]
+                level = below
+                if depth >= _DEEP:
+                    level = [(form, _without_repetitions(column)) for form, column in below]
         except UnfitError as error:
             raise self._place_of(value, None) or error from None
         raise self._place_of(value, None) or UnfitError(_TOO_DEEP)
