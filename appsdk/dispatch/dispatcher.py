@@ -296,6 +296,7 @@ class Dispatcher:
             yield from self.records.announce(Handling(-1))
         if self._awaiting_initial:
             self._awaiting_initial = False
+            self._life.require_savable()
             yield from self._become_primary()
 
     # --- life -------------------------------------------------------------------------------------------------------

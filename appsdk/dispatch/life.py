@@ -121,6 +121,15 @@ class Life:
             guarded(definition, waiting, partial(self._tasks.use, definition, self.instance))
             self._use(definition)
 
+    def require_savable(self) -> None:
+        """What the initial message has made of the state: else its next checkpoint would be the first to say so.
+
+        Raises StateError.
+        """
+        schema = self.definition.state()
+        if schema.serializer != "own":
+            schema.encode(self.instance, keeps_types=self._context.keeps_types)
+
     def encode(self) -> tuple[bytes, bytes]:
         """The blob: its envelope and the state as it is now. Raises StateError."""
         return self.bound(self._encode)

@@ -161,4 +161,6 @@ class Guard:
             schema.check_attribute(name, value, data, keeps_types=self._keeps_types)
         except StateError as error:
             return error
+        except Exception as error:  # of a class of the user's
+            return StateError(f"attribute {name!r} can't be saved: {type(error).__name__}: {error}")
         return None

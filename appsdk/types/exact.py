@@ -421,8 +421,9 @@ class Form:
                 level = below
                 if depth >= _DEEP:
                     level = [(form, _without_repetitions(column)) for form, column in below]
-        except UnfitError as error:
-            raise self._place_of(value, None) or error from None
+        except Exception as error:  # also of a class of the user's, such as one whose field was deleted
+            unfit = error if isinstance(error, UnfitError) else UnfitError(why(error))
+            raise self._place_of(value, None) or unfit from None
         raise self._place_of(value, None) or UnfitError(_TOO_DEEP)
 
     def _look(self, column: Column, below: Level) -> bool:

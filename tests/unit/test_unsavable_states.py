@@ -19,7 +19,8 @@ import attrs
 import msgspec
 import pytest
 
-from appsdk import CalleeFailed, Immortal, peer, rpc
+from appsdk import CalleeFailed, Immortal, initial, peer, rpc
+from appsdk.errors import StateError
 from appsdk.testing import Environment
 
 
@@ -241,6 +242,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda shop: shop.counts.append(Counts()),
         r"'counts' \[0\]\.number would come back",
     ),
+    "a deleted field": (lambda shop: delattr(shop.orders["eu"][0], "name"), r"'orders' \['eu'\]\[0\]"),
+    "a key of no type": (lambda shop: shop.facts.update({Item: 1}), "'facts' key <class"),
     "not annotated": (sets("other", 1), "'other' is set but not annotated"),
     "removed": (removes, "'number' is annotated but not set"),
 }
@@ -465,6 +468,22 @@ def test_what_can_not_be_pickled(case: str) -> None:
         pickled.crash()
         pickled.recover()
         assert pickled.call(Pickled.show) == before
+
+
+def test_an_initial_message_that_leaves_what_can_not_be_saved_stops_the_first_start() -> None:
+    class Beginning(Immortal):
+        what: list[int]
+
+        def __init__(self) -> None:
+            self.what = []
+
+        @initial
+        def begin(self) -> None:
+            self.what.append(Size.SMALL)
+
+    env = Environment(fail_alone=True)
+    with pytest.raises(StateError, match=r"'what' \[0\] can't be saved"):
+        env.start(Beginning, "beginning")
 
 
 def test_the_case_of_a_till() -> None:
