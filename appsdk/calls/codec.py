@@ -16,8 +16,10 @@ import msgspec
 
 from appsdk.calls.annotations import resolve_hints
 from appsdk.errors import DefinitionError
-from appsdk.types.exact import Form, UnfitError, ValueDecoder, encode_value, encoder, form_of, why
+from appsdk.types.decoding import ValueDecoder
+from appsdk.types.exact import AnnotatedForm, encode_value, form_of, why
 from appsdk.types.registry import may_hold_any, may_hold_handles, readable_type, unsupported_type
+from appsdk.types.steps import UnfitError, encoder
 
 __all__ = ["ArgumentCodec", "Decode", "ValueDecoder", "bind_arguments", "encode_value", "encoder", "unencodable"]
 
@@ -144,13 +146,13 @@ class ArgumentCodec:
         return tuple(made)
 
     @cached_property
-    def _forms(self) -> list[tuple[str, Form | None]]:
+    def _forms(self) -> list[tuple[str, AnnotatedForm | None]]:
         """Of the parameters; None where the annotation says it all."""
         pairs = zip(self.signature.parameters, self._types, strict=True)
         return [(name, form_of(annotation) if may_hold_any(annotation) else None) for name, annotation in pairs]
 
     @cached_property
-    def _result_form(self) -> Form | None:
+    def _result_form(self) -> AnnotatedForm | None:
         annotation = resolve_hints(self._function)["return"]
         return form_of(annotation) if may_hold_any(annotation) else None
 

@@ -28,9 +28,11 @@ from appsdk.errors import DefinitionError, StateError
 from appsdk.state.diff import differences
 from appsdk.state.journal import SavedTasks
 from appsdk.state.tree import tree
-from appsdk.types.exact import PLAIN_CLASSES, Form, UnfitError, form_of, with_integers
+from appsdk.types.decoding import with_integers
+from appsdk.types.exact import PLAIN_CLASSES, AnnotatedForm, form_of
 from appsdk.types.handles import MARK
 from appsdk.types.registry import unsupported_type
+from appsdk.types.steps import UnfitError
 from protocol.state_envelope import FRONT, MAGIC
 
 T = TypeVar("T")
@@ -139,7 +141,7 @@ class StateSchema:
         self.transient: set[str] = set()
         self._decoders: dict[str, ValueDecoder] = {}
         self._exact_decoders: dict[str, ValueDecoder] = {}
-        self._forms: dict[str, Form] = {}
+        self._forms: dict[str, AnnotatedForm] = {}
         if self.serializer == "own":
             return
         for name, hint in resolve_hints(cls).items():

@@ -1,0 +1,56 @@
+"""Values from bytes, by what is annotated."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from appsdk.types.handles import read_extension
+from appsdk.types.registry import decode_custom, readable_type
+from protocol.values import EXTENSION_CODE
+
+_EXTENSION_BYTE = bytes((EXTENSION_CODE,))
+
+
+class ValueDecoder:
+    """Of values that ``annotation`` says. Raises TypeError for what can't be read at all."""
+
+    __slots__ = ("plainly", "type")
+
+    def __init__(self, annotation: Any) -> None:
+        self.type = readable_type(annotation)
+        self.plainly: Callable[[Any], Any] = msgspec.msgpack.Decoder(
+            self.type, dec_hook=decode_custom, ext_hook=read_extension
+        ).decode
+
+    def decode(self, data: Any) -> Any:
+        """Raises msgspec.DecodeError, and what codecs and constructors raise."""
+        try:
+            return self.plainly(data)
+        except msgspec.ValidationError as error:
+            return self.decode_again(data, error)
+
+    def decode_again(self, data: Any, error: Exception) -> Any:
+        """Where ``error`` may be for an extension, which a typed decoder takes nowhere but for Any. Raises it, or
+        another one."""
+        if not isinstance(error, msgspec.ValidationError) or _EXTENSION_BYTE not in bytes(data):
+            raise error
+        plain = msgspec.msgpack.decode(data, ext_hook=read_extension)
+        return msgspec.convert(plain, self.type, dec_hook=decode_custom, builtin_types=(bytes, bytearray, memoryview))
+
+
+def with_integers(annotation: Any) -> Any:
+    """``annotation`` with ``int | float`` for each ``float`` that is no field of a class: so an int stays one."""
+    if annotation is float:
+        return int | float
+    arguments = typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return typing.Union[tuple(map(with_integers, arguments))]  # noqa: UP007
+    if origin in (list, dict, tuple, set, frozenset) and arguments:
+        return origin[tuple(one if one is Ellipsis else with_integers(one) for one in arguments)]
+    return annotation

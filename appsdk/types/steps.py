@@ -1,0 +1,339 @@
+"""What is done with the values of one class in one place of an annotation: see :mod:`appsdk.types.exact`.
+
+Each kind of values is a :class:`Step`: it looks at all that stand in its place together, knows what is in them, and
+what is encoded in their place.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import typing
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime, time
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from appsdk.types import registry
+from appsdk.types.handles import read_extension
+from appsdk.types.registry import Codec, decode_custom, encode_custom
+from protocol.values import encode_extension, is_beyond, zone_problem
+
+EXTENSIONS_DEPTH_MAX = 32
+"""Tuples and sets in one another that are extensions: to read one takes four levels of Python's recursion, of 1,000."""
+
+_KEY_CHARACTERS_MAX = 60
+
+encoder = msgspec.msgpack.Encoder(enc_hook=encode_custom)
+"""The only encoder, of arguments and state: sets, dicts and so on are written in the order they have."""
+
+
+class UnfitError(TypeError):
+    """A value that would not come back as what it is. ``path``: to it, as in Python: ``['eu'][3].price``."""
+
+    def __init__(self, problem: str, path: str = "") -> None:
+        super().__init__(f"{path}: {problem}" if path else problem)
+        self.problem = problem
+        self.path = path
+
+
+class Tagged:
+    """In place of a value that is encoded as an extension: an Ext can't be a key of a dict."""
+
+    __slots__ = ("extension",)
+
+    def __init__(self, value: Any) -> None:
+        self.extension = encode_extension(value, encoder.encode)
+
+
+registry._registered[Tagged] = Codec(attrgetter("extension"), lambda annotation, plain: plain)
+
+
+class _Depth(threading.local):
+    now = 0
+
+
+_depth = _Depth()
+
+
+# --- what is done with the values of one class in one place -----------------------------------------------------------
+
+Column = Any
+"""A list, a tuple, or a view of a dict."""
+Level = list[tuple["Form", Column]]
+
+
+class Form:
+    """What an annotation says about one place: an :class:`appsdk.types.exact.AnnotatedForm`."""
+
+    def look(self, column: Column, below: Level) -> bool:
+        """As :meth:`Step.look`, of values of any classes."""
+        raise NotImplementedError
+
+    def step(self, cls: type) -> Step:
+        """For the values of that class."""
+        raise NotImplementedError
+
+    def tag(self, value: Any) -> Any:
+        """What is encoded in its place: the same where nothing in it needs an extension."""
+        return self.step(type(value)).tag(value)
+
+    def are_plain(self, classes: Iterable[type]) -> bool:
+        """Values of these classes come back as they are, whatever they are."""
+        return all(type(self.step(cls)) in (Step, Integers) for cls in classes)
+
+
+class Step:
+    """Plain values: they come back as they are."""
+
+    def look(self, column: Column, below: Level) -> bool:
+        """Whether some of ``column`` are to be tagged; what is in them goes ``below``. Raises UnfitError."""
+        return False
+
+    def parts(self, value: Any) -> Iterator[tuple[str, Form, Any]]:
+        """What is in ``value``: (how to get there, its form, the part)."""
+        yield from ()
+
+    def tag(self, value: Any) -> Any:
+        """``value``, or what is encoded in its place."""
+        return value
+
+
+class Unfit(Step):
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+
+    def look(self, column: Column, below: Level) -> bool:
+        raise UnfitError(self.problem)
+
+
+class Literals(Step):
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = values
+
+    def look(self, column: Column, below: Level) -> bool:
+        for value in column:
+            if value not in self._values:
+                raise UnfitError(f"{clipped(value)} where Literal{list(self._values)} is annotated")
+        return False
+
+
+class Integers(Step):
+    """The encoder itself says where they have more than 64 bits."""
+
+    def tag(self, value: Any) -> Any:
+        return Tagged(value) if is_beyond(value) else value
+
+
+class Extensions(Step):
+    """Of classes that are always written as extensions where nothing says their type."""
+
+    def look(self, column: Column, below: Level) -> bool:
+        return True
+
+    def tag(self, value: Any) -> Any:
+        return Tagged(value)
+
+
+class Moments(Step):
+    """Datetimes and times: without a zone, or in UTC, and the only ones of their hour, they are plain.
+
+    ``typed``: the annotation says what they are; else only a datetime in UTC is plain.
+    """
+
+    def __init__(self, *, typed: bool) -> None:
+        self._typed = typed
+
+    def _is_plain(self, value: datetime | time) -> bool:
+        if value.fold or not (value.tzinfo is None or value.tzinfo is UTC):
+            return False
+        return self._typed or (value.tzinfo is UTC and isinstance(value, datetime))
+
+    def look(self, column: Column, below: Level) -> bool:
+        for value in column:
+            if value.tzinfo is not None and (problem := zone_problem(value.tzinfo)):
+                raise UnfitError(problem)
+        return not all(map(self._is_plain, column))
+
+    def tag(self, value: Any) -> Any:
+        return value if self._is_plain(value) else Tagged(value)
+
+
+class Custom(Step):
+    """With a codec, which says what comes back: ``cls``, or what it makes of others."""
+
+    def __init__(self, cls: Any, given: type, anything: Form) -> None:
+        self._cls = cls
+        self._anything = anything
+        self._is_same = given is (typing.get_origin(cls) or cls)
+
+    def look(self, column: Column, below: Level) -> bool:
+        if not self._is_same and self._cls is not None:
+            value = column[0]
+            plain = msgspec.msgpack.decode(encoder.encode(self.tag(value)), ext_hook=read_extension)
+            if type(came := decode_custom(self._cls, plain)) is not type(value):
+                raise UnfitError(not_the_same(type(value), f"a {type(came).__qualname__}"))
+        return False
+
+    def tag(self, value: Any) -> Any:
+        return self._anything.tag(encode_custom(value))
+
+
+class Items(Step):
+    """Lists, tuples and sets, of any number of items. ``is_odd``: they are to be tagged themselves."""
+
+    def __init__(self, item: Form, *, is_odd: bool = False) -> None:
+        self._item = item
+        self._is_odd = is_odd
+
+    def look(self, column: Column, below: Level) -> bool:
+        items = column[0] if len(column) == 1 else list(chain.from_iterable(column))
+        if items:
+            below.append((self._item, items))
+        return self._is_odd
+
+    def parts(self, value: Any) -> Iterator[tuple[str, Form, Any]]:
+        is_set = isinstance(value, set | frozenset)
+        for index, item in enumerate(value):
+            yield (f"{{{clipped(item)}}}" if is_set else f"[{index}]"), self._item, item
+
+    def tag(self, value: Any) -> Any:
+        tag = self._item.tag
+        if self._is_odd:
+            tagged = Tagged.__new__(Tagged)
+            _depth.now += 1
+            try:
+                if _depth.now > EXTENSIONS_DEPTH_MAX:
+                    raise UnfitError(f"tuples and sets in Any are nested more than {EXTENSIONS_DEPTH_MAX} deep")
+                tagged.extension = encode_extension(value, lambda items: encoder.encode([tag(item) for item in items]))
+            finally:
+                _depth.now -= 1
+            return tagged
+        made = [tag(item) for item in value]
+        return made if isinstance(value, list) else tuple(made)
+
+
+class Mappings(Step):
+    def __init__(self, key: Form, value: Form) -> None:
+        self._key = key
+        self._value = value
+
+    def look(self, column: Column, below: Level) -> bool:
+        if len(column) == 1:
+            (only,) = column
+            if only:
+                below += [(self._key, only), (self._value, only.values())]
+        elif any(column):
+            below.append((self._key, list(chain.from_iterable(column))))
+            below.append((self._value, list(chain.from_iterable(map(dict.values, column)))))
+        return False
+
+    def parts(self, value: Any) -> Iterator[tuple[str, Form, Any]]:
+        for key, item in value.items():
+            yield f" key {clipped(key)}", self._key, key
+            yield f"[{clipped(key)}]", self._value, item
+
+    def tag(self, value: Any) -> Any:
+        return {self._key.tag(key): self._value.tag(item) for key, item in value.items()}
+
+
+class Records(Step):
+    """Dicts whose keys have a type each."""
+
+    def __init__(self, fields: dict[str, Form]) -> None:
+        self._fields = fields
+
+    def look(self, column: Column, below: Level) -> bool:
+        for value in column:
+            for key in value.keys() - self._fields.keys():
+                raise UnfitError(f"the key {clipped(key)} is not in the TypedDict, so a recovery would lose it")
+        for key, form in self._fields.items():
+            if found := [value[key] for value in column if key in value]:
+                below.append((form, found))
+        return False
+
+    def parts(self, value: Any) -> Iterator[tuple[str, Form, Any]]:
+        for key, form in self._fields.items():
+            if key in value:
+                yield f"[{key!r}]", form, value[key]
+
+    def tag(self, value: Any) -> Any:
+        return {key: self._fields[key].tag(item) for key, item in value.items()}
+
+
+class Tuples(Step):
+    """Of a fixed length; ``names``: of named ones."""
+
+    def __init__(self, forms: Sequence[Form], names: Sequence[str] = ()) -> None:
+        self._forms = forms
+        self._names = names
+
+    def look(self, column: Column, below: Level) -> bool:
+        for value in column:
+            if len(value) != len(self._forms):
+                raise UnfitError(f"a tuple of {len(value)} items where {len(self._forms)} are annotated")
+        below += [(form, [value[index] for value in column]) for index, form in enumerate(self._forms)]
+        return False
+
+    def parts(self, value: Any) -> Iterator[tuple[str, Form, Any]]:
+        for index, (form, item) in enumerate(zip(self._forms, value, strict=False)):
+            yield (f".{self._names[index]}" if self._names else f"[{index}]"), form, item
+
+    def tag(self, value: Any) -> Any:
+        return tuple(form.tag(item) for form, item in zip(self._forms, value, strict=False))
+
+
+class Objects(Step):
+    """Dataclasses, Structs and attrs classes."""
+
+    def __init__(self, cls: type, fields: dict[str, Form]) -> None:
+        self._cls = cls
+        self._fields = fields
+        self._is_struct = issubclass(cls, msgspec.Struct)
+        self._has_dict = bool(getattr(cls, "__dictoffset__", 0))
+        self._names = frozenset() if self._is_struct else frozenset(fields)
+        self._getters = [(attrgetter(name), form) for name, form in fields.items()]
+
+    def look(self, column: Column, below: Level) -> bool:
+        if self._has_dict and set(map(len, map(vars, column))) != {len(self._names)}:
+            for value in column:
+                self._require_no_more(value)
+        for get, form in self._getters:
+            if not form.are_plain(set(map(type, map(get, column)))):
+                below.append((form, list(map(get, column))))
+        return False
+
+    def _require_no_more(self, value: Any) -> None:
+        for name in vars(value).keys() - self._names:
+            if not isinstance(getattr(self._cls, name, None), functools.cached_property):  # which is made again
+                raise UnfitError(
+                    f"{self._cls.__qualname__} has an attribute {name!r} that is no field of it, so a recovery would "
+                    f"lose it"
+                )
+
+    def parts(self, value: Any) -> Iterator[tuple[str, Form, Any]]:
+        for name, form in self._fields.items():
+            yield f".{name}", form, getattr(value, name)
+
+    def tag(self, value: Any) -> Any:
+        made = copy.copy(value) if self._is_struct else object.__new__(self._cls)
+        change = msgspec.structs.force_setattr if self._is_struct else object.__setattr__
+        for name, form in self._fields.items():
+            change(made, name, form.tag(getattr(value, name)))
+        return made
+
+
+def not_the_same(cls: type, wanted: str) -> str:
+    return f"a value of type {cls.__qualname__} where {wanted} is annotated would come back as something else"
+
+
+def clipped(key: object) -> str:
+    try:
+        text = repr(key)
+    except Exception:  # of the user's own
+        text = f"a {type(key).__qualname__}"
+    return text if len(text) <= _KEY_CHARACTERS_MAX else f"{text[: _KEY_CHARACTERS_MAX - 3]}..."
