@@ -32,15 +32,15 @@ register_type(Money, encode=encode, decode=Money, form=int)
 
 
 class Till(Immortal, checkpoint="fork"):
-    money: Money
+    money: list[Money]
 
     def __init__(self) -> None:
-        self.money = Money(0)
+        self.money = [Money(0) for _ in range(5000)]  # so much that not all of it is looked at behind each call
 
     @rpc
     def take(self, cents: int) -> int:
-        self.money = Money(self.money.cents + cents)
-        return self.money.cents
+        self.money[0] = Money(self.money[0].cents + cents)
+        return self.money[0].cents
 """
 CODEC = MONEY.replace(
     "        raise OverflowError", "        return -money.cents\n        raise OverflowError"
@@ -54,7 +54,7 @@ class Purse(Immortal):
     @classmethod
     def upgrade(cls, old: Till) -> "Purse":
         new = cls()
-        new.cents = old.money.cents
+        new.cents = old.money[0].cents
         return new
 
     def __init__(self) -> None:
