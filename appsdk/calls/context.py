@@ -18,6 +18,7 @@ from typing import Any
 
 from appsdk.calls.call_sites import CallSites
 from appsdk.calls.rules import Rules
+from appsdk.calls.run_contexts import RunContexts
 from appsdk.errors import AS_RPC, QueryError, UsageError
 
 SEED_SIZE_BYTES = 16
@@ -50,6 +51,7 @@ class Context:
         "outbox",
         "peers",
         "record_time_ns",
+        "run_contexts",
         "seed",
         "sequence_id",
         "sites",
@@ -70,6 +72,7 @@ class Context:
         self.carries = False  # a handle was encoded: what is sent now may hold it
         self.instance_name = ""  # what a call that waits for an answer gives as its caller
         self.sites = CallSites()
+        self.run_contexts = RunContexts()
         self.thread_id = threading.get_ident()
         self.committer_id = 0
         self.sequence_id = -1

@@ -34,7 +34,7 @@ def answer_query(
     context.record_time_ns = max(question.time_ns, record_time_ns or 0)
     context.source = ""
     try:
-        kind, value, changed = _run(question, definition, instance, tasks)
+        kind, value, changed = context.run_contexts.run(_run, question, definition, instance, tasks)
     finally:
         context.record_time_ns, context.source, context.message_index = record_time_ns, source, message_index
         context.carries = False  # nothing was sent that could hold a handle

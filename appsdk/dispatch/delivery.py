@@ -132,6 +132,22 @@ class Delivery:
         Raises HandlerError, which says how a message may fail alone, and RemoteProtocolError.
         """
         context: Context = self._context
+        context.handling_thread_id = context.thread_id
+        context.slice_end = slice_end
+        while True:
+            variables = context.run_contexts.new()
+            offset = variables.run(self._deliver, instance, content, offset, end, variables)
+            if offset >= context.slice_end:
+                break
+        context.handling_thread_id = 0
+        return offset
+
+    def _deliver(
+        self, instance: Any, content: bytes, offset: cython.Py_ssize_t, end: cython.Py_ssize_t, variables: Any
+    ) -> int:
+        """As :meth:`deliver`, in the context ``variables``, until a handler leaves something in it: the next handler
+        has one of its own, which as long as it is empty is the same."""
+        context: Context = self._context
         octets: cython.p_const_uchar = content  # compiled, read without a check: only from offset to end, or below
         index: cython.Py_ssize_t = context.message_index
         known: dict[bytes, Found] = self._known
@@ -143,8 +159,6 @@ class Delivery:
         is_large: cython.bint = False
         front = b""
         view = memoryview(content)
-        context.handling_thread_id = context.thread_id
-        context.slice_end = slice_end
         while offset < context.slice_end:
             start = offset + front_size_bytes
             if not front_size_bytes or not content.startswith(front, offset):
@@ -181,8 +195,9 @@ class Delivery:
                 method_id, front_count = _method_and_front(content, offset - stride)
                 raise self._failed(method_id, name, arguments[front_count:], error, index) from error
             index += 1
+            if len(variables):
+                break
         context.message_index = index
-        context.handling_thread_id = 0
         return offset
 
     def _look_up(self, content: bytes, offset: int, end: int, index: int) -> tuple[Entry, int, int]:

@@ -49,7 +49,8 @@ class Life:
         self._tasks.starts_first = True
         context.record_time_ns = context.now_ns()  # kept with the checkpoint: an upgrade of it sees it again
         instance = self._new_instance()
-        call_user_code(f"{self.definition.name}.__init__", lambda: instance.__init__(), StateError)
+        run = context.run_contexts.run
+        call_user_code(f"{self.definition.name}.__init__", lambda: run(instance.__init__), StateError)
         self._prepare(instance)
         self.instance = instance
         context.nodes.use(self.definition, instance)
@@ -87,9 +88,9 @@ class Life:
         self._context.sequence_id, self._context.record_time_ns = envelope.sequence_id, envelope.record_time_ns
         instance = self._new_instance()
         schema = self.definition.state()
-        call_user_code(
-            f"{self.definition.name}.restore", partial(schema.restore, instance, envelope, state), StateError
-        )
+        run = self._context.run_contexts.run
+        restore = partial(run, schema.restore, instance, envelope, state)
+        call_user_code(f"{self.definition.name}.restore", restore, StateError)
         self._prepare(instance)
         return instance
 
@@ -100,7 +101,8 @@ class Life:
 
     def _prepare(self, instance: Any) -> None:
         if hasattr(instance, "prepare"):
-            call_user_code(f"{self.definition.name}.prepare", instance.prepare, StateError)
+            prepare = partial(self._context.run_contexts.run, instance.prepare)
+            call_user_code(f"{self.definition.name}.prepare", prepare, StateError)
 
     def _use(self, definition: Definition) -> None:
         """From here on this class's code handles what comes in."""
@@ -111,10 +113,11 @@ class Life:
     def upgrade(self, version: int | None) -> None:
         """Bring state and code to ``version`` (None: that of the app). Raises UpgradeError."""
         start, *steps = upgrade_path(self._main_definition, self.definition, version)
+        run = self._context.run_contexts.run
         if start is not self.definition:
-            self.instance = moved(start, self.definition, self.instance, self._context)
+            self.instance = run(moved, start, self.definition, self.instance, self._context)
         for definition in steps:
-            self.instance = upgraded(definition, self.instance, self._context)
+            self.instance = run(upgraded, definition, self.instance, self._context)
             nodes = f"{definition.name}: its nodes"
             guarded(definition, nodes, partial(self._context.nodes.use, definition, self.instance))
             waiting = f"{definition.name}: what waits"
@@ -136,7 +139,9 @@ class Life:
 
     def _encode(self) -> tuple[bytes, bytes]:
         schema = self.definition.state()
-        encode = partial(schema.encode, self.instance, keeps_types=self._context.keeps_types)
+        encode = partial(
+            self._context.run_contexts.run, schema.encode, self.instance, keeps_types=self._context.keeps_types
+        )
         state = call_user_code(f"{self.definition.name}.checkpoint", encode, StateError)
         waiting = f"{self.definition.name}: to save what its handlers wait for"
         return call_user_code(waiting, partial(self._envelope, schema.serializer), StateError), state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Hashable
@@ -25,9 +26,11 @@ class EffectLoop:
         self._thread = threading.Thread(target=self._serve, name="effects", daemon=True)
         self._thread.start()
 
-    def run(self, key: Hashable, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """In a task."""
-        self._ask(partial(self._run, key, function))
+    def run(
+        self, key: Hashable, function: Callable[[], Coroutine[Any, Any, None]], context: contextvars.Context
+    ) -> None:
+        """In a task, in ``context``."""
+        self._ask(partial(self._run, key, function, context))
 
     def call_later(self, wait_s: float, key: Hashable, function: Callable[[], None]) -> None:
         """On the loop."""
@@ -63,8 +66,10 @@ class EffectLoop:
         while self._asked:
             self._asked.popleft()()
 
-    def _run(self, key: Hashable, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        task = self._tasks[key] = self._loop.create_task(function())
+    def _run(
+        self, key: Hashable, function: Callable[[], Coroutine[Any, Any, None]], context: contextvars.Context
+    ) -> None:
+        task = self._tasks[key] = self._loop.create_task(function(), context=context)
         task.add_done_callback(partial(self._ended, key))
 
     def _ended(self, key: Hashable, task: asyncio.Task[None]) -> None:

@@ -21,6 +21,7 @@ from appsdk.calls.annotations import signature_of
 from appsdk.calls.codec import ArgumentCodec, encoder
 from appsdk.calls.failures import misfit_text
 from appsdk.calls.report import user_traceback
+from appsdk.calls.run_contexts import copy_of
 from appsdk.effects.options import EffectContext, EffectOptions, current_context
 from appsdk.errors import DefinitionError, EffectFailed, UsageError
 from appsdk.state.journal import declared_name, decode_raised, encode_raised
@@ -152,6 +153,7 @@ class EffectRequest:
         "_function",
         "_make_key",
         "_send",
+        "_variables",
         "attempt",
         "failure",
         "is_cancelled",
@@ -170,7 +172,9 @@ class EffectRequest:
         options: EffectOptions,
         make_key: Callable[[], str],
         send: Callable[[bool, bytes], None],
+        variables: contextvars.Context | None = None,
     ) -> None:
+        self._variables = contextvars.Context() if variables is None else variables
         self.number = number
         self.options = options
         self._make_key = make_key
@@ -213,7 +217,11 @@ class EffectRequest:
 
     def call(self, attempt: int = 1) -> Any:
         """Call the function, a plain ``def``; returns and raises what it does."""
-        return contextvars.copy_context().run(self._call, attempt)
+        return self.new_context().run(self._call, attempt)
+
+    def new_context(self) -> contextvars.Context:
+        """For one attempt: a copy of what the handler had as it began the effect."""
+        return copy_of(self._variables)
 
     def _call(self, attempt: int) -> Any:
         current_context.set(partial(self.context, attempt))
@@ -221,7 +229,8 @@ class EffectRequest:
         return (self.stand_in or self.function)(*arguments, **keywords)
 
     async def call_async(self, attempt: int = 1) -> Any:
-        """Call the function, an ``async def``, in an asyncio task of its own; returns and raises what it does."""
+        """Call the function, an ``async def``, in an asyncio task with a :meth:`new_context`; returns and raises what
+        it does."""
         # never reset: the task's context ends with it, and what does not let go may be closed in another one
         current_context.set(partial(self.context, attempt))
         arguments, keywords = self.arguments

@@ -100,7 +100,8 @@ class OutsideRunner:
     def _run(self, attempt: _Attempt) -> None:
         attempt.request.attempt = attempt.number
         if attempt.request.is_async:
-            self._use_loop().run(attempt.request, partial(self._run_on_loop, attempt))
+            run = partial(self._run_on_loop, attempt)
+            self._use_loop().run(attempt.request, run, attempt.request.new_context())
         else:
             self._threads.add(attempt)
 

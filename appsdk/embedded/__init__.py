@@ -8,6 +8,7 @@ The log, the wire and the promises are those of `immortal run`; a log moves betw
 
 from __future__ import annotations
 
+import contextvars
 import os
 import sys
 import threading
@@ -125,7 +126,8 @@ class Embedded:
         self._status: int | None = None
         self._error: BaseException | None = None
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"immortal {instance.settings.name}", daemon=True)
+        run, name = contextvars.copy_context().run, f"immortal {instance.settings.name}"
+        self._thread = threading.Thread(target=run, args=(self._run,), name=name, daemon=True)
         self._is_parents = False
         self._thread.start()
         watch(self)

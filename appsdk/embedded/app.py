@@ -203,6 +203,7 @@ class EmbeddedApp:
     def _lose(self, life: AppLife) -> ev.Event:
         self._watch_snapshot(life, ended=True)
         life.close("the instance has stopped")
+        life.dispatcher.tasks.clear_away()
         self._life = None
         self._to_app.clear()
         self._closing = self._more = False

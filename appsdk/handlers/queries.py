@@ -135,7 +135,7 @@ class Queries:
         if self._schema is None:
             return None
         try:
-            return self._schema.forms(instance)
+            return self._context.run_contexts.run(self._schema.forms, instance)
         except Exception:
             return None
 

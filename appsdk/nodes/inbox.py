@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,8 +100,9 @@ class Inbox:
         number: int,
     ) -> None:
         tasks = self._context.tasks
+        run = partial(tasks.handler_runs.run_handler, handler, values, waits=caller is not None, node=node)
         try:
-            raised, value = tasks.handler_runs.run_handler(handler, values, waits=caller is not None, node=node)
+            raised, value = self._context.run_contexts.run(run)
         except HandlerError as error:
             if error.failure is not None:
                 error.failure = replace(error.failure, method_id=NODE_METHOD_ID)
@@ -170,7 +172,8 @@ class Inbox:
         hook: Any = SimpleNamespace(
             function=function, raises={}, is_query=False, on_error=None, method_id=HANDLES_METHOD_ID, name=name
         )
-        self._context.tasks.handler_runs.run_handler(hook, (handle,), waits=False)
+        run = partial(self._context.tasks.handler_runs.run_handler, hook, (handle,), waits=False)
+        self._context.run_contexts.run(run)
         self._context.tasks.drain()
 
     def _require_speaker(self, sender: str) -> None:

@@ -126,7 +126,7 @@ class AppLife:
 
     def _run_hook(self, instance: Any, full_name: str, name: str, impulses: Impulses) -> None:
         try:
-            getattr(instance, name)(impulses)
+            self.dispatcher.context.run_contexts.run(getattr(instance, name), impulses)
         except Disconnected:
             pass  # the main thread says so
         except (Exception, SystemExit) as error:

@@ -160,3 +160,4 @@ class LocalApp:
 
     def close(self) -> None:
         self.dispatcher.outbox.impulses.close("the app has stopped")
+        self.dispatcher.tasks.clear_away()

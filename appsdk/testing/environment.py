@@ -60,14 +60,17 @@ class Environment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         __tracebackhide__ = True
-        if error is not None:
-            self._say_where(error)
-            return
         try:
-            self.close()
-        except BaseException as failure:
-            self._say_where(failure)
-            raise
+            if error is not None:
+                self._say_where(error)
+                return
+            try:
+                self.close()
+            except BaseException as failure:
+                self._say_where(failure)
+                raise
+        finally:
+            self._world.clear_away()
 
     def _say_where(self, error: BaseException) -> None:
         if self._world.crashes.happened:
@@ -176,7 +179,8 @@ class Environment:
             failure = node.failure
             place = (failure.sequence_id, failure.message_index) if isinstance(failure, HandlerError) else None
             if node.definition is not None and node.store.summary().extensions is not None:
-                problems += problems_of(sources[node.name], node.definition, sources, place)
+                found = problems_of(sources[node.name], node.definition, sources, place)
+                problems += self._world.variables.copy().run(list, found)
         if problems:
             raise ReplayDiffers(
                 "a replay does not do again what was done: after a crash this app would not come back\n"

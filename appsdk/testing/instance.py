@@ -240,7 +240,8 @@ class Instance(Generic[T]):
             dispatcher.context, dispatcher.outbox.impulses, self._world.run, lambda: self._node.local_app is app
         )
         with queue.thread(), suppress(Disconnected):
-            hook(app.instance, Impulses(app.instance, dispatcher.definition, queue))
+            impulses = Impulses(app.instance, dispatcher.definition, queue)
+            dispatcher.context.run_contexts.run(hook, app.instance, impulses)
 
     def _bound(self, handler: object, args: Any, kwargs: Any) -> tuple[Handler[Any, Any], tuple[Any, ...]]:
         self._world.require_open()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ class Surroundings(Protocol):
     seed: int
     crashes: CrashPlan
     reports: list[tuple[str, str]]
+    variables: contextvars.Context
 
     @property
     def network(self) -> Wires: ...
@@ -101,7 +103,8 @@ class Node:
         else:
             seed = hashlib.blake2b(f"{self.world.seed} {self.name}".encode(), digest_size=SEED_SIZE_BYTES).digest()
             effects = StandInRunner(self.effects, lambda: self.world.now_ns)
-            self.app = LocalApp(
+            self.app = self.world.variables.copy().run(
+                LocalApp,
                 self.definition,
                 seed,
                 self.world.now_ns,

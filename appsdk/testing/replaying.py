@@ -63,7 +63,13 @@ class LocalReplay:
         self._ended: Ended | None = None
 
     def run(self) -> ReplayResult:
-        """Raises what the app raises, but for its handlers: those are the result's ``failure``."""
+        """Once. Raises what the app raises, but for its handlers: those are the result's ``failure``."""
+        try:
+            return self._run()
+        finally:
+            self._app.close()
+
+    def _run(self) -> ReplayResult:
         started_s = time.perf_counter()
         session, header = self._session, self.route.checkpoint
         blob = self._source.checkpoint_chunks(header.checkpoint_id)

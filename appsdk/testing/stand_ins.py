@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import heapq
 import inspect
 import itertools
@@ -80,7 +79,7 @@ class StandInRunner:
             value = stand_in(*positional, **named)
             return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
 
-        return contextvars.copy_context().run(call)
+        return request.new_context().run(call)
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:

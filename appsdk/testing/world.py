@@ -9,6 +9,7 @@ from functools import partial
 from typing import cast
 
 from appsdk.calls.context import datetime_of
+from appsdk.calls.run_contexts import handed_down
 from appsdk.errors import UsageError
 from appsdk.handlers.definition import Definition
 from appsdk.testing import outside
@@ -37,12 +38,13 @@ class NoAnswerError(ImmortalError):
 class World:
     """``seed``: of the apps' randomness. ``order``: by which the order of all steps is drawn; None: each in turn.
 
-    ``outside`` is the test itself.
+    ``outside`` is the test itself. ``variables``: the context that its apps begin in, each life of each.
     """
 
     def __init__(
         self, start_ns: int, seed: int, order: int | None, crashes: CrashPlan, *, fail_alone: bool = False
     ) -> None:
+        self.variables = handed_down()
         self.now_ns = start_ns
         self.fail_alone = fail_alone
         self.seed = seed
@@ -55,6 +57,12 @@ class World:
         self._outside = self.add(outside.NAME, None)
         self._outside.start()
         self._settle()
+
+    def clear_away(self) -> None:
+        """The test has ended: what its handlers wait in is closed now, and not in the midst of another test."""
+        for node in self.nodes.values():
+            if (app := node.local_app) is not None:
+                app.dispatcher.tasks.clear_away()
 
     @property
     def outside(self) -> OutsideApp:

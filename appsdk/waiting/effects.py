@@ -6,6 +6,7 @@ and ``detail`` are those of the journal, so that it is never taken for the resul
 
 from __future__ import annotations
 
+import contextvars
 import hashlib
 import uuid
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import msgspec
 
 from appsdk.calls.context import Context
 from appsdk.calls.outbox import make_writer
+from appsdk.calls.run_contexts import handed_down
 from appsdk.effects.options import EffectOptions
 from appsdk.effects.request import EffectFunction, EffectRequest, EffectRunner
 from appsdk.handlers.decorators import EFFECT_METHOD_ID
@@ -38,9 +40,9 @@ class EffectResult(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Effect(Operation):
-    """Done when the log has its result. ``encoded``: its arguments."""
+    """Done when the log has its result. ``encoded``: its arguments. ``variables``: its context is a copy of this."""
 
-    __slots__ = ("_arguments", "encoded", "function", "options")
+    __slots__ = ("_arguments", "encoded", "function", "options", "variables")
 
     def __init__(
         self, task: Owner, function: EffectFunction, arguments: tuple[Any, ...], options: EffectOptions
@@ -50,8 +52,10 @@ class Effect(Operation):
         self.options = options
         self._arguments = arguments
         self.encoded = b""
+        self.variables: contextvars.Context | None = None
 
     def _start(self) -> None:
+        self.variables = handed_down()
         self.encoded = self.function.encode_arguments(self._arguments, keeps_types=self.task.keeps_types)
         self._arguments = ()
         self.detail = crc64(self.encoded)
@@ -159,7 +163,9 @@ class WaitingEffects:
         task = effect.task  # which may have gone on by the time at which the key is asked for
         make_key = partial(self._key, effect.options.key, task.number, task.generation, effect.step)
         send = partial(self._send, effect.number, effect.what, effect.detail)
-        request = EffectRequest(effect.number, effect.function, effect.encoded, effect.options, make_key, send)
+        request = EffectRequest(
+            effect.number, effect.function, effect.encoded, effect.options, make_key, send, effect.variables
+        )
         self._requests[effect.number] = request
         runner.start(request)
 

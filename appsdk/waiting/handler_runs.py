@@ -11,6 +11,7 @@ from appsdk.calls.codec import encoder
 from appsdk.calls.context import Context
 from appsdk.calls.failures import encode_failed, failure_of, reference, verdict_on
 from appsdk.calls.report import handler_failed
+from appsdk.calls.run_contexts import handed_down
 from appsdk.errors import HandlerError, StateError
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Definition
@@ -132,7 +133,7 @@ class HandlerRuns:
         verdict = self.verdicts.get(key)
         if verdict is None or not verdict.skips:
             try:
-                return self.run_handler(handler, arguments)
+                return handed_down().run(self.run_handler, handler, arguments)
             except HandlerError as error:
                 if error.failure is None:
                     raise

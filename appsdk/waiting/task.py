@@ -58,6 +58,7 @@ class Task(Owner):
     __slots__ = (
         "_abandoned",
         "_continuation",
+        "_is_cleared_away",
         "_is_running",
         "_rebuild",
         "_resumed_count",
@@ -89,7 +90,7 @@ class Task(Owner):
         self._stopped: Stopped | None = None
         self._abandoned: Abandoned | None = None
         self._rebuild: Rebuild | None = None
-        self._is_running = False
+        self._is_running = self._is_cleared_away = False
         self._streams: dict[tuple[bytes, bytes], random.Random] | None = None
         self._begin()
 
@@ -101,7 +102,7 @@ class Task(Owner):
         self._resumed_count = 0
         self._continuation: ContinueAs | None = None
         coroutine = self.handler.function(self.tasks.make_self(self), *self.decoded_arguments())
-        self.main: Fiber[Any] = Fiber(self, coroutine)
+        self.main: Fiber[Any] = Fiber(self, coroutine, self.tasks.context.run_contexts.new())
         self.main.begin()
 
     @property
@@ -279,7 +280,15 @@ class Task(Owner):
         if operation.number:
             self.tasks.register(operation)
 
+    def clear_away(self) -> None:
+        """Another life of it, or none, takes its place: what its coroutines still do as they are closed counts for
+        nothing."""
+        self._is_cleared_away = True
+        self.main.clear_away()
+
     def forget(self, operation: Operation) -> None:
+        if self._is_cleared_away:
+            return
         self.pending.pop(operation.step, None)
         if operation.number:
             self.tasks.unregister(operation)

@@ -66,6 +66,11 @@ class Tasks(Host):
         if saved is not None:
             self.restore(saved)
 
+    def clear_away(self) -> None:
+        """Those that wait now are needed no more."""
+        for task in self._tasks.values():
+            task.clear_away()
+
     # --- what waits -------------------------------------------------------------------------------------------------
 
     @property
@@ -96,6 +101,7 @@ class Tasks(Host):
 
     def restore(self, saved: SavedTasks) -> None:
         """Run all that waited again. Raises JournalError."""
+        self.clear_away()
         self._queue.clear()
         self.ready.clear()
         self.calls.clear()

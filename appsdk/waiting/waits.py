@@ -8,6 +8,7 @@ order in which waits are done, and that from the log.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from functools import partial
 from types import CoroutineType, FrameType
 from typing import Any, Generic, TypeVar
 
+from appsdk.calls.run_contexts import handed_down
 from appsdk.errors import Cancelled, UsageError
 
 T = TypeVar("T")
@@ -149,13 +151,15 @@ class Wait(Generic[T]):
 
 
 class Fiber(Wait[T]):
-    """A coroutine that runs beside the others of its handler."""
+    """A coroutine that runs beside the others of its handler, in the context ``variables`` from its first line to its
+    last, also where it is closed."""
 
-    __slots__ = ("_coroutine", "_thrown", "_waits_for")
+    __slots__ = ("_coroutine", "_thrown", "_variables", "_waits_for")
 
-    def __init__(self, fibers: Fibers, coroutine: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, fibers: Fibers, coroutine: Coroutine[Any, Any, T], variables: contextvars.Context) -> None:
         super().__init__(fibers)
         self._coroutine = coroutine
+        self._variables = variables
         self._waits_for: Wait[Any] | None = None
         self._thrown: BaseException | None = None  # in place of what it waits for
 
@@ -176,13 +180,25 @@ class Fiber(Wait[T]):
             yield coroutine.cr_frame
             coroutine = coroutine.cr_await
 
+    def clear_away(self) -> None:
+        """Close it, and those that it waits for, without a word to anybody: Python would do so at any time, in
+        whatever context runs then."""
+        with contextlib.suppress(BaseException):
+            self._variables.run(self._coroutine.close)
+        waiting = [self._waits_for]
+        while waiting:
+            if isinstance(wait := waiting.pop(), Fiber):
+                wait.clear_away()
+            elif wait is not None:
+                waiting += wait.parts
+
     def give_up(self, error: BaseException) -> None:
         """It ends here, with ``error``, and runs no more."""
         waits_for, self._waits_for = self._waits_for, None
         if waits_for is not None:
             waits_for.unwatch(self._resume)
         with contextlib.suppress(BaseException):  # what it does about that is of no interest any more
-            self._coroutine.close()
+            self._variables.run(self._coroutine.close)
         self.complete(error=error)
 
     def throw(self, error: BaseException) -> None:
@@ -203,7 +219,10 @@ class Fiber(Wait[T]):
             return
         try:
             thrown, self._thrown = self._thrown, None
-            awaited = self._coroutine.send(None) if thrown is None else self._coroutine.throw(thrown)
+            if thrown is None:
+                awaited = self._variables.run(self._coroutine.send, None)
+            else:
+                awaited = self._variables.run(self._coroutine.throw, thrown)
         except StopIteration as stop:
             self.complete(stop.value)
         except (Exception, SystemExit, Cancelled) as error:
@@ -213,7 +232,7 @@ class Fiber(Wait[T]):
                 self._waits_for = awaited
                 awaited.watch(self._resume)
             else:
-                self._coroutine.close()
+                self._variables.run(self._coroutine.close)
                 self.complete(error=foreign(awaited))
 
     def _drop(self) -> None:
@@ -221,7 +240,7 @@ class Fiber(Wait[T]):
         if waits_for is not None:
             waits_for.unwatch(self._resume)
         try:
-            self._coroutine.close()
+            self._variables.run(self._coroutine.close)
         except RuntimeError as error:
             if str(error) != "coroutine ignored GeneratorExit":
                 raise
@@ -245,7 +264,7 @@ def as_wait(fibers: Fibers, awaitable: Awaitable[T]) -> Wait[T]:
     if isinstance(awaitable, Wait) and awaitable.belongs_to(fibers):
         return awaitable
     if isinstance(awaitable, Coroutine):
-        return Fiber(fibers, awaitable)
+        return Fiber(fibers, awaitable, handed_down())
     raise foreign(awaitable)
 
 

@@ -1,0 +1,331 @@
+"""appsdk.calls.run_contexts: no run of user code sees or changes the context variables of another."""
+
+from __future__ import annotations
+
+import contextvars
+import decimal
+import gc
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy
+import pytest
+import structlog
+
+from appsdk import Immortal, impulse, query, rpc
+from appsdk.calls.run_contexts import RunContexts
+from appsdk.testing import Environment
+
+RIGHT = str(decimal.Decimal(1) / 3)
+tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default="nobody")
+
+
+def third() -> str:
+    return str(decimal.Decimal(1) / 3)
+
+
+def seen() -> str:
+    """All that a run can find of another's."""
+    bound = structlog.contextvars.get_contextvars()
+    return f"{third()} {numpy.geterr()['divide']} {tenant.get()} {bound}"
+
+
+CLEAN = f"{RIGHT} warn nobody {{}}"
+
+
+def change(name: str) -> None:
+    """All of it, and nothing is put back."""
+    decimal.getcontext().prec = 4
+    numpy.seterr(divide="ignore")
+    tenant.set(name)
+    structlog.contextvars.bind_contextvars(request=name)
+
+
+def changed(name: str) -> str:
+    return f"0.3333 ignore {name} {{'request': '{name}'}}"
+
+
+def outside(number: int) -> str:
+    return f"{number}"
+
+
+class Desk(Immortal):
+    notes: list[str]
+
+    def __init__(self) -> None:
+        self.notes = []
+        change("init")
+        self.notes.append(seen())
+
+    @rpc
+    def look(self) -> str:
+        self.notes.append("look")
+        return seen()
+
+    @rpc
+    def spoil(self, name: str) -> str:
+        self.notes.append(name)
+        change(name)
+        return seen()
+
+    @impulse
+    def spoil_unasked(self, name: str) -> None:
+        change(name)
+        self.notes.append(seen())
+
+    @impulse
+    def look_unasked(self) -> None:
+        self.notes.append(seen())
+
+    @rpc
+    def spoil_and_raise(self) -> None:
+        change("raises")
+        raise ValueError("spoilt")
+
+    @query
+    def ask(self) -> str:
+        before = seen()
+        change("query")
+        return before
+
+    @rpc
+    async def wait(self, name: str, seconds: int) -> list[str]:
+        found = [seen()]
+        change(name)
+        await self.sleep(timedelta(seconds=seconds))
+        found.append(seen())
+        await self.sleep(timedelta(seconds=seconds))
+        return [*found, seen()]
+
+    @rpc
+    async def coarse(self, digits: int, seconds: int) -> str:
+        with decimal.localcontext() as context, structlog.contextvars.bound_contextvars(digits=digits):
+            context.prec = digits
+            token = tenant.set(f"{digits}")
+            try:
+                await self.sleep(timedelta(seconds=seconds))
+                return f"{third()} {tenant.get()} {structlog.contextvars.get_contextvars()}"
+            finally:
+                tenant.reset(token)
+
+    @rpc
+    async def steps(self) -> list[str]:
+        change("parent")
+        inner = await self.spoil("step")  # type: ignore[misc] # a step: mypy needs the plugin
+        return [inner, seen()]
+
+    async def _branch(self, digits: int) -> list[str]:
+        begun = third()
+        decimal.getcontext().prec = digits
+        await self.sleep(timedelta(seconds=digits))
+        return [begun, third()]
+
+    @rpc
+    async def branches(self) -> list[Any]:
+        decimal.getcontext().prec = 3
+        both = await self.gather(self._branch(4), self._branch(5))
+        return [*both, third()]
+
+    @rpc
+    async def race_that_loses(self) -> str:
+        decimal.getcontext().prec = 3
+        await self.race(self.sleep(timedelta(seconds=1)), self.coarse_branch())
+        return f"{third()} {tenant.get()}"
+
+    async def coarse_branch(self) -> None:
+        token = tenant.set("loser")
+        try:
+            with decimal.localcontext() as context:
+                context.prec = 7
+                await self.sleep(timedelta(days=1))
+        finally:
+            tenant.reset(token)  # a ValueError in any other context
+
+    @rpc
+    async def effect_of(self, name: str) -> list[str]:
+        change(name)
+        found = await self.effect(outside, 1)
+        return [found, seen()]
+
+    @rpc
+    async def again(self, left: int) -> list[str]:
+        begun = seen()
+        if not left:
+            return [begun]
+        change("before")
+        await self.sleep(timedelta(seconds=1))
+        self.continue_as(left - 1)
+
+
+@pytest.fixture
+def env() -> Iterator[Environment]:
+    with contextvars_unchanged(), Environment(fail_alone=True) as made:
+        yield made
+
+
+class contextvars_unchanged:  # noqa: N801 (used as a function)
+    """The test's own context is what nobody touches."""
+
+    def __enter__(self) -> None:
+        assert seen() == CLEAN
+
+    def __exit__(self, *_: object) -> None:
+        assert seen() == CLEAN
+
+
+def kill(desk: Any) -> None:
+    desk.crash()
+    gc.collect()
+    desk.recover()
+
+
+def test_what_a_handler_leaves_ends_with_it(env: Environment) -> None:
+    desk = env.start(Desk, "desk")
+    assert desk.call(Desk.spoil, "one") == changed("one")
+    assert desk.call(Desk.look) == CLEAN
+    with pytest.raises(Exception, match="spoilt"):
+        desk.call(Desk.spoil_and_raise)
+    assert desk.call(Desk.look) == CLEAN
+    assert desk.call(Desk.ask) == CLEAN
+    assert desk.call(Desk.ask) == CLEAN
+
+
+def test_so_it_is_within_one_record(env: Environment) -> None:
+    desk = env.start(Desk, "desk")
+    for name in ("one", "two"):
+        desk.send(Desk.spoil_unasked, name)
+        desk.send(Desk.look_unasked)
+    env.run()
+    expected = [changed("init"), changed("one"), CLEAN, changed("two"), CLEAN]
+    assert desk.state.notes == expected
+    kill(desk)
+    assert desk.state.notes == expected
+
+
+def test_what_init_changes_is_seen_by_itself_alone(env: Environment) -> None:
+    desk = env.start(Desk, "desk")
+    assert desk.state.notes == [changed("init")]
+    assert desk.call(Desk.look) == CLEAN
+    kill(desk)
+    assert desk.call(Desk.look) == CLEAN
+
+
+@pytest.mark.parametrize("break_it", [lambda desk: None, kill, lambda desk: desk.checkpoint()])
+def test_a_handler_keeps_its_own_over_its_waits(env: Environment, break_it: Callable[[Any], None]) -> None:
+    desk = env.start(Desk, "desk")
+    waiting = [desk.begin(Desk.wait, name, seconds) for name, seconds in (("one", 10), ("two", 7))]
+    coarse = desk.begin(Desk.coarse, 5, 12)
+    env.run()
+    assert desk.call(Desk.look) == CLEAN
+    break_it(desk)
+    env.advance(seconds=11)
+    assert desk.call(Desk.look) == CLEAN
+    break_it(desk)
+    assert coarse.result() == "0.33333 5 {'digits': 5}"
+    assert [one.result() for one in waiting] == [[CLEAN, changed(name), changed(name)] for name in ("one", "two")]
+    assert desk.call(Desk.look) == CLEAN
+
+
+def test_an_app_that_is_killed_takes_what_its_handlers_had_open_along(env: Environment) -> None:
+    desk = env.start(Desk, "desk")
+    desk.begin(Desk.coarse, 5, 1000)
+    desk.begin(Desk.race_that_loses)
+    env.run()
+    desk.crash_app()
+    gc.collect()
+    desk.recover()
+    assert desk.call(Desk.look) == CLEAN
+
+
+def test_a_step_has_a_copy(env: Environment) -> None:
+    desk = env.start(Desk, "desk")
+    assert desk.call(Desk.steps) == [changed("step"), changed("parent")]
+
+
+def test_each_branch_has_a_copy(env: Environment) -> None:
+    desk = env.start(Desk, "desk")
+    assert desk.call(Desk.branches) == [["0.333", "0.3333"], ["0.333", "0.33333"], "0.333"]
+    assert desk.call(Desk.race_that_loses) == "0.333 nobody"
+
+
+def test_continue_as_begins_with_nothing(env: Environment) -> None:
+    desk = env.start(Desk, "desk")
+    assert desk.call(Desk.again, 2) == [CLEAN]
+
+
+def test_an_effect_has_a_copy_of_its_handlers(env: Environment) -> None:
+    found: list[str] = []
+
+    def stand_in(number: int) -> str:
+        found.append(seen())
+        change("effect")
+        return "done"
+
+    desk = env.start(Desk, "desk", effects={outside: stand_in})
+    assert desk.call(Desk.effect_of, "one") == ["done", changed("one")]
+    assert found == [changed("one")]
+
+
+def test_all_runs_begin_with_what_the_process_had_after_its_imports() -> None:
+    def run() -> list[str]:
+        decimal.getcontext().prec = 6  # as a module may, as it is imported
+        tenant.set("import")
+        with Environment() as env:
+            desk = env.start(Desk, "desk")
+            decimal.getcontext().prec = 9
+            found = [desk.call(Desk.look), desk.call(Desk.spoil, "one"), desk.call(Desk.look)]
+            kill(desk)
+            return [*found, desk.call(Desk.look)]
+
+    first = "0.333333 warn import {}"
+    assert contextvars.Context().run(run) == [first, changed("one"), first, first]
+
+
+def test_numbers_of_a_module_are_no_setting() -> None:
+    def run() -> tuple[int, int]:
+        third()
+        usual = len(RunContexts().new())
+        decimal.getcontext().traps[decimal.Inexact] = True
+        return usual, len(RunContexts().new())
+
+    assert contextvars.Context().run(run) == (0, 1)
+
+
+def test_decimals_flags_are_each_runs_own() -> None:
+    def run() -> list[bool]:
+        decimal.getcontext().prec = 6
+        contexts = RunContexts()
+        flag = decimal.Inexact
+
+        def use() -> bool:
+            before = decimal.getcontext().flags[flag]
+            third()
+            return bool(before)
+
+        return [contexts.run(use), contexts.run(use), bool(decimal.getcontext().flags[flag])]
+
+    assert contextvars.Context().run(run) == [False, False, False]
+
+
+def test_opentelemetrys_context_is_one_of_them(env: Environment) -> None:
+    otel = pytest.importorskip("opentelemetry.context")
+    made = otel.create_key("tenant")
+
+    class Traced(Immortal):
+        @rpc
+        async def wait(self, name: str) -> list[str]:
+            otel.attach(otel.set_value(made, name))
+            await self.sleep(timedelta(seconds=5))
+            return [str(otel.get_value(made))]
+
+        @rpc
+        def look(self) -> str:
+            return str(otel.get_value(made))
+
+    traced = env.start(Traced, "traced")
+    one = traced.begin(Traced.wait, "one")
+    env.run()
+    assert traced.call(Traced.look) == "None"
+    kill(traced)
+    assert one.result() == ["one"]
