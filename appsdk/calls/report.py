@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from appsdk.calls.run_failures import is_failure
 from appsdk.errors import AppError, HandlerError
 from protocol.rate_limit import RateLimit
 from protocol.shown import printable
@@ -70,7 +71,9 @@ def call_user_code(what: str, function: Callable[[], T], error_type: type[AppErr
         return function()
     except AppError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         raise error_type(f"{what} raised {type(error).__name__}; the app stops\n{user_traceback(error)}") from error
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from appsdk.calls.codec import ArgumentCodec
 from appsdk.calls.context import Context
 from appsdk.calls.failures import encode_failed, encode_refused, failure_of, misfit_text
-from appsdk.errors import QueryError, QueryTooLong
+from appsdk.calls.run_failures import is_failure
+from appsdk.errors import QueryError
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Definition
 from appsdk.state.journal import declared_name, encode_raised
@@ -53,7 +54,9 @@ def _run(question: QueryQuestion, definition: Definition, instance: Any, tasks: 
     try:
         value = tasks.queries.run_unlogged(handler, instance, arguments)
         return *_returned(value, tasks.handler_runs.result(handler, value)), False
-    except (Exception, SystemExit, QueryTooLong) as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         changed = isinstance(error, QueryError) and error.changed
         if (declared := declared_name(handler.raises, error)) is not None:
             try:

@@ -11,6 +11,7 @@ import msgspec
 from appsdk.calls.codec import ArgumentCodec, Decode
 from appsdk.calls.context import Context
 from appsdk.calls.failures import failure_of, misfit_text, refusal
+from appsdk.calls.run_failures import is_failure
 from appsdk.calls.report import handler_failed
 from appsdk.dispatch.receivers import answering_receiver, receiver, waking
 from appsdk.errors import Failure, HandlerError
@@ -191,7 +192,9 @@ class Delivery:
                     function(instance, *arguments)
             except HandlerError:  # of an async handler, which says more
                 raise
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
+                if not is_failure(error):
+                    raise
                 method_id, front_count = _method_and_front(content, offset - stride)
                 raise self._failed(method_id, name, arguments[front_count:], error, index) from error
             index += 1

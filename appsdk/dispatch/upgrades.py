@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from appsdk.calls.annotations import signature_of
 from appsdk.calls.context import Context
+from appsdk.calls.run_failures import is_failure
 from appsdk.calls.report import user_traceback
 from appsdk.errors import AppError, DefinitionError, StateError, UpgradeError
 from appsdk.handlers.contexts import attach, new_instances_live_in
@@ -196,7 +197,9 @@ def guarded(definition: Definition, what: str, function: Callable[[], Any]) -> A
     except AppError as error:
         text = str(error)
         raise failed(definition, text if text.startswith(definition.name) else f"{what}: {text}") from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         summary = "".join(traceback.format_exception_only(error)).strip()
         reason = f"{what} raised {summary}{_place(error.__traceback__)}"
         raise failed(definition, reason, user_traceback(error)) from error

@@ -22,7 +22,7 @@ class EffectLoop:
         self._tasks: dict[Hashable, asyncio.Task[None]] = {}
         self._timers: dict[Hashable, asyncio.TimerHandle] = {}
         self._asked: deque[Callable[[], object]] = deque()
-        self._is_told = False
+        self._is_told = self._has_ended = False
         self._thread = threading.Thread(target=self._serve, name="effects", daemon=True)
         self._thread.start()
 
@@ -56,7 +56,11 @@ class EffectLoop:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        while not self._has_ended:
+            try:
+                self._loop.run_forever()
+            except BaseException:  # noqa: S112 (of a task that an effect has made: asyncio raises some here as well)
+                continue
         if not self._tasks:  # else one does not let go: it ends with the process
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
@@ -98,4 +102,5 @@ class EffectLoop:
             await asyncio.wait(self._tasks.values(), timeout=STOP_TIMEOUT_S)
         # Of tasks that do not let go there is no more to say.
         self._loop.set_exception_handler(lambda loop, problem: None)
+        self._has_ended = True
         self._loop.stop()

@@ -243,7 +243,8 @@ class EffectRequest:
     def wait_s(self, error: BaseException, attempt: int) -> float | None:
         """How long to wait after this attempt (from 1) has failed, before the next one; None: it was the last."""
         retry = self.options.retry
-        if declared_name(self.options.raises, error) is not None or not isinstance(error, retry.on):
+        is_tried_again = isinstance(error, retry.on) or (Exception in retry.on and not isinstance(error, Exception))
+        if declared_name(self.options.raises, error) is not None or not is_tried_again:
             return None
         return None if retry.attempts is not None and attempt >= retry.attempts else retry.wait_s(attempt)
 

@@ -152,7 +152,9 @@ class OutsideRunner:
             else:
                 async with asyncio.timeout(timeout_s) as timeout:
                     value = await request.call_async(attempt.number)
-        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as raised:  # not: the loop is no more
+        except BaseException as raised:
+            if isinstance(raised, GeneratorExit) and self._is_stopped:  # the loop is no more
+                raise
             error = raised
             if isinstance(raised, TimeoutError) and timeout_s is not None and timeout.expired():
                 error = _nothing_came(timeout_s)

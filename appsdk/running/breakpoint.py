@@ -6,10 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from appsdk.calls.context import Context
+from appsdk.calls.run_failures import PassesThrough
 from appsdk.calls.report import describe_arguments
 from appsdk.dispatch.delivery import Delivery, Entry
 from appsdk.handlers.definition import Definition
 from protocol.shown import printable
+
+
+class _Left(KeyboardInterrupt, PassesThrough):
+    """Somebody has left the debugger: the app ends as at Ctrl-C."""
 
 
 class Breakpoint:
@@ -44,7 +49,7 @@ class Breakpoint:
             debugger = Debugger(nosigint=True, skip=["appsdk.*"])  # an async handler is called by the SDK
             debugger.runcall(function, instance, *arguments)
             if debugger.left:
-                raise KeyboardInterrupt
+                raise _Left
 
         return run
 

@@ -32,6 +32,7 @@ from msgspec import Struct
 
 from appsdk.calls.annotations import resolve_hints
 from appsdk.calls.context import datetime_of
+from appsdk.calls.run_failures import is_failure
 from appsdk.dispatch.upgrades import class_that_restores
 from appsdk.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_RUNNABLE, AppError, StateError
 from appsdk.handlers.definition import Definition, definition_of
@@ -79,7 +80,9 @@ def inspect_state(main: Definition, blob: bytes) -> InspectedState:
         schema.restore(instance, envelope, state)
     except ImmortalError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         raise StateError(f"{definition.name}.restore raised {type(error).__name__}: {error}") from error
     if schema.serializer == "own" and not _annotated(definition, instance):
         waiting = Fields() if envelope.tasks is None else shown_tasks(definition, envelope.tasks)

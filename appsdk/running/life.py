@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from appsdk.calls.context import SEED_SIZE_BYTES, Context
+from appsdk.calls.run_failures import is_failure
 from appsdk.calls.report import FailureReporter, user_traceback
 from appsdk.dispatch.delivery import Delivery
 from appsdk.dispatch.dispatcher import Dispatcher
@@ -129,7 +130,9 @@ class AppLife:
             self.dispatcher.context.run_contexts.run(getattr(instance, name), impulses)
         except Disconnected:
             pass  # the main thread says so
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             self.fail(
                 HookError(
                     f"{full_name}, an @on_primary hook, raised {type(error).__name__}; the app "

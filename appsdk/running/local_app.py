@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from appsdk.calls.codec import encoder
 from appsdk.calls.context import Context
 from appsdk.calls.outbox import Chunk
+from appsdk.calls.run_failures import PassesThrough
 from appsdk.dispatch.delivery import Delivery
 from appsdk.dispatch.dispatcher import Dispatcher
 from appsdk.dispatch.events import BecamePrimary, Goodbye, Refusal, SnapshotBegun
@@ -27,7 +28,7 @@ def earlier(one_ns: int | None, other_ns: int | None) -> int | None:
     return min(one_ns, other_ns)
 
 
-class ProcessDies(BaseException):
+class ProcessDies(PassesThrough):
     """Raised in a handler of a test: the app's process ends there, as by a segfault. Its coordinator lives on."""
 
 

@@ -16,6 +16,7 @@ from operator import attrgetter
 from types import FrameType
 from typing import NoReturn
 
+from appsdk.calls.run_failures import interrupts_known
 from appsdk.determinism.check import DeterminismError, check
 from appsdk.errors import (
     EXIT_DONE,
@@ -214,7 +215,8 @@ def run_to_status(
     end = _EndAtOnce()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, end)
-    end.status = _run_to_status(cls, address, connect_timeout_s, options, secret_file)
+    with interrupts_known():
+        end.status = _run_to_status(cls, address, connect_timeout_s, options, secret_file)
     return end.status  # which stays the status, whatever comes while Python ends
 
 

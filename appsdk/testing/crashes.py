@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+from appsdk.calls.run_failures import PassesThrough
+
 Victim = Literal["instance", "app"]
 """What crashes: the app and its coordinator together, with all that is not durable, or the app alone."""
 
 
-class CrashNow(BaseException):
+class CrashNow(PassesThrough):
     """The process dies between two of its steps. Not an Exception: nothing on the way is to catch it."""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
+from appsdk.calls.run_failures import is_failure
 from appsdk.effects.options import current_context
 from appsdk.effects.request import EffectRequest
 from appsdk.errors import UsageError
@@ -62,7 +63,9 @@ class StandInRunner:
                 )
             try:
                 value = self._call(stand_in, request, attempt)
-            except Exception as error:
+            except BaseException as error:
+                if not is_failure(error):
+                    raise
                 wait_s = request.wait_s(error, attempt)
                 if wait_s is None:
                     request.raised(error, attempt)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import cast
 
 from appsdk.calls.context import datetime_of
+from appsdk.calls.run_failures import interrupts_known
 from appsdk.calls.run_contexts import handed_down
 from appsdk.errors import UsageError
 from appsdk.handlers.definition import Definition
@@ -143,7 +144,8 @@ class World:
         __tracebackhide__ = True
         self.require_open()
         try:
-            action()
+            with interrupts_known():
+                action()
             return
         except ImmortalError as error:
             failure = error

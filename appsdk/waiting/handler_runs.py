@@ -10,6 +10,7 @@ from typing import Any
 from appsdk.calls.codec import encoder
 from appsdk.calls.context import Context
 from appsdk.calls.failures import encode_failed, failure_of, reference, verdict_on
+from appsdk.calls.run_failures import is_failure
 from appsdk.calls.report import handler_failed
 from appsdk.calls.run_contexts import handed_down
 from appsdk.errors import HandlerError, StateError
@@ -53,7 +54,9 @@ class HandlerRuns:
                 value = self.queries.run(handler, self.instance, *arguments)
             else:
                 value = handler.function(self.instance if node is None else node, *arguments)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             if (declared := declared_name(handler.raises, error)) is None:
                 failed = self.failed(handler, arguments, error)
                 if failed.failure is not None and failed.failure.policy == "keep":

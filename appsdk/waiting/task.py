@@ -13,6 +13,7 @@ import msgspec
 from appsdk.calls.codec import encoder
 from appsdk.calls.context import datetime_of
 from appsdk.calls.failures import encode_failed, text_of
+from appsdk.calls.run_failures import PassesThrough, is_failure
 from appsdk.calls.report import describe_arguments
 from appsdk.errors import AppError, Cancelled, HandlerError, UsageError
 from appsdk.handlers.decorators import Handler
@@ -25,7 +26,7 @@ from appsdk.waiting.waits import Fiber
 NO_LOOP = "no running event loop"  # what asyncio's functions raise outside a loop of theirs
 
 
-class _Ending(BaseException):
+class _Ending(PassesThrough):
     """No coroutine is to catch it."""
 
     def __init__(self, error: Any) -> None:
@@ -41,7 +42,7 @@ class Abandoned(_Ending):
     """The handler ends with ``error``, whatever its coroutines would do about it."""
 
 
-class ContinueAs(BaseException):
+class ContinueAs(PassesThrough):
     """The handler goes on from its beginning, with ``arguments`` and no journal. No coroutine is to catch it."""
 
     def __init__(self, arguments: bytes) -> None:
@@ -150,7 +151,9 @@ class Task(Owner):
                 self._stopped = self._stopped or stopped
             except Abandoned as abandoned:
                 self._abandoned = self._abandoned or abandoned
-            except (Exception, SystemExit) as error:  # a coroutine's that was cancelled and did not let go
+            except BaseException as error:  # a coroutine's that was cancelled and did not let go
+                if not is_failure(error):
+                    raise
                 self.abandon(error)
             finally:
                 self._streams, self._is_running, self.tasks.running = None, False, before
@@ -246,7 +249,9 @@ class Task(Owner):
             outcome = self.tasks.perform(operation)
         except HandlerError as error:
             raise self.stop(error) from error
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             raise self.abandon(error) from error
         if outcome is not None:
             operation.complete(*self._take_outcome(operation, *outcome))

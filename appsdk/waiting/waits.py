@@ -17,8 +17,9 @@ from functools import partial
 from types import CoroutineType, FrameType
 from typing import Any, Generic, TypeVar
 
+from appsdk.calls.run_failures import is_failure
 from appsdk.calls.run_contexts import handed_down
-from appsdk.errors import Cancelled, UsageError
+from appsdk.errors import UsageError
 
 T = TypeVar("T")
 
@@ -225,7 +226,9 @@ class Fiber(Wait[T]):
                 awaited = self._variables.run(self._coroutine.throw, thrown)
         except StopIteration as stop:
             self.complete(stop.value)
-        except (Exception, SystemExit, Cancelled) as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             self.complete(error=error)
         else:
             if isinstance(awaited, Wait) and awaited._fibers is self._fibers:

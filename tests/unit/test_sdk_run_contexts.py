@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import decimal
 import gc
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import numpy
 import pytest
 import structlog
 
 from appsdk import Immortal, impulse, query, rpc
-from appsdk.calls.run_contexts import RunContexts
+from appsdk.calls.codec import encoder
+from appsdk.calls.run_contexts import RunContexts, handed_down
+from appsdk.effects.options import EffectOptions
+from appsdk.effects.request import EffectFunction, EffectRequest
+from appsdk.effects.runner import OutsideRunner
+from appsdk.handlers.definition import definition_of
+from appsdk.patterns.harmony.doing import skills
+from appsdk.patterns.harmony.runs import Run
+from appsdk.patterns.harmony.worker import _Life
+from appsdk.patterns.pirate import connect
+from appsdk.patterns.pirate.server import Server
+from appsdk.patterns.queue.records import Given
+from appsdk.patterns.queue.worker import Worker
+from appsdk.running.life import AppLife
+from appsdk.running.options import RunOptions
 from appsdk.testing import Environment
 
 RIGHT = str(decimal.Decimal(1) / 3)
@@ -151,11 +169,11 @@ class Desk(Immortal):
     @rpc
     async def again(self, left: int) -> list[str]:
         begun = seen()
-        if not left:
-            return [begun]
-        change("before")
-        await self.sleep(timedelta(seconds=1))
-        self.continue_as(left - 1)
+        if left:
+            change("before")
+            await self.sleep(timedelta(seconds=1))
+            self.continue_as(left - 1)
+        return [begun]
 
 
 @pytest.fixture
@@ -329,3 +347,88 @@ def test_opentelemetrys_context_is_one_of_them(env: Environment) -> None:
     assert traced.call(Traced.look) == "None"
     kill(traced)
     assert one.result() == ["one"]
+
+
+# --- beside the handlers ----------------------------------------------------------------------------------------------
+
+
+def spoil_task(name: str) -> str:
+    before = seen()
+    change(name)
+    return before
+
+
+async def spoil_task_async(name: str) -> str:
+    before = spoil_task(name)
+    await asyncio.sleep(0)
+    return f"{before} {seen()}"
+
+
+def test_an_effect_that_runs_outside_has_a_copy_as_well() -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    runner = OutsideRunner(2, lambda said: None)
+
+    def begin(function: Callable[..., Any], name: str) -> Any:
+        made = EffectFunction(function)
+
+        def send(raised: bool, value: bytes) -> None:
+            answers.put(msgspec.msgpack.decode(value))
+
+        variables = handed_down()
+        variables.run(change, "handler")
+        runner.start(EffectRequest(1, made, encoder.encode((name,)), EffectOptions(), lambda: "", send, variables))
+        return answers.get(timeout=20)
+
+    try:
+        for _ in range(2):
+            assert begin(spoil_task, "effect") == changed("handler")
+            assert begin(spoil_task_async, "effect") == f"{changed('handler')} {changed('effect')}"
+    finally:
+        runner.stop()
+
+
+def test_each_task_of_a_worker_has_its_own(tmp_path: Any) -> None:
+    worker = Worker("tasks", {"one": spoil_task, "two": spoil_task_async}, home=tmp_path)
+    worker._contexts = RunContexts()
+    arguments = msgspec.msgpack.encode(["task"])
+    for _ in range(2):
+        assert msgspec.msgpack.decode(worker._done(Given(1, 1, "one", arguments)).result) == CLEAN
+        both = msgspec.msgpack.decode(worker._done(Given(1, 1, "two", arguments)).result)
+        assert both == f"{CLEAN} {changed('task')}"
+    life = _Life("worker", skills({"spoil": spoil_task}), None)
+    run = Run("batch", "spoil", 0, 2, msgspec.msgpack.encode(["one", "two"]))
+    life._do(None, run)  # type: ignore[arg-type]
+    assert life._response is not None
+    assert msgspec.msgpack.decode(life._response.values) == [CLEAN, CLEAN]
+    assert seen() == CLEAN
+
+
+def test_each_request_to_a_pirate_has_its_own(tmp_path: Any) -> None:
+    server = Server(lambda request: spoil_task("request").encode(), f"ipc://{tmp_path}/socket")
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        with connect([server.endpoint]) as pool:
+            assert [pool.request(b""), pool.request(b"")] == [CLEAN.encode()] * 2
+    finally:
+        server.close()
+        thread.join(20)
+
+
+def test_a_hook_begins_with_what_the_process_had() -> None:
+    found: list[str] = []
+
+    class Hooked(Immortal):
+        def hook(self, impulses: object) -> None:
+            found.append(seen())
+
+    def run() -> None:
+        decimal.getcontext().prec = 6
+        life = AppLife(definition_of(Hooked), RunOptions(), lambda: None)
+        thread = threading.Thread(target=life._run_hook, args=(Hooked(), "Hooked.hook", "hook", None))
+        thread.start()
+        thread.join(20)
+        life.close("over")
+
+    contextvars.Context().run(run)
+    assert found == ["0.333333 warn nobody {}"]

@@ -10,6 +10,7 @@ import msgspec
 
 from appsdk.calls.annotations import resolve_hints
 from appsdk.calls.codec import ValueDecoder, encode_value
+from appsdk.calls.run_failures import is_failure
 from appsdk.patterns.harmony.limits import REASON_SIZE_CHARS_MAX, TASK_SIZE_BYTES_MAX
 from appsdk.patterns.harmony.runs import Response, Run, array, split
 
@@ -91,7 +92,9 @@ class Results:
             value = encode_value(function(task))
             if len(value) > TASK_SIZE_BYTES_MAX:
                 raise ValueError(f"a result of {len(value)} bytes, at most {TASK_SIZE_BYTES_MAX} were expected")
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             reason = f"{type(error).__name__}: {error}"[:REASON_SIZE_CHARS_MAX]
             self._failures[self._first + self.count] = reason.encode(errors="replace").decode()
             value = _NIL

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from appsdk.calls.run_failures import interrupts_known
+from appsdk.calls.run_contexts import RunContexts
 from appsdk.client import ClientError, NotConnectable, connect, with_timeout
 from appsdk.patterns.harmony.cluster import Cluster
 from appsdk.patterns.harmony.doing import Function, Results, Skill, skills
@@ -61,7 +63,10 @@ def worker(
     try:
         while not life.stopping:
             try:
-                with connect(Cluster, cluster, timeout=None, insecure=insecure, **connector) as proxy:  # type: ignore[arg-type]
+                with (
+                    interrupts_known(),
+                    connect(Cluster, cluster, timeout=None, insecure=insecure, **connector) as proxy,  # type: ignore[arg-type]
+                ):
                     life.run(proxy)
             except NotConnectable as error:
                 life.say(f"waits for cluster {cluster!r}: {error}")
@@ -78,6 +83,7 @@ class _Life:
         self.name = name
         self.stopping = False
         self._skills = known
+        self._contexts = RunContexts()
         self._response: Response | None = None  # what is done and not taken yet
         self._response_of: Life | None = None
         self._paces = {name: Pace() for name in known}
@@ -155,7 +161,7 @@ class _Life:
             if self._began_s - self._spoke_s >= 2 * RUN_S or results.size_bytes >= RUN_SIZE_BYTES_MAX:
                 self._response = results.take()
                 self._ask(cluster, {})
-            results.do(function, task)
+            self._contexts.run(results.do, function, task)
             self._began_s = None
             count += 1
             if self.stopping:

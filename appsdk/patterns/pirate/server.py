@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import zmq
 
+from appsdk.calls.run_failures import interrupts_known, is_failure
+from appsdk.calls.run_contexts import RunContexts
 from appsdk.client.places import home_of
 from appsdk.patterns.listening import Listener, ListenError
 from appsdk.patterns.pirate.errors import ServerError
@@ -154,14 +156,16 @@ class Server:
 
     def run(self) -> None:
         """Work until :meth:`close`. Raises StoreError where the store can't be written: nobody was answered then."""
+        self._contexts = RunContexts()
         with self._lock:
             self._running = not self._closing
         try:
-            while self._wait():
-                if self._store is None:
-                    self.send([self._plain_answer()])
-                else:
-                    self.send(self._stored_answers(self._store))
+            with interrupts_known():
+                while self._wait():
+                    if self._store is None:
+                        self.send([self._plain_answer()])
+                    else:
+                        self.send(self._stored_answers(self._store))
         finally:
             with self._lock:
                 self._running = False
@@ -205,12 +209,14 @@ class Server:
     def _reply(self, request: Request) -> bytes:
         """Raises Failure."""
         try:
-            reply = self._function(request)
+            reply = self._contexts.run(self._function, request)
             if not isinstance(reply, bytes):
                 raise TypeError(f"the function returned {type(reply).__name__}, bytes were expected")
             if len(reply) > BODY_SIZE_BYTES_MAX:
                 raise ValueError(f"a reply of {len(reply)} bytes, at most {BODY_SIZE_BYTES_MAX} are possible")
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             logger.warning("%r failed: %s: %s", request, type(error).__name__, error)
             text = f"{type(error).__name__}\n{error}".encode(errors="replace")
             raise Failure(text[:TEXT_SIZE_BYTES_MAX]) from error

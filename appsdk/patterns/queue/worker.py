@@ -12,7 +12,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -21,6 +21,8 @@ import msgspec
 
 from appsdk.calls.codec import ArgumentCodec, encode_value
 from appsdk.calls.failures import misfit_text
+from appsdk.calls.run_failures import interrupt, interrupts_known, is_failure
+from appsdk.calls.run_contexts import RunContexts
 from appsdk.client import (
     CallCancelled,
     CallRefused,
@@ -151,12 +153,14 @@ class Worker:
         self._runner: asyncio.Runner | None = None
 
     def run(self) -> None:
-        """Until :meth:`stop`. The queue may stop and start meanwhile.
+        """Until :meth:`stop`. The queue may stop and start meanwhile. Each task has context variables of its own, which
+        begin as those of the caller are now.
 
         Raises Superseded where another process says ready under the same ID; QueueError for an instance that is no
         queue; NotConnectable and other ClientErrors.
         """
-        with self._connector as queue:
+        self._contexts = RunContexts()
+        with interrupts_known(), self._connector as queue:
             heart = threading.Thread(target=self._beat, args=(queue,), name=f"heartbeats to {self._queue}", daemon=True)
             heart.start()
             try:
@@ -217,18 +221,19 @@ class Worker:
             arguments = function.arguments(given.arguments)
         except TypeError as error:
             return failed(str(error), again=False)
-        token = _current.set(CurrentTask(given.task, given.attempt, given.name))
+        context, current = self._contexts.new(), CurrentTask(given.task, given.attempt, given.name)
         try:
-            value = function(arguments)
+            context.run(_current.set, current)
+            value = context.run(function, arguments)
             if inspect.iscoroutine(value):
-                value = self._awaited(value)
+                value = self._awaited(value, context)
         except Reject as error:
             return failed(str(error) or "rejected", again=False)
-        except (Exception, asyncio.CancelledError) as error:  # of a coroutine's own: nobody cancels it from here
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             _log.exception("task %d: %s failed", given.task, given.name)
             return failed(f"{type(error).__name__}: {error}", again=True)
-        finally:
-            _current.reset(token)
         try:
             result = encode_value(value)
         except Exception as error:  # what a user's type raises as it is encoded
@@ -241,10 +246,13 @@ class Worker:
             )
         return Report(given.task, given.attempt, result)
 
-    def _awaited(self, value: Any) -> Any:
+    def _awaited(self, value: Coroutine[Any, Any, Any], context: contextvars.Context) -> Any:
         if self._runner is None:
             self._runner = asyncio.Runner()
-        return self._runner.run(value, context=contextvars.copy_context())
+        found, error = self._runner.run(_outcome(value), context=context)
+        if error is not None:
+            raise error
+        return found
 
     def _beat(self, queue: Queue) -> None:
         """In a thread of its own, whatever the functions do."""
@@ -267,6 +275,14 @@ class Worker:
                 continue  # the next one is as good
 
 
+async def _outcome(value: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:
+    """asyncio raises some of what a coroutine does where its loop runs, and complains of it besides."""
+    try:
+        return await value, None
+    except BaseException as error:
+        return None, error
+
+
 def work(queue: str, functions: Functions, **options: Any) -> None:
     """Run a :class:`Worker` until SIGTERM or SIGINT: the task that it has is done first; the second SIGINT interrupts.
 
@@ -280,7 +296,7 @@ def work(queue: str, functions: Functions, **options: Any) -> None:
 @contextlib.contextmanager
 def _stopped_by_signals(worker: Worker) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, interrupt)
         worker.stop()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
