@@ -58,7 +58,8 @@ MessageKey: TypeAlias = tuple[int, int, int, int]
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
     """On the message ``message_index`` (from 0) of the record ``sequence_id``.
 
-    With ``task`` (its number in the life of the instance) and ``step`` it is about that step of that handler alone.
+    With ``task`` (its number in the life of the instance) and ``step`` it is about that step of that handler alone,
+    with ``task`` alone about that handler, which the message let begin or go on beside others.
     ``type_name``: of the exception, "" in a refusal; ``text``: its message, or why it was refused.
     ``method``: for people, such as "Counter.add". ``caller``: who waits for the answer ("" is the instance itself, "~x"
     a client); None: nobody, so that it becomes a dead letter. ``message``: for a dead letter the message as it was
@@ -118,7 +119,8 @@ class Handling(msgspec.Struct, array_like=True, frozen=True):
     """What the app is about to handle, or has been handling for ``for_s`` seconds.
 
     ``message_index`` RECORD: all of the record, message by message; a ``sequence_id`` of -1: nothing any more.
-    ``message``: as in a :class:`Verdict`, where the app was asked to be careful with single messages.
+    ``message``: as in a :class:`Verdict`, where the app was asked to be careful with single messages. ``task``: as
+    there, of the handler that is about to go on.
     """
 
     sequence_id: int
@@ -127,6 +129,7 @@ class Handling(msgspec.Struct, array_like=True, frozen=True):
     method: str = ""
     caller: str | None = None
     message: bytes = b""
+    task: int = 0
 
 
 class Careful(msgspec.Struct, array_like=True, frozen=True):
@@ -134,11 +137,13 @@ class Careful(msgspec.Struct, array_like=True, frozen=True):
 
     It sends Handling before each record up to ``last_sequence_id``, and before each message of the record
     ``suspect_sequence_id`` (-1: of none), and waits until that is on its way. Behind the last of them it sends that it
-    handles nothing any more, and waits for that as well.
+    handles nothing any more, and waits for that as well. ``handlers``: so it does before each ``async def`` handler
+    that a message of that record lets go on.
     """
 
     last_sequence_id: int
     suspect_sequence_id: int = -1
+    handlers: bool = False
 
 
 Decoded = TypeVar("Decoded")
@@ -204,8 +209,11 @@ def encode_handling(handling: Handling) -> bytes:
 def decode_handling(data: bytes) -> Handling:
     """Raises RemoteProtocolError."""
     handling: Handling = _decoded("Handling", _HANDLING, data)
-    if handling.message_index < RECORD:
-        raise RemoteProtocolError(f"a Handling of message {handling.message_index}, at least {RECORD} was expected")
+    if handling.message_index < RECORD or handling.task < 0:
+        raise RemoteProtocolError(
+            f"a Handling of message {handling.message_index}, handler {handling.task}: at least {RECORD} and 0 were "
+            f"expected"
+        )
     return handling
 
 

@@ -175,6 +175,7 @@ class Outbox:
         self._repeated: dict[str, int] = {}
         self._reports: list[bytes] = []
         self.collected: list[tuple[str, list[bytes]]] | None = None  # what is made goes there, and to nobody
+        self.only_reports = False  # what is taken now
         self.holder: Any = None  # an appsdk.ordering.multicasts.Multicasts that may hold calls back; None: nothing does
 
     # --- so that a message can be taken back -------------------------------------------------------------------------
@@ -372,6 +373,10 @@ class Outbox:
 
     def take(self) -> list[Chunk]:
         """Everything that is to be sent now, impulses included; it is the caller's from here on."""
+        if self.only_reports:
+            reports: list[Chunk] = [*self._reports]
+            self._reports = []
+            return reports
         self.close_batches()
         for batch in self.impulses.take():
             self._append(MessageType.IMPULSE_BATCH, batch)

@@ -11,6 +11,7 @@ from appsdk.calls.context import Context
 from appsdk.calls.failures import (
     FAILED_IN_A_ROW_MAX,
     REPEATED_SIZE_BYTES_MAX,
+    forked,
     letter_message,
     method_of,
     rpc_of,
@@ -20,6 +21,8 @@ from appsdk.calls.failures import (
 from appsdk.dispatch.delivery import Delivery
 from appsdk.errors import HandlerError
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID
+from appsdk.state.journal import SavedTask
+from appsdk.waiting.task import Task
 from protocol.batch import decode_batch, decode_replayable_batch
 from protocol.errors import ProtocolError
 from protocol.messages import MessageType, RpcKind, decode_message, decode_messages
@@ -175,6 +178,13 @@ class Failures:
         return Handling(
             sequence_id, message_index, 0.0, name, None if caller is None else caller.name, letter_message(message)
         )
+
+    def going_on(self, sequence_id: int, message_index: int, call: Task | SavedTask) -> Handling:
+        """An ``async def`` handler is about to go on, or to begin, beside others."""
+        handler = self._context.tasks.definition.by_method_id[call.method_id]
+        message = forked(call.method_id, call.arguments) if call.caller is None else b""
+        name = handler.function.__qualname__
+        return Handling(sequence_id, message_index, 0.0, name, call.caller, message, call.number)
 
     def forget_up_to(self, sequence_id: int) -> None:
         """No replay in this process goes over those records again."""

@@ -146,6 +146,8 @@ class Records:
         is_watched = self.careful is not None and self.careful.suspect_sequence_id == sequence_id
         probe = self.probe
         skips = sequence_id in failures.skipped
+        one_by_one = is_watched and self.careful is not None and self.careful.handlers
+        context.tasks.one_by_one = one_by_one
         while offset < end:
             slice_end = min(offset + SLICE_SIZE_BYTES, end)
             by_itself = is_alone or self._is_close(sequence_id, context.message_index)
@@ -165,7 +167,7 @@ class Records:
             if skipped is not None and skipped < first_index + count:  # else it is in another batch of the record
                 at = offset_behind(content, start, skipped - first_index)
                 if at == offset:
-                    offset = self._pass_over(content, offset, skipped)
+                    offset = yield from self._pass_over(content, offset, skipped)
                     continue
                 slice_end = min(slice_end, at)
             if multicasts.is_busy and not is_own:
@@ -200,9 +202,12 @@ class Records:
                 yield from self._failed(error, message)
                 offset = at + len(message)
                 context.message_index = error.message_index + 1
+            if one_by_one:
+                yield from self._let_go_on(context.message_index - 1, message)
             if outbox.ready_size_bytes:
                 self._check()
                 yield OutputReady()
+        context.tasks.one_by_one = False
         if context.message_index - first_index != count:
             raise RemoteProtocolError(
                 f"record {sequence_id}: a batch of {context.message_index - first_index} messages gives its count as "
@@ -222,6 +227,26 @@ class Records:
             except HandlerError as unsavable:
                 return unsavable
         return error
+
+    def _let_go_on(self, index: int, message: bytes) -> Iterator[Event]:
+        """One after the other of the handlers that ``message`` has woken, each announced. None of the calls that were
+        made since its first leaves in between: a verdict on one of them may take them back."""
+        context, tasks, outbox = self._context, self._context.tasks, self._context.outbox
+        behind, context.message_index = context.message_index, index
+        is_left = True
+        while is_left:
+            if (call := tasks.next_said) is not None:
+                outbox.only_reports = True
+                yield from self.announce(self._failures.going_on(context.sequence_id, index, call))
+                outbox.only_reports = False
+            context.handling_thread_id = context.thread_id
+            try:
+                is_left = context.run_contexts.run(tasks.let_one_go_on)
+            except HandlerError as error:
+                context.handling_thread_id = 0
+                yield from self._failed(error, message)
+            context.handling_thread_id = 0
+        context.message_index = behind
 
     def _timed(self, content: bytes, offset: int, end: int) -> int:
         """Handle one message, and note how long that took: where the next one starts. Raises as ``deliver`` does."""
@@ -254,7 +279,7 @@ class Records:
             yield MessageFailed(verdict)
         self._failures.answer(self._failures.known[verdict.key], message)
 
-    def _pass_over(self, content: bytes, offset: int, index: int) -> int:
+    def _pass_over(self, content: bytes, offset: int, index: int) -> Iterator[Event]:
         """The message at ``offset`` has a verdict: where the next one starts."""
         context, message = self._context, message_at(content, offset)
         behind = offset + len(message)
@@ -264,6 +289,8 @@ class Records:
         if is_ended and wakes_handlers(message):  # who waited for it must not wait for ever
             with context.tasks.incoming.failing(verdict):
                 self._life.delivery.deliver(self._life.instance, content, offset, behind, offset + 1)
+                if context.tasks.one_by_one:
+                    yield from self._let_go_on(index, message)
             context.handling_thread_id = 0
         self._failures.answer(verdict, message)
         context.message_index = index + 1

@@ -42,6 +42,7 @@ class Host:
         self.answers = Answers(context)
         self.events = Events(self.later, self._signalled)
         self._queue: deque[Callable[[], None]] = deque()
+        self.one_by_one = False  # who is woken goes on by let_one_go_on, once it is said that it does
         self._next_number = 1
         self._forks: dict[tuple[str, int], Callable[..., None]] = {}
         self.members: dict[str, Target | Peer] = {}  # what handlers have found of their class, by name
@@ -78,7 +79,7 @@ class Host:
     def drain(self) -> None:
         """Let all go on that was woken. Raises HandlerError."""
         queue = self._queue
-        while queue:
+        while queue and not self.one_by_one:
             queue.popleft()()
 
     # --- what is waited for -----------------------------------------------------------------------------------------

@@ -111,6 +111,10 @@ class Task(Owner):
         return self.handler.function.__qualname__
 
     @property
+    def method_id(self) -> int:
+        return self.handler.method_id
+
+    @property
     def is_done(self) -> bool:
         return self.main.is_done
 
@@ -285,11 +289,12 @@ class Task(Owner):
         if operation.number:
             self.tasks.register(operation)
 
-    def clear_away(self) -> None:
+    def clear_away(self, *, closes: bool = True) -> None:
         """Another life of it, or none, takes its place: what its coroutines still do as they are closed counts for
         nothing."""
         self._is_cleared_away = True
-        self.main.clear_away()
+        if closes:
+            self.main.clear_away()
 
     def forget(self, operation: Operation) -> None:
         if self._is_cleared_away:

@@ -7,6 +7,7 @@ that signals an event. Each handler goes on until it waits again before the next
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,8 +31,10 @@ from appsdk.waiting.task import Task
 from appsdk.waiting.task_self import TaskSelf
 from protocol.client import Caller
 from protocol.handlers import CANCEL_CALL_METHOD_ID, REASON_CHARACTERS_MAX, Order
+from protocol.verdicts import VerdictKind
 
 DEADLINE = "its timeout"  # who has cancelled a handler that had none left
+_buried: list[object] = []  # coroutines that ended the process, kept: as Python clears one away it runs its 'finally'
 
 
 class Tasks(Host):
@@ -43,6 +46,8 @@ class Tasks(Host):
         # Those whose caller waits, oldest first: it chooses the numbers, so two may have the same one.
         self._by_call: dict[tuple[str, int], list[Task]] = {}
         self.limits = Limits()
+        self.next_said: Task | SavedTask | None = None  # who is about to go on, see let_one_go_on
+        self._may_go_on = False
         self.time_impulses = TimeImpulses(context, self.clock)
         self.incoming = Incoming(self)
         context.multicasts.run_effect = self.effects.unheld
@@ -103,6 +108,7 @@ class Tasks(Host):
         """Run all that waited again. Raises JournalError."""
         self.clear_away()
         self._queue.clear()
+        self.next_said = None
         self.ready.clear()
         self.calls.clear()
         self.effects.forget_all()
@@ -169,6 +175,8 @@ class Tasks(Host):
 
     def _begin(self, call: SavedTask, handler: Handler[Any, Any]) -> None:
         """Raises HandlerError."""
+        if self._has_ended_the_process(call.number, handler, call.caller, call.call_number):
+            return
         task = Task(self, handler, call, self.context.record_time_ns or 0)
         self._add(task)
         task.advance()
@@ -181,10 +189,13 @@ class Tasks(Host):
             self._by_call.setdefault((task.caller, task.call_number), []).append(task)
         self.began(task)
 
-    def _begin_next(self) -> None:
-        """Those whose turn it is. Raises HandlerError."""
-        while (call := self.limits.take_next()) is not None:
+    def _begin_next(self, call: SavedTask | None = None) -> None:
+        """Those whose turn it is, beginning with ``call``. Raises HandlerError."""
+        while (call := call or self.limits.take_next()) is not None:
+            if self._is_to_be_said(call, partial(self._begin_next, call)):
+                return
             self._begin(call, self._handler_of(call))
+            call = None
 
     def began(self, task: Task) -> None:
         """Its run, or with continue_as its next one: it counts for limits, and has so much time from here on."""
@@ -202,8 +213,10 @@ class Tasks(Host):
     def _expire(self, deadline: Deadline) -> None:
         """Raises HandlerError."""
         if self.clock.has(deadline):
-            self.clock.forget(deadline.number)
             task = self._tasks[deadline.number]
+            if self._is_to_be_said(task, partial(self._expire, deadline)) or self._is_buried(task):
+                return
+            self.clock.forget(deadline.number)
             self.cancel(task, f"it has not ended within {task.handler.timeout}", DEADLINE)
 
     def give_up(self, number: int, reason: str) -> str | None:
@@ -216,6 +229,10 @@ class Tasks(Host):
         return handler.function.__qualname__
 
     def _end(self, task: Task) -> None:
+        self._remove(task)
+        self._endings.tell(task)
+
+    def _remove(self, task: Task) -> None:
         del self._tasks[task.number]
         self.clock.forget(task.number)
         self.limits.ended(task.number)
@@ -226,13 +243,14 @@ class Tasks(Host):
             calls.remove(task)
             if not calls:
                 del self._by_call[task.caller, task.call_number]
-        self._endings.tell(task)
 
     def resolve(self, operation: Any, raised: bool, value: bytes) -> None:
         if not operation.is_over:
+            task = operation.task
+            if self._is_to_be_said(task, partial(self.resolve, operation, raised, value)) or self._is_buried(task):
+                return
             if self.incoming.failed is not None:
                 raised, value = True, self.incoming.failed
-            task = operation.task
             task.resolve(operation, raised, value, self.context.record_time_ns or 0)
             if task.is_done:
                 self._end(task)
@@ -242,6 +260,53 @@ class Tasks(Host):
         if (effect := self.effects.take(result)) is not None:
             self.resolve(effect, result.raised, bytes(result.value))
             self.drain()
+
+    # --- who ends the app's process ---------------------------------------------------------------------------------
+
+    def let_one_go_on(self) -> bool:
+        """``one_by_one``: whoever was woken first. False: nobody is left. Where ``next_said`` is set behind it, nothing
+        was done yet: that handler goes on with the next call. Raises HandlerError."""
+        self._may_go_on, self.next_said = self.next_said is not None, None
+        if not self._queue:
+            return False
+        self._queue.popleft()()
+        return True
+
+    def _is_to_be_said(self, call: Task | SavedTask, action: Callable[[], None]) -> bool:
+        """Whether ``action``, by which that handler goes on, has to wait until it was said that it does."""
+        if not self.one_by_one:
+            return False
+        if self._may_go_on:
+            self._may_go_on = False
+            return False
+        self._queue.appendleft(action)
+        self.next_said = call
+        return True
+
+    def _is_buried(self, task: Task) -> bool:
+        """As :meth:`_has_ended_the_process`, of one that has begun."""
+        if not self._has_ended_the_process(task.number, task.handler, task.caller, task.call_number):
+            return False
+        task.drop_pending()
+        task.clear_away(closes=False)
+        _buried.append(task.main)
+        self._remove(task)
+        return True
+
+    def _has_ended_the_process(
+        self, number: int, handler: Handler[Any, Any], caller: str | None, call_number: int
+    ) -> bool:
+        """A verdict says so of that handler, as it went on with this message: none of its code runs any more, and who
+        waits for it is told."""
+        if not (verdicts := self.handler_runs.verdicts):
+            return False
+        context = self.context
+        verdict = verdicts.get((context.sequence_id, context.message_index, number, 0))
+        if verdict is None or verdict.kind is not VerdictKind.KILLED:
+            return False
+        if caller is not None:
+            self.answers.answer_verdict(verdict, Caller(caller, call_number, handler.method_id))
+        return True
 
     # --- what an operator orders ------------------------------------------------------------------------------------
 

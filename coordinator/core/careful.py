@@ -4,7 +4,9 @@
     out of the blue         some record so far          each record, up to the last that it was given
     at a record             that record                 each of its messages
     at a message            that message                ... so often in a row as the limit says: it gets a verdict
+    at a handler            that one, at that message   the same; the others that the message lets go on get none
 
+An ``async def`` handler that a message lets go on is said as each of the messages is.
 A run that lives through it clears the suspicion.
 """
 
@@ -40,7 +42,7 @@ class Watch:
         if last_sequence_id <= settled_sequence_id:  # the checkpoint has lived through it
             self.suspect = NO_SUSPECT
         self._careful = self.suspect.runs_count > 0
-        return Careful(last_sequence_id, suspect.sequence_id) if self._careful else None
+        return Careful(last_sequence_id, suspect.sequence_id, True) if self._careful else None
 
     def noted(self, handling: Handling, now_ns: int) -> None:
         """The app says what it is at."""
@@ -52,8 +54,8 @@ class Watch:
             self._careful = False
             self.suspect = NO_SUSPECT
         else:
-            if before is not None and _is_same(before, handling) and not handling.message:
-                handling = replace(handling, message=before.message)  # it was said when it began
+            if before is not None and _is_same(before, handling) and handling.for_s > 0:
+                handling = replace(before, for_s=handling.for_s)  # the rest was said when it began
             self._noted, self._noted_ns = handling, now_ns
 
     def is_at(self, sequence_id: int, message_index: int) -> bool:
@@ -83,7 +85,7 @@ class Watch:
                 self.suspect = Suspect(UNKNOWN, RECORD, 1, fed_sequence_id)
             return None
         runs_count = before.runs_count + 1 if _may_be(before, noted) else 1
-        self.suspect = Suspect(noted.sequence_id, noted.message_index, runs_count)
+        self.suspect = Suspect(noted.sequence_id, noted.message_index, runs_count, task=noted.task)
         if self._kills_max is None or runs_count < self._kills_max or noted.message_index == RECORD:
             return None
         self.suspect = NO_SUSPECT
@@ -94,6 +96,7 @@ class Watch:
             VerdictKind.KILLED,
             KILLED_TYPE,
             f"it ended the app's process {times}",
+            task=noted.task,
             method=noted.method,
             caller=noted.caller,
             message=noted.message,
@@ -141,7 +144,8 @@ def _may_be(suspect: Suspect, noted: Handling) -> bool:
     if suspect.sequence_id == UNKNOWN:
         return True
     indexes = suspect.message_index, noted.message_index
-    return suspect.sequence_id == noted.sequence_id and (RECORD in indexes or indexes[0] == indexes[1])
+    is_same = indexes[0] == indexes[1] and (not suspect.task or suspect.task == noted.task)
+    return suspect.sequence_id == noted.sequence_id and (RECORD in indexes or is_same)
 
 
 def message_in_words(sequence_id: int, message_index: int, caller: str | None) -> str:

@@ -180,13 +180,15 @@ class Suspect(Struct, frozen=True):
     """What the app was at when its process ended without a word, ``runs_count`` times in a row.
 
     ``message_index`` RECORD: some message of that record; ``sequence_id`` UNKNOWN: some record up to
-    ``last_sequence_id``, the last one that the app was given.
+    ``last_sequence_id``, the last one that the app was given. ``task``: the handler that the message let go on, by its
+    number; 0: none in particular.
     """
 
     sequence_id: int
     message_index: int
     runs_count: int
     last_sequence_id: int = -1
+    task: int = 0
 
 
 UNKNOWN = -1

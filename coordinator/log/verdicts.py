@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
 
@@ -19,7 +20,7 @@ from protocol.verdicts import MessageKey, Verdict
 _VERDICT = msgspec.msgpack.Decoder(Verdict)
 _LETTER = msgspec.msgpack.Decoder(tuple[int, Verdict])
 _AUDIT = msgspec.msgpack.Decoder(tuple[int, str, str])
-_SUSPECT = msgspec.msgpack.Decoder(tuple[int, int, int, int])
+_SUSPECT = msgspec.msgpack.Decoder(Annotated[list[int], msgspec.Meta(min_length=4, max_length=5)])
 
 
 def letter_name(key: MessageKey) -> str:
@@ -42,8 +43,8 @@ def verdict_rows(verdicts: Iterable[Verdict], now_ns: int) -> list[Row]:
 
 
 def suspect_row(suspect: Suspect) -> Row:
-    payload = (suspect.sequence_id, suspect.message_index, suspect.runs_count, suspect.last_sequence_id)
-    return meta_row(META_SUSPECT, payload)
+    payload = [suspect.sequence_id, suspect.message_index, suspect.runs_count, suspect.last_sequence_id]
+    return meta_row(META_SUSPECT, [*payload, suspect.task] if suspect.task else payload)
 
 
 def audit_rows(view: View, entries: Iterable[AuditEntry]) -> list[Row]:

@@ -104,13 +104,13 @@ def test_a_new_log_has_none(store: LogStore, tmp_path: Path) -> None:
 def test_what_is_committed_is_there_again(store: LogStore, tmp_path: Path) -> None:
     store.commit(records(0, 5))
     store.commit(Transaction(verdicts=[STEP, ANSWERED], audit=AUDIT[:1]))
-    store.commit(Transaction(verdicts=[LETTER], suspect=Suspect(4, 1, 2, 4), audit=AUDIT[1:]))
+    store.commit(Transaction(verdicts=[LETTER], suspect=Suspect(4, 1, 2, 4, 12), audit=AUDIT[1:]))
     store = reopened(store, tmp_path)
     summary = store.summary()
     assert list(summary.verdicts) == [LETTER.without_letter(), ANSWERED, STEP]
     assert list(summary.letters) == [LETTER.key]
     assert len(LETTER.message) < summary.letters[LETTER.key] < 200
-    assert summary.suspect == Suspect(4, 1, 2, 4)
+    assert summary.suspect == Suspect(4, 1, 2, 4, 12)
     letter = store.letter(LETTER.key)
     assert letter is not None
     assert letter.verdict == LETTER

@@ -41,7 +41,7 @@ def test_the_next_run_is_careful() -> None:
     driven.close()
     assert suspect_of(driven) == Suspect(UNKNOWN, RECORD, 1, 1)
     driven.connect(HELLO)
-    assert careful(driven) == Careful(1, -1)
+    assert careful(driven) == Careful(1, -1, True)
     assert driven.heard[:3] == [b"state one", (-1, "VERDICTS"), (-1, "CAREFUL")]
     driven.data(encode_handling(Handling(0)) + encode_handling(Handling(1)))
     assert suspect_of(driven).runs_count == 1
@@ -78,7 +78,7 @@ def test_three_deaths_at_a_message_are_a_verdict() -> None:
     dies(driven, Handling(0), Handling(1))
     assert suspect_of(driven) == Suspect(1, RECORD, 2)
     driven.connect(HELLO)
-    assert careful(driven) == Careful(1, 1)
+    assert careful(driven) == Careful(1, 1, True)
     driven.data(encode_handling(BLAMED))
     driven.auto = False
     driven.close()
@@ -153,7 +153,7 @@ def test_the_count_goes_on_when_the_coordinator_was_started_again() -> None:
     dies(second, Handling(1))
     third = second.crash()
     third.connect(HELLO)
-    assert careful(third) == Careful(1, 1)
+    assert careful(third) == Careful(1, 1, True)
     third.data(encode_handling(BLAMED))
     third.close()
     assert [verdict.kind for verdict in third.store.summary().verdicts] == [VerdictKind.KILLED]
@@ -286,7 +286,7 @@ def test_a_death(before: Suspect, noted: Handling | None, after: Suspect | None)
 
 def test_who_lives_past_it_is_no_suspect() -> None:
     watch = Watch(Suspect(4, 2, 2), 3)
-    assert watch.begin(-1) == Careful(4, 4)
+    assert watch.begin(-1) == Careful(4, 4, True)
     watch.noted(Handling(4, 2), 0)
     watch.noted(Handling(-1), 0)
     assert watch.suspect == NO_SUSPECT
@@ -346,3 +346,40 @@ def test_a_stop_says_what_it_waits_for(before: bool) -> None:
         driven.data(said + said)
     line = "the stop waits for the app: it is handling Orders.place for 6 s (record 1, message 0, called by itself)"
     assert driven.reports == [("warning", line)]
+
+
+# --- handlers that a message lets go on ------------------------------------------------------------------------------
+
+
+def test_a_handler_has_a_verdict_of_its_own() -> None:
+    driven = with_record()
+    driven.close()
+    at_handler = Handling(1, 0, 0.0, "Orders.remind", "shop", b"", 12)
+    dies(driven, Handling(1))
+    driven.connect(HELLO)
+    driven.data(encode_handling(Handling(1, 0)) + encode_handling(at_handler))
+    driven.close()
+    (verdict,) = driven.store.summary().verdicts
+    assert (verdict.key, verdict.kind, verdict.caller) == ((1, 0, 12, 0), VerdictKind.KILLED, "shop")
+
+
+def test_deaths_of_two_handlers_at_one_message_are_counted_apart() -> None:
+    watch = Watch(Suspect(1, 0, 3, task=12), 5)
+    watch.begin(0)
+    watch.noted(Handling(1, 0, task=13), NOW_NS)
+    assert watch.died(1, all_heard=True) is None
+    assert watch.suspect == Suspect(1, 0, 1, task=13)
+    watch.begin(0)
+    watch.noted(Handling(1, 0, task=13), NOW_NS)
+    assert watch.died(1, all_heard=True) is None
+    assert watch.suspect == Suspect(1, 0, 2, task=13)
+
+
+def test_what_takes_long_keeps_the_handler_that_was_said() -> None:
+    watch = Watch(Suspect(1, 0, 2), 3)
+    watch.begin(0)
+    watch.noted(Handling(1, 0, 0.0, "Orders.remind", None, b"the call", 12), NOW_NS)
+    watch.noted(Handling(1, 0, 12.0, "method -2"), NOW_NS)
+    verdict = watch.died(1, all_heard=True)
+    assert verdict is not None
+    assert (verdict.task, verdict.method, verdict.message) == (12, "Orders.remind", b"the call")
