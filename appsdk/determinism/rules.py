@@ -22,6 +22,7 @@ _UUID = "use self.uuid4()"
 _SEND = "take it in an @on_primary hook and send it as an impulse"
 _HOOK = "start it in an @on_primary hook, and send what the app is to know as an impulse"
 _EFFECT = "do it in an effect: await self.effect(<function>, ...) in an 'async def' handler"
+_OF_ASYNCIO = "await self.event(...), and what handlers share is in the state, changed by 'def' handlers"
 NOT_BEGUN = "which so never begins"
 AWAIT = "write 'await' in front of it"
 AWAIT_OR_FORK = f"{AWAIT}, or .fork(...) if nobody is to wait for it"
@@ -86,6 +87,8 @@ _CLASSES = {  # module: (base class, what people import it from, instead)
     "multiprocessing.process": ("BaseProcess", "multiprocessing", _HOOK),
     "multiprocessing.pool": ("Pool", "multiprocessing.pool", _HOOK),
     "asyncio": ("Runner", "asyncio", _HOOK),
+    "asyncio.mixins": ("_LoopBoundMixin", "asyncio", _OF_ASYNCIO),  # its locks, events and queues
+    "asyncio.taskgroups": ("TaskGroup", "asyncio", "await self.gather(...) or self.race(...)"),
     "subprocess": ("Popen", "subprocess", _EFFECT),
     "socket": ("socket", "socket", _EFFECT),
     "http.client": ("HTTPConnection", "http.client", _EFFECT),

@@ -18,12 +18,11 @@ from appsdk.calls.report import describe_arguments
 from appsdk.errors import AppError, Cancelled, HandlerError, UsageError
 from appsdk.handlers.decorators import Handler
 from appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, SavedTask, described
+from appsdk.waiting import asyncio_uses
 from appsdk.waiting.host import Host
 from appsdk.waiting.operations import Operation, Owner
 from appsdk.waiting.rebuild import MISFITS, Rebuild
 from appsdk.waiting.waits import Fiber
-
-NO_LOOP = "no running event loop"  # what asyncio's functions raise outside a loop of theirs
 
 
 class _Ending(PassesThrough):
@@ -395,11 +394,7 @@ class Task(Owner):
 
     def failure(self, error: BaseException) -> HandlerError:
         """This handler raised ``error``, or did what it can't: it fails alone, or the app stops."""
-        if isinstance(error, RuntimeError) and str(error) == NO_LOOP:
-            error = UsageError(
-                "asyncio does not run async handlers: they can await calls (await self.<peer>.<method>(...)), their "
-                "own handlers, self.effect, self.sleep, self.at, self.event, self.gather and self.race"
-            ).with_traceback(error.__traceback__)
+        error = asyncio_uses.refused(error) or error
         return self.tasks.handler_runs.failed(self.handler, self.decoded_arguments(), error, self.number)
 
     def _title(self) -> str:

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 from appsdk.calls.run_failures import is_failure
 from appsdk.calls.run_contexts import handed_down
 from appsdk.errors import UsageError
+from appsdk.waiting import asyncio_uses
 
 T = TypeVar("T")
 
@@ -235,8 +236,9 @@ class Fiber(Wait[T]):
                 self._waits_for = awaited
                 awaited.watch(self._resume)
             else:
+                refusal = asyncio_uses.awaited(awaited, self.frames()) or foreign(awaited)
                 self._variables.run(self._coroutine.close)
-                self.complete(error=foreign(awaited))
+                self.complete(error=refusal)
 
     def _drop(self) -> None:
         waits_for, self._waits_for = self._waits_for, None
@@ -255,11 +257,7 @@ class Fiber(Wait[T]):
 
 def foreign(awaited: object) -> UsageError:
     what = "a bare 'yield', such as asyncio.sleep(0)," if awaited is None else f"a {type(awaited).__qualname__}"
-    return UsageError(
-        f"an async handler awaits {what} which no log would wake it from: it can await calls (await "
-        f"self.<peer>.<method>(...)), its own handlers, self.effect, self.sleep, self.at, self.event, self.gather and "
-        f"self.race"
-    )
+    return UsageError(f"an async handler awaits {what} which no log would wake it from: {asyncio_uses.CAN_AWAIT}")
 
 
 def as_wait(fibers: Fibers, awaitable: Awaitable[T]) -> Wait[T]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from appsdk.calls.raised import PassesThrough
 from protocol.batch import decode_batch
 from protocol.client import decode_caller
 from protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_messages
@@ -26,7 +27,7 @@ FLAKY_RATE = 0.6  # of the messages that fail by chance
 _take_number = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 
-class Death(BaseException):
+class Death(PassesThrough):
     """The app's process ends here, in the middle of whatever it does; what it has put out is on its way."""
 
 

@@ -113,6 +113,13 @@ class Failing(Immortal):
         await self.sleep(timedelta(microseconds=200))
         raise Broken(f"later {number}")
 
+    @rpc
+    async def lethal_later(self, number: int) -> int:
+        await self.sleep(timedelta(microseconds=200))
+        for other in self.others:
+            getattr(self, f"to_{other}").poison.fork()
+        raise Death
+
     @impulse
     async def doomed_deal(self, number: int) -> None:
         await self.count_kept()
@@ -150,6 +157,8 @@ class Failing(Immortal):
         stranger.misfit.fork("no number")
         if number % 2:
             getattr(self, f"to_{other}").lethal.fork(number)
+        elif number % 4:
+            getattr(self, f"to_{other}").lethal_later.fork(number)
 
     async def deal_that_fails(self, kind: int, other: str, number: int) -> int:
         """The parts of a deal that go wrong, as they should."""
@@ -212,11 +221,12 @@ _DOOMED = {
     "misfit": VerdictKind.REFUSED,
     "unknown": VerdictKind.REFUSED,
     "undone_later": VerdictKind.KEPT,
+    "lethal_later": VerdictKind.KILLED,
     "doomed_deal": VerdictKind.KEPT,
     "serve_badly": VerdictKind.UNDONE,
     "serve_deadly": VerdictKind.KILLED,
 }
-_TASKS = ("undone_later", "doomed_deal")
+_TASKS = ("undone_later", "lethal_later", "doomed_deal")
 
 
 @cache
