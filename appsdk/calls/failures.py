@@ -14,6 +14,7 @@ import msgspec
 
 from appsdk.calls.codec import ArgumentCodec, encoder
 from appsdk.calls.context import Context
+from appsdk.calls.run_failures import is_failure
 from appsdk.calls.report import user_traceback
 from appsdk.errors import CallCancelled, CalleeFailed, CallRefused, DefinitionError, Failure, HandlerError, OnError
 from protocol.client import REFUSED_CALL, Caller, decode_caller
@@ -95,7 +96,9 @@ def text_of(error: BaseException) -> str:
     """Its message, without what differs from run to run."""
     try:
         text = str(error)
-    except Exception as problem:  # a __str__ of the user's
+    except BaseException as problem:  # a __str__ of the user's
+        if not is_failure(problem):
+            raise
         text = f"its str() raises {type(problem).__name__}"
     return _encodable(_ADDRESS.sub(" at 0x...", text))[:TEXT_CHARACTERS_MAX]
 
@@ -104,10 +107,10 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def misfit_text(codec: ArgumentCodec, error: Exception, data: bytes, front: int) -> str:
+def misfit_text(codec: ArgumentCodec, error: BaseException, data: bytes, front: int) -> str:
     """Which parameter, what was expected, what came. ``front``: how many items stand before the arguments."""
     names = list(codec.signature.parameters)
-    problem = str(error)
+    problem = text_of(error)
     try:
         count = len(_CALLER_AND_NUMBER.decode(data)) - front
     except msgspec.DecodeError:

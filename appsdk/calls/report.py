@@ -32,7 +32,9 @@ _shortener.maxlist = _shortener.maxtuple = _shortener.maxdict = _shortener.maxse
 def describe_arguments(arguments: tuple[Any, ...]) -> str:
     try:
         return f"({', '.join(map(_shortener.repr, arguments))})"
-    except Exception as error:  # a __repr__ of the user's
+    except BaseException as error:  # a __repr__ of the user's
+        if not is_failure(error):
+            raise
         return f"(... their repr raises {error!r})"
 
 

@@ -61,7 +61,9 @@ def _run(question: QueryQuestion, definition: Definition, instance: Any, tasks: 
         if (declared := declared_name(handler.raises, error)) is not None:
             try:
                 return *_raised(encode_raised(declared, error)), changed
-            except Exception as problem:  # what it holds can't be sent
+            except BaseException as problem:  # what it holds can't be sent
+                if not is_failure(problem):
+                    raise
                 error = problem
         # Without a place in the log there is nothing to refer to.
         failure = failure_of(
@@ -86,7 +88,9 @@ def _found(question: QueryQuestion, definition: Definition) -> tuple[Handler[Any
         )
     try:
         return handler, codec.decode(question.arguments)
-    except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
+    except BaseException as error:  # msgspec's own, and what a type's __post_init__ raises
+        if not is_failure(error):
+            raise
         raise _RefusedError(misfit_text(codec, error, question.arguments, 0)) from None
 
 

@@ -181,7 +181,9 @@ class Delivery:
                 )
             try:
                 arguments = decode(view[start:offset] if is_large else octets[start:offset])
-            except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
+            except BaseException as error:  # msgspec's own, and what a type's __post_init__ raises
+                if not is_failure(error):
+                    raise
                 context.message_index = index
                 arguments = self._read_again(content, offset - stride, name, error, content[start:offset], index)
             context.message_index = index
@@ -263,7 +265,7 @@ class Delivery:
         )
 
     def _read_again(
-        self, content: bytes, message_start: int, name: str, error: Exception, data: bytes, index: int
+        self, content: bytes, message_start: int, name: str, error: BaseException, data: bytes, index: int
     ) -> tuple[Any, ...]:
         """The arguments ``data``, if ``error`` is only for what is read more slowly. Raises HandlerError."""
         method_id, front_count = _method_and_front(content, message_start)
@@ -271,11 +273,15 @@ class Delivery:
         if handler is not None and not front_count:
             try:
                 return self._definition.codec(handler).decode_again(data, error)
-            except Exception as another:
+            except BaseException as another:
+                if not is_failure(another):
+                    raise
                 error = another
         raise self._misfit(method_id, name, error, data, index, front_count) from None
 
-    def _misfit(self, method_id: int | None, name: str, error: Exception, data: bytes, index: int, front: int) -> Any:
+    def _misfit(
+        self, method_id: int | None, name: str, error: BaseException, data: bytes, index: int, front: int
+    ) -> Any:
         """Arguments that can't be decoded."""
         handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
         if handler is None:

@@ -6,7 +6,7 @@ What fails alone gets its verdict here, and the others go on behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from msgspec.structs import replace
 
@@ -279,7 +279,7 @@ class Records:
             yield MessageFailed(verdict)
         self._failures.answer(self._failures.known[verdict.key], message)
 
-    def _pass_over(self, content: bytes, offset: int, index: int) -> Iterator[Event]:
+    def _pass_over(self, content: bytes, offset: int, index: int) -> Generator[Event, None, int]:
         """The message at ``offset`` has a verdict: where the next one starts."""
         context, message = self._context, message_at(content, offset)
         behind = offset + len(message)

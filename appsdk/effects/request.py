@@ -20,6 +20,7 @@ import msgspec
 from appsdk.calls.annotations import signature_of
 from appsdk.calls.codec import ArgumentCodec, encoder
 from appsdk.calls.failures import misfit_text
+from appsdk.calls.run_failures import is_failure
 from appsdk.calls.report import user_traceback
 from appsdk.calls.run_contexts import copy_of
 from appsdk.effects.options import EffectContext, EffectOptions, current_context
@@ -71,8 +72,12 @@ class EffectFunction:
         try:
             encoded = self.codec.encode_result(value)
             self.decode_result(encoded)
-        except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
-            raise TypeError(f"{self.name} returned a {type(value).__name__} that can't be kept: {error}") from error
+        except BaseException as error:  # msgspec's own, and what a type's __post_init__ raises
+            if not is_failure(error):
+                raise
+            raise TypeError(
+                f"{self.name} returned a {type(value).__name__} that can't be kept: {encodable(error)}"
+            ) from error
         return encoded
 
     def encode_error(self, error: BaseException, attempts: int, raises: Mapping[str, type[Exception]]) -> bytes:
@@ -80,8 +85,10 @@ class EffectFunction:
         if (name := declared_name(raises, error)) is not None:
             try:
                 return encode_raised(name, error)
-            except Exception as problem:
-                error = TypeError(f"{name}, which {self.name} raised, can't be encoded: {problem}")
+            except BaseException as problem:
+                if not is_failure(problem):
+                    raise
+                error = TypeError(f"{name}, which {self.name} raised, can't be encoded: {encodable(problem)}")
         message = encodable(error)[:FAILURE_TEXT_CHARACTERS_MAX]
         trace = encodable(user_traceback(error))[-FAILURE_TEXT_CHARACTERS_MAX:]
         return encoder.encode((_FAILED, (self.name, type(error).__name__, message, trace, attempts), {}))
@@ -98,7 +105,9 @@ def encodable(text: object) -> str:
     """Its text, of which every character can be encoded."""
     try:
         return str(text).encode("utf-8", "replace").decode()
-    except Exception as error:  # a __str__ of the user's
+    except BaseException as error:  # a __str__ of the user's
+        if not is_failure(error):
+            raise
         return f"its str() raises {type(error).__name__}"
 
 

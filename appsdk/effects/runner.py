@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from appsdk.calls.run_failures import is_failure
 from appsdk.effects.request import EffectRequest, encodable
 from appsdk.effects.threads import Threads
 
@@ -182,7 +183,9 @@ class OutsideRunner:
             try:
                 request.returned(value)
                 return
-            except Exception as problem:  # what it returned is not what it is declared to
+            except BaseException as problem:  # what it returned is not what it is declared to
+                if not is_failure(problem):
+                    raise
                 error = problem
         if request.is_cancelled or self._is_stopped:
             return

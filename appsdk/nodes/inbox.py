@@ -10,6 +10,7 @@ from typing import Any
 from appsdk.calls.codec import ArgumentCodec
 from appsdk.calls.context import Context
 from appsdk.calls.failures import encode_refused, method_of, misfit_text, refused, rpc_of
+from appsdk.calls.run_failures import is_failure
 from appsdk.errors import HandlerError
 from appsdk.handlers.decorators import Handler
 from appsdk.nodes.accounts import WHAT, Accounts
@@ -87,7 +88,9 @@ class Inbox:
         codec = definition.codec(handler)
         try:
             return handler, codec, codec.decode(arguments)
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             raise self._wrong(misfit_text(codec, error, arguments, 0), Cause.ARGUMENTS) from None
 
     def _run(

@@ -106,7 +106,9 @@ class HandlerRuns:
         """What ``handler`` returned or raised, by ``encode``. Raises HandlerError where it can't be sent."""
         try:
             return encode()
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             name = handler.function.__qualname__
             problem = TypeError(f"what {name} returned or raised can't be sent to whoever waits for it: {error}")
             raise self.failed(handler, arguments, problem) from error

@@ -192,7 +192,7 @@ class Tasks(Host):
     def _begin_next(self, call: SavedTask | None = None) -> None:
         """Those whose turn it is, beginning with ``call``. Raises HandlerError."""
         while (call := call or self.limits.take_next()) is not None:
-            if self._is_to_be_said(call, partial(self._begin_next, call)):
+            if self.one_by_one and self._is_to_be_said(call, partial(self._begin_next, call)):
                 return
             self._begin(call, self._handler_of(call))
             call = None
@@ -214,7 +214,9 @@ class Tasks(Host):
         """Raises HandlerError."""
         if self.clock.has(deadline):
             task = self._tasks[deadline.number]
-            if self._is_to_be_said(task, partial(self._expire, deadline)) or self._is_buried(task):
+            if self.one_by_one and self._is_to_be_said(task, partial(self._expire, deadline)):
+                return
+            if self._is_buried(task):
                 return
             self.clock.forget(deadline.number)
             self.cancel(task, f"it has not ended within {task.handler.timeout}", DEADLINE)
@@ -247,7 +249,9 @@ class Tasks(Host):
     def resolve(self, operation: Any, raised: bool, value: bytes) -> None:
         if not operation.is_over:
             task = operation.task
-            if self._is_to_be_said(task, partial(self.resolve, operation, raised, value)) or self._is_buried(task):
+            if self.one_by_one and self._is_to_be_said(task, partial(self.resolve, operation, raised, value)):
+                return
+            if self.handler_runs.verdicts and self._is_buried(task):
                 return
             if self.incoming.failed is not None:
                 raised, value = True, self.incoming.failed
@@ -273,9 +277,8 @@ class Tasks(Host):
         return True
 
     def _is_to_be_said(self, call: Task | SavedTask, action: Callable[[], None]) -> bool:
-        """Whether ``action``, by which that handler goes on, has to wait until it was said that it does."""
-        if not self.one_by_one:
-            return False
+        """``one_by_one``: whether ``action``, by which that handler goes on, has to wait until it was said that it
+        does."""
         if self._may_go_on:
             self._may_go_on = False
             return False
@@ -298,10 +301,8 @@ class Tasks(Host):
     ) -> bool:
         """A verdict says so of that handler, as it went on with this message: none of its code runs any more, and who
         waits for it is told."""
-        if not (verdicts := self.handler_runs.verdicts):
-            return False
         context = self.context
-        verdict = verdicts.get((context.sequence_id, context.message_index, number, 0))
+        verdict = self.handler_runs.verdicts.get((context.sequence_id, context.message_index, number, 0))
         if verdict is None or verdict.kind is not VerdictKind.KILLED:
             return False
         if caller is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from appsdk.calls.raised import PassesThrough
+from appsdk.calls.run_failures import PassesThrough
 from protocol.batch import decode_batch
 from protocol.client import decode_caller
 from protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_messages

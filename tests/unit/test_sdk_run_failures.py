@@ -16,14 +16,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import CalleeFailed, EffectFailed, Immortal, Node, Retry, impulse, query, rpc
+from appsdk import CalleeFailed, CallRefused, EffectFailed, Immortal, Node, Retry, impulse, query, rpc
 from appsdk.calls.run_failures import interrupt, interrupts_known, is_failure
 from appsdk.calls.run_contexts import RunContexts
 from appsdk.client.errors import CalleeFailed as ClientCalleeFailed
 from appsdk.dispatch.asking import answer_query
 from appsdk.errors import HookError, StateError
 from appsdk.handlers.definition import definition_of
-from appsdk.patterns.harmony.doing import Results
+from appsdk.patterns.harmony.doing import Results, skills
+from appsdk.patterns.harmony.runs import Run
 from appsdk.patterns.pirate.server import Server
 from appsdk.patterns.queue.records import Given
 from appsdk.patterns.queue.worker import Worker
@@ -416,3 +417,75 @@ def test_only_the_default_of_ctrl_c_is_replaced() -> None:
             assert is_failure(KeyboardInterrupt())
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# --- what is raised on the way to user code and back ------------------------------------------------------------------
+
+
+class Picky(msgspec.Struct):
+    kind: str
+
+    def __post_init__(self) -> None:
+        if self.kind:
+            throw(self.kind)
+
+
+class SilentError(Exception):
+    def __str__(self) -> str:
+        sys.exit("in __str__")
+
+
+class Reads(Immortal):
+    @rpc
+    def take(self, given: Picky) -> None:
+        pass
+
+    @rpc
+    def give(self, kind: str) -> Picky:
+        given = Picky("")
+        given.kind = kind
+        return given
+
+    @rpc
+    def say(self) -> None:
+        raise SilentError
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_types_of_the_users_own_fail_alone(kind: str) -> None:
+    with Environment(fail_alone=True) as env:
+        reads = env.start(Reads, "reads")
+        given = Picky("")
+        given.kind = kind
+        with pytest.raises(CallRefused, match="enough"):
+            reads.call(Reads.take, given)
+        with pytest.raises(CalleeFailed, match="enough"):
+            reads.call(Reads.give, kind)
+        with pytest.raises(CalleeFailed, match="its str\\(\\) raises SystemExit"):
+            reads.call(Reads.say)
+        assert reads.call(Reads.take, Picky("")) is None
+
+
+def picky(given: Picky) -> str:
+    return given.kind
+
+
+def silent(name: str) -> str:
+    raise SilentError
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_they_do_for_workers(worker: Worker, kind: str) -> None:
+    worker._functions = Worker("tasks", {"picky": picky, "silent": silent})._functions
+    report = worker._done(Given(1, 1, "picky", msgspec.msgpack.encode([{"kind": kind}])))
+    assert "enough" in report.error
+    assert "its str() raises" in worker._done(Given(1, 1, "silent", msgspec.msgpack.encode(["a"]))).error
+    skill = skills({"picky": picky})["picky"]
+    run = Run("batch", "picky", 0, 2, msgspec.msgpack.encode([{"kind": ""}, {"kind": kind}]))
+    results = Results("batch", 0)
+    for task in skill.tasks(run):
+        results.do(picky, task)
+    results.do(silent, "a")
+    failures = results.take().failures
+    assert sorted(failures) == [1, 2]
+    assert "enough" in failures[1]

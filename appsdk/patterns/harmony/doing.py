@@ -10,6 +10,7 @@ import msgspec
 
 from appsdk.calls.annotations import resolve_hints
 from appsdk.calls.codec import ValueDecoder, encode_value
+from appsdk.calls.failures import text_of
 from appsdk.calls.run_failures import is_failure
 from appsdk.patterns.harmony.limits import REASON_SIZE_CHARS_MAX, TASK_SIZE_BYTES_MAX
 from appsdk.patterns.harmony.runs import Response, Run, array, split
@@ -45,15 +46,19 @@ class Skill:
         """One for each, or a :class:`Misfit`."""
         try:
             found: list[Any] = self._many.decode(run.tasks)
-        except (msgspec.DecodeError, ValueError):  # one of them does not fit
+        except BaseException as error:  # one of them does not fit
+            if not is_failure(error):
+                raise
             return [self._task(raw) for raw in split(run.tasks)]
         return found
 
     def _task(self, raw: msgspec.Raw) -> Any:
         try:
             return self._one.decode(raw)
-        except (msgspec.DecodeError, ValueError) as error:
-            return Misfit(str(error))
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            return Misfit(text_of(error))
 
 
 class Misfit:
@@ -95,8 +100,8 @@ class Results:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            reason = f"{type(error).__name__}: {error}"[:REASON_SIZE_CHARS_MAX]
-            self._failures[self._first + self.count] = reason.encode(errors="replace").decode()
+            reason = f"{type(error).__name__}: {text_of(error)}"
+            self._failures[self._first + self.count] = reason[:REASON_SIZE_CHARS_MAX]
             value = _NIL
         self._values.append(value)
         self.size_bytes += len(value)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from appsdk.calls.failures import text_of
 from appsdk.calls.run_failures import interrupts_known, is_failure
 from appsdk.calls.run_contexts import RunContexts
 from appsdk.client.places import home_of
@@ -217,8 +218,9 @@ class Server:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            logger.warning("%r failed: %s: %s", request, type(error).__name__, error)
-            text = f"{type(error).__name__}\n{error}".encode(errors="replace")
+            problem = text_of(error)
+            logger.warning("%r failed: %s: %s", request, type(error).__name__, problem)
+            text = f"{type(error).__name__}\n{problem}".encode()
             raise Failure(text[:TEXT_SIZE_BYTES_MAX]) from error
         return reply
 

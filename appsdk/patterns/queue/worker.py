@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from appsdk.calls.codec import ArgumentCodec, encode_value
-from appsdk.calls.failures import misfit_text
+from appsdk.calls.failures import misfit_text, text_of
 from appsdk.calls.run_failures import interrupt, interrupts_known, is_failure
 from appsdk.calls.run_contexts import RunContexts
 from appsdk.client import (
@@ -90,8 +90,10 @@ class _Function:
             arguments = msgspec.msgpack.decode(encoded, type=list[Any])
             if self._signature is not None:
                 self._signature.bind(*arguments)
-        except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
-            why = str(error) if self._codec is None else misfit_text(self._codec, error, encoded, 0)
+        except BaseException as error:  # msgspec's own, and what a type's __post_init__ raises
+            if not is_failure(error):
+                raise
+            why = text_of(error) if self._codec is None else misfit_text(self._codec, error, encoded, 0)
             raise TypeError(why) from None
         return arguments
 
@@ -233,11 +235,13 @@ class Worker:
             if not is_failure(error):
                 raise
             _log.exception("task %d: %s failed", given.task, given.name)
-            return failed(f"{type(error).__name__}: {error}", again=True)
+            return failed(f"{type(error).__name__}: {text_of(error)}", again=True)
         try:
             result = encode_value(value)
-        except Exception as error:  # what a user's type raises as it is encoded
-            return failed(f"what {given.name} returned can't be encoded: {error}", again=False)
+        except BaseException as error:  # what a user's type raises as it is encoded
+            if not is_failure(error):
+                raise
+            return failed(f"what {given.name} returned can't be encoded: {text_of(error)}", again=False)
         if len(result) > limits.RESULT_SIZE_BYTES_MAX:
             return failed(
                 f"what {given.name} returned takes {len(result)} bytes, at most {limits.RESULT_SIZE_BYTES_MAX} are "
