@@ -71,6 +71,8 @@ class Records:
         sequence_id, index = context.sequence_id, context.message_index
         if not context.handling_thread_id or not self._failures.can_fail or index < first_index:
             return None
+        if (task := context.tasks.running) is not None:
+            return replace(self._failures.going_on(sequence_id, index, task), message=b"")
         try:
             message = message_at(content, offset_behind(content, start, index - first_index))
         except RemoteProtocolError:  # of a batch that has begun since

@@ -250,3 +250,23 @@ def test_over_checkpoints_and_deaths_of_other_causes(run: Run, begin: Callable[[
     run.env.advance(seconds=600)
     assert run.failed() == {"poison"}
     assert run.desk.state.notes == ["guest 0", "guest 1"]
+
+
+def test_what_takes_long_is_said_of_the_handler_itself() -> None:
+    said: list[Any] = []
+
+    class Slow(Immortal):
+        @rpc
+        async def work(self, seconds: int) -> None:
+            await self.sleep(timedelta(seconds=seconds))
+            said.append(slow._app().dispatcher.records.now_handling)
+
+    with Environment(fail_alone=True) as env:
+        slow = env.start(Slow, "slow")
+        one, two = slow.begin(Slow.work, 5), slow.begin(Slow.work, 5)
+        one.result()
+        two.result()
+        assert [(one.method[-9:], one.caller, one.task) for one in said] == [
+            ("Slow.work", "test", 1),
+            ("Slow.work", "test", 3),
+        ]
