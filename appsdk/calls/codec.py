@@ -109,7 +109,7 @@ class ArgumentCodec:
     def _decode_call(self) -> Decode:
         return self._make_decode(_CALL_FRONT)
 
-    def decode_again(self, data: Any, error: Exception, front: tuple[type, ...] = ()) -> tuple[Any, ...]:
+    def decode_again(self, data: Any, error: BaseException, front: tuple[type, ...] = ()) -> tuple[Any, ...]:
         """What ``error`` was about, where it was for integers of more than 64 bits and the like; else raises it."""
         if isinstance(error, msgspec.ValidationError):
             count = len(_items(data)) - len(front)

@@ -14,8 +14,8 @@ import msgspec
 
 from appsdk.calls.codec import ArgumentCodec, encoder
 from appsdk.calls.context import Context
-from appsdk.calls.run_failures import is_failure
 from appsdk.calls.report import user_traceback
+from appsdk.calls.run_failures import is_failure
 from appsdk.errors import CallCancelled, CalleeFailed, CallRefused, DefinitionError, Failure, HandlerError, OnError
 from protocol.client import REFUSED_CALL, Caller, decode_caller
 from protocol.errors import ProtocolError

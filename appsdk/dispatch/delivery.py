@@ -11,8 +11,8 @@ import msgspec
 from appsdk.calls.codec import ArgumentCodec, Decode
 from appsdk.calls.context import Context
 from appsdk.calls.failures import failure_of, misfit_text, refusal
-from appsdk.calls.run_failures import is_failure
 from appsdk.calls.report import handler_failed
+from appsdk.calls.run_failures import is_failure
 from appsdk.dispatch.receivers import answering_receiver, receiver, waking
 from appsdk.errors import Failure, HandlerError
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler

@@ -139,9 +139,8 @@ class Life:
 
     def _encode(self) -> tuple[bytes, bytes]:
         schema = self.definition.state()
-        encode = partial(
-            self._context.run_contexts.run, schema.encode, self.instance, keeps_types=self._context.keeps_types
-        )
+        encoded = partial(schema.encode, self.instance, keeps_types=self._context.keeps_types)
+        encode = partial(self._context.run_contexts.run, encoded)
         state = call_user_code(f"{self.definition.name}.checkpoint", encode, StateError)
         waiting = f"{self.definition.name}: to save what its handlers wait for"
         return call_user_code(waiting, partial(self._envelope, schema.serializer), StateError), state

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from appsdk.calls.annotations import signature_of
 from appsdk.calls.context import Context
-from appsdk.calls.run_failures import is_failure
 from appsdk.calls.report import user_traceback
+from appsdk.calls.run_failures import is_failure
 from appsdk.errors import AppError, DefinitionError, StateError, UpgradeError
 from appsdk.handlers.contexts import attach, new_instances_live_in
 from appsdk.handlers.decorators import AnImmortal, Handler

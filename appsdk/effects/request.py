@@ -20,9 +20,9 @@ import msgspec
 from appsdk.calls.annotations import signature_of
 from appsdk.calls.codec import ArgumentCodec, encoder
 from appsdk.calls.failures import misfit_text
-from appsdk.calls.run_failures import is_failure
 from appsdk.calls.report import user_traceback
 from appsdk.calls.run_contexts import copy_of
+from appsdk.calls.run_failures import is_failure
 from appsdk.effects.options import EffectContext, EffectOptions, current_context
 from appsdk.errors import DefinitionError, EffectFailed, UsageError
 from appsdk.state.journal import declared_name, decode_raised, encode_raised

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from appsdk.calls.context import Context
-from appsdk.calls.run_failures import PassesThrough
 from appsdk.calls.report import describe_arguments
+from appsdk.calls.run_failures import PassesThrough
 from appsdk.dispatch.delivery import Delivery, Entry
 from appsdk.handlers.definition import Definition
 from protocol.shown import printable

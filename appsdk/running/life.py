@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from appsdk.calls.context import SEED_SIZE_BYTES, Context
-from appsdk.calls.run_failures import is_failure
 from appsdk.calls.report import FailureReporter, user_traceback
+from appsdk.calls.run_failures import is_failure
 from appsdk.dispatch.delivery import Delivery
 from appsdk.dispatch.dispatcher import Dispatcher
 from appsdk.effects.request import EffectRunner

@@ -9,8 +9,8 @@ from functools import partial
 from typing import cast
 
 from appsdk.calls.context import datetime_of
-from appsdk.calls.run_failures import interrupts_known
 from appsdk.calls.run_contexts import handed_down
+from appsdk.calls.run_failures import interrupts_known
 from appsdk.errors import UsageError
 from appsdk.handlers.definition import Definition
 from appsdk.testing import outside

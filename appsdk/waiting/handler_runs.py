@@ -10,9 +10,9 @@ from typing import Any
 from appsdk.calls.codec import encoder
 from appsdk.calls.context import Context
 from appsdk.calls.failures import encode_failed, failure_of, reference, verdict_on
-from appsdk.calls.run_failures import is_failure
 from appsdk.calls.report import handler_failed
 from appsdk.calls.run_contexts import handed_down
+from appsdk.calls.run_failures import is_failure
 from appsdk.errors import HandlerError, StateError
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Definition

@@ -13,8 +13,8 @@ import msgspec
 from appsdk.calls.codec import encoder
 from appsdk.calls.context import datetime_of
 from appsdk.calls.failures import encode_failed, text_of
-from appsdk.calls.run_failures import PassesThrough, is_failure
 from appsdk.calls.report import describe_arguments
+from appsdk.calls.run_failures import PassesThrough, is_failure
 from appsdk.errors import AppError, Cancelled, HandlerError, UsageError
 from appsdk.handlers.decorators import Handler
 from appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, SavedTask, described

@@ -17,8 +17,8 @@ from functools import partial
 from types import CoroutineType, FrameType
 from typing import Any, Generic, TypeVar
 
-from appsdk.calls.run_failures import is_failure
 from appsdk.calls.run_contexts import handed_down
+from appsdk.calls.run_failures import is_failure
 from appsdk.errors import UsageError
 from appsdk.waiting import asyncio_uses
 

@@ -1,4 +1,4 @@
-"""appsdk.calls.run_failures: whatever user code raises, the run that raised it fails alone; a signal still ends a process."""
+"""appsdk.calls.run_failures: whatever user code raises, its run fails alone; a signal still ends the process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import msgspec
 import pytest
 
 from appsdk import CalleeFailed, CallRefused, EffectFailed, Immortal, Node, Retry, impulse, query, rpc
-from appsdk.calls.run_failures import interrupt, interrupts_known, is_failure
 from appsdk.calls.run_contexts import RunContexts
+from appsdk.calls.run_failures import interrupt, interrupts_known, is_failure
 from appsdk.client.errors import CalleeFailed as ClientCalleeFailed
 from appsdk.dispatch.asking import answer_query
 from appsdk.errors import HookError, StateError

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from appsdk.calls.run_failures import interrupts_known
 from appsdk.calls.run_contexts import RunContexts
+from appsdk.calls.run_failures import interrupts_known
 from appsdk.client import ClientError, NotConnectable, connect, with_timeout
 from appsdk.patterns.harmony.cluster import Cluster
 from appsdk.patterns.harmony.doing import Function, Results, Skill, skills

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import zmq
 
 from appsdk.calls.failures import text_of
-from appsdk.calls.run_failures import interrupts_known, is_failure
 from appsdk.calls.run_contexts import RunContexts
+from appsdk.calls.run_failures import interrupts_known, is_failure
 from appsdk.client.places import home_of
 from appsdk.patterns.listening import Listener, ListenError
 from appsdk.patterns.pirate.errors import ServerError

@@ -21,8 +21,8 @@ import msgspec
 
 from appsdk.calls.codec import ArgumentCodec, encode_value
 from appsdk.calls.failures import misfit_text, text_of
-from appsdk.calls.run_failures import interrupt, interrupts_known, is_failure
 from appsdk.calls.run_contexts import RunContexts
+from appsdk.calls.run_failures import interrupt, interrupts_known, is_failure
 from appsdk.client import (
     CallCancelled,
     CallRefused,
