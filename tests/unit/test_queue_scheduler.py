@@ -561,7 +561,7 @@ def test_what_was_due_happens_before_what_is_asked(driven: Driven) -> None:
     [
         ({"name": ""}, "function '': 1 to 200 characters"),
         ({"name": "f" * 201}, "1 to 200 characters"),
-        ({"key": "a\0b"}, "without a zero byte"),
+        ({"key": "a\0b"}, "without zero bytes"),
         ({"priority": 1001}, "priority 1001: -1000 to 1000 were expected"),
         ({"delay_s": -1.0}, "delay -1 s: 0 to"),
         ({"delay_s": float("nan")}, "delay nan s"),
