@@ -20,6 +20,7 @@ from coordinator.core.effects import WakeAt
 from coordinator.core.events import ClockMoved, Event, Tick
 from coordinator.core.interfaces import LogSummary
 from coordinator.notices import Notices
+from protocol import decoding
 from protocol.private_files import make_folder, opener
 
 FILE_NAME = "clock"
@@ -182,10 +183,10 @@ class InstanceClock:
 
     def _load(self) -> _Saved | None:
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=_Saved)
+            return decoding.decode_json(self._path.read_bytes(), type=_Saved)
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.MsgspecError) as error:
+        except (decoding.DecodeError, OSError) as error:
             self._log.warning(f"{self._path} can't be read ({error}): it is made anew")
             return None
 

@@ -14,6 +14,7 @@ from appsdk.running.runner import load
 from appsdk.types.handles import read_extension
 from appsdk.types.registry import show_custom
 from pipeline.errors import SourceError
+from protocol import decoding
 from protocol.messages import RpcKind, RpcType
 
 
@@ -47,6 +48,7 @@ class ArgumentDecoder:
             return DecodedCall(None, problem=f"{definition.name} has no method with ID {method_id}")
         codec = definition.codec(handler)
         try:
+            decoding.check_shown(arguments)
             named: dict[str, Any] = {}
             values = codec.decode_call(arguments) if rpc_type == RpcType.ASYNC else codec.decode(arguments)
             if rpc_type == RpcType.ASYNC:
@@ -62,7 +64,7 @@ class ArgumentDecoder:
         qualified = self._methods.get(method_id, f"method {method_id}")
         method = qualified.rpartition(".")[2] if method_id in self._methods else None
         try:
-            number, *rest = msgspec.msgpack.decode(arguments, type=list[Any], ext_hook=read_extension)
+            number, *rest = decoding.decode_shown(arguments, type=list[Any], ext_hook=read_extension)
             named = {"$call": number}
             if kind == RpcKind.RAISED:
                 named |= {"raised": rest[0], "arguments": rest[1]}

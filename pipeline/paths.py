@@ -4,7 +4,6 @@ home, patterns of them."""
 from __future__ import annotations
 
 import glob
-import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from coordinator.log import log_exists
 from coordinator.log.open import place_of
 from coordinator.log_url import FOLDERS, split_url
 from pipeline.errors import SourceError
+from protocol import decoding
 
 
 def paths_of(options: Mapping[str, str]) -> list[str]:
@@ -22,7 +22,7 @@ def paths_of(options: Mapping[str, str]) -> list[str]:
     paths = [part.strip() for part in options.get("path", "").split(",")]
     if listed := options.get("paths"):
         try:
-            values = json.loads(listed)
+            values = decoding.load_json(listed)
         except ValueError:
             values = None
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):

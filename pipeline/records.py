@@ -11,6 +11,7 @@ import msgspec
 
 from pipeline.errors import SourceError
 from pipeline.plain import KIND_NAMES, RPC_KIND_NAMES, RPC_TYPE_NAMES
+from protocol import decoding
 from protocol.batch import encode_batch
 from protocol.errors import LocalProtocolError
 from protocol.messages import MessageType, encode_incoming_rpc, encode_message
@@ -22,7 +23,7 @@ Row = Mapping[str, Any]
 _RECORD_KEY = struct.Struct(">Q")
 _MESSAGE_KEY = struct.Struct(">QI")
 encode_row = msgspec.msgpack.Encoder().encode
-decode_row = msgspec.msgpack.Decoder(dict[str, Any]).decode
+decode_row = decoding.Decoder(dict[str, Any]).decode
 
 
 def row_key(sequence_id: int | None, index: int | None = 0, *, whole: bool = False) -> bytes:

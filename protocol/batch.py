@@ -55,6 +55,11 @@ def _stride(payload: bytes, count: int) -> int:
     return end
 
 
+def common_size(payload: bytes, count: int) -> int:
+    """The size in bytes of each of these RPC messages if they begin alike and have one size, else 0."""
+    return _stride(payload, count) if count > 0 else 0
+
+
 def check_batch(payload: bytes, count: int) -> None:
     """Raise RemoteProtocolError unless ``payload`` is exactly ``count`` RPC messages."""
     end = offset_after(payload, count, count)

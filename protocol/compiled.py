@@ -116,6 +116,8 @@ MODULES = (
     "protocol.varint",
     "protocol.messages",
     "protocol.batch",
+    "protocol.decoding",
+    "protocol.nesting",
     "protocol.readers",
     "protocol.record",
     "protocol.trailer",

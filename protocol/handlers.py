@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from protocol import decoding
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType, RpcType, encode_incoming_rpc, encode_message
 
@@ -63,8 +64,8 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
         return f"{self.verb} {self.text}" if not self.task else f"{self.verb} of the handler {self.task}: {self.text}"
 
 
-_decode_question = msgspec.msgpack.Decoder(HandlersQuestion).decode
-_decode_answer = msgspec.msgpack.Decoder(HandlersAnswer).decode
+_decode_question = decoding.Decoder(HandlersQuestion).decode
+_decode_answer = decoding.Decoder(HandlersAnswer).decode
 
 
 def encode_question(question: HandlersQuestion) -> bytes:
@@ -76,7 +77,7 @@ def decode_question(data: bytes) -> HandlersQuestion:
     """Raises RemoteProtocolError."""
     try:
         return _decode_question(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except decoding.DecodeError as error:
         raise RemoteProtocolError(f"a HandlersAsked can't be read: {error}") from None
 
 
@@ -89,7 +90,7 @@ def decode_answer(data: bytes) -> HandlersAnswer:
     """Raises RemoteProtocolError."""
     try:
         return _decode_answer(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except decoding.DecodeError as error:
         raise RemoteProtocolError(f"a Handlers can't be read: {error}") from None
 
 

@@ -11,3 +11,5 @@ ARGUMENTS_SIZE_MIB_MAX = (RPC_SIZE_BYTES_MAX - RPC_FRONT_SIZE_BYTES_MAX) >> 20
 WHOLE_BATCH_SIZE_BYTES_MAX = 1 << 20  # of an RPCBatch from an app: a larger one is taken apart as it arrives
 NAME_SIZE_BYTES_MAX = 255  # a file name, a key in the log
 EXTENSIONS_MAX = 64  # in one Hello
+NESTING_MAX_DEFAULT = 64  # arrays and maps in one another: a setting; people nest a few, generated data some dozens
+NESTING_MAX = 256  # of that setting: decoding uses one level of Python's recursion for each, of 1,000 in all

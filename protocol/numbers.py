@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from protocol import decoding
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType, encode_message
 
@@ -35,7 +36,7 @@ class Numbers(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Numbers).decode
+_decode = decoding.Decoder(Numbers).decode
 
 
 def encode_numbers(sequence_id: int, draws: Sequence[Draw] = ()) -> bytes:
@@ -52,5 +53,5 @@ def decode_numbers(data: bytes) -> Numbers:
     """Raises RemoteProtocolError."""
     try:
         return _decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except decoding.DecodeError as error:
         raise RemoteProtocolError(f"a Numbers message can't be read: {error}") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from protocol import decoding
 from protocol.messages import decode_incoming_rpc
 
 ORDERED_METHOD_ID = (1 << 20) + 1  # calls that are to be ordered: [method ID of all of them, ...]
@@ -17,8 +18,8 @@ FENCING_METHODS = frozenset({"group_change", "group_told"})
 """Handlers of groups. Who may call one of them may expel, as it changes the group in any case."""
 EXECUTED_METHOD_ID = -5  # behind calls that were released to oneself
 
-_first_of = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
-_number_of = msgspec.msgpack.Decoder(int).decode
+_first_of = decoding.Decoder(list[msgspec.Raw]).decode
+_number_of = decoding.Decoder(int).decode
 
 
 def ordered_method(data: bytes, start: int, end: int) -> int:
@@ -26,5 +27,5 @@ def ordered_method(data: bytes, start: int, end: int) -> int:
     rpc = decode_incoming_rpc(data, start, end)
     try:
         return _number_of(_first_of(rpc.arguments)[0])
-    except (msgspec.DecodeError, IndexError):
+    except (decoding.DecodeError, IndexError):
         return -1

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from protocol import decoding
+
 COORDINATOR_FILE_NAME = "coordinator.json"
 SUPERVISOR_FILE_NAME = "supervisor.json"
 
@@ -37,8 +39,8 @@ def own_fields() -> dict[str, Any]:
 def read(path: Path, kind: type[P]) -> P | None:
     """What the file says; None if there is none, or none that makes sense."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError):
+        return decoding.decode_json(path.read_bytes(), type=kind)
+    except (decoding.DecodeError, OSError):
         return None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from protocol import decoding
 from protocol.client import PAYLOAD_SIZE_BYTES_MAX
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType, encode_message
@@ -39,8 +40,8 @@ class QueryAnswer(msgspec.Struct, array_like=True, frozen=True):
     changed: bool = False
 
 
-_decode_question = msgspec.msgpack.Decoder(QueryQuestion).decode
-_decode_answer = msgspec.msgpack.Decoder(QueryAnswer).decode
+_decode_question = decoding.Decoder(QueryQuestion).decode
+_decode_answer = decoding.Decoder(QueryAnswer).decode
 
 
 def encode_query(question: QueryQuestion) -> bytes:
@@ -52,7 +53,7 @@ def decode_query(data: bytes) -> QueryQuestion:
     """Raises RemoteProtocolError."""
     try:
         return _decode_question(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except decoding.DecodeError as error:
         raise RemoteProtocolError(f"a QueryAsked can't be read: {error}") from None
 
 
@@ -65,7 +66,7 @@ def decode_query_answer(data: bytes) -> QueryAnswer:
     """Raises RemoteProtocolError."""
     try:
         answer = _decode_answer(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except decoding.DecodeError as error:
         raise RemoteProtocolError(f"a QueryAnswered can't be read: {error}") from None
     if len(answer.value) > ANSWER_SIZE_BYTES_MAX:
         raise RemoteProtocolError(

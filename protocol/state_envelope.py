@@ -13,6 +13,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from protocol import decoding
+
 MAGIC = b"IMMAPP"
 FRONT = struct.Struct("<6sBBI")  # magic, version, zero, size of the header
 PICKLE = "pickle"
@@ -23,7 +25,7 @@ class _Header(msgspec.Struct):
     serializer: str
 
 
-_HEADER = msgspec.msgpack.Decoder(_Header)
+_HEADER = decoding.Decoder(_Header)
 
 
 def serializer_of(chunks: Iterable[bytes]) -> str | None:
@@ -44,5 +46,5 @@ def serializer_of(chunks: Iterable[bytes]) -> str | None:
             break
     try:
         return _HEADER.decode(memoryview(front)[FRONT.size : needed_bytes]).serializer
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except decoding.DecodeError:
         return None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
 from msgspec import Struct
 
+from protocol import decoding
 from protocol.messages import IncomingRpc, RpcKind, RpcType
 from protocol.shown import shown
-from protocol.values import decode_plain
 
 ARGUMENTS_MAX = 50  # that are told apart
 VALUE_CHARACTERS_MAX = 200
@@ -39,8 +38,8 @@ def _values(rpc: IncomingRpc) -> list[object] | None:
     if rpc.kind != RpcKind.CALL:
         return None
     try:
-        values = decode_plain(rpc.arguments)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        values = decoding.decode_shown(rpc.arguments)
+    except decoding.DecodeError:
         return None
     if not isinstance(values, list):
         return None

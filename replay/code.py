@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import asdict
+
+from protocol import decoding
 
 DIGEST_SHOWN_SIZE = 16  # characters
 
@@ -31,7 +32,7 @@ def read_code(app: str, notes: Path) -> Code | None:
         lines = notes.read_text().splitlines()
     except FileNotFoundError:
         return None
-    rows = {row["module"]: row for row in map(json.loads, lines)}
+    rows = {row["module"]: row for row in map(decoding.load_json, lines)}
     main = rows.get(app.partition(":")[0])
     if main is None:
         return None

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from protocol import decoding
 from replay.app import code_environment
 from replay.errors import ReplayError
 
@@ -72,6 +73,6 @@ def _inspect(*arguments: str, what: str = "the state", code: Path | None = None)
         said = done.stderr.decode("utf-8", "replace").strip()
         raise ReplayError(f"{what} can't be looked into: {said or f'status {done.returncode}'}")
     try:
-        return json.loads(done.stdout)
+        return decoding.load_json(done.stdout)
     except ValueError as error:
         raise ReplayError(f"{what} can't be looked into: the answer is no JSON: {error}") from None

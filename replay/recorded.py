@@ -18,6 +18,7 @@ from coordinator.core.errors import LogError, LogFormatError
 from coordinator.core.interfaces import LogSummary
 from coordinator.log import LogIdentity, check_value
 from coordinator.log.source import RecordSource
+from protocol import decoding
 from protocol.checksum import crc64
 from protocol.private_files import opener
 from replay.plan import usable_checkpoints
@@ -72,8 +73,8 @@ class RecordedLog:
         if crc64(packed) != int.from_bytes(data[len(MAGIC) : _FRONT_SIZE_BYTES], "little"):
             raise LogFormatError(f"{path} is damaged: its check bytes are not those of its contents")
         try:
-            contents = msgspec.msgpack.decode(zlib.decompress(packed), type=_Contents)
-        except (zlib.error, msgspec.DecodeError) as error:
+            contents = decoding.decode(zlib.decompress(packed), type=_Contents)
+        except (decoding.DecodeError, zlib.error) as error:
             raise LogFormatError(f"{path} can't be read, perhaps it is of another version: {error}") from None
         found = cls(contents)
         for sequence_id, value in enumerate(contents.values, contents.summary.first_sequence_id):

@@ -10,11 +10,12 @@ from typing import IO
 
 import msgspec
 
+from protocol import decoding
 from replay.compare import Key, Outputs
 
 _SIZE = struct.Struct("<Q")
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(tuple[list[tuple[Key, int]], bytes, int]).decode
+_decode = decoding.Decoder(tuple[list[tuple[Key, int]], bytes, int]).decode
 
 
 class MemoryBudget:

@@ -9,6 +9,7 @@ import msgspec
 from appsdk.client.errors import ClientError
 from appsdk.client.lane import NOT_THERE, TAKEN
 from appsdk.client.results import check_conflict
+from protocol import decoding
 from protocol.client import Reply, ReplyKind
 from protocol.handlers import CANCEL_CALL_METHOD_ID
 
@@ -47,7 +48,7 @@ class _CancelMethod:
             raise ClientError(
                 "the app does not know how to cancel a call: its SDK is of an earlier version than this client's"
             )
-        found: bool = msgspec.msgpack.decode(reply.value, type=bool)
+        found: bool = decoding.decode(reply.value, type=bool)
         return found
 
 

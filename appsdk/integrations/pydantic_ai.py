@@ -25,8 +25,6 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
-import msgspec
-
 try:
     from pydantic_ai import Agent
 except ModuleNotFoundError as error:
@@ -56,6 +54,7 @@ from appsdk.errors import UsageError
 from appsdk.immortal import Immortal
 from appsdk.integrations.handler_loop import HandlerLoop
 from appsdk.waiting.effects import Effect
+from protocol import decoding
 
 __all__ = ["ImmortalDurability", "in_handler", "run_agent", "run_step"]
 
@@ -117,7 +116,7 @@ class _Step(EffectFunction):
         self.function = run_step
         self.name = name
         self.is_async = True
-        self.decode_result = msgspec.msgpack.decode
+        self.decode_result = decoding.decode
         self._body = body
 
     def encode_arguments(self, arguments: tuple[Any, ...], *, keeps_types: bool = True) -> bytes:

@@ -9,6 +9,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from protocol import decoding
+
 Key: TypeAlias = bytes
 
 
@@ -77,6 +79,6 @@ class Word(msgspec.Struct, array_like=True, frozen=True):
     message: Message
 
 
-decode_node_call = msgspec.msgpack.Decoder(NodeCall).decode
-decode_awaited_node_call = msgspec.msgpack.Decoder(AwaitedNodeCall).decode
-decode_word = msgspec.msgpack.Decoder(Word).decode
+decode_node_call = decoding.Decoder(NodeCall).decode
+decode_awaited_node_call = decoding.Decoder(AwaitedNodeCall).decode
+decode_word = decoding.Decoder(Word).decode

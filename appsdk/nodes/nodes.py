@@ -27,6 +27,7 @@ from appsdk.nodes.living import LivingNodes, SavedNode
 from appsdk.nodes.messages import Ended, Key
 from appsdk.nodes.node import Node, node_definition
 from appsdk.types.handles import KEY_SIZE_BYTES, Handle
+from protocol import decoding
 from protocol.messages import RpcType
 from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
 from protocol.shown import is_encodable
@@ -39,14 +40,14 @@ class Saved(msgspec.Struct):
     held: list[Held]
 
 
-_decode_saved = msgspec.msgpack.Decoder(Saved).decode
+_decode_saved = decoding.Decoder(Saved).decode
 
 
 def decode_saved(data: bytes) -> Saved:
     """Raises StateError."""
     try:
         return _decode_saved(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except decoding.DecodeError as error:
         raise StateError(f"the checkpoint's part on nodes and handles can't be read: {error}") from None
 
 

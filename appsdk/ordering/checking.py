@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from appsdk.ordering.messages import Propose
+from protocol import decoding
 from protocol.client import decode_caller
 from protocol.errors import ProtocolError
 from protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_message
@@ -12,8 +13,8 @@ from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
 from protocol.ordering import ORDERED_METHOD_ID
 from protocol.varint import encode_zigzag
 
-_decode_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
-_decode_speaker = msgspec.msgpack.Decoder(str).decode
+_decode_items = decoding.Decoder(list[msgspec.Raw]).decode
+_decode_speaker = decoding.Decoder(str).decode
 
 
 def problem_of(propose: Propose, source: str | None) -> str | None:
@@ -53,6 +54,6 @@ def _speaker(arguments: bytes, rpc_type: int) -> str:
     """Who sends a call to a node, or word of a handle, as the call itself says; "" where it does not."""
     try:
         found = _decode_speaker(_decode_items(arguments)[2 if rpc_type == RpcType.ASYNC else 0])
-    except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
+    except (decoding.DecodeError, IndexError):
         return ""
     return found

@@ -23,6 +23,7 @@ from appsdk.ordering.messages import Fencing, Message, Propose, Refused, Scope
 from appsdk.ordering.plain import Plain, as_fork
 from appsdk.ordering.sending import EFFECT, Held, Run, Sending
 from appsdk.ordering.state import Filed, Stage, State
+from protocol import decoding
 from protocol.client import CLIENTS
 from protocol.errors import ProtocolError
 from protocol.messages import RpcType, decode_message
@@ -67,9 +68,9 @@ class Saved(msgspec.Struct):
     clients: list[tuple[str, int]]
 
 
-_decode_saved = msgspec.msgpack.Decoder(Saved).decode
-decode_propose: Callable[[bytes], Propose] = msgspec.msgpack.Decoder(Propose).decode
-_decode_one: Any = msgspec.msgpack.Decoder(tuple[Message]).decode
+_decode_saved = decoding.Decoder(Saved).decode
+decode_propose: Callable[[bytes], Propose] = decoding.Decoder(Propose).decode
+_decode_one: Any = decoding.Decoder(tuple[Message]).decode
 
 
 def decode_of_ordering(data: bytes) -> Message:
@@ -78,7 +79,7 @@ def decode_of_ordering(data: bytes) -> Message:
     return message
 
 
-_decode_fencing: Any = msgspec.msgpack.Decoder(tuple[Fencing]).decode
+_decode_fencing: Any = decoding.Decoder(tuple[Fencing]).decode
 
 
 def decode_fencing(data: bytes) -> Fencing:
@@ -87,7 +88,7 @@ def decode_fencing(data: bytes) -> Fencing:
     return message
 
 
-decode_executed: Callable[[bytes], Executed] = msgspec.msgpack.Decoder(Executed).decode
+decode_executed: Callable[[bytes], Executed] = decoding.Decoder(Executed).decode
 
 
 class Multicasts:
@@ -127,7 +128,7 @@ class Multicasts:
             return
         try:
             saved = _decode_saved(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except decoding.DecodeError as error:
             raise StateError(f"the checkpoint's part on ordered multicasts can't be read: {error}") from None
         self._begin(saved.name, saved.state, saved.waiting)
         self._clients = set(saved.clients)
@@ -279,7 +280,7 @@ class Multicasts:
         """The Propose in ``message`` has a verdict: its sender is to go on without this instance. The calls in it."""
         try:
             propose = decode_propose(arguments_of(message))
-        except (ProtocolError, msgspec.DecodeError):
+        except (decoding.DecodeError, ProtocolError):
             return []
         if propose.sender != self._context.source:
             return []

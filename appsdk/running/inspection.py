@@ -27,7 +27,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from appsdk.calls.annotations import resolve_hints
@@ -47,6 +46,7 @@ from appsdk.state.rows import Row, state_rows, task_rows
 from appsdk.state.schema import Envelope, decode_envelope, is_transient
 from appsdk.state.tree import Fields, to_json, tree
 from appsdk.types.handles import read_extension, tag_of
+from protocol import decoding
 from protocol.checksum import crc64
 from protocol.errors import ImmortalError
 from protocol.private_files import opener
@@ -190,7 +190,11 @@ def _handler_name(definition: Definition, method_id: int) -> str:
 
 
 def _decoded(data: bytes) -> Any:
-    return tree(msgspec.msgpack.decode(data, ext_hook=read_extension))
+    try:
+        decoding.check_shown(data)
+        return tree(decoding.decode(data, ext_hook=read_extension))
+    except decoding.DecodeError as error:
+        return f"{len(data)} bytes: {error}"
 
 
 def _annotated(definition: Definition, instance: object) -> list[str]:
@@ -245,7 +249,9 @@ def _answer(options: argparse.Namespace) -> tuple[int, Any]:
     if options.command == "methods":
         return _methods(options.target)
     if options.command == "diff-shown":
-        old, new = (Fields(json.loads(file.read_bytes())["state"]) for file in (options.old_file, options.new_file))
+        old, new = (
+            Fields(decoding.load_json(file.read_bytes())["state"]) for file in (options.old_file, options.new_file)
+        )
         return EXIT_DONE, [difference.to_json() for difference in islice(differences(old, new), options.limit)]
     sides = ("old_", "new_") if options.command == "diff" else ("",)
     read = []

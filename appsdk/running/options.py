@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from appsdk.errors import EXIT_NOT_RUNNABLE, AppError
 from appsdk.running.breakpoint import Breakpoint
+from protocol import decoding
 
 STRICT_VARIABLE = "IMMORTAL_STRICT"
 TRACE_VARIABLE = "IMMORTAL_TRACE"
@@ -66,8 +65,8 @@ def _effects(environment: Mapping[str, str]) -> Mapping[str, str]:
     if not text:
         return {}
     try:
-        return msgspec.json.decode(text, type=dict[str, str])
-    except msgspec.DecodeError as error:
+        return decoding.decode_json(text, type=dict[str, str])
+    except decoding.DecodeError as error:
         raise OptionError(
             f"{EFFECTS_VARIABLE}={text!r}: a JSON object was expected, such as"
             f' {{"shop:charge": "fakes:charge"}}: {error}'

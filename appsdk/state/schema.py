@@ -33,6 +33,7 @@ from appsdk.types.exact import PLAIN_CLASSES, AnnotatedForm, form_of
 from appsdk.types.handles import MARK
 from appsdk.types.registry import unsupported_type
 from appsdk.types.steps import UnfitError
+from protocol import decoding
 from protocol.state_envelope import FRONT, MAGIC
 
 T = TypeVar("T")
@@ -113,8 +114,8 @@ def decode_envelope(blob: bytes) -> tuple[Envelope, memoryview]:
         )
     end = FRONT.size + header_size_bytes
     try:
-        envelope = msgspec.msgpack.decode(memoryview(blob)[FRONT.size : end], type=Envelope)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        envelope = decoding.decode(memoryview(blob)[FRONT.size : end], type=Envelope)
+    except decoding.DecodeError as error:
         raise StateError(f"the checkpoint's header can't be read: {error}") from None
     if envelope.rules not in tuple(Rules):
         raise StateError(
@@ -355,8 +356,8 @@ class StateSchema:
 
     def _decode(self, state: memoryview, *, keeps_types: bool = True) -> dict[str, Any]:
         try:
-            raws = msgspec.msgpack.decode(state, type=dict[str, msgspec.Raw])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raws = decoding.decode(state, type=dict[str, msgspec.Raw])
+        except decoding.DecodeError as error:
             raise StateError(f"{self._class_name}: the state in the checkpoint can't be read: {error}") from None
         self._require_names(raws)
         return {name: self._decode_field(name, raw, keeps_types) for name, raw in raws.items()}

@@ -13,6 +13,7 @@ import msgspec
 
 from appsdk.calls.outbox import encode_call, make_writer
 from appsdk.handlers.decorators import Handler
+from protocol import decoding
 from protocol.batch import decode_batch
 from protocol.errors import ImmortalError
 from protocol.extensions import (
@@ -39,7 +40,7 @@ NAME = "test"
 OUTSIDERS = frozenset({NAME})
 """What the test is called as an instance: the caller that handlers see."""
 
-_take_answer = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_take_answer = decoding.Decoder(list[msgspec.Raw]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class OutsideApp:
         number, *rest = _take_answer(rpc.arguments)
         raised = rpc.kind == RpcKind.RAISED
         value = msgspec.msgpack.encode(rest if raised else (rest[0] if rest else None))
-        self.answers[msgspec.msgpack.decode(number, type=int)] = Answer(raised, value)
+        self.answers[decoding.decode(number, type=int)] = Answer(raised, value)
 
     def take_output(self) -> None:
         """There is nothing behind ``output``."""

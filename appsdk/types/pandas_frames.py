@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from appsdk.types.registry import Codec
+from protocol import decoding
 
 _OBJECTS = frozenset(("string", "bytes", "date", "time", "decimal", "boolean", "empty"))
 """What a column of objects may hold, as pandas infers it: of other objects it is not the same that would come back."""
@@ -34,7 +35,7 @@ def _table(frame: pd.DataFrame) -> Any:
             )
     table = pa.Table.from_pandas(frame)
     metadata = dict(table.schema.metadata)
-    notes = json.loads(metadata[b"pandas"])
+    notes = decoding.load_json(metadata[b"pandas"])
     for name in _OF_VERSIONS:
         notes.pop(name, None)
     return table.replace_schema_metadata({**metadata, b"pandas": json.dumps(notes).encode()})

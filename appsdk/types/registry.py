@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from appsdk.errors import DefinitionError
+from protocol import decoding
 
 T = TypeVar("T")
 Plain = TypeVar("Plain")
@@ -242,7 +243,7 @@ def unsupported_type(annotation: Any) -> str | None:
     annotation = readable_type(annotation)
     try:
         first = msgspec.inspect.type_info(annotation)
-        msgspec.msgpack.Decoder(annotation)
+        decoding.Decoder(annotation)
     except TypeError as error:
         return str(error).splitlines()[0]
     for info in _types_in(first):

@@ -12,8 +12,6 @@ from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from appsdk.calls.report import describe_arguments
 from appsdk.effects.request import encodable
 from appsdk.state.journal import CANCEL_STEP, TIMER, Entry, SavedTask, described
@@ -21,6 +19,7 @@ from appsdk.types.handles import read_extension
 from appsdk.waiting.effects import Effect
 from appsdk.waiting.operations import Call, Event, Operation, Timer
 from appsdk.waiting.waits import Fiber, Wait
+from protocol import decoding
 from protocol.handlers import HANDLERS_COUNT_MAX
 
 if TYPE_CHECKING:
@@ -125,8 +124,9 @@ def _step(task: Task, entry: Entry) -> Values:
     if entry.step == CANCEL_STEP:
         return {"step": 0, "what": "cancelled", **_cancellation(task, entry), "raised": True}
     try:
-        value = encodable(describe_arguments((msgspec.msgpack.decode(entry.value, ext_hook=read_extension),)))[1:-1]
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        shown = decoding.decode_shown(entry.value, ext_hook=read_extension)
+        value = encodable(describe_arguments((shown,)))[1:-1]
+    except decoding.DecodeError:
         value = f"{len(entry.value)} bytes"
     what = "timer" if entry.what == TIMER else entry.what
     return {"step": entry.step, "what": what, "time_ns": entry.time_ns, "raised": entry.raised, "value": value}

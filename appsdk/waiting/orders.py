@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from appsdk.calls.context import Context
 from appsdk.state.journal import described
 from appsdk.waiting.operations import Event
 from appsdk.waiting.task import Task
+from protocol import decoding
 from protocol.handlers import Order
 
 OUTCOMES_MAX = 1000  # that are kept: they are asked for as soon as the order is durable
@@ -42,7 +41,7 @@ class Orders:
     def _obey(self, order: Order) -> tuple[bool, str]:
         tasks = self._context.tasks
         if order.verb == "expel":
-            return self._expel(str(msgspec.msgpack.decode(order.value)), order.text)
+            return self._expel(str(decoding.decode(order.value)), order.text)
         task: Task | None = tasks.waiting(order.task)
         if task is None and order.verb == "cancel" and (name := tasks.give_up(order.task, order.text)) is not None:
             return True, f"{name} was cancelled before its turn"
@@ -70,7 +69,7 @@ class Orders:
         value = bytes(order.value)
         try:
             event.decode(value)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except decoding.DecodeError as error:
             return False, f"the value is not what {task.name} waits for: {error}"
         self._context.tasks.resolve(event, False, value)
         return True, f"{task.name} has the event {order.text!r}, and {_what_it_does(task)}"

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
 from appsdk.state.journal import WAYS_OUT, Entry, JournalError, Pending, SavedTask, described
 from appsdk.waiting.operations import Operation
+from protocol.decoding import DecodeError
 
-MISFITS = (msgspec.DecodeError, LookupError, UnicodeDecodeError)
+MISFITS = (DecodeError, LookupError)
 """What :meth:`Operation.outcome` raises where what came is not what was declared."""
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
-import msgspec
-
 from appsdk.calls.codec import encoder
 from appsdk.calls.context import datetime_of
 from appsdk.calls.failures import encode_failed, text_of
@@ -23,6 +21,7 @@ from appsdk.waiting.host import Host
 from appsdk.waiting.operations import Operation, Owner
 from appsdk.waiting.rebuild import MISFITS, Rebuild
 from appsdk.waiting.waits import Fiber
+from protocol import decoding
 
 
 class _Ending(PassesThrough):
@@ -214,7 +213,7 @@ class Task(Owner):
     @staticmethod
     def cancellation(entry: Entry) -> tuple[str, str]:
         """Of an entry that is one: (the reason, who)."""
-        return msgspec.msgpack.decode(entry.value, type=tuple[str, str])
+        return decoding.decode(entry.value, type=tuple[str, str])
 
     def drop_pending(self) -> None:
         """It has ended: nothing is waited for."""
@@ -361,7 +360,7 @@ class Task(Owner):
         """The task as it was saved. Raises JournalError."""
         try:
             task = cls(tasks, handler, saved, saved.started_ns)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except decoding.DecodeError as error:
             raise JournalError(
                 f"{handler.function.__qualname__}, which waits since {datetime_of(saved.started_ns).isoformat()}, has "
                 f"arguments that do not fit its annotations any more: {error}; the app stops\n{WAYS_OUT}"

@@ -18,6 +18,7 @@ from msgspec import Struct
 from coordinator.archive.errors import ArchiveError
 from coordinator.archive.packs import digest
 from coordinator.objects.errors import DamagedObjectError
+from protocol import decoding
 
 VERSION = 1
 MOMENTS = "moments/"
@@ -84,14 +85,14 @@ class Moment(Struct, frozen=True):
         return [part for checkpoint in self.checkpoints for part in checkpoint.parts]
 
 
-_MOMENT = msgspec.json.Decoder(Moment)
+_MOMENT = decoding.JsonDecoder(Moment)
 
 
 class _Version(Struct):
     version: int
 
 
-_VERSION = msgspec.json.Decoder(_Version)
+_VERSION = decoding.JsonDecoder(_Version)
 
 
 def moment_name(number: int) -> str:
@@ -124,5 +125,5 @@ def decode_moment(data: bytes, name: str) -> Moment:
                 " of the program that wrote it"
             )
         return _MOMENT.decode(body)
-    except msgspec.MsgspecError as error:
+    except decoding.DecodeError as error:
         raise DamagedObjectError(f"the object {name} is no manifest: {error}") from None

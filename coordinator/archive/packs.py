@@ -10,6 +10,7 @@ import zstandard
 from blake3 import blake3
 
 from coordinator.objects.errors import DamagedObjectError
+from protocol import decoding
 
 PackedRow: TypeAlias = tuple[str, bytes, bytes | None]
 """Table, key, value; None: the row is gone since the moment before."""
@@ -18,7 +19,7 @@ _DIGEST_SIZE_BYTES = 16
 _LEVEL = 3  # of zstd: the disk's pace on one processor
 _SIZE_BYTES_MAX = 1 << 32  # MessagePack has no longer value
 _encode = msgspec.msgpack.Encoder().encode
-_ROWS = msgspec.msgpack.Decoder(list[PackedRow])
+_ROWS = decoding.Decoder(list[PackedRow])
 
 
 def pack(rows: Sequence[PackedRow]) -> bytes:
@@ -36,7 +37,7 @@ def unpack(data: bytes, name: str) -> list[PackedRow]:
             said = "does not say its size" if size_bytes < 0 else f"says that {size_bytes} bytes are in it"
             raise DamagedObjectError(f"the object {name} {said}: at most {_SIZE_BYTES_MAX} were expected")
         return _ROWS.decode(zstandard.ZstdDecompressor().decompress(data[len(_MAGIC) :]))
-    except (zstandard.ZstdError, msgspec.MsgspecError) as error:
+    except (decoding.DecodeError, zstandard.ZstdError) as error:
         raise DamagedObjectError(f"the object {name} is damaged: {error}") from None
 
 

@@ -6,15 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
-import msgspec
 
 from appsdk.client import CallRaised, CallRefused, CallTimeout, connect
 from coordinator.cli.common import name_argument, pass_registry
 from coordinator.cli.records import time_text
 from coordinator.instances.registry import Registry
+from protocol import decoding
 from protocol.command_line import Commands, FailedError, counted, echo, echo_json, json_option, print_table
 from protocol.shown import printable, printable_json
-from protocol.values import decode_plain
 
 STATES = ("waiting", "delayed", "running", "done", "dead", "dropped")
 TIMEOUT_S = 30.0
@@ -111,8 +110,8 @@ def _ask(registry: Registry, name: str, method: str, *arguments: Any) -> Any:
 def _value(encoded: bytes) -> Any:
     """Of arguments or a result; None where there are none."""
     try:
-        return decode_plain(encoded) if encoded else None
-    except msgspec.DecodeError:
+        return decoding.decode_shown(encoded) if encoded else None
+    except decoding.DecodeError:
         return encoded.hex()
 
 

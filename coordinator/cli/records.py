@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
-
 from appsdk.state.tree import to_json, tree
 from coordinator.core.words import Methods, RpcWords, method_name
 from coordinator.log import LoggedValue, verify_value
+from protocol import decoding
 from protocol.batch import decode_batch, decode_replayable_batch
 from protocol.errors import ImmortalError
 from protocol.extensions import decode_record_time
@@ -27,7 +26,6 @@ from protocol.messages import (
 from protocol.record import HEADER_SIZE_BYTES
 from protocol.shown import printable
 from protocol.trailer import BatchKind
-from protocol.values import decode_plain
 
 ARGUMENTS_SHOWN_BYTES_MAX = 48
 
@@ -140,12 +138,12 @@ def _rpc(content: bytes, start: int, end: int, methods: Methods) -> dict[str, An
 def _named(rpc: IncomingRpc, name: str) -> dict[str, Any]:
     """What can be said of a message whose method has a name: its arguments are a MessagePack array."""
     try:
-        values = decode_plain(rpc.arguments)
+        values = decoding.decode_shown(rpc.arguments)
         if not isinstance(values, list):
             return {"method": name}
         decoded = {key: to_json(tree(value)) for key, value in _parts(rpc, values).items()}
         return {"method": name, "in_words": RpcWords.of(rpc, is_msgpack=True).with_method(name), **decoded}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # no call of the SDK's
+    except decoding.DecodeError:  # no call of the SDK's
         return {"method": name}
 
 

@@ -15,6 +15,7 @@ import msgspec
 from coordinator.cli.moments import Moment, Time
 from coordinator.cli.sql import opened, wrong_query
 from coordinator.instances.registry import Registry
+from protocol import decoding
 from protocol.command_line import FailedError
 from protocol.errors import ImmortalError
 
@@ -51,7 +52,7 @@ def _quoted(table: str) -> str:
 
 def main() -> None:
     try:
-        write_tables(msgspec.json.decode(sys.stdin.buffer.read(), type=Order))
+        write_tables(decoding.decode_json(sys.stdin.buffer.read(), type=Order))
     except (ImmortalError, OSError) as error:
         FailedError(str(error)).show()
         sys.exit(1)

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from coordinator.instances.registry import remove_file, write_text
+from protocol import decoding
 from protocol.errors import ImmortalError
 from protocol.private_files import FILE_MODE, make_folder
 
@@ -37,10 +38,10 @@ def read(folder: Path) -> UpgradeMark | None:
     """Raises UpgradeMarkError."""
     path = folder / _FILE_NAME
     try:
-        return msgspec.json.decode(path.read_bytes(), type=UpgradeMark)
+        return decoding.decode_json(path.read_bytes(), type=UpgradeMark)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (decoding.DecodeError, OSError) as error:
         raise UpgradeMarkError(f"{path} can't be read ({error}): remove it to forget the upgrade") from None
 
 

@@ -13,7 +13,6 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 from msgspec import Struct
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
@@ -29,6 +28,7 @@ from coordinator.log.format import (
     SEQUENCE_KEY,
 )
 from coordinator.log.meta import LogIdentity, first_and_last_sequence_id, meta_value
+from protocol import decoding
 from protocol.varint import Readable
 
 KEY_SIZE_BYTES = 32
@@ -37,8 +37,8 @@ SUM_MODULUS = 1 << (8 * _ROW_MAC_SIZE_BYTES)
 NONCE_SIZE_BYTES = 16
 _IDENTITY = struct.Struct("<QQ")
 _SIZE = struct.Struct("<I")
-_MARKER = msgspec.msgpack.Decoder(tuple[str, bytes, int])
-_BYTES = msgspec.msgpack.Decoder(bytes)
+_MARKER = decoding.Decoder(tuple[str, bytes, int])
+_BYTES = decoding.Decoder(bytes)
 
 SUMMED_TABLES = (
     *("sources", "acknowledged", "peers", "impulses", "clients", "replies", "spilled", "versions", "meta"),

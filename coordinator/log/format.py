@@ -18,6 +18,7 @@ from coordinator.core.interfaces import (
     OutputMark,
     VersionStart,
 )
+from protocol import decoding
 from protocol.checksum import crc64
 from protocol.limits import NAME_SIZE_BYTES_MAX
 from protocol.varint import Readable
@@ -67,13 +68,13 @@ META_SEAL = b"seal"
 META_JOURNAL = b"journal"  # the nonce of the one without which the log is not whole
 
 _encode = msgspec.msgpack.Encoder().encode
-INT = msgspec.msgpack.Decoder(int)
-INTS = msgspec.msgpack.Decoder(list[int])
-TEXT = msgspec.msgpack.Decoder(str)
-SOURCE = msgspec.msgpack.Decoder(tuple[int, int, int])
-STREAM_STARTS = msgspec.msgpack.Decoder(dict[str, tuple[int, bool, bool]])
-_VERSION_START = msgspec.msgpack.Decoder(tuple[int, int, str])
-_OUTPUTS = msgspec.msgpack.Decoder(dict[str, list[tuple[int, int, bytes]]])
+INT = decoding.Decoder(int)
+INTS = decoding.Decoder(list[int])
+TEXT = decoding.Decoder(str)
+SOURCE = decoding.Decoder(tuple[int, int, int])
+STREAM_STARTS = decoding.Decoder(dict[str, tuple[int, bool, bool]])
+_VERSION_START = decoding.Decoder(tuple[int, int, str])
+_OUTPUTS = decoding.Decoder(dict[str, list[tuple[int, int, bytes]]])
 
 Decoded = TypeVar("Decoded")
 
@@ -94,7 +95,7 @@ class _HeaderPayload(msgspec.Struct, array_like=True, forbid_unknown_fields=True
     open_calls: dict[str, list[int]] = {}  # left out where it is empty: older versions know nothing of it
 
 
-_HEADER = msgspec.msgpack.Decoder(_HeaderPayload)
+_HEADER = decoding.Decoder(_HeaderPayload)
 
 
 class _ClientPayload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -104,7 +105,7 @@ class _ClientPayload(msgspec.Struct, array_like=True, forbid_unknown_fields=True
     owner: str = ""
 
 
-_CLIENT = msgspec.msgpack.Decoder(_ClientPayload)
+_CLIENT = decoding.Decoder(_ClientPayload)
 
 
 class StoredHeader(Struct, frozen=True):
@@ -173,7 +174,7 @@ def seal(table: bytes, key: bytes, payload: object) -> bytes:
     return CRC.pack(crc64(packed, crc64(table + b"\0" + key))) + packed
 
 
-def unseal(table: bytes, key: bytes, value: bytes, decoder: msgspec.msgpack.Decoder[Decoded]) -> Decoded:
+def unseal(table: bytes, key: bytes, value: bytes, decoder: decoding.Decoder[Decoded]) -> Decoded:
     """The payload of a small value. Raises DamagedLogError that names table and key."""
     packed = value[CRC_SIZE_BYTES:]
     if len(value) <= CRC_SIZE_BYTES or CRC.unpack_from(value)[0] != crc64(packed, crc64(table + b"\0" + key)):
@@ -182,7 +183,7 @@ def unseal(table: bytes, key: bytes, value: bytes, decoder: msgspec.msgpack.Deco
         )
     try:
         return decoder.decode(packed)
-    except msgspec.MsgspecError as error:
+    except decoding.DecodeError as error:
         raise DamagedLogError(
             f"the log's table {table.decode()!r} has a strange value at key {_shown(key)}: {error}", -1
         ) from None

@@ -6,12 +6,12 @@ import struct
 from collections.abc import Iterator
 from typing import Protocol
 
-import msgspec
 from msgspec import Struct
 
 from coordinator.core.errors import LogFormatError, LogIdentityError
 from coordinator.log import format as log_format
 from coordinator.log.format import SEQUENCE_KEY
+from protocol import decoding
 from protocol.checksum import crc64
 from protocol.varint import Readable
 
@@ -54,9 +54,7 @@ def meta_row(key: bytes, payload: object) -> tuple[str, bytes, bytes]:
     return "meta", key, log_format.seal(b"meta", key, payload)
 
 
-def meta_value(
-    view: Tables, key: bytes, decoder: msgspec.msgpack.Decoder[log_format.Decoded]
-) -> log_format.Decoded | None:
+def meta_value(view: Tables, key: bytes, decoder: decoding.Decoder[log_format.Decoded]) -> log_format.Decoded | None:
     """A value of the meta table, None when absent. Raises DamagedLogError."""
     value = view.get("meta", key)
     return None if value is None else log_format.unseal(b"meta", key, bytes(value), decoder)
@@ -101,7 +99,7 @@ def check_format(view: Tables, where: str) -> int:
 
 
 def _required(
-    view: Tables, where: str, key: bytes, decoder: msgspec.msgpack.Decoder[log_format.Decoded]
+    view: Tables, where: str, key: bytes, decoder: decoding.Decoder[log_format.Decoded]
 ) -> log_format.Decoded:
     value = meta_value(view, key, decoder)
     if value is None:

@@ -8,10 +8,11 @@ from coordinator.core.errors import LogError
 from coordinator.core.interfaces import Offer
 from coordinator.log import format as log_format
 from coordinator.log.format import CHUNK_KEY
+from protocol import decoding
 from protocol.varint import Readable
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Offer).decode
+_decode = decoding.Decoder(Offer).decode
 
 
 def sealed_chunk(checkpoint_id: int, index: int, data: Readable) -> bytes:
@@ -28,5 +29,5 @@ def decode_offer(data: bytes) -> Offer:
     """Raises LogError."""
     try:
         return _decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except decoding.DecodeError as error:
         raise LogError(f"what a standby says of its checkpoint can't be read: {error}") from None

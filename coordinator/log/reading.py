@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import msgspec
 from msgspec.structs import replace
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError
@@ -25,6 +24,7 @@ from coordinator.log.backend import View
 from coordinator.log.format import CHUNK_KEY, IMPULSES_TABLE, SEQUENCE_KEY, StoredHeader
 from coordinator.log.meta import first_and_last_sequence_id, meta_value
 from coordinator.log.values import logged_time_ns
+from protocol import decoding
 from protocol.checksum import crc64
 from protocol.client import ReplyKind
 
@@ -62,9 +62,7 @@ class StoredOutputs(Mapping[str, Sequence[OutputBatch]]):
         return f"<unacknowledged outputs of {self._stored.outputs_size_bytes} bytes>"
 
 
-def named_rows(
-    view: View, table: str, decoder: msgspec.msgpack.Decoder[log_format.Decoded]
-) -> dict[str, log_format.Decoded]:
+def named_rows(view: View, table: str, decoder: decoding.Decoder[log_format.Decoded]) -> dict[str, log_format.Decoded]:
     """All rows of a table of small values by name. Raises DamagedLogError."""
     rows = {}
     for key_view, value in view.scan(table):
@@ -125,7 +123,7 @@ def load_outputs(view: View, stored: StoredHeader) -> dict[str, list[OutputBatch
     _require_outputs(stored, len(data), crc64(data))
     try:
         return log_format.decode_outputs(data)
-    except msgspec.MsgspecError as error:
+    except decoding.DecodeError as error:
         checkpoint_id = stored.header.checkpoint_id
         raise DamagedCheckpointError(f"the outputs of checkpoint {checkpoint_id}: {error}", checkpoint_id) from None
 

@@ -6,21 +6,20 @@ import struct
 from collections.abc import Iterable
 from typing import Annotated
 
-import msgspec
-
 from coordinator.core.errors import DamagedLogError
 from coordinator.core.interfaces import NO_SUSPECT, AuditEntry, Letter, Suspect
 from coordinator.log import format as log_format
 from coordinator.log.backend import Row, View
 from coordinator.log.format import MESSAGE_KEY, META_SUSPECT, SEQUENCE_KEY
 from coordinator.log.meta import meta_row
+from protocol import decoding
 from protocol.varint import Readable
 from protocol.verdicts import MessageKey, Verdict
 
-_VERDICT = msgspec.msgpack.Decoder(Verdict)
-_LETTER = msgspec.msgpack.Decoder(tuple[int, Verdict])
-_AUDIT = msgspec.msgpack.Decoder(tuple[int, str, str])
-_SUSPECT = msgspec.msgpack.Decoder(Annotated[list[int], msgspec.Meta(min_length=4, max_length=5)])
+_VERDICT = decoding.Decoder(Verdict)
+_LETTER = decoding.Decoder(tuple[int, Verdict])
+_AUDIT = decoding.Decoder(tuple[int, str, str])
+_SUSPECT = decoding.Decoder(Annotated[list[int], msgspec.Meta(min_length=4, max_length=5)])
 
 
 def letter_name(key: MessageKey) -> str:

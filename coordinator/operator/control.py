@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from coordinator.config import socket_paths, write_atomically
-from protocol import process_file
+from protocol import decoding, process_file
 from protocol.errors import ImmortalError
 from protocol.private_files import PUBLIC_FILE_MODE, make_folder
 from protocol.process_file import COORDINATOR_FILE_NAME, SUPERVISOR_FILE_NAME, ProcessFile
@@ -193,8 +193,8 @@ def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S, *, argume
             raise ControlError(f"{said}: it is of an earlier version, 'immortal restart {name}' ends that") from None
         raise ControlError(f"{said}: {error}") from None
     try:
-        answer = msgspec.json.decode(data, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+        answer = decoding.decode_json(data, type=dict[str, Any])
+    except decoding.DecodeError as error:
         raise ControlError(f"the coordinator of {name!r} gave an answer that makes no sense: {error}") from None
     if isinstance(answer.get("refused"), str):
         raise RefusedError(name, answer["refused"])

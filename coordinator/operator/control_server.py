@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct, field
 
 from coordinator.config.socket_paths import secure_folder, short_path
@@ -35,6 +34,7 @@ from coordinator.operator.control import (
     socket_path,
     with_size,
 )
+from protocol import decoding
 from protocol.private_files import make_folder
 
 CONNECTIONS_MAX = 16  # at once: commands of one operator, and the metrics
@@ -44,7 +44,7 @@ _BACKLOG_MAX = 32  # connections that the kernel holds for us while a commit is 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 _NO_SOCKET_HERE = (errno.EPERM, errno.EOPNOTSUPP)  # what file systems say that have none
 
-_decode = msgspec.json.Decoder(Question).decode
+_decode = decoding.JsonDecoder(Question).decode
 
 
 class Asked(Struct, eq=False):
@@ -187,7 +187,7 @@ class ControlServer:
         elif len(received) == SIZE_SIZE_BYTES + size_bytes:
             try:
                 question = _decode(bytes(received[SIZE_SIZE_BYTES:]))
-            except msgspec.MsgspecError as error:
+            except decoding.DecodeError as error:
                 self._deny(connection, f"the question can't be read: {error}")
             else:
                 return [self._ask(connection, question)]

@@ -26,6 +26,7 @@ import msgspec
 
 from coordinator.core import events as ev
 from coordinator.core.interfaces import LogStore
+from protocol import decoding
 from protocol.errors import ImmortalError, RemoteProtocolError
 from protocol.handlers import REASON_CHARACTERS_MAX, Order
 from protocol.verdicts import MessageKey
@@ -107,16 +108,16 @@ class _HandOver(msgspec.Struct, forbid_unknown_fields=True):
     who: str = "an operator"
 
 
-_HAND_OVER = msgspec.json.Decoder(_HandOver)
-_LETTERS = msgspec.json.Decoder(_Letters)
-_SKIP = msgspec.json.Decoder(_Skip)
-_PEER = msgspec.json.Decoder(_Peer)
-_WHO = msgspec.json.Decoder(_Who)
-_HANDLERS = msgspec.json.Decoder(_Handlers)
-_CANCEL = msgspec.json.Decoder(_Cancel)
-_RETRY = msgspec.json.Decoder(_Retry)
-_SIGNAL = msgspec.json.Decoder(_Signal)
-_EXPEL = msgspec.json.Decoder(_Expel)
+_HAND_OVER = decoding.JsonDecoder(_HandOver)
+_LETTERS = decoding.JsonDecoder(_Letters)
+_SKIP = decoding.JsonDecoder(_Skip)
+_PEER = decoding.JsonDecoder(_Peer)
+_WHO = decoding.JsonDecoder(_Who)
+_HANDLERS = decoding.JsonDecoder(_Handlers)
+_CANCEL = decoding.JsonDecoder(_Cancel)
+_RETRY = decoding.JsonDecoder(_Retry)
+_SIGNAL = decoding.JsonDecoder(_Signal)
+_EXPEL = decoding.JsonDecoder(_Expel)
 
 
 def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, kept: Iterable[MessageKey]) -> ev.Event:
@@ -149,7 +150,7 @@ def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, k
             value = msgspec.Raw(msgspec.msgpack.encode(expel.group))
             return ev.HandlerOrdered(Order("expel", 0, expel.member, expel.who, value), token)
         letters = _LETTERS.decode(argument)
-    except msgspec.MsgspecError as error:
+    except decoding.DecodeError as error:
         raise VerbError(f"what came behind {verb!r} can't be read: {error}") from None
     if verb == "letters-drop":
         return ev.LettersDropped(None if letters.all else letters.keys, letters.who, token)
@@ -161,7 +162,7 @@ def heir_wished(argument: bytes | str) -> str:
     """Whom "hand-over" names; "" for nobody in particular. Raises VerbError."""
     try:
         return _HAND_OVER.decode(argument).to
-    except msgspec.MsgspecError as error:
+    except decoding.DecodeError as error:
         raise VerbError(f"what came behind 'hand-over' can't be read: {error}") from None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from protocol import decoding
 from protocol.errors import ImmortalError
 
 
@@ -40,4 +41,4 @@ def list_module(module: str, folder: Path, environment: Mapping[str, str]) -> Li
     if done.returncode != 0:
         said = done.stderr.decode("utf-8", "replace").strip()
         raise ListingError(said or f"importing {module} ended its process with status {done.returncode}")
-    return msgspec.json.decode(done.stdout, type=Listing)
+    return decoding.decode_json(done.stdout, type=Listing)

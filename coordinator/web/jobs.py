@@ -18,6 +18,7 @@ from coordinator.config import write_atomically
 from coordinator.web.errors import WebError
 from coordinator.web.notes import FOLDER_NAME
 from coordinator.web.what_if_job import Order
+from protocol import decoding
 from protocol.private_files import make_folder
 
 AT_ONCE_MAX = 2  # each runs two apps beside one another
@@ -74,10 +75,10 @@ class Jobs:
         if not _ID.fullmatch(job_id):
             raise WebError(f"there is no what-if {job_id[:40]!r}", 404)
         try:
-            job = msgspec.json.decode(self._path(job_id).read_bytes(), type=Job)
+            job = decoding.decode_json(self._path(job_id).read_bytes(), type=Job)
         except FileNotFoundError:
             raise WebError(f"there is no what-if {job_id}", 404) from None
-        except (OSError, msgspec.MsgspecError) as error:
+        except (decoding.DecodeError, OSError) as error:
             raise WebError(f"the what-if {job_id} can't be read: {error}", 500) from None
         if job.state == "running":  # of an earlier life of this server
             job.state, job.error = "failed", "the server was stopped while it ran: start it again"
@@ -117,12 +118,12 @@ class Jobs:
             with process.stdin as stdin:
                 stdin.write(msgspec.json.encode(job.order))
             for line in process.stdout:
-                said = msgspec.json.decode(line)
+                said = decoding.decode_json(line)
                 if "progress" in said:
                     job.done, job.total = said["progress"]
                 else:
                     job.report, job.error = said.get("report"), said.get("error", "")
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, OSError) as error:
             job.error = f"{type(error).__name__}: {error}"
         finally:
             process.kill()

@@ -22,6 +22,7 @@ from coordinator.web.messages import LIMIT_MAX, At, Message, Page, Times, Wanted
 from coordinator.web.rendering import page
 from coordinator.web.requests import checked_pattern, number_of, place_in, settings_of, site_of, text_of
 from coordinator.web.site import Site
+from protocol import decoding
 from protocol.timing_files import FOLDER_NAME
 from sight.trace.spans import handler_id
 from sight.trace.timings import Timings
@@ -199,7 +200,7 @@ def _noted(
 def _pretty(one: Message) -> str:
     try:
         short = len(one.text) <= LINE_CHARACTERS
-        return one.text if short else json.dumps(json.loads(one.text), indent=2, ensure_ascii=False)
+        return one.text if short else json.dumps(decoding.load_json(one.text), indent=2, ensure_ascii=False)
     except ValueError:  # bytes of a message that has no name
         return one.text
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from coordinator.web.errors import WebError
+from protocol import decoding
 from protocol.private_files import make_folder
 
 FOLDER_NAME = ".web"  # in the home, where no instance can have this name
@@ -38,8 +39,8 @@ class Notes:
         found = []
         for line in lines:
             try:
-                found.append(msgspec.json.decode(line, type=Note))
-            except msgspec.MsgspecError:
+                found.append(decoding.decode_json(line, type=Note))
+            except decoding.DecodeError:
                 continue  # a crash in the middle of it
         return sorted(found, key=lambda note: (note.record, note.index, note.time_ns))
 

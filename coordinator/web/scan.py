@@ -17,6 +17,7 @@ from coordinator.web.errors import WebError
 from coordinator.web.logs import Logs
 from coordinator.web.messages import At, Page, Wanted, page_before, page_from
 from coordinator.web.timeline import Range, lanes_of
+from protocol import decoding
 
 SCAN_S_MAX = 4.0
 
@@ -37,12 +38,12 @@ class Lanes(msgspec.Struct, tag="lanes"):
 
 def scan(request: Request) -> Page:
     """Raises WebError where it takes too long."""
-    return msgspec.json.decode(_asked(request, request.wanted.pattern), type=Page)
+    return decoding.decode_json(_asked(request, request.wanted.pattern), type=Page)
 
 
 def lanes(home: str, asked: Range) -> list[dict[str, Any]]:
     """As :func:`coordinator.web.timeline.lanes_of`. Raises WebError where it takes too long."""
-    return msgspec.json.decode(_asked(Lanes(home, asked), asked.wanted.pattern), type=list[dict[str, Any]])
+    return decoding.decode_json(_asked(Lanes(home, asked), asked.wanted.pattern), type=list[dict[str, Any]])
 
 
 def _asked(request: Request | Lanes, pattern: str) -> bytes:
@@ -70,7 +71,7 @@ def page_of(logs: Logs, settings: InstanceSettings, wanted: Wanted, at: At | Non
 
 
 def main() -> None:
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request | Lanes)
+    request = decoding.decode_json(sys.stdin.buffer.read(), type=Request | Lanes)
     registry = Registry(request.home)
     found: Any
     if isinstance(request, Lanes):

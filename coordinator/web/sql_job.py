@@ -16,6 +16,7 @@ import msgspec
 from coordinator.cli.moments import Moment, Time
 from coordinator.cli.sql import cell, opened, wrong_query
 from coordinator.instances.registry import Registry
+from protocol import decoding
 from protocol.errors import ImmortalError
 
 ROWS_SHOWN_MAX = 500
@@ -77,7 +78,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answer: dict[str, Any]
     try:
-        answer = {"found": run(msgspec.json.decode(sys.stdin.buffer.read(), type=Order))}
+        answer = {"found": run(decoding.decode_json(sys.stdin.buffer.read(), type=Order))}
     except MemoryError:
         answer = {"error": f"it needs more than {MEMORY_MB} MiB of memory"}
     except (ImmortalError, OSError) as error:

@@ -13,6 +13,7 @@ import msgspec
 
 from coordinator.web.errors import WebError
 from coordinator.web.sql_job import Found, Order
+from protocol import decoding
 
 AT_ONCE_MAX = 2  # each may replay several services
 ANSWER_S = 120.0  # the first query of a large log writes its columns
@@ -62,10 +63,10 @@ class SqlRuns:
             self._running.add(process)
         try:
             said, complaints = process.communicate(msgspec.json.encode(order), timeout=ANSWER_S)
-            return msgspec.json.decode(said, type=_Answer)
+            return decoding.decode_json(said, type=_Answer)
         except subprocess.TimeoutExpired:
             return _Answer(error=f"it took longer than {ANSWER_S:.0f} s, and was ended: 'immortal sql' waits longer")
-        except msgspec.MsgspecError:
+        except decoding.DecodeError:
             last = complaints.decode("utf-8", "replace")[-SAID_CHARACTERS_MAX:].strip()
             return _Answer(error=f"its process ended with status {process.returncode}\n{last}".strip())
         finally:

@@ -20,6 +20,7 @@ from coordinator.cli.what_if_report import Report
 from coordinator.core.output_check import OutputDivergenceError
 from coordinator.instances import own_logs
 from coordinator.instances.registry import Registry
+from protocol import decoding
 from protocol.errors import ImmortalError
 from replay import OWN_VERSION, AppCommand
 from replay.apps import default_app
@@ -75,7 +76,7 @@ def run(order: Order, progress: Any) -> dict[str, Any]:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything else prints
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    order = decoding.decode_json(sys.stdin.buffer.read(), type=Order)
     said_s = 0.0
 
     def say(what: dict[str, Any]) -> None:

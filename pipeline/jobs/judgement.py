@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -13,6 +12,7 @@ from pipeline.jobs.ordering import ORDERED, OrderingAudit
 from pipeline.jobs.reports import AuditReport, StreamReport, Violation
 from pipeline.jobs.sources import LogState
 from pipeline.jobs.stream_audit import KINDS, Finding, Needs, StreamFigures, in_words
+from protocol import decoding
 
 _BY_MARKS = ("content", "causality")
 """What is found with the sender's marks: their numbers are others where the stream was reset."""
@@ -74,17 +74,17 @@ class _Judge:
         for what, sender, receiver, first, last, body in results:
             key = (sender, receiver)
             if what == "log":
-                values = json.loads(body)
+                values = decoding.load_json(body)
                 values["damages"] = [tuple(damage) for damage in values["damages"]]
                 self._logs[receiver] = LogReport(**values)
             elif what == ORDERED:
                 self._ordering.take(sender, receiver, first, last, body)
             elif what == "finding":
-                self._findings[key].append(Finding(**json.loads(body)))
+                self._findings[key].append(Finding(**decoding.load_json(body)))
             elif what == "needs":
                 self._needs[key].append(Needs(first, last))
             else:
-                self._figures[key] = figures = StreamFigures(**json.loads(body))
+                self._figures[key] = figures = StreamFigures(**decoding.load_json(body))
                 self._last_mark_ns[sender] = max(self._last_mark_ns[sender], figures.last_mark_ns)
         for name in self._states:
             self._logs.setdefault(name, LogReport(name))

@@ -11,13 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-import msgspec
-
 from appsdk.ordering.messages import Proposed
 from appsdk.ordering.multicasts import decode_executed, decode_of_ordering, decode_propose
 from appsdk.ordering.sending import RUNS_IN_FLIGHT_MAX
 from pipeline.jobs.evidence import Row
 from pipeline.jobs.reports import Violation
+from protocol import decoding
 from protocol.errors import ProtocolError
 from protocol.messages import MessageType, RpcKind, decode_incoming_rpc, decode_messages
 from protocol.ordering import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
@@ -69,7 +68,7 @@ def ordered_results(row: Row) -> Iterator[Result]:
         for message_type, start, end in decode_messages(payload):
             if message_type == MessageType.RPC and payload.startswith(marks, start):
                 words += _words(payload, start, end, row)
-    except (ProtocolError, msgspec.DecodeError):
+    except (decoding.DecodeError, ProtocolError):
         pass  # the stream's own audit says that it is damaged
     if words:
         numbered = [(index, *word) for index, word in enumerate(words)]
@@ -100,7 +99,7 @@ class OrderingAudit:
         self._words: dict[str, list[_Word]] = defaultdict(list)
 
     def take(self, source: str, receiver: str, record: int, batch: int, body: str) -> None:
-        self._words[receiver] += [_Word(record, batch, at, source, *word) for at, *word in json.loads(body)]
+        self._words[receiver] += [_Word(record, batch, at, source, *word) for at, *word in decoding.load_json(body)]
 
     def executed(self, log: str) -> list[tuple[str, int, int, int]]:
         """The runs that this log has executed, in its order: sender, number, timestamp, count of calls."""

@@ -24,6 +24,7 @@ from pipeline.reading import LogRange, close_shared, whole_range
 from pipeline.schema import SCHEMAS
 from pipeline.source import PARTITION_SIZE_BYTES, split
 from pipeline.times import first_at
+from protocol import decoding
 from protocol.private_files import opener
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ def read_export_state(folder: Path) -> dict[str, Any]:
     """Raises SourceError."""
     path = folder / EXPORT_FILE_NAME
     try:
-        state: dict[str, Any] = json.loads(path.read_text())
+        state: dict[str, Any] = decoding.load_json(path.read_text())
         version = state["version"]
         _ = state["tables"], state["instances"], state["run"], state["exported"]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from pipeline.jobs.evidence import LOG
 from pipeline.jobs.log_audit import LogReport
 from pipeline.jobs.sources import ExportFleet, Fleet, LogFleet, open_fleet
 from pipeline.paths import log_folders
+from protocol import decoding
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -83,7 +83,7 @@ def verify(spark: SparkSession, opened: Opened) -> VerifyReport:
     evidence = fleet.evidence(spark)
     for what, _, name, _, _, body in results_of(spark, evidence.where(evidence["what"] == LOG)):
         if what == "log":
-            log = LogReport(**json.loads(body))
+            log = LogReport(**decoding.load_json(body))
             report.records[name] = log.records
             for first, _, text in log.damages:
                 report.add(Problem(name, f"record {first}", text))

@@ -6,7 +6,6 @@ modules that it has imported, so the code never runs in one.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -24,6 +23,7 @@ import pyarrow as pa
 from pipeline.errors import PipelineError
 from pipeline.jobs.sources import log_states, rows_of
 from pipeline.paths import log_folders
+from protocol import decoding
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -109,7 +109,9 @@ def what_if(
     frame = spark.createDataFrame(list(apps.items()), "instance string, app string").repartition(len(apps))
     rows = rows_of(frame.mapInArrow(run, _RESULT_SPARK).toArrow().to_batches())
     return summarize(
-        InstanceResult(instance, apps[instance], status, duration_s, json.loads(output) if output else None, error)
+        InstanceResult(
+            instance, apps[instance], status, duration_s, decoding.load_json(output) if output else None, error
+        )
         for instance, status, output, error, duration_s in sorted(rows)
     )
 

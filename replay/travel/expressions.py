@@ -8,10 +8,8 @@ from __future__ import annotations
 from types import CodeType
 from typing import Any
 
-import msgspec
-
+from protocol import decoding
 from protocol.messages import IncomingRpc, RpcKind, RpcType
-from protocol.values import decode_plain
 from replay.errors import ReplayError
 
 
@@ -28,8 +26,8 @@ def arguments_of(rpc: IncomingRpc | None) -> list[Any]:
     if rpc is None:
         return []
     try:
-        values = decode_plain(rpc.arguments)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        values = decoding.decode_shown(rpc.arguments)
+    except decoding.DecodeError:
         return []
     if not isinstance(values, list):
         return []

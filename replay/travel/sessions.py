@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from protocol import decoding
 from replay.app import code_environment
 from replay.errors import ReplayError
 from replay.travel.worker import MEMORY_VARIABLE
@@ -135,7 +136,7 @@ class _Session:
                 answer += data
         except (OSError, ValueError):
             raise _EndedError(self._with_said("the process that replays has ended")) from None
-        decoded: dict[str, Any] = msgspec.json.decode(answer)
+        decoded: dict[str, Any] = decoding.decode_json(answer)
         return decoded
 
     def _with_said(self, text: str) -> str:

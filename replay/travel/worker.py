@@ -21,6 +21,7 @@ from appsdk.errors import AppError
 from coordinator.config import InstanceSettings
 from coordinator.instances import own_logs
 from coordinator.instances.registry import Registry
+from protocol import decoding
 from protocol.errors import ImmortalError
 from replay.apps import default_app
 from replay.travel.traveller import Traveller
@@ -48,7 +49,7 @@ def main(home: str, name: str) -> None:
             try:
                 if traveller is None:
                     traveller = _traveller(Registry(home).load(name), stack)
-                _answer(answers, {"answer": _asked(traveller, msgspec.json.decode(line, type=Question))})
+                _answer(answers, {"answer": _asked(traveller, decoding.decode_json(line, type=Question))})
             except (ImmortalError, AppError) as error:
                 _answer(answers, {"error": str(error)})
             except MemoryError:

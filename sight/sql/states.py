@@ -14,6 +14,7 @@ import pyarrow as pa
 from appsdk.state.rows import STATE
 from coordinator.config import InstanceSettings
 from coordinator.log import LogReader
+from protocol import decoding
 from replay import AppCommand, ReplayPlan, Sink, plan_route, run_replay
 from replay.apps import default_app
 from replay.inspection import write_rows
@@ -101,7 +102,7 @@ def read_tables(file: Path) -> dict[str, pa.Table]:
 
 def _lines(file: Path) -> Iterator[tuple[str, Row | str]]:
     with file.open(encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
+        yield from map(decoding.load_json, lines)
 
 
 def _batch(rows: Sequence[Row], schema: pa.Schema, kinds: Mapping[str, set[type]]) -> pa.RecordBatch:

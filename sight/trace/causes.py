@@ -16,6 +16,7 @@ from typing import BinaryIO
 import msgspec
 
 from coordinator.config import InstanceSettings
+from protocol import decoding
 from protocol.extensions import Origin
 from protocol.trailer import Trailer
 from replay import AppCommand, ReplayPlan, plan_route, run_replay
@@ -162,4 +163,4 @@ def _drawn_in(path: Path) -> Iterator[Drawn]:
     """As it is asked for: what a replay told of a log of any length."""
     with path.open("rb") as file:
         while front := file.read(_SIZE.size):
-            yield msgspec.msgpack.decode(file.read(*_SIZE.unpack(front)), type=Drawn)
+            yield decoding.decode(file.read(*_SIZE.unpack(front)), type=Drawn)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from protocol import decoding
 from protocol.private_files import opener
 from protocol.trailer import BatchKind
 from sight.errors import SightError
@@ -38,7 +39,9 @@ class Positions:
         if path is None or not path.exists():
             return
         try:
-            self._next = {str(name): [int(one), int(two)] for name, (one, two) in json.loads(path.read_text()).items()}
+            self._next = {
+                str(name): [int(one), int(two)] for name, (one, two) in decoding.load_json(path.read_text()).items()
+            }
         except (ValueError, AttributeError, TypeError):
             raise SightError(
                 f"{path} is no file that 'immortal trace follow' has written: give another name, or remove it"

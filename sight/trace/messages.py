@@ -11,6 +11,7 @@ from msgspec import Struct, field
 from coordinator.core.words import Methods, method_name
 from coordinator.log import LogReader
 from pipeline.plain import PlainMessage, PlainRecord, read_record
+from protocol import decoding
 from protocol.messages import IncomingRpc, RpcKind, RpcType
 from protocol.trailer import BatchKind
 from sight.trace.timings import MessageTiming, RecordTiming, Timings
@@ -20,7 +21,7 @@ CLIENTS = "clients"
 OUTSIDE = "outside"
 """As a caller: who sent impulses, or the initial message."""
 
-_RAW = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_RAW = decoding.Decoder(list[msgspec.Raw])
 
 
 class Source(Struct):
@@ -151,8 +152,8 @@ def _waiter(rpc: IncomingRpc, instance: str) -> tuple[str, int] | None:
         return None
     try:
         caller, number, *_ = _RAW.decode(rpc.arguments)
-        return msgspec.msgpack.decode(caller, type=str) or instance, msgspec.msgpack.decode(number, type=int)
-    except (msgspec.MsgspecError, ValueError):
+        return decoding.decode(caller, type=str) or instance, decoding.decode(number, type=int)
+    except ValueError:
         return None
 
 
@@ -163,6 +164,6 @@ def _own_number(rpc: IncomingRpc | None, method_id: int) -> int | None:
 
 def _number(rpc: IncomingRpc) -> int | None:
     try:
-        return msgspec.msgpack.decode(_RAW.decode(rpc.arguments)[0], type=int)
-    except (msgspec.MsgspecError, ValueError, IndexError):
+        return decoding.decode(_RAW.decode(rpc.arguments)[0], type=int)
+    except (ValueError, IndexError):
         return None

@@ -18,6 +18,7 @@ main(["--help"], standalone_mode=False)
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
 OURS = {
+    "protocol.decoding",
     "coordinator",
     "coordinator.cli",
     "coordinator.cli.commands",

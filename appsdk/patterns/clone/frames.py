@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from protocol import decoding
 from protocol.checksum import crc64
 from protocol.errors import RemoteProtocolError
 
@@ -166,8 +167,8 @@ Answer = Activated | Refused | Part | Dropped | Deactivated | Finished | Pong | 
 
 M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_requests: decoding.Decoder[Request] = decoding.Decoder(Request)
+_answers: decoding.Decoder[Answer] = decoding.Decoder(Answer)
 
 
 def encode(message: Request | Answer) -> bytes:
@@ -185,7 +186,7 @@ def decode_answer(data: bytes) -> Answer:
     return _decode(data, _answers)
 
 
-def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[M]) -> M:
+def _decode(data: bytes, decoder: decoding.Decoder[M]) -> M:
     if len(data) < OVERHEAD_BYTES or data[:3] != MAGIC[:3]:
         raise RemoteProtocolError(f"{len(data)} bytes that are no message of a clone: it begins with {data[:4]!r}")
     if data[3] != VERSION:
@@ -195,5 +196,5 @@ def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[M]) -> M:
         raise RemoteProtocolError(f"a message of {len(data)} bytes was damaged: its check bytes do not match")
     try:
         return decoder.decode(body[len(MAGIC) :])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except decoding.DecodeError as error:
         raise RemoteProtocolError(f"a message that can't be read: {error}") from None

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
 from appsdk.patterns.clone import limits
 from appsdk.patterns.clone.entries import Entries
 from appsdk.patterns.clone.frames import (
@@ -32,6 +30,7 @@ from appsdk.patterns.clone.records import ENTITLED, Entitlement, Presence, Row
 from appsdk.patterns.clone.streams import Stream
 from appsdk.patterns.clone.subtrees import Entitlements, check_subtrees
 from appsdk.patterns.clone.views import EVERYTHING, Views
+from protocol import decoding
 
 _ENTITLED = ENTITLED + "/"
 
@@ -351,7 +350,7 @@ def _may_not(name: str, subtrees: Iterable[str], *, relay: bool) -> str:
 
 
 def _entitlement(row: Row) -> Entitlement | None:
-    return None if row.value is None else msgspec.msgpack.decode(row.value, type=Entitlement)
+    return None if row.value is None else decoding.decode(row.value, type=Entitlement)
 
 
 def _entitlements(owner: str, entries: Entries) -> Entitlements:

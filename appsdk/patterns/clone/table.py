@@ -35,6 +35,7 @@ from appsdk.patterns.clone.records import (
     encode,
 )
 from appsdk.patterns.clone.subtrees import check_subtrees, may_be_seen
+from protocol import decoding
 
 _ALARM = "alarm"
 _LOOKS = -1  # in place of the time for which the alarm is set: it is about to look
@@ -169,7 +170,7 @@ class Table(Immortal):
     @query
     def entitled(self) -> dict[str, Entitlement]:
         return {
-            key[len(ENTITLED) + 1 :]: msgspec.msgpack.decode(row.value, type=Entitlement)
+            key[len(ENTITLED) + 1 :]: decoding.decode(row.value, type=Entitlement)
             for key, row in self.entries.rows.items()
             if key.startswith(ENTITLED) and row.value is not None
         }
@@ -226,7 +227,7 @@ class Table(Immortal):
 
     def _may_relay(self, name: str) -> bool:
         row = self.entries.rows.get(f"{ENTITLED}/{name}")
-        return row is not None and row.value is not None and msgspec.msgpack.decode(row.value, type=Entitlement).relay
+        return row is not None and row.value is not None and decoding.decode(row.value, type=Entitlement).relay
 
     @rpc
     def forwarder_ends(self, forwarder: str) -> None:

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from protocol import decoding
+
 _encode = msgspec.msgpack.encode
-_items = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_items = decoding.Decoder(list[msgspec.Raw])
 
 
 class Life(msgspec.Struct, frozen=True):
@@ -78,7 +80,7 @@ def split(values: bytes) -> list[msgspec.Raw]:
     """Raises ValueError for what is no array."""
     try:
         return _items.decode(values)
-    except msgspec.DecodeError as error:
+    except decoding.DecodeError as error:
         raise ValueError(f"a MessagePack array was expected: {error}") from None
 
 
@@ -94,7 +96,7 @@ def joined(first: bytes, second: bytes) -> bytes:
 def results(response: Response) -> list[Result]:
     """One for each task."""
     failures = response.failures
-    values: list[object] = msgspec.msgpack.decode(response.values)
+    values: list[object] = decoding.decode(response.values)
     numbered = enumerate(values, response.first)
     if not failures:
         return [Result(number, value) for number, value in numbered]

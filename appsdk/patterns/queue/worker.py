@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import msgspec
-
 from appsdk.calls.codec import ArgumentCodec, encode_value
 from appsdk.calls.failures import misfit_text, text_of
 from appsdk.calls.run_contexts import RunContexts
@@ -38,6 +36,7 @@ from appsdk.patterns.queue import limits
 from appsdk.patterns.queue.errors import QueueError, Reject
 from appsdk.patterns.queue.records import Given, Report, check_name
 from appsdk.patterns.queue.service import Queue
+from protocol import decoding
 
 Function = Callable[..., Any]
 Functions = Mapping[str, Callable[..., Any]]
@@ -87,7 +86,7 @@ class _Function:
         try:
             if self._codec is not None:
                 return self._codec.decode(encoded)
-            arguments = msgspec.msgpack.decode(encoded, type=list[Any])
+            arguments = decoding.decode(encoded, type=list[Any])
             if self._signature is not None:
                 self._signature.bind(*arguments)
         except BaseException as error:  # msgspec's own, and what a type's __post_init__ raises

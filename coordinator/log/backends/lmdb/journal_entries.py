@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import struct
 
-import msgspec
 from msgspec import Struct
 
+from protocol import decoding
 from protocol.checksum import crc64
 
 BLOCK_SIZE_BYTES = 4096  # an entry begins with one: what is durable already is never written again
@@ -36,7 +36,7 @@ _CRC_SIZE_BYTES = 8
 FORM = Form(b"IMJ2", struct.Struct("<4sIQQQ"))
 _FORM_4 = Form(b"IMJ1", struct.Struct("<4sIQQ"))  # of version 4
 _FORMS = {form.magic: form for form in (FORM, _FORM_4)}
-ROWS = msgspec.msgpack.Decoder(list[tuple[str, bytes, bytes]])
+ROWS = decoding.Decoder(list[tuple[str, bytes, bytes]])
 
 
 def form_of(place: Place) -> Form:

@@ -23,6 +23,7 @@ from coordinator.core.errors import DamagedLogError, LogError, LogUnavailableErr
 from coordinator.log.backend import Append, Row, Span
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from coordinator.objects.errors import DamagedObjectError, ObjectError, StoreError
+from protocol import decoding
 
 if TYPE_CHECKING:
     from coordinator.objects.store import Objects
@@ -46,14 +47,14 @@ class Pointer(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Pointer).decode
+_decode = decoding.Decoder(Pointer).decode
 
 
 def pointer_of(value: bytes) -> Pointer:
     """Raises DamagedLogError."""
     try:
         return _decode(value)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except decoding.DecodeError as error:
         raise DamagedLogError(f"a row of {ELSEWHERE} says no place: {error}", -1) from None
 
 

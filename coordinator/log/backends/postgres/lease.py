@@ -23,6 +23,7 @@ import psycopg
 from coordinator.core.errors import LogError
 from coordinator.core.interfaces import Standby
 from coordinator.log.backends.postgres.connecting import Address, connect, is_broken, reaching
+from protocol import decoding
 from protocol.process_file import ProcessFile, is_living, own_fields
 
 CHANNEL = "immortal"
@@ -60,8 +61,8 @@ def _space() -> str:
 def is_gone(text: str) -> bool:
     """Whether the process that a lease names is known not to be there any more."""
     try:
-        process = msgspec.json.decode(text, type=Process)
-    except msgspec.MsgspecError:
+        process = decoding.decode_json(text, type=Process)
+    except decoding.DecodeError:
         return False
     if process.space != _space():
         return False

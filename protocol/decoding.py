@@ -1,0 +1,152 @@
+"""Decoding of MessagePack and JSON that came from outside: whatever is wrong with it is one error, DecodeError.
+
+A decoder raises more than its own error: RecursionError for what is nested too deeply, UnicodeDecodeError, MemoryError,
+and whatever a user's own type raises as it is read. Who forgets one of them ends with a message of somebody else's. So
+no other module calls a decoder of msgspec or ``json.loads`` (ruff's TID251 says so).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, overload
+
+import msgspec
+from msgspec import DecodeError
+
+__all__ = [
+    "DecodeError",
+    "Decoder",
+    "JsonDecoder",
+    "TooDeepError",
+    "check_shown",
+    "decode",
+    "decode_json",
+    "decode_shown",
+    "given_json",
+    "guarded",
+    "load_json",
+]
+
+SHOWN_NESTING_MAX = 128  # to make text of it takes up to four levels of Python's recursion for each, of 1,000 in all
+T = TypeVar("T")
+
+
+class TooDeepError(DecodeError):
+    """What came is nested more deeply than a decoder can follow."""
+
+
+DecHook = Callable[[type, Any], Any]
+ExtHook = Callable[[int, memoryview], Any]
+
+
+def guarded(decode: Callable[[Any], T]) -> Callable[[Any], T]:
+    """``decode``, which raises nothing but DecodeError."""
+
+    def guard(data: Any) -> T:
+        try:
+            return decode(data)
+        except DecodeError:
+            raise
+        except RecursionError:
+            raise TooDeepError("it is nested too deeply to be read") from None
+        except Exception as error:
+            raise DecodeError(_in_words(error)) from None
+
+    return guard
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "there is not enough memory to read it"
+    try:
+        text = str(error)
+    except Exception:  # of a user's own class
+        text = ""
+    return text or type(error).__name__
+
+
+class Decoder(Generic[T]):
+    """A decoder of MessagePack for one type. ``unguarded``: for who names what it raises, all of it."""
+
+    __slots__ = ("decode", "unguarded")
+
+    @overload
+    def __init__(
+        self: Decoder[Any], type: None = None, *, dec_hook: DecHook | None = None, ext_hook: ExtHook | None = None
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: Decoder[T], type: type[T], *, dec_hook: DecHook | None = None, ext_hook: ExtHook | None = None
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: Decoder[Any], type: Any, *, dec_hook: DecHook | None = None, ext_hook: ExtHook | None = None
+    ) -> None: ...
+    def __init__(self, type: Any = Any, *, dec_hook: DecHook | None = None, ext_hook: ExtHook | None = None) -> None:
+        found: Any = msgspec.msgpack.Decoder(Any if type is None else type, dec_hook=dec_hook, ext_hook=ext_hook)
+        self.unguarded: Callable[[Any], T] = found.decode
+        self.decode: Callable[[Any], T] = guarded(self.unguarded)
+
+
+class JsonDecoder(Generic[T]):
+    """A decoder of JSON for one type."""
+
+    __slots__ = ("decode",)
+
+    def __init__(self, type: type[T]) -> None:
+        self.decode: Callable[[Any], T] = guarded(msgspec.json.Decoder(type).decode)
+
+
+@overload
+def decode(data: Any, type: type[T], *, ext_hook: ExtHook | None = None) -> T: ...
+@overload
+def decode(data: Any, type: Any = ..., *, ext_hook: ExtHook | None = None) -> Any: ...
+def decode(data: Any, type: Any = Any, *, ext_hook: ExtHook | None = None) -> Any:
+    """One value of MessagePack. Raises DecodeError."""
+    return guarded(lambda given: msgspec.msgpack.decode(given, type=type, ext_hook=ext_hook))(data)
+
+
+def decode_shown(data: bytes | memoryview, type: Any = Any, *, ext_hook: ExtHook | None = None) -> Any:
+    """As :func:`decode`, of what people are to see: nested no more deeply than what shows it can follow.
+
+    ``ext_hook``: by default it reads the extensions of :mod:`protocol.values`.
+    """
+    from protocol.values import read_extension  # here: few commands show what was sent
+
+    check_shown(data)
+    return decode(data, type=type, ext_hook=ext_hook or read_extension)
+
+
+def check_shown(data: bytes | memoryview) -> None:
+    """Raises TooDeepError for what can't be shown."""
+    from protocol.nesting import is_nested_beyond, nesting_depth  # here: few commands show what was sent
+
+    if is_nested_beyond(data, 0, len(data), SHOWN_NESTING_MAX):
+        raise TooDeepError(f"it is nested {nesting_depth(data)} levels deep, too many to be shown")
+
+
+@overload
+def decode_json(data: Any, type: type[T]) -> T: ...
+@overload
+def decode_json(data: Any, type: Any = ...) -> Any: ...
+def decode_json(data: Any, type: Any = Any) -> Any:
+    """One value of JSON, as ``type`` says. Raises DecodeError."""
+    return guarded(lambda given: msgspec.json.decode(given, type=type))(data)
+
+
+def load_json(text: str | bytes) -> Any:
+    """One value of JSON as the standard library reads it: integers of any size, NaN. Raises DecodeError."""
+    return guarded(json.loads)(text)
+
+
+def given_json(text: str) -> Any:
+    """As :func:`load_json`, of what a person gives: nested no more deeply than what works on it can follow."""
+    value = load_json(text)
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, list | dict)]:
+        depth += 1
+        if depth > SHOWN_NESTING_MAX:
+            raise TooDeepError(f"it is nested more than {SHOWN_NESTING_MAX} levels deep")
+        level = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
+    return value

@@ -1,0 +1,165 @@
+"""How deeply MessagePack is nested: found without recursion, before anybody decodes it.
+
+A decoder goes one call deeper with each array or map in another, until Python's limit of recursion stops it. What
+is nested has a limit far below that one, which is checked where bytes come in. `docs/WIRE.md`, part 10.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from protocol.batch import common_size
+from protocol.varint import Readable, decode_zigzag_int
+
+if TYPE_CHECKING:
+    import cython
+
+_FRONT_SIZE_BYTES = 5  # of a message, at least: size, type, kind, method ID, RPC type
+_DEEPEST = 1 << 62
+_OTHERS_MAX = 15  # items whose values are left out: more are in none of the SDK's messages
+_SIZES_OF_NUMBERS = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+_SIZES_OF_EXTENSIONS = {0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
+_LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bytes that give it
+_SAYS_LENGTH = 0xFF
+_SIZES = bytes(
+    (_SIZES_OF_NUMBERS | _SIZES_OF_EXTENSIONS | dict.fromkeys(_LENGTHS, _SAYS_LENGTH)).get(first, first & 0x1F)
+    if 0xA0 <= first < 0xDC and not 0xC0 <= first <= 0xC3
+    else 0
+    for first in range(256)
+)
+"""How many bytes of a value that is no array and no map stand behind its first one, by that."""
+_WIDTHS = bytes(_LENGTHS.get(first, 0) for first in range(256))
+
+
+def is_nested_beyond(data: Readable, start: int, end: int, limit: int) -> bool:
+    """Whether more than ``limit`` arrays and maps are in one another in the value ``data[start:end]``.
+
+    What is no MessagePack, or ends too soon, counts as far as a decoder comes.
+    """
+    if end - start <= limit:  # each takes a byte
+        return False
+    return _walk(data if type(data) is bytes else bytes(data), start, end, limit) > limit
+
+
+def nesting_depth(data: Readable) -> int:
+    """How many arrays and maps are in one another, at the deepest place of a value."""
+    return _walk(bytes(data), 0, len(data), _DEEPEST)
+
+
+def _walk(data: bytes, start: int, end: int, limit: int) -> int:
+    """As :func:`nesting_depth`, up to ``limit`` + 1: what is deeper is not looked at."""
+    octets: cython.p_const_uchar = data
+    table = _SIZES
+    sizes: cython.p_const_uchar = table
+    table = _WIDTHS
+    widths: cython.p_const_uchar = table
+    at: cython.Py_ssize_t = start
+    stop: cython.Py_ssize_t = end
+    deepest_allowed: cython.Py_ssize_t = limit
+    first: cython.Py_ssize_t
+    width: cython.Py_ssize_t
+    count: cython.Py_ssize_t
+    left: cython.Py_ssize_t = 1  # values to come in the innermost array or map
+    depth: cython.Py_ssize_t = 0
+    deepest: cython.Py_ssize_t = 0
+    outer: list[int] = []  # the same of those around it
+    while True:
+        while left == 0:
+            if depth == 0:
+                return deepest
+            left = outer.pop()
+            depth -= 1
+        if at >= stop:
+            return deepest
+        left -= 1
+        first = octets[at]
+        at += 1
+        if 0x80 <= first < 0xA0:
+            count = first & 0x0F
+            if first < 0x90:
+                count *= 2
+        elif 0xDC <= first < 0xE0:
+            width = 4 if first & 1 else 2
+            if at + width > stop:
+                return deepest
+            count = octets[at] << 8 | octets[at + 1]
+            if width == 4:
+                count = count << 16 | octets[at + 2] << 8 | octets[at + 3]
+            at += width
+            if first >= 0xDE:
+                count *= 2
+        else:
+            count = sizes[first]
+            if count == _SAYS_LENGTH:
+                width = widths[first]
+                if at + width > stop:
+                    return deepest
+                count = octets[at]
+                if width >= 2:
+                    count = count << 8 | octets[at + 1]
+                if width == 4:
+                    count = count << 16 | octets[at + 2] << 8 | octets[at + 3]
+                count += width
+                if 0xC7 <= first <= 0xC9:  # an extension's type
+                    count += 1
+            at += count
+            continue
+        outer.append(left)
+        left = count
+        depth += 1
+        if depth > deepest:
+            deepest = depth
+            if deepest > deepest_allowed:
+                return deepest
+
+
+def without_values(data: bytes, count: int) -> bytes | None:
+    """Of an array its first ``count`` items, and nil in place of each other one; None where it does not begin with so
+    many that are no arrays and no maps."""
+    first = data[0] if data else 0
+    front_size_bytes = {0xDC: 3, 0xDD: 5}.get(first, 1)
+    if front_size_bytes == 1 and not 0x90 <= first <= 0x9F:
+        return None
+    length = first & 0x0F if front_size_bytes == 1 else int.from_bytes(data[1:front_size_bytes], "big")
+    at = front_size_bytes
+    for _ in range(count):
+        first = data[at] if at < len(data) else 0xC1
+        if 0x80 <= first < 0xA0 or 0xDC <= first < 0xE0 or first == 0xC1:
+            return None
+        width = _LENGTHS.get(first)
+        at += 1 + _SIZES[first]
+        if width is not None:
+            start = at - _SAYS_LENGTH
+            at = start + width + (0xC7 <= first <= 0xC9) + int.from_bytes(data[start : start + width], "big")
+    if at > len(data) or not count <= length <= count + _OTHERS_MAX:
+        return None
+    return data[:at] + b"\xc0" * (length - count)
+
+
+def too_deep(payload: bytes, count: int, limit: int) -> list[tuple[int, int]]:
+    """Of the ``count`` packed RPC messages those whose arguments are nested more deeply: (index, start of its data).
+
+    The array of the arguments does not count, and what is no array is not looked at. ``payload`` was checked before
+    (:func:`protocol.batch.check_batch`).
+    """
+    if len(payload) <= limit + _FRONT_SIZE_BYTES or 0 < common_size(payload, count) <= limit + _FRONT_SIZE_BYTES:
+        return []
+    found: list[tuple[int, int]] = []
+    octets: cython.p_const_uchar = payload
+    offset: cython.Py_ssize_t = 0
+    size_bytes: cython.Py_ssize_t
+    shallow: cython.Py_ssize_t = limit + _FRONT_SIZE_BYTES - 1
+    for index in range(count):
+        size_bytes = octets[offset]
+        offset += 1
+        if size_bytes < 0x80:
+            size_bytes >>= 1
+        else:
+            size_bytes, offset = decode_zigzag_int(payload, offset - 1)
+        if size_bytes > shallow:
+            arguments = decode_zigzag_int(payload, offset + 2)[1] + 1
+            is_array = octets[arguments] >> 4 == 0x9 or octets[arguments] in (0xDC, 0xDD)
+            if is_array and is_nested_beyond(payload, arguments, offset + size_bytes, limit + 1):
+                found.append((index, offset + 1))
+        offset += size_bytes
+    return found
