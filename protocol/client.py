@@ -470,7 +470,10 @@ def _array(data: bytes, offset: int, end: int) -> tuple[int, int]:
     start = offset + 1 + size_bytes
     if not size_bytes or start > end:
         raise RemoteProtocolError("the arguments of a call are no MessagePack array")
-    return int.from_bytes(data[offset + 1 : start], "big"), start
+    count = int.from_bytes(data[offset + 1 : start], "big")
+    if count > end - start:  # each has a byte at least
+        raise RemoteProtocolError(f"the arguments of a call are an array of {count} items in {end - start} bytes")
+    return count, start
 
 
 def _string(data: bytes, offset: int, end: int) -> tuple[str, int]:

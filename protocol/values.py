@@ -12,9 +12,10 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
-import msgspec
 from msgspec import ValidationError
 from msgspec.msgpack import Ext
+
+from protocol import decoding
 
 EXTENSION_CODE = 73
 INTEGER_MIN, INTEGER_MAX = -(1 << 63), (1 << 64) - 1
@@ -91,7 +92,7 @@ def _read(kind: bytes, content: bytes, hook: Callable[[int, Any], Any]) -> Any:
     if (reader := _READERS.get(kind)) is None:
         raise ValidationError(f"an extension value of the kind {kind!r}: this version knows none such")
     form, make = reader
-    return make(msgspec.msgpack.decode(content, type=form, ext_hook=hook))
+    return make(decoding.decode(content, type=form, ext_hook=hook))
 
 
 def _read_datetime(parts: tuple[str, int, _Zone]) -> datetime:
@@ -135,5 +136,5 @@ def is_beyond(value: int) -> bool:
 
 
 def decode_plain(data: Any) -> Any:
-    """One value, as MessagePack and these extensions say. Raises what the decoder raises."""
-    return msgspec.msgpack.decode(data, ext_hook=read_extension)
+    """One value, as MessagePack and these extensions say. Raises DecodeError."""
+    return decoding.decode(data, ext_hook=read_extension)

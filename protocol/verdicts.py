@@ -13,6 +13,7 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
+from protocol import decoding
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType, encode_message
 
@@ -49,7 +50,11 @@ class Cause(IntEnum):
     TRIPPED = 4  # the method has failed so often in a row that it is not called any more
     SENDER = 5  # the answer is not from the instance that was called
     FORBIDDEN = 6  # its caller may not call the method, or has too many calls open, as its coordinator's settings say
+    UNUSABLE = 57  # nested too deeply, or what was waited for and can't be read: who waits for it gets a failure
 
+
+NOT_OF_CODE = (Cause.FORBIDDEN, Cause.UNUSABLE)
+"""What other code of the app would not change."""
 
 MessageKey: TypeAlias = tuple[int, int, int, int]
 """(sequence ID, index in the record, task, step): the last two are 0 but for a step of an ``async def`` handler."""
@@ -86,6 +91,11 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
         return self.sequence_id, self.message_index, self.task, self.step
 
     @property
+    def ends_waiting(self) -> bool:
+        """Where the message is what a handler waits for: that is to go on with a failure in its place."""
+        return self.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED) or self.cause is Cause.UNUSABLE
+
+    @property
     def is_letter(self) -> bool:
         """Nobody is told, or was told something else: an operator is to see it."""
         return self.kind is VerdictKind.TAKEN_BACK or (self.caller is None and not self.step)
@@ -120,7 +130,8 @@ class Handling(msgspec.Struct, array_like=True, frozen=True):
 
     ``message_index`` RECORD: all of the record, message by message; a ``sequence_id`` of -1: nothing any more.
     ``message``: as in a :class:`Verdict`, where the app was asked to be careful with single messages. ``task``: as
-    there, of the handler that is about to go on.
+    there, of the handler that is about to go on. ``source``: the instance that sent the message, "" where that is the
+    app's own or nobody says.
     """
 
     sequence_id: int
@@ -130,6 +141,7 @@ class Handling(msgspec.Struct, array_like=True, frozen=True):
     caller: str | None = None
     message: bytes = b""
     task: int = 0
+    source: str = ""
 
 
 class Careful(msgspec.Struct, array_like=True, frozen=True):
@@ -149,11 +161,11 @@ class Careful(msgspec.Struct, array_like=True, frozen=True):
 Decoded = TypeVar("Decoded")
 
 _encode = msgspec.msgpack.Encoder().encode
-_VERDICT = msgspec.msgpack.Decoder(Verdict)
-_VERDICTS = msgspec.msgpack.Decoder(list[Verdict])
-_HANDLING = msgspec.msgpack.Decoder(Handling)
-_UNSAVED = msgspec.msgpack.Decoder(Unsaved)
-_CAREFUL = msgspec.msgpack.Decoder(Careful)
+_VERDICT = decoding.Decoder(Verdict)
+_VERDICTS = decoding.Decoder(list[Verdict])
+_HANDLING = decoding.Decoder(Handling)
+_UNSAVED = decoding.Decoder(Unsaved)
+_CAREFUL = decoding.Decoder(Careful)
 
 
 def encode_verdict(verdict: Verdict, message_type: MessageType = MessageType.VERDICT) -> bytes:
@@ -227,10 +239,10 @@ def decode_careful(data: bytes) -> Careful:
     return _decoded("Careful", _CAREFUL, data)
 
 
-def _decoded(what: str, decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
+def _decoded(what: str, decoder: decoding.Decoder[Decoded], data: bytes) -> Decoded:
     try:
         return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except decoding.DecodeError as error:
         raise RemoteProtocolError(f"a {what} message can't be read: {error}") from None
 
 

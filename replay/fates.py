@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from protocol.shown import printable, printable_lines
-from protocol.verdicts import Cause, Verdict, VerdictKind
+from protocol.verdicts import NOT_OF_CODE, Verdict, VerdictKind
 
 
 class Fate(Enum):
@@ -41,13 +41,14 @@ class Fates(Struct):
 def changed_fates(then: Iterable[Verdict], now: Iterable[Verdict], after: int, before: tuple[int, int]) -> list[Fates]:
     """Grouped by method, in the order of the log.
 
-    ``then``: the log's verdicts; ``now``: those of an app that was told none of them, but those on calls that were
-    forbidden. It was given the messages behind the record ``after``, those before (record, message) ``before``.
+    ``then``: the log's verdicts; ``now``: those of an app that was told none of them, but those on what was
+    refused whatever its code. It was given the messages behind the record ``after``, those before (record, message)
+    ``before``.
     """
     old = {
         each.key: each
         for each in then
-        if after < each.sequence_id and each.key[:2] < before and each.cause is not Cause.FORBIDDEN
+        if after < each.sequence_id and each.key[:2] < before and each.cause not in NOT_OF_CODE
     }
     new = {each.key: each for each in now}
     groups: dict[tuple[str, Fate], Fates] = {}

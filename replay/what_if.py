@@ -23,7 +23,7 @@ from protocol.batch import offset_after
 from protocol.checksum import crc64
 from protocol.extensions import HandlerFailure, Origin
 from protocol.trailer import Trailer
-from protocol.verdicts import Cause, Verdict
+from protocol.verdicts import NOT_OF_CODE, Verdict
 from replay.app import AppCommand
 from replay.code import Code
 from replay.compare import Comparison, Key, Outputs, Side
@@ -129,7 +129,7 @@ def run_what_if(
             stop=lambda: sinks[side].has_seen_enough,
             announce=lambda address: announce(side, address),
             numbers=run.numbers.before if side is Side.NEW and tells_numbers else None,
-            tells=lambda verdict: side is Side.OLD or verdict.cause is Cause.FORBIDDEN,  # no code was asked
+            tells=lambda verdict: side is Side.OLD or verdict.cause in NOT_OF_CODE,
         )
         sinks[side].finish(result)
 

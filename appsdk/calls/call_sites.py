@@ -31,6 +31,10 @@ class CallSites:
         self.rules = rules
         self._sites.clear()
 
+    @property
+    def limits_nesting(self) -> bool:
+        return self.rules >= Rules.NESTING
+
     def load(self, file_name: str) -> None:
         """Remember the text of a file as it is now: later it may have been edited under a running app."""
         if file_name not in self._lines:

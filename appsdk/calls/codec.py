@@ -20,6 +20,7 @@ from appsdk.types.decoding import ValueDecoder
 from appsdk.types.exact import AnnotatedForm, encode_value, form_of, why
 from appsdk.types.registry import may_hold_any, may_hold_handles, readable_type, unsupported_type
 from appsdk.types.steps import UnfitError, encoder
+from protocol import decoding
 
 __all__ = ["ArgumentCodec", "Decode", "ValueDecoder", "bind_arguments", "encode_value", "encoder", "unencodable"]
 
@@ -89,24 +90,29 @@ class ArgumentCodec:
         self.returns_nothing = hints.get("return") is type(None)
         self.decode_plainly = self._make_decode(())
         """As :meth:`decode`, and faster; what it refuses may be for :meth:`decode_again`."""
+        self.decode: Decode = decoding.guarded(self._decode)
         self._function = function
 
-    def decode(self, data: Any) -> tuple[Any, ...]:
-        """The arguments. Raises msgspec.DecodeError, also for a wrong count, and what codecs and constructors raise."""
+    def _decode(self, data: Any) -> tuple[Any, ...]:
+        """The arguments; what ``decode`` guards."""
         try:
             return self.decode_plainly(data)
         except msgspec.ValidationError as error:
             return self.decode_again(data, error)
 
-    def decode_call(self, data: Any) -> tuple[Any, ...]:
+    @cached_property
+    def decode_call(self) -> Decode:
         """As ``decode``, of a call that waits for an answer: (caller's name, number of the call, arguments ...)."""
+        return decoding.guarded(self._decode_call)
+
+    def _decode_call(self, data: Any) -> tuple[Any, ...]:
         try:
-            return self._decode_call(data)
+            return self._decode_call_plainly(data)
         except msgspec.ValidationError as error:
             return self.decode_again(data, error, _CALL_FRONT)
 
     @cached_property
-    def _decode_call(self) -> Decode:
+    def _decode_call_plainly(self) -> Decode:
         return self._make_decode(_CALL_FRONT)
 
     def decode_again(self, data: Any, error: BaseException, front: tuple[type, ...] = ()) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from appsdk.calls.context import Context
 from appsdk.calls.report import user_traceback
 from appsdk.calls.run_failures import is_failure
 from appsdk.errors import CallCancelled, CalleeFailed, CallRefused, DefinitionError, Failure, HandlerError, OnError
+from protocol import decoding
 from protocol.client import REFUSED_CALL, Caller, decode_caller
 from protocol.errors import ProtocolError
 from protocol.messages import IncomingRpc, RpcKind, RpcType, decode_incoming_rpc, decode_message, encode_incoming_rpc
@@ -37,7 +38,7 @@ REPEATED_SIZE_BYTES_MAX = 4 << 30
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _AT_INDEX = re.compile(r" - at `\$\[(\d+)\]")
-_CALLER_AND_NUMBER = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_CALLER_AND_NUMBER = decoding.Decoder(list[msgspec.Raw])
 
 
 def checked_on_error(where: str, given: object) -> OnError:
@@ -113,7 +114,7 @@ def misfit_text(codec: ArgumentCodec, error: BaseException, data: bytes, front: 
     problem = text_of(error)
     try:
         count = len(_CALLER_AND_NUMBER.decode(data)) - front
-    except msgspec.DecodeError:
+    except decoding.DecodeError:
         return f"{codec.name}: the arguments can't be read: {problem}"
     if count < 0:
         return f"{codec.name}: a call that waits for an answer, and does not say who waits"

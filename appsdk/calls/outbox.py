@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from appsdk.calls.codec import bind_arguments, encode_value, encoder, largest, unencodable
 from appsdk.calls.context import QUERY_RUNS, Context
+from appsdk.calls.nesting import depth_in_words, nesting_max
 from appsdk.errors import AS_RPC, Disconnected, QueryError, UsageError
 from protocol.errors import RemoteProtocolError
 from protocol.forks import text_after_fork, watch
 from protocol.limits import MESSAGE_SIZE_BYTES_MAX
 from protocol.messages import MessageType, RpcKind, RpcType, encode_attach_to, encode_message, encode_name
+from protocol.nesting import is_nested_beyond
 from protocol.varint import encode_zigzag
 
 if TYPE_CHECKING:
@@ -102,16 +104,23 @@ def _encoded_again(
 
 
 def make_writer(
-    name: Name, method_id: int, rpc_type: RpcType, kind: RpcKind = RpcKind.CALL, parameters: Iterable[str] = ()
+    name: Name,
+    method_id: int,
+    rpc_type: RpcType,
+    kind: RpcKind = RpcKind.CALL,
+    parameters: Iterable[str] = (),
+    context: Context | None = None,
 ) -> Write:
     """A function that appends one RPC message (incoming form) to a list, in two parts; it returns its size in bytes.
 
     ``parameters``: what the arguments are called, for people. The function raises TypeError for arguments that can't be
-    encoded, UsageError above CALL_SIZE_BYTES_MAX, and leaves the list as it was. (``Outbox.make_fork`` has the same
+    encoded, UsageError above CALL_SIZE_BYTES_MAX and for what is nested too deeply (``context``: of handlers, whose log
+    may be older than that limit), and leaves the list as it was. (``Outbox.make_fork`` has the same
     lines once more: there a call would be felt.)
     """
     fronts = _Fronts(name, method_id, rpc_type, kind)
     encode = encoder.encode
+    shallow = nesting_max
 
     def write(parts: list[bytes], arguments: tuple[Any, ...]) -> int:
         try:
@@ -119,6 +128,12 @@ def make_writer(
             front, size_bytes = fronts[len(body)]
         except Exception as error:
             front, body, size_bytes = _encoded_again(fronts, name, parameters, arguments, error)
+        if (
+            len(body) > shallow
+            and is_nested_beyond(body, 0, len(body), shallow + 1)
+            and (context is None or context.sites.limits_nesting)
+        ):
+            raise UsageError(depth_in_words(name, parameters, arguments))
         parts += (front, body)
         return size_bytes
 
@@ -225,6 +240,7 @@ class Outbox:
         opened, get_ident = self._open, threading.get_ident
         fronts = _Fronts(name, method_id, RpcType.FORK)
         encode = encoder.encode
+        shallow: cython.Py_ssize_t = nesting_max
 
         def fork(*arguments: Any, **keywords: Any) -> None:
             if keywords or len(arguments) != parameters_count:
@@ -240,6 +256,9 @@ class Outbox:
                 if not context.keeps_types:
                     raise _refused(name, signature.parameters, arguments, error) from error
                 front, body, size_bytes = _encoded_again(fronts, name, signature.parameters, arguments, error)
+            is_deep = len(body) > shallow and is_nested_beyond(body, 0, len(body), shallow + 1)
+            if is_deep and context.sites.limits_nesting:
+                raise UsageError(depth_in_words(name, signature.parameters, arguments))
             if context.carries:
                 context.nodes.accounts.passing(destination, body)
             parts = batch.parts
@@ -264,7 +283,7 @@ class Outbox:
         rpc_type: RpcType = RpcType.ASYNC,
     ) -> Send:
         """Sends calls of one method that wait for an answer, or answers to them. For the SDK's own use in handlers."""
-        write = make_writer(name, method_id, rpc_type, kind, parameters)
+        write = make_writer(name, method_id, rpc_type, kind, parameters, self._context)
         batch = self._batches.setdefault(destination, Batch(destination))
 
         def send(arguments: tuple[Any, ...]) -> None:

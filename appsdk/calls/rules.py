@@ -21,6 +21,9 @@ class Rules(IntEnum):
     RAISED_WHOLE = 33
     """... and declared exceptions are sent with the fields that their classes keep (raised.py)."""
 
+    NESTING = 53
+    """... and handlers send nothing that is nested too deeply."""
+
 
 NEWEST = max(Rules)
 """Those of a log that is begun now."""

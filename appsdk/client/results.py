@@ -7,16 +7,16 @@ from contextlib import suppress
 from itertools import count
 from typing import Any, Protocol
 
-import msgspec
-
 from appsdk.calls.codec import ValueDecoder, encode_value, largest, unencodable
 from appsdk.calls.failures import CANCELLED, misfit_text
+from appsdk.calls.nesting import depth_in_words, is_too_deep
 from appsdk.client.errors import CallCancelled, CallConflict, CalleeFailed, CallRaised, CallRefused, ClientError
 from appsdk.client.limits import ARGUMENTS_SIZE_BYTES_MAX
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Definition
 from appsdk.handlers.proxy import find_handler
 from appsdk.state.journal import decode_raised
+from protocol import decoding
 from protocol.client import REFUSED_CALL, Reply, ReplyKind
 from protocol.extensions import QUERIES
 from protocol.values import decode_plain
@@ -114,7 +114,7 @@ class TypedMethod:
                 return self._codec.decode_result(reply.value)
             _raised(self.name, reply)  # may say that the call was refused
             error = decode_raised(self._handler.raises, self.name, _ARRAY_OF_3 + reply.value)
-        except (msgspec.DecodeError, LookupError) as problem:
+        except (decoding.DecodeError, LookupError) as problem:
             raise ClientError(f"{self.name}: the reply does not fit what it is declared to be: {problem}") from None
         raise error
 
@@ -141,6 +141,8 @@ def _encoded(name: str, arguments: tuple[Any, ...], parameters: Iterable[str]) -
         data = encode_value(arguments)
     except Exception as error:  # what a user's type raises as it is encoded
         raise unencodable(name, parameters, arguments, error) from error
+    if is_too_deep(data):
+        raise TypeError(depth_in_words(name, parameters, arguments))
     if len(data) > ARGUMENTS_SIZE_BYTES_MAX:
         raise TypeError(
             f"{name}: the arguments take {len(data)} bytes, at most {ARGUMENTS_SIZE_BYTES_MAX} are possible: send them "
@@ -152,7 +154,7 @@ def _encoded(name: str, arguments: tuple[Any, ...], parameters: Iterable[str]) -
 def _decoded(name: str, data: bytes) -> Any:
     try:
         return decode_plain(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except decoding.DecodeError as error:
         raise ClientError(f"{name}: the reply can't be read: {error}") from None
 
 
@@ -167,7 +169,7 @@ def _raised(name: str, reply: Reply) -> tuple[str, list[Any], dict[str, Any]]:
     """(name of the exception, arguments, attributes). Raises CallRefused, CalleeFailed, ClientError."""
     try:
         found: tuple[str, list[Any], dict[str, Any]] = _decode_raised(_ARRAY_OF_3 + reply.value)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except decoding.DecodeError as error:
         raise ClientError(f"{name}: what it raised can't be read: {error}") from None
     if found[0] == REFUSED_CALL:
         if found[2].keys() >= set(CONFLICT_FIELDS):

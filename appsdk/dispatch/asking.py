@@ -11,6 +11,7 @@ from typing import Any
 from appsdk.calls.codec import ArgumentCodec
 from appsdk.calls.context import Context
 from appsdk.calls.failures import encode_failed, encode_refused, failure_of, misfit_text
+from appsdk.calls.nesting import check_value
 from appsdk.calls.run_failures import is_failure
 from appsdk.errors import QueryError
 from appsdk.handlers.decorators import Handler
@@ -53,7 +54,9 @@ def _run(question: QueryQuestion, definition: Definition, instance: Any, tasks: 
     changed = False
     try:
         value = tasks.queries.run_unlogged(handler, instance, arguments)
-        return *_returned(value, tasks.handler_runs.result(handler, value)), False
+        encoded = tasks.handler_runs.result(handler, value)
+        check_value("what it returned", encoded)
+        return *_returned(value, encoded), False
     except BaseException as error:
         if not is_failure(error):
             raise

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from appsdk.calls.codec import ArgumentCodec, Decode
 from appsdk.calls.context import Context
 from appsdk.calls.failures import failure_of, misfit_text, refusal
@@ -21,6 +19,7 @@ from appsdk.nodes.messages import decode_awaited_node_call, decode_node_call, de
 from appsdk.ordering.multicasts import decode_executed, decode_fencing, decode_of_ordering, decode_propose
 from appsdk.waiting.clock import ToldTime
 from appsdk.waiting.effects import EffectResult
+from protocol import decoding
 from protocol.errors import RemoteProtocolError
 from protocol.handlers import CANCEL_CALL_METHOD_ID, ORDER_METHOD_ID, Order
 from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
@@ -62,13 +61,13 @@ class Delivery:
         name = self._definition.initial
         begin: Callable[..., Any] = type(self)._no_initial if name is None else getattr(self._definition.cls, name)
         begin = waking(tasks, begin) if wakes else begin
-        nothing: Any = msgspec.msgpack.Decoder(tuple[()]).decode
+        nothing: Any = decoding.Decoder(tuple[()]).decode
         initial = (nothing, self._only_first(begin), f"{self._definition.name}.{name or 'initial'}")
-        clock = _own(msgspec.msgpack.Decoder(ToldTime).decode, tasks.told_time, "the clock")
-        effects = _own(msgspec.msgpack.Decoder(EffectResult).decode, tasks.effect_done, "the result of an effect")
-        orders = _own(msgspec.msgpack.Decoder(Order).decode, tasks.ordered, "an operator's order")
+        clock = _own(decoding.Decoder(ToldTime).decode, tasks.told_time, "the clock")
+        effects = _own(decoding.Decoder(EffectResult).decode, tasks.effect_done, "the result of an effect")
+        orders = _own(decoding.Decoder(Order).decode, tasks.ordered, "an operator's order")
         cancels: Entry = (
-            msgspec.msgpack.Decoder(tuple[str, int, int, str]).decode,
+            decoding.Decoder(tuple[str, int, int, str]).decode,
             lambda instance, caller, number, cancelled, reason: tasks.cancel_call(caller, number, cancelled, reason),
             "the cancellation of a call",
         )
@@ -286,7 +285,7 @@ class Delivery:
         handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
         if handler is None:
             text = f"{name}: it can't be read: {error}"
-            return self._refused(index, refusal(name, method_id, Cause.UNREADABLE, text))
+            return self._refused(index, refusal(name, method_id, Cause.UNUSABLE, text))
         text = misfit_text(self._definition.codec(handler), error, data, front)
         return self._refused(index, refusal(name, method_id, Cause.ARGUMENTS, text))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
+from appsdk.calls.codec import encoder
 from appsdk.calls.context import Context
 from appsdk.calls.failures import (
     FAILED_IN_A_ROW_MAX,
@@ -22,10 +23,20 @@ from appsdk.dispatch.delivery import Delivery
 from appsdk.errors import HandlerError
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID
 from appsdk.state.journal import SavedTask
+from appsdk.waiting.effects import EffectResult
 from appsdk.waiting.task import Task
+from protocol import decoding
 from protocol.batch import decode_batch, decode_replayable_batch
+from protocol.client import decode_answered_number
 from protocol.errors import ProtocolError
-from protocol.messages import MessageType, RpcKind, decode_message, decode_messages
+from protocol.messages import (
+    MessageType,
+    RpcKind,
+    decode_message,
+    decode_messages,
+    encode_incoming_rpc,
+)
+from protocol.nesting import without_values
 from protocol.ordering import ORDERED_METHOD_ID
 from protocol.readers import Record
 from protocol.varint import encode_zigzag
@@ -47,10 +58,29 @@ def message_at(content: bytes, offset: int) -> bytes:
     return content[offset:end]
 
 
-def wakes_handlers(message: bytes) -> bool:
-    """It is no call, but what an ``async def`` handler waits for: an answer, a time, the result of an effect."""
+_EFFECT_FRONT_COUNT = 4  # items of the result of an effect that say of which one it is
+_decode_result = decoding.Decoder(EffectResult).decode
+
+
+def waking_part(message: bytes) -> bytes | None:
+    """What an ``async def`` handler waits for, an answer, a time or the result of an effect, without the value itself,
+    which may be what can't be read; None: it is none of these, or does not say whose it is."""
     rpc = rpc_of(message)
-    return rpc is not None and (rpc.kind != RpcKind.CALL or rpc.method_id in (CLOCK_METHOD_ID, EFFECT_METHOD_ID))
+    if rpc is None or (rpc.kind == RpcKind.CALL and rpc.method_id not in (CLOCK_METHOD_ID, EFFECT_METHOD_ID)):
+        return None
+    if rpc.kind != RpcKind.CALL:
+        _, start, end = decode_message(message)
+        number = decode_answered_number(message, start, end)
+        arguments = None if number is None else encoder.encode((number, None))
+        return arguments and encode_incoming_rpc(rpc.method_id, rpc.rpc_type, arguments, RpcKind.RETURNED_VALUE)
+    if rpc.method_id == CLOCK_METHOD_ID:
+        return message
+    arguments = without_values(rpc.arguments, _EFFECT_FRONT_COUNT)
+    try:
+        _decode_result(arguments)
+    except decoding.DecodeError:
+        return None
+    return encode_incoming_rpc(rpc.method_id, rpc.rpc_type, arguments or b"", rpc.kind)
 
 
 def offset_behind(content: bytes, offset: int, count: int) -> int:
@@ -176,7 +206,13 @@ class Failures:
         handler = self._context.tasks.definition.by_method_id.get(-1 if method_id is None else method_id)
         name = f"method {method_id}" if handler is None else handler.function.__qualname__
         return Handling(
-            sequence_id, message_index, 0.0, name, None if caller is None else caller.name, letter_message(message)
+            sequence_id,
+            message_index,
+            0.0,
+            name,
+            None if caller is None else caller.name,
+            letter_message(message),
+            self._context.source or "",
         )
 
     def going_on(self, sequence_id: int, message_index: int, call: Task | SavedTask) -> Handling:

@@ -30,6 +30,7 @@ from appsdk.errors import HandlerError, RecoveryNeeded, StateError
 from appsdk.state.copies import Copy
 from appsdk.state.schema import WAYS_OUT
 from appsdk.waiting.answers import Answers
+from protocol import decoding
 from protocol.client import CLIENTS
 from protocol.messages import MessageType, RpcKind
 from protocol.readers import Record
@@ -40,7 +41,7 @@ POINTS_PER_RUN = 32  # at which a run tries to encode the state
 LARGE_SIZE_BYTES = 16 << 20  # of a state: above, to try costs more than to handle again
 POINTS_PER_LARGE_RUN = 4
 
-_PARTS = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_PARTS = decoding.Decoder(list[msgspec.Raw])
 
 
 class _Made(msgspec.Struct):
@@ -67,7 +68,7 @@ class _Made(msgspec.Struct):
             rpc = rpc_of(answer)
             if rpc is not None and rpc.kind != RpcKind.CALL:
                 parts = _PARTS.decode(rpc.arguments)[: len(front)]
-                if tuple([msgspec.msgpack.decode(part) for part in parts]) == front:
+                if tuple([decoding.decode(part) for part in parts]) == front:
                     return True
         return False
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from appsdk.calls.context import Context
 from appsdk.calls.failures import method_of
 from appsdk.dispatch.events import Event, Flush, MessageFailed, OutputReady
-from appsdk.dispatch.failing import Failures, UndoNeededError, message_at, offset_behind, wakes_handlers
+from appsdk.dispatch.failing import Failures, UndoNeededError, message_at, offset_behind, waking_part
 from appsdk.dispatch.life import Life
 from appsdk.dispatch.times import HandlerTimes
 from appsdk.errors import HandlerError
@@ -26,7 +26,7 @@ from protocol.handlers import OTHER_MESSAGES
 from protocol.messages import MessageType, decode_messages
 from protocol.readers import Record
 from protocol.varint import encode_zigzag
-from protocol.verdicts import Careful, Handling, VerdictKind, encode_handling
+from protocol.verdicts import Careful, Handling, Verdict, VerdictKind, encode_handling
 
 SLICE_SIZE_BYTES = 64 << 10  # of input, handled before the transport may send: keeps both ends at work
 
@@ -279,7 +279,9 @@ class Records:
         if not known:
             self._failures.note(verdict)
             yield MessageFailed(verdict)
-        self._failures.answer(self._failures.known[verdict.key], message)
+        known_verdict = self._failures.known[verdict.key]
+        yield from self._end_waiting(known_verdict, message)
+        self._failures.answer(known_verdict, message)
 
     def _pass_over(self, content: bytes, offset: int, index: int) -> Generator[Event, None, int]:
         """The message at ``offset`` has a verdict: where the next one starts."""
@@ -287,13 +289,19 @@ class Records:
         behind = offset + len(message)
         context.message_index = index
         verdict = self._failures.known[context.sequence_id, index, 0, 0]
-        is_ended = verdict.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED)
-        if is_ended and wakes_handlers(message):  # who waited for it must not wait for ever
-            with context.tasks.incoming.failing(verdict):
-                self._life.delivery.deliver(self._life.instance, content, offset, behind, offset + 1)
-                if context.tasks.one_by_one:
-                    yield from self._let_go_on(index, message)
-            context.handling_thread_id = 0
+        yield from self._end_waiting(verdict, message)
         self._failures.answer(verdict, message)
         context.message_index = index + 1
         return behind
+
+    def _end_waiting(self, verdict: Verdict, message: bytes) -> Iterator[Event]:
+        """Who waits for what is in ``message``, and passed over, must not wait for ever."""
+        if not verdict.ends_waiting or (waking := waking_part(message)) is None:
+            return
+        context, index = self._context, self._context.message_index
+        with context.tasks.incoming.failing(verdict):
+            self._life.delivery.deliver(self._life.instance, waking, 0, len(waking), 1)
+            if context.tasks.one_by_one:
+                yield from self._let_go_on(index, message)
+        context.handling_thread_id = 0
+        context.message_index = index

@@ -20,12 +20,14 @@ import msgspec
 from appsdk.calls.annotations import signature_of
 from appsdk.calls.codec import ArgumentCodec, encoder
 from appsdk.calls.failures import misfit_text
+from appsdk.calls.nesting import check_value
 from appsdk.calls.report import user_traceback
 from appsdk.calls.run_contexts import copy_of
 from appsdk.calls.run_failures import is_failure
 from appsdk.effects.options import EffectContext, EffectOptions, current_context
 from appsdk.errors import DefinitionError, EffectFailed, UsageError
 from appsdk.state.journal import declared_name, decode_raised, encode_raised
+from protocol import decoding
 
 FAILURE_TEXT_CHARACTERS_MAX = 10_000  # of its message, and of its traceback's end: both are logged
 _FAILED = ""  # the name under which an EffectFailed travels: no class has it
@@ -71,6 +73,7 @@ class EffectFunction:
         """Raises TypeError for what is not what its annotation says."""
         try:
             encoded = self.codec.encode_result(value)
+            check_value("it", encoded)
             self.decode_result(encoded)
         except BaseException as error:  # msgspec's own, and what a type's __post_init__ raises
             if not is_failure(error):
@@ -95,7 +98,7 @@ class EffectFunction:
 
     def decode_error(self, data: bytes, raises: Mapping[str, type[Exception]]) -> Exception:
         """Raises msgspec.DecodeError, LookupError."""
-        name, arguments = msgspec.msgpack.decode(data, type=tuple[str, list[Any], Any])[:2]
+        name, arguments = decoding.decode(data, type=tuple[str, list[Any], Any])[:2]
         if name == _FAILED:
             return EffectFailed(*msgspec.convert(arguments, tuple[str, str, str, str, int]))
         return decode_raised(raises, f"the effect {self.name}", data)

@@ -120,11 +120,11 @@ def make_multicast_fork(
 ) -> Callable[..., None]:
     """Raises what :meth:`appsdk.ordering.multicasts.Multicasts.send` raises, and TypeError."""
     name, signature, method_id = handler.function.__qualname__, handler.signature, handler.method_id
-    write = make_writer(name, method_id, RpcType.FORK, parameters=signature.parameters)
+    write = make_writer(name, method_id, RpcType.FORK, parameters=signature.parameters, context=context)
     parameters_count = len(signature.parameters)
     names = [destination for destination, _ in destinations]
     nodes = [source if isinstance(source, NodeHandles) else None for _, source in destinations]
-    write_node = make_writer(name, NODE_METHOD_ID, RpcType.FORK)
+    write_node = make_writer(name, NODE_METHOD_ID, RpcType.FORK, context=context)
     common = common_method_id(method_id if node is None else NODE_METHOD_ID for node in nodes)
     codec = destinations[0][1]().codec(handler)
 

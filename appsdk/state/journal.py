@@ -19,7 +19,6 @@ from appsdk.calls.failures import decode_failed
 from appsdk.calls.raised import attributes_of, made
 from appsdk.calls.rules import NEWEST, Rules
 from appsdk.errors import StateError
-from protocol import decoding
 
 TIMER = "timer"
 CANCEL = "cancel"  # an entry that is no result: Cancelled was raised where the handler waited

@@ -11,6 +11,7 @@ import msgspec
 
 from appsdk.types.handles import read_extension
 from appsdk.types.registry import decode_custom, readable_type
+from protocol import decoding
 from protocol.values import EXTENSION_CODE
 
 _EXTENSION_BYTE = bytes((EXTENSION_CODE,))
@@ -19,27 +20,28 @@ _EXTENSION_BYTE = bytes((EXTENSION_CODE,))
 class ValueDecoder:
     """Of values that ``annotation`` says. Raises TypeError for what can't be read at all."""
 
-    __slots__ = ("plainly", "type")
+    __slots__ = ("decode", "plainly", "type")
 
     def __init__(self, annotation: Any) -> None:
         self.type = readable_type(annotation)
-        self.plainly: Callable[[Any], Any] = msgspec.msgpack.Decoder(
+        self.plainly: Callable[[Any], Any] = decoding.Decoder(
             self.type, dec_hook=decode_custom, ext_hook=read_extension
-        ).decode
+        ).unguarded
+        self.decode: Callable[[Any], Any] = decoding.guarded(self._decode)
+        """Raises DecodeError alone."""
 
-    def decode(self, data: Any) -> Any:
-        """Raises msgspec.DecodeError, and what codecs and constructors raise."""
+    def _decode(self, data: Any) -> Any:
         try:
             return self.plainly(data)
         except msgspec.ValidationError as error:
             return self.decode_again(data, error)
 
-    def decode_again(self, data: Any, error: Exception) -> Any:
+    def decode_again(self, data: Any, error: BaseException) -> Any:
         """Where ``error`` may be for an extension, which a typed decoder takes nowhere but for Any. Raises it, or
         another one."""
         if not isinstance(error, msgspec.ValidationError) or _EXTENSION_BYTE not in bytes(data):
             raise error
-        plain = msgspec.msgpack.decode(data, ext_hook=read_extension)
+        plain = decoding.decode(data, ext_hook=read_extension)
         return msgspec.convert(plain, self.type, dec_hook=decode_custom, builtin_types=(bytes, bytearray, memoryview))
 
 

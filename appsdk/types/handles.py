@@ -15,7 +15,8 @@ import msgspec
 
 from appsdk.errors import UsageError
 from appsdk.types.registry import Codec, what_came
-from protocol import values
+from protocol import decoding, values
+from protocol.limits import NAME_SIZE_BYTES_MAX
 
 T = TypeVar("T")
 
@@ -110,8 +111,10 @@ def read_extension(code: int, data: Any) -> Any:
     found = bytes(data)
     if code != EXTENSION_CODE or not found.startswith(MARK) or len(found) <= len(MARK) + KEY_SIZE_BYTES:
         return values.read_extension(code, found, read_extension)
-    key = found[len(MARK) : len(MARK) + KEY_SIZE_BYTES]
-    return _Handle(found[len(MARK) + KEY_SIZE_BYTES :].decode(), key, None, current.life)
+    key, owner = found[len(MARK) : len(MARK) + KEY_SIZE_BYTES], found[len(MARK) + KEY_SIZE_BYTES :]
+    if 0 in owner or len(owner) > NAME_SIZE_BYTES_MAX:  # word of it goes there
+        raise ValueError(f"a handle whose owner is {owner[:20]!r}, which no instance can be called")
+    return _Handle(owner.decode(), key, None, current.life)
 
 
 def _decode(annotation: Any, plain: Any) -> _Handle[Any]:
@@ -144,6 +147,6 @@ def handles_in(data: bytes) -> list[tuple[str, bytes]]:
         elif isinstance(handle := read_extension(code, content), _Handle):
             found.append(handle._immortal_of[:2])
 
-    with contextlib.suppress(msgspec.DecodeError, ValueError, TypeError, RecursionError):
-        msgspec.msgpack.decode(data, ext_hook=collect)
+    with contextlib.suppress(decoding.DecodeError):
+        decoding.decode(data, ext_hook=collect)
     return found

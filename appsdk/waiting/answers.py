@@ -19,6 +19,7 @@ from appsdk.errors import UsageError
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.multicast import common_method_id
 from appsdk.waiting.operations import NOTHING, Call, MulticastCall
+from protocol import decoding
 from protocol.client import CLIENTS, Caller
 from protocol.messages import RpcKind, RpcType
 from protocol.verdicts import Verdict
@@ -55,7 +56,8 @@ class Answers:
         name = handler.function.__qualname__
         messages = []
         for call in calls:
-            write = make_writer(name, call.target.method_id, RpcType.ASYNC, parameters=handler.signature.parameters)
+            parameters, method_id = handler.signature.parameters, call.target.method_id
+            write = make_writer(name, method_id, RpcType.ASYNC, parameters=parameters, context=self._context)
             front = "" if call.to == own_name else own_name, call.number
             messages.append(encode_call(write, (*front, *call.target.wrapped(call.sent or ()))))
         method_id = common_method_id(call.target.method_id for call in calls)
@@ -73,7 +75,7 @@ class Answers:
     def answer(self, handler: Handler[Any, Any], caller: str, number: int, raised: bool, value: bytes) -> None:
         to, front = self.addressed(caller, number)
         if raised:
-            name, arguments, attributes = msgspec.msgpack.decode(value, type=list[msgspec.Raw])
+            name, arguments, attributes = decoding.decode(value, type=list[msgspec.Raw])
             self._sender(to, handler, RpcKind.RAISED)((*front, name, arguments, attributes))
         elif value == NOTHING:
             self._sender(to, handler, _RETURNED_NOTHING)(front)

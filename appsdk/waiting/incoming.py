@@ -15,6 +15,7 @@ from appsdk.ordering.messages import Scope
 from appsdk.types.handles import MARK
 from appsdk.waiting.host import Host
 from appsdk.waiting.operations import NOTHING, MulticastCall
+from protocol import decoding
 from protocol.messages import RpcKind
 from protocol.verdicts import Cause, Verdict
 
@@ -30,11 +31,11 @@ class _ReturnedNothing(msgspec.Struct, array_like=True, gc=False):
     number: int
 
 
-_take_call_number = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_take_call_number = decoding.Decoder(list[msgspec.Raw]).decode
 _RETURNED_VALUE, _RETURNED_NOTHING, _RAISED = RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING, RpcKind.RAISED
 # ... found faster than an enum's attributes
-_decode_value = msgspec.msgpack.Decoder(_ReturnedValue).decode
-_decode_nothing = msgspec.msgpack.Decoder(_ReturnedNothing).decode
+_decode_value = decoding.Decoder(_ReturnedValue).decode
+_decode_nothing = decoding.Decoder(_ReturnedNothing).decode
 
 
 class Incoming:
@@ -67,9 +68,9 @@ class Incoming:
                 number, value = _decode_nothing(data).number, NOTHING
             else:
                 number_raw, *rest = _take_call_number(data)
-                number, value = msgspec.msgpack.decode(number_raw, type=int), encoder.encode(rest)
-        except (msgspec.DecodeError, ValueError, IndexError, UnicodeDecodeError) as error:
-            raise refused(context, WHAT, Cause.UNREADABLE, f"an answer that can't be read: {error}") from None
+                number, value = decoding.decode(number_raw, type=int), encoder.encode(rest)
+        except (ValueError, IndexError) as error:
+            raise refused(context, WHAT, Cause.UNUSABLE, f"an answer that can't be read: {error}") from None
         if (call := self._calls.get(number)) is not None:
             if context.source and not call.went_to(context.source):  # what the instance says itself is true
                 if self.failed is None:

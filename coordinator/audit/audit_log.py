@@ -20,6 +20,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from protocol import decoding
 from protocol.errors import ImmortalError
 
 FILE_NAME = "audit.log"
@@ -236,7 +237,7 @@ def lines(folder: Path) -> Iterator[Line]:
         whole, _, rest = text.rpartition(b"\n")
         for number, line in enumerate(whole.split(b"\n") if whole else (), 1):
             try:
-                entry = json.loads(line)
+                entry = decoding.load_json(line)
             except ValueError:
                 entry = None
             if not isinstance(entry, dict):

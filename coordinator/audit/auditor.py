@@ -30,13 +30,11 @@ class Auditor:
         counters: Counters,
         security: Security | None,
         limited: Mapping[str, object],
-        forbidden: Mapping[str, int],
-        held_back: Mapping[str, int],
+        refusals: Mapping[str, Mapping[str, int]],
         impostors: int,
         now_ns: int,
     ) -> None:
-        """``limited``: who may not do everything. ``forbidden``: calls that were refused for that, by caller;
-        ``held_back``: how often they had to wait."""
+        """``limited``: who may not do everything. ``refusals``: how often what was done to which caller."""
         self._changes(security, sorted(limited))
         if security is not None:
             for key, count in counters.let_in_by.items():
@@ -44,10 +42,9 @@ class Auditor:
                 self._count("let in", f"{name} {key}".strip(), count, now_ns)
         for name, count in counters.refused_by.items():
             self._count("refused: its role does not send that", name, count, now_ns)
-        for name, count in forbidden.items():
-            self._count("refused: a method that it may not call", name, count, now_ns)
-        for name, count in held_back.items():
-            self._count("held back: too many calls", name, count, now_ns)
+        for what, by_caller in refusals.items():
+            for name, count in by_caller.items():
+                self._count(what, name, count, now_ns)
         last = counters.last_refused
         self._count("refused: no key, or nobody's", "strangers", counters.strangers_refused, now_ns, last)
         self._count("dropped: a key that may not call any more", "strangers", counters.strangers_dropped, now_ns)

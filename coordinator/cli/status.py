@@ -316,6 +316,11 @@ def _failed(row: dict[str, Any]) -> Iterator[str]:
         yield f"handling {what} for {handling.get('for_s', 0):.0f} s, record {handling.get('record')}{by}"
     if suspect and suspect.get("runs_count"):
         yield f"its app has ended without a word {_times(suspect['runs_count'])}{_place(suspect)}"
+    for caller, deaths in (row.get("deaths_caused") or {}).items():
+        yield f"calls of {caller} have ended its app {'once' if deaths == 1 else f'{deaths} times'}"
+    if nested := row.get("nested"):
+        senders = ", ".join(f"{count} of {caller}" for caller, count in nested.items())
+        yield f"messages that were refused as they are nested too deeply: {senders}"
     failed = {kind: count for kind, count in verdicts.items() if isinstance(count, int) and count}
     if failed:
         yield f"calls that failed: {', '.join(f'{count} {kind}' for kind, count in failed.items())}"

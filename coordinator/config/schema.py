@@ -35,7 +35,7 @@ from coordinator.config.values import (
 )
 from coordinator.core.limits import ReplayCheck
 from coordinator.core.permissions import Permission
-from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, ARGUMENTS_SIZE_MIB_MAX
+from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, ARGUMENTS_SIZE_MIB_MAX, NESTING_MAX, NESTING_MAX_DEFAULT
 
 
 class AppSendMode(enum.StrEnum):
@@ -198,6 +198,11 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     rpc_limit_mb: Annotated[
         int, whole(1, ARGUMENTS_SIZE_MIB_MAX, "MiB"), says("The arguments of one call of its app may have so many MiB.")
     ] = ARGUMENTS_SIZE_MIB_DEFAULT
+    nesting_max: Annotated[
+        int,
+        whole(8, NESTING_MAX, "levels"),
+        says("Lists, maps and objects in one another in a value that is sent; what is deeper is refused."),
+    ] = NESTING_MAX_DEFAULT
     spill_limit_mb: Annotated[
         int,
         whole(0, 1 << 30, "MiB"),

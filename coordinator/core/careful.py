@@ -32,6 +32,9 @@ class Watch:
         self._noted_ns = 0
         self._told: tuple[int, int] | None = None  # of which message the operator heard that it takes long
         self._careful = False  # the app was asked to be, and is not through
+        self.died_of: tuple[str, int] = "", 0
+        """Who sent the message that the app was at when it ended last ("": itself, or nobody knows), and for how many
+        deaths that counts: for all with its verdict, else where there is to be none."""
 
     def begin(self, settled_sequence_id: int) -> Careful | None:
         """A run begins behind this record; how it is to be careful."""
@@ -63,6 +66,11 @@ class Watch:
         noted = self._noted
         return noted is not None and (noted.sequence_id, noted.message_index) == (sequence_id, message_index)
 
+    @property
+    def is_between(self) -> bool:
+        """The app did not say that it is at a message, and was not asked to be careful."""
+        return self._noted is None and not self._careful
+
     def at_in_words(self) -> str:
         """What the app said last that it is at; "" where it did not."""
         noted = self._noted
@@ -71,6 +79,7 @@ class Watch:
     def forget(self) -> None:
         """The app is gone, and is not to blame."""
         self._noted = self._told = None
+        self.died_of = "", 0
         self._careful = False
 
     def died(self, fed_sequence_id: int, *, all_heard: bool) -> Verdict | None:
@@ -85,10 +94,13 @@ class Watch:
                 self.suspect = Suspect(UNKNOWN, RECORD, 1, fed_sequence_id)
             return None
         runs_count = before.runs_count + 1 if _may_be(before, noted) else 1
+        culprit = noted.caller or noted.source
         self.suspect = Suspect(noted.sequence_id, noted.message_index, runs_count, task=noted.task)
         if self._kills_max is None or runs_count < self._kills_max or noted.message_index == RECORD:
+            self.died_of = culprit, int(self._kills_max is None)
             return None
         self.suspect = NO_SUSPECT
+        self.died_of = culprit, runs_count
         times = "once" if runs_count == 1 else f"{runs_count} times"
         return Verdict(
             noted.sequence_id,

@@ -93,6 +93,11 @@ class Clients:
         queries = {method_id for destination, method_id in description.methods if destination == QUERIES}
         self._methods = encode_methods(own, queries & own.keys())
 
+    def who_is(self, caller: str) -> str:
+        """Of a caller as calls name it: a client is the holder of its key, where it has one."""
+        client = self.table.get(caller.removeprefix(CLIENTS)) if caller.startswith(CLIENTS) else None
+        return caller if client is None else client.owner or caller
+
     # --- what clients say --------------------------------------------------------------------------------------------
 
     def received(self, token: Token, frame: ClientFrame, now_ns: int, caller: str = "") -> None:
@@ -211,7 +216,7 @@ class Clients:
 
     def _take(self, token: Token, frame: ClientFrame, client: Client, repeated: int, now_ns: int, caller: str) -> bool:
         """Log what of ``frame`` is behind the first ``repeated`` requests; False if not all of it can be taken now."""
-        if self._is_busy(client, frame) or self.delivery.intake.is_full(caller):
+        if self._is_busy(client, frame) or self.delivery.intake.is_full(caller or caller_of(frame.client_id)):
             return False
         try:
             calls, identities = logged_calls(frame.payload, frame.count, frame.client_id, frame.number, repeated)
@@ -261,7 +266,7 @@ class Clients:
         for _, start, end in decode_messages(batch.payload):
             answer = decode_answer(batch.payload, start, end)
             if answer is not None:
-                size_bytes += self._answered(*answer)
+                size_bytes += self._answered(answer[0], self.delivery.intake.fit_to_tell(answer[1]))
         group = self.log.open
         group.transaction.acknowledged[CLIENTS] = batch.last_position
         group.size_bytes += size_bytes

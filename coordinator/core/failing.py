@@ -15,13 +15,14 @@ import msgspec
 from coordinator.core import notices
 from coordinator.core.careful import Watch, message_in_words
 from coordinator.core.checkpointing import Checkpointing
+from coordinator.core.culprits import KNOWN_MAX, Culprits
 from coordinator.core.effects import CloseApp, Effect, Report, SendToApp
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, LogSummary, Suspect, Transaction
 from coordinator.core.limits import Limits
 from coordinator.core.right import Right
-from coordinator.core.session import SENDS_CALLS, AppSession
+from coordinator.core.session import SENDS_CALLS, WORKS, AppSession
 from coordinator.core.streams.peers import Peers
 from coordinator.core.verdicts import OVERRULING, Verdicts
 from coordinator.core.words import Methods
@@ -57,8 +58,10 @@ class Failing:
     verdicts: Verdicts
     watch: Watch
     right: Right
+    culprits: Culprits
     methods: Methods = field(default_factory=dict)  # of the app that was here last
     forbidden: Counter[str] = field(default_factory=Counter)  # calls that a caller may not make, since the start
+    nested: Counter[str] = field(default_factory=Counter)  # messages of a caller that are nested too deeply
     _suspect: Suspect = NO_SUSPECT  # as the log has it, or will
     _summary: LogSummary | None = None  # of the log that the session replays
     _settled_sequence_id: int = -1  # the session began behind this record, or has a checkpoint of it
@@ -158,6 +161,19 @@ class Failing:
         self.watch.suspect = NO_SUSPECT
         if self._suspect != NO_SUSPECT:
             self._suspect = transaction.suspect = NO_SUSPECT
+
+    def died_at_query(self, *, stopping: bool) -> bool:
+        """Whether the app that is gone may have ended at a query: it was at no message that it told of."""
+        is_death = self.session.phase in WORKS and not (stopping or self.session.refused or self._leaving)
+        return is_death and self.right.writes and self.watch.is_between
+
+    def caused_deaths(self, caller: str, count: int, now_ns: int) -> None:
+        """The app's process has ended so often at a call of ``caller``."""
+        if not caller or not count:
+            return
+        deaths, hold_ns = self.culprits.died_of(caller, now_ns, count)
+        if hold_ns:
+            self._report(notices.CallerHeldOff(caller, deaths, hold_ns / 1e9))
 
     def app_lost(self, *, stopping: bool, all_heard: bool) -> None:
         """The connection has ended; the session is still that of the app that is gone."""
@@ -272,8 +288,10 @@ class Failing:
         self.checkpoints.wanted = self.checkpoints.wanted or full
         return full
 
-    def refuse(self, group: Group, refused: Sequence[tuple[int, str, str]], caller: str, who_waits: str) -> None:
-        """``caller`` may not make these of the calls that were added to ``group`` last.
+    def refuse(
+        self, group: Group, refused: Sequence[tuple[int, str, str]], caller: str, who_waits: str, cause: Cause
+    ) -> None:
+        """These of the calls of ``caller`` that were added to ``group`` last are not carried out.
 
         ``refused``: (index among them, method, why).
         They are no dead letters: else a caller could push out those of others.
@@ -282,10 +300,15 @@ class Failing:
         given: list[Verdict] = []
         for index, method, text in refused:
             key = self.log.open_sequence_id, first + index
-            verdict = Verdict(*key, VerdictKind.REFUSED, "", text, Cause.FORBIDDEN, method=method, caller=who_waits)
-            self.verdicts.give(verdict, group=group)
-            given.append(verdict)
-        self.note_forbidden(caller, len(refused), given[0].text)
+            verdict = Verdict(*key, VerdictKind.REFUSED, "", text, cause, method=method, caller=who_waits)
+            if self.verdicts.give(verdict, group=group) is not None:  # else it has one for another reason
+                given.append(verdict)
+        if not given:
+            return
+        if cause is Cause.UNUSABLE:
+            self.note_nested(caller or who_waits, len(refused), given[0].text)
+        else:
+            self.note_forbidden(caller, len(refused), given[0].text)
         if self._told:  # else with all others, before the app's first record
             for message in encode_verdicts(given):
                 self._send(MessageType.VERDICTS, message)
@@ -295,6 +318,15 @@ class Failing:
         if not self.forbidden[caller]:
             self._report(notices.CallForbidden(text))
         self.forbidden[caller] += count
+
+    def note_nested(self, caller: str, count: int, text: str) -> None:
+        """``caller`` has sent so many more messages that are nested too deeply."""
+        caller = caller or self.name
+        if caller not in self.nested and len(self.nested) >= KNOWN_MAX:
+            caller = "others"
+        if not self.nested[caller]:
+            self._report(notices.NestedTooDeeply(text))
+        self.nested[caller] += count
 
     def _tell_long(self, now_ns: int, *, stopping: bool) -> None:
         least_s = 0.001 if stopping else self.limits.long_handler_s

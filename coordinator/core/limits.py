@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT
+from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, NESTING_MAX_DEFAULT
 
 MIB = 1 << 20
 
@@ -79,6 +79,9 @@ class Limits:
 
     arguments_bytes_max: int = ARGUMENTS_SIZE_MIB_DEFAULT * MIB
     """Of one RPC from the app. It is held in memory whole, several times."""
+
+    nesting_max: int = NESTING_MAX_DEFAULT
+    """Arrays and maps in one another in a value of a message, for apps that say what WIRE.md's part 4.1 says."""
 
     held_impulses_bytes: int = 64 * MIB
     """Impulses that must not be taken yet, beside one of the largest size, each batch with what it takes to keep it.

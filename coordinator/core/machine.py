@@ -213,11 +213,14 @@ class Machine:
         turn.report(notices.AppGone(session.phase.value))
         self.parts.upgrades.app_lost()
         # While it was not read, something that it had sent may be lost.
+        at_query = self.parts.failing.died_at_query(stopping=stopping.asked)
         self.parts.failing.app_lost(stopping=stopping.asked, all_heard=not self.parts.back_pressure.paused)
+        caller, deaths = self.parts.failing.watch.died_of
+        self.parts.failing.caused_deaths(self.parts.clients.who_is(caller), deaths, turn.now_ns)
         self.parts.operator.app_lost()
         self.parts.saving.app_lost()
         self.parts.waiting.app_lost()
-        self.parts.queries.app_lost()
+        self.parts.queries.app_lost(at_query=at_query)
         session.advance(Step.APP_LOST)
         session.connect()
         self._log.forget_app()

@@ -398,6 +398,24 @@ class CallForbidden(Notice):
     reason: str
 
 
+class NestedTooDeeply(Notice):
+    """The first message of a caller that is nested too deeply."""
+
+    level = "warning"
+    template = "{reason}: it is refused; further ones of this caller are only counted"
+    reason: str
+
+
+class CallerHeldOff(Notice):
+    """Calls of one caller have ended the app's process again and again."""
+
+    level = "warning"
+    template = "calls of {caller} have ended the app's process {deaths} times: nothing of it is taken for {for_s:.0f} s"
+    caller: str
+    deaths: int
+    for_s: float
+
+
 class QueryChangedState(Notice):
     """A query that is not logged has changed the state; the app makes it anew from the log."""
 

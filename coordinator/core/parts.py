@@ -14,6 +14,7 @@ from coordinator.core.checkpoint_taking import CheckpointTaking
 from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.clients import Clients
 from coordinator.core.clock import RunningTime
+from coordinator.core.culprits import Culprits
 from coordinator.core.dead_letters import Operator
 from coordinator.core.epoch import Epoch
 from coordinator.core.failing import Failing
@@ -80,7 +81,7 @@ class Parts:
         self.outbox = outbox = AppOutbox(session, turn)
         self.app_clock = app_clock = AppClock(session, outbox.control)
         self.policy = policy = ReplayPolicy(name, limits, session, turn.effects)
-        self.intake = intake = Intake(name, permissions or {})
+        self.intake = intake = Intake(name, permissions or {}, limits.nesting_max)
         self.peers = peers = Peers(name, limits, log, turn.effects, policy=policy, intake=intake)
         self.clients = Clients(name, limits, log, turn.effects, lambda: peers.ready, peers.delivery, self.running)
         self.impulses = Impulses(limits, log, peers, epoch, turn)
@@ -91,7 +92,17 @@ class Parts:
         verdicts = Verdicts(limits, log)
         watch = Watch(NO_SUSPECT, limits.kills_max)
         self.failing = failing = Failing(
-            name, limits, log, session, peers, self.checkpoints, turn.effects, verdicts, watch, right
+            name,
+            limits,
+            log,
+            session,
+            peers,
+            self.checkpoints,
+            turn.effects,
+            verdicts,
+            watch,
+            right,
+            Culprits(limits.kills_max),
         )
         intake.failing = failing
         self.saving = Saving(name, limits, turn, outbox, session, peers, self.checkpoints, verdicts, self.log_room)

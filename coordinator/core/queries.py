@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from coordinator.core import notices
 from coordinator.core.app_outbox import AppOutbox
 from coordinator.core.clients import Clients
+from coordinator.core.culprits import digest_of
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.failing import Failing
 from coordinator.core.interfaces import Token
@@ -45,6 +46,7 @@ class _Query:
     method_id: int
     arguments: bytes
     asked_ns: int = 0
+    _digest: bytes = b""
 
     @property
     def key(self) -> Key:
@@ -54,6 +56,13 @@ class _Query:
     def asker(self) -> str:
         """Whose turn it is: a caller's, or a client's where callers have no keys."""
         return self.caller or f"~{self.frame.client_id}"
+
+    @property
+    def digest(self) -> bytes:
+        """What it is known by, also when it is asked again."""
+        if not self._digest:
+            self._digest = digest_of(self.asker, self.method_id, self.arguments)
+        return self._digest
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -78,6 +87,7 @@ class Queries:
     _asked: dict[int, _Query] = field(default_factory=dict)  # by ticket
     _room: int = ROOM_MIN  # for so many of them at once
     _held: deque[tuple[int, _Query, Reply]] = field(default_factory=deque)  # until that commit is durable
+    _alone: bool = False  # the app is at a query that may end its process: no other one is asked meanwhile
     _barred: dict[int, int] = field(default_factory=dict)  # method IDs, until when
 
     @property
@@ -113,7 +123,7 @@ class Queries:
         if MessageType.QUERY_ASKED not in session.extensions:
             return ClientCode.LOGGED_ONLY, f"the app of {self.name!r} takes queries as logged calls only"
         try:
-            method_id, _ = decode_query_call(frame.payload)
+            method_id, arguments = decode_query_call(frame.payload)
         except ProtocolError as error:
             return ClientCode.MALFORMED, str(error)
         method = permissions.name_of(method_id)
@@ -121,11 +131,20 @@ class Queries:
             text = self.intake.why_forbidden(caller, method)
             self.failing.note_forbidden(caller, 1, text)
             return ClientCode.MALFORMED, text
+        asker = caller or f"~{frame.client_id}"
+        if self.intake.is_nested(arguments):
+            text = self.intake.nested_in_words(f"the query {method}")
+            self.failing.note_nested(asker, 1, f"{text} (from {asker!r})")
+            return ClientCode.MALFORMED, text
         if not permissions.is_query(method_id):
             return ClientCode.MALFORMED, f"{method!r} of {self.name!r} is no query: it is called without .query"
         if self._barred.get(method_id, 0) > now_ns:
             return ClientCode.MALFORMED, f"{method!r} of {self.name!r} has changed the state: it is asked again later"
-        asker = caller or f"~{frame.client_id}"
+        culprits = self.failing.culprits
+        if why := culprits.why_held(asker, now_ns):
+            return ClientCode.BUSY, why
+        if why := culprits.why_not_asked(digest_of(asker, method_id, arguments)) if culprits.suspects_any else "":
+            return ClientCode.MALFORMED, why
         limits, asker_count = self.limits, self._open_by[asker]
         if (
             len(self._open) >= limits.queries_open_max
@@ -144,6 +163,11 @@ class Queries:
         """Ask what the app has room for, and tell what is durable by now."""
         while self._waiting and self._has_room():
             asker, queries = next(iter(self._waiting.items()))
+            culprits = self.failing.culprits
+            is_suspected = culprits.suspects_any and culprits.is_suspected(queries[0].digest)
+            if is_suspected and self._asked:
+                break
+            self._alone = is_suspected
             query = queries.popleft()
             if queries:
                 self._waiting.move_to_end(asker)
@@ -167,12 +191,15 @@ class Queries:
                 f"the app sent QueryAnswered (94) of kind {answer.kind} for the query {answer.ticket}: one that it was "
                 f"asked and has not answered, and a kind from 1 to 3 were expected"
             )
+        self._alone = False
+        if self.failing.culprits.suspects_any:
+            self.failing.culprits.query_answered(query.digest)
         self._make_room(self.turn.now_ns - query.asked_ns)
         if answer.changed:
             self._barred[query.method_id] = self.turn.now_ns + self.limits.query_barred_ns
             self.turn.report(notices.QueryChangedState(self.intake.permissions.name_of(query.method_id)))
         # Verdicts that the app has given before are in the log, or about to be: what follows from them waits for that.
-        reply = Reply(query.frame.number, answer.kind, answer.value)
+        reply = self.intake.fit_to_tell(Reply(query.frame.number, answer.kind, answer.value))
         if self.peers.held_ticket <= self.peers.log.durable_ticket:
             self._tell(query, reply)
         else:
@@ -180,7 +207,7 @@ class Queries:
 
     def _has_room(self) -> bool:
         room = min(self._room, self.limits.queries_at_app_max)
-        return len(self._asked) < room and self.session.phase in WORKS
+        return len(self._asked) < room and not self._alone and self.session.phase in WORKS
 
     def _make_room(self, answered_ns: int) -> None:
         """Where there was none left: an answer that came soon makes room for one more, a late one takes half of it."""
@@ -205,8 +232,16 @@ class Queries:
         """For the status."""
         return {"open_queries": len(self._open), "answered_queries": self.answered_count}
 
-    def app_lost(self) -> None:
-        """Nobody is there to answer: clients ask the next app. What would have been told may have been of no log."""
+    def app_lost(self, *, at_query: bool) -> None:
+        """Nobody is there to answer: clients ask the next app. What would have been told may have been of no log.
+
+        ``at_query``: the app may have ended at the first query that it has not answered.
+        """
+        if at_query and self._asked:
+            query = next(iter(self._asked.values()))
+            self.failing.culprits.query_died(query.digest)
+            self.failing.caused_deaths(query.asker, 1, self.turn.now_ns)
+        self._alone = False
         for query in list(self._open.values()):
             self._close(query)
             text = f"the app of {self.name!r} has ended before it answered"

@@ -30,9 +30,15 @@ class View:
         return self._parts.failing.forbidden
 
     @property
-    def held_back(self) -> Mapping[str, int]:
-        """How often calls had to wait since there were too many, by caller, since the start."""
-        return self._parts.intake.permissions.held_back
+    def refusals(self) -> Mapping[str, Mapping[str, int]]:
+        """How often what was done to a caller, by what and whom, since the start: for the audit log."""
+        failing = self._parts.failing
+        return {
+            "refused: a method that it may not call": self.forbidden,
+            "refused: nested too deeply": failing.nested,
+            "held back: too many calls": self._parts.intake.permissions.held_back,
+            "its call has ended the app's process": failing.culprits.deaths,
+        }
 
     @property
     def letters(self) -> list[MessageKey]:
@@ -67,6 +73,8 @@ class View:
             **parts.saving.describe(now_ns),
             **parts.pausing.describe(),
             "impulses": parts.impulses.count,
+            "nested": dict(parts.failing.nested),
+            "deaths_caused": parts.failing.culprits.deaths,
             "held_back": dict(parts.intake.permissions.held_back),
             "open_calls": parts.intake.open_calls.counts,
             "clients": parts.clients.describe() | parts.queries.describe(),

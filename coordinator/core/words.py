@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from coordinator.core.output_check import Divergence
+from protocol import decoding
 from protocol.errors import ImmortalError
 from protocol.handlers import CANCEL_CALL_METHOD_ID
 from protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
 from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
 from protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
 from protocol.shown import shown
-from protocol.values import decode_plain
 
 Methods = Mapping[tuple[str, int], str]
 """(destination, method ID) to a name, as an app's AppDescription gives them."""
@@ -86,8 +84,8 @@ def counted_method_in_words(method_id: int, kind: int, destination: str, methods
 
 def _around_the_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tuple[str, str]:
     try:
-        values = decode_plain(rpc.arguments) if is_msgpack else None
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        values = decoding.decode_shown(rpc.arguments) if is_msgpack else None
+    except decoding.DecodeError:
         values = None  # a handler with a form of its own
     if not isinstance(values, list):
         return "", f"({_clipped(bytes(rpc.arguments).hex(' '), size_max)})"

@@ -6,6 +6,8 @@ import struct
 from collections.abc import Iterable
 from typing import Annotated
 
+import msgspec
+
 from coordinator.core.errors import DamagedLogError
 from coordinator.core.interfaces import NO_SUSPECT, AuditEntry, Letter, Suspect
 from coordinator.log import format as log_format

@@ -83,12 +83,10 @@ class PeerEndpoint:
             self._send(effect, attempt)
         return looks
 
-    def audit(self, auditor: Auditor, forbidden: Mapping[str, int], held_back: Mapping[str, int], now_ns: int) -> None:
-        """``forbidden`` and ``held_back``: calls of callers, as the machine counts them."""
+    def audit(self, auditor: Auditor, refusals: Mapping[str, Mapping[str, int]], now_ns: int) -> None:
+        """``refusals``: of callers, as the machine counts them."""
         counters = self._messenger.counters()
-        auditor.look(
-            counters, self._security.security, self._permissions, forbidden, held_back, self._impostors, now_ns
-        )
+        auditor.look(counters, self._security.security, self._permissions, refusals, self._impostors, now_ns)
 
     def close(self) -> None:
         self._messenger.close()

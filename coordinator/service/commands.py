@@ -12,8 +12,10 @@ from msgspec import Struct, field
 
 from coordinator.app import secret as app_secret
 from coordinator.config import AppAuth, InstanceSettings, override
+from protocol.limits import NESTING_MAX_DEFAULT
 from protocol.timing_files import FOLDER_NAME
 
+NESTING_VARIABLE = "IMMORTAL_NESTING_MAX"  # for handlers, which send nothing that is nested more deeply
 APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 APP_LOG_FORMAT_VARIABLE = "IMMORTAL_LOG_FORMAT"
 APP_LOG_LEVEL_VARIABLE = "IMMORTAL_LOG_LEVEL"
@@ -83,6 +85,8 @@ def app_command(
     # The SDK wants a fixed hash seed, and would start itself over to get one.
     hash_seed = os.environ.get("PYTHONHASHSEED", "0")
     environment = {APP_ADDRESS_VARIABLE: settings.app_addresses[0], "PYTHONHASHSEED": hash_seed}
+    if settings.nesting_max != NESTING_MAX_DEFAULT:
+        environment[NESTING_VARIABLE] = str(settings.nesting_max)
     if log_format is not None:
         environment[APP_LOG_FORMAT_VARIABLE] = log_format
     if log_level:

@@ -303,7 +303,7 @@ class Coordinator:
             inbox += app.take_sent()
         peers_due = peers_ready or (self._peers_due_ns is not None and now_ns >= self._peers_due_ns)
         if peers_due and peers.process(now_ns, ready=peers_ready):
-            peers.audit(self._auditor, self._machine.view.forbidden, self._machine.view.held_back, now_ns)
+            peers.audit(self._auditor, self._machine.view.refusals, now_ns)
         if self._control_fileno in ready or (self._control_due_ns is not None and now_ns >= self._control_due_ns):
             self._operator.take(self._control.process())
         self._log_endpoint.measure(now_ns)
@@ -438,6 +438,7 @@ def limits_of(settings: InstanceSettings) -> Limits:
         kills_max=settings.kills_before_verdict,
         replay_check=settings.replay_check,
         arguments_bytes_max=settings.rpc_limit_mb * MIB,
+        nesting_max=settings.nesting_max,
     )
 
 

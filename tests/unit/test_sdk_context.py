@@ -48,7 +48,7 @@ def dice(
     message_index: int = 0,
     committer_id: int = 7,
     seed: bytes = SEED,
-    rule: Rules = Rules.SECOND,
+    rule: Rules = Rules.NESTING,
 ) -> Dice:
     made = Dice()
     context = Context(seed)

@@ -304,9 +304,9 @@ def test_a_result_that_is_not_what_it_says_is_the_callees_failure() -> None:
         (encode_incoming_rpc(INITIAL_METHOD_ID, RpcType.FORK, b"\x90"), Cause.METHOD, "method -1 is the SDK's own"),
         (encode_incoming_rpc(CLOCK_METHOD_ID, RpcType.FORK, b"\x91\x01"), Cause.METHOD, "method -2 is the SDK's own"),
         (encode_incoming_rpc(EFFECT_METHOD_ID, RpcType.ASYNC, b"\x90"), Cause.METHOD, "method -3 is the SDK's own"),
-        (encode_incoming_rpc(EFFECT_METHOD_ID, RpcType.IMPULSE, b"\x90"), Cause.UNREADABLE, "can't be read"),
-        (encode_incoming_rpc(1, RpcType.ASYNC, b"\xc1", RpcKind.RAISED), Cause.UNREADABLE, "an answer that can't"),
-        (encode_incoming_rpc(1, RpcType.ASYNC, b"\x91\xa1x", RpcKind.RETURNED_VALUE), Cause.UNREADABLE, "can't be"),
+        (encode_incoming_rpc(EFFECT_METHOD_ID, RpcType.IMPULSE, b"\x90"), Cause.UNUSABLE, "can't be read"),
+        (encode_incoming_rpc(1, RpcType.ASYNC, b"\xc1", RpcKind.RAISED), Cause.UNUSABLE, "an answer that can't"),
+        (encode_incoming_rpc(1, RpcType.ASYNC, b"\x91\xa1x", RpcKind.RETURNED_VALUE), Cause.UNUSABLE, "can't be"),
     ],
 )
 def test_what_can_not_be_delivered_is_refused_and_the_app_goes_on(message: bytes, cause: Cause, words: str) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from coordinator.core.group_commit import Group, GroupCommit
+from coordinator.core.interfaces import ONESELF
 from coordinator.core.streams.intake import Intake
 from protocol.batch import encode_batch
 from protocol.trailer import BatchSource
@@ -51,19 +52,22 @@ class Delivery:
         The others are to be sent again later. ``open_count``: as in :meth:`Intake.first_of`. ``reserved``: indices of
         calls of methods that only the app itself may call: these are refused.
         """
-        count, end = self.intake.first_of(caller, calls, source.count, now_ns, open_count)
+        count, end = self.intake.first_of(caller or source.name, calls, source.count, now_ns, open_count)
         if not count:
             return None
         if count < source.count:
             calls = calls[:end]
             source = structs.replace(source, count=count)
         delivered = self._append(source, calls, from_app=False)
-        self.intake.taken(delivered.group, calls, caller, source.name, [one for one in reserved if one < count])
+        kept = [one for one in reserved if one < count]
+        self.intake.taken(delivered.group, calls, count, caller, source.name, kept)
         return delivered
 
     def deliver_own(self, source: BatchSource, calls: bytes) -> Delivered:
         """Log what the own app sends to itself: it may call all that it has."""
-        return self._append(source, calls, from_app=True)
+        delivered = self._append(source, calls, from_app=True)
+        self.intake.refuse_nested(delivered.group, calls, source.count, "", ONESELF)
+        return delivered
 
     def _append(self, source: BatchSource, calls: bytes, *, from_app: bool) -> Delivered:
         front = encode_batch(calls, source.count)

@@ -85,8 +85,8 @@ class Inbound:
 
     @property
     def holds_back(self) -> bool:
-        """Somebody may have to wait for its rate."""
-        return bool(self._parked) and self._end.ready and self._intake.permissions.has_rates
+        """Somebody may have to wait for its rate, or is held off."""
+        return bool(self._parked) and self._end.ready and self._intake.holds_back
 
     def _park(self, hello: _ParkedHello) -> None:
         """Answer it once the first start is complete, and calls can be judged. What a sender said long before its

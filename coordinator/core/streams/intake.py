@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from coordinator.core.group_commit import Group
 from coordinator.core.open_calls import OpenCalls
 from coordinator.core.permissions import Permission, Permissions
 from coordinator.core.replay_check import stream_batches
+from protocol.client import Reply, ReplyKind
 from protocol.extensions import QUERIES
+from protocol.limits import NESTING_MAX_DEFAULT
+from protocol.messages import RpcKind
+from protocol.nesting import is_nested_beyond, too_deep
 from protocol.trailer import BatchSource
+from protocol.varint import decode_zigzag_int
+from protocol.verdicts import FAILED_CALL, Cause
 
 if TYPE_CHECKING:  # it needs the streams, which need this
     from coordinator.core.failing import Failing
@@ -19,11 +27,12 @@ if TYPE_CHECKING:  # it needs the streams, which need this
 class Intake:
     """That of one instance, ``name``."""
 
-    def __init__(self, name: str, given: Mapping[str, Permission]) -> None:
+    def __init__(self, name: str, given: Mapping[str, Permission], nesting_max: int = NESTING_MAX_DEFAULT) -> None:
         self.permissions = Permissions(name, given)
         self.open_calls = OpenCalls(given, is_known=True)  # of peers
         self.failing: Failing | None = None  # given once it is there
         self._name = name
+        self._nesting_max = nesting_max
 
     def change(self, given: Mapping[str, Permission]) -> None:
         """The settings are others."""
@@ -47,27 +56,44 @@ class Intake:
 
     def is_full(self, caller: str) -> bool:
         """No more is taken of ``caller`` now: it has made too many calls that it may not make."""
+        failing = self.failing
+        if failing is None:
+            return False
         is_limited = self.permissions.limits(caller) or self.open_calls.limit(caller) is not None
-        return is_limited and self.failing is not None and self.failing.lacks_room()
+        return (is_limited or caller in failing.nested) and failing.lacks_room()
 
     def must_wait(self, caller: str, now_ns: int) -> bool:
-        """It has used up what it may call in a second: it is heard later."""
-        return self.permissions.must_wait(caller, now_ns)
+        """It has used up what it may call in a second, or is held off: it is heard later."""
+        return bool(self.why_held_off(caller, now_ns)) or self.permissions.must_wait(caller, now_ns)
+
+    def why_held_off(self, caller: str, now_ns: int) -> str:
+        """Why nothing of ``caller`` is taken for a while, as its calls ended the app's process; "" if it is."""
+        return "" if self.failing is None else self.failing.culprits.why_held(caller, now_ns)
+
+    @property
+    def holds_back(self) -> bool:
+        """Somebody may have to wait."""
+        return self.permissions.has_rates or (self.failing is not None and self.failing.culprits.has_held)
 
     def first_of(
         self, caller: str, calls: bytes, count: int, now_ns: int, open_count: int | None = None
     ) -> tuple[int, int]:
         """How many of these messages may be taken now, and where they end; see :meth:`Permissions.first_of`."""
+        if self.why_held_off(caller, now_ns):
+            return 0, 0
         return self.permissions.first_of(caller, calls, count, open_count, now_ns)
 
-    def taken(self, group: Group, calls: bytes, caller: str, who_waits: str, reserved: Sequence[int] = ()) -> None:
-        """These calls of ``caller`` were just added to ``group``: those that it may not make get their verdicts.
+    def taken(
+        self, group: Group, calls: bytes, count: int, caller: str, who_waits: str, reserved: Sequence[int] = ()
+    ) -> None:
+        """These ``count`` calls of ``caller`` were just added to ``group``: what it may not send gets its verdict.
 
         ``reserved``: indices of calls of methods that only the app itself may call.
         """
         failing = self.failing
         if failing is None:
             return
+        self.refuse_nested(group, calls, count, caller, who_waits)
         refused: dict[int, tuple[str, str]] = {}  # index -> (method, why)
         for index, method in self.permissions.methods_of(calls, reserved):
             refused[index] = (
@@ -83,7 +109,45 @@ class Intake:
                 why = f"{caller!r} has {limit} calls of {self._name!r} open, and may have no more"
                 refused.setdefault(index, (method, why))
         if refused:
-            failing.refuse(group, [(index, *refused[index]) for index in sorted(refused)], caller, who_waits)
+            found = [(index, *refused[index]) for index in sorted(refused)]
+            failing.refuse(group, found, caller, who_waits, Cause.FORBIDDEN)
+
+    def refuse_nested(self, group: Group, calls: bytes, count: int, caller: str, who_waits: str) -> None:
+        """Of these messages, just added to ``group``, those that are nested too deeply get their verdicts.
+
+        Arguments of an app of the base protocol are its own matter, and need be no MessagePack.
+        """
+        failing = self.failing
+        if failing is None or not failing.peers.app_speaks:
+            return
+        refused = [
+            (index, *self._nested_in_words(calls, start, caller or who_waits))
+            for index, start in too_deep(calls, count, self._nesting_max)
+        ]
+        if refused:
+            failing.refuse(group, refused, caller, who_waits, Cause.UNUSABLE)
+
+    def _nested_in_words(self, calls: bytes, start: int, caller: str) -> tuple[str, str]:
+        """The method of the RPC whose data begins there, and why it is refused."""
+        method = self.permissions.name_of(decode_zigzag_int(calls, start + 1)[0])
+        what = f"a call of {method}" if calls[start] == RpcKind.CALL else "an answer"
+        return method, f"{self.nested_in_words(what)} (from {caller or self._name!r})"
+
+    def nested_in_words(self, what: str) -> str:
+        return f"{what} is nested more than {self._nesting_max} levels deep (nesting_max)"
+
+    def is_nested(self, arguments: bytes) -> bool:
+        """Whether the arguments of a query are nested too deeply."""
+        return is_nested_beyond(arguments, 0, len(arguments), self._nesting_max + 1)
+
+    def fit_to_tell(self, reply: Reply) -> Reply:
+        """What a client is told: where the app's answer is nested too deeply, that it is."""
+        value = b"\x91" + reply.value if reply.kind == ReplyKind.VALUE else b"\x93" + reply.value
+        if not is_nested_beyond(value, 0, len(value), self._nesting_max + 1):
+            return reply
+        text = self.nested_in_words(f"the answer of {self._name!r}")
+        failed = msgspec.msgpack.encode((FAILED_CALL, ("NestedTooDeeply", text, ""), {}))
+        return Reply(reply.number, ReplyKind.RAISED, failed[1:])
 
     def why_forbidden(self, caller: str, method: str) -> str:
         why = f"; its app marks no method as {QUERIES}" if self.permissions.lacks_queries(caller) else ""

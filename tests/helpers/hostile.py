@@ -1,0 +1,84 @@
+"""An instance that says whatever bytes a test gives it, as a peer of the others: in an environment of the SDK's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from appsdk.testing import Environment
+from appsdk.testing.node import Node
+from appsdk.testing.outside import OutsideApp
+from coordinator.core import events as ev
+from protocol.client import ClientFrame, ClientFrameType, encode_request
+from protocol.extensions import encode_app_batch
+from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, encode_attach_to, encode_incoming_rpc
+
+DEEP = b"\x91" * 1100 + b"\x01"
+"""One message of 1.1 kB: 1,100 arrays in one another."""
+
+
+class HostileApp(OutsideApp):
+    """``answer``: from (caller's number as MessagePack, arguments of the call) to (kind, arguments) of its answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer_with: Callable[[int], tuple[int, bytes]] | None = None
+        self.asked: list[tuple[str, int, int]] = []  # (caller, number, method ID)
+
+    def say(self, destination: str, messages: bytes, count: int = 1) -> None:
+        if destination not in self._attached:
+            self._attached.add(destination)
+            self.output += encode_attach_to(destination)
+        self.output += encode_app_batch(MessageType.IMPULSE_BATCH, destination, count, messages)
+
+    def _answer(self, content: bytes, start: int, end: int) -> None:
+        from protocol.client import decode_caller
+
+        rpc = decode_incoming_rpc(content, start, end)
+        caller = decode_caller(content, start, end)
+        if rpc.kind != RpcKind.CALL or caller is None:
+            return
+        self.asked.append((caller.name, caller.number, rpc.method_id))
+        if self.answer_with is not None:
+            kind, arguments = self.answer_with(caller.number)
+            self.say(caller.name, encode_incoming_rpc(rpc.method_id, RpcType.ASYNC, arguments, kind))
+
+
+class _HostileNode(Node):
+    def connect(self) -> None:
+        self.app = HostileApp()
+        self.failure = None
+        self.paused = self.closing = False
+        self.do(lambda: self._handle(ev.AppConnected()))
+
+
+def hostile(env: Environment, name: str) -> HostileApp:
+    """A new instance of ``env`` that is under the test's control."""
+    world = env._world
+    node = world.nodes[name] = _HostileNode(world, name, None, len(world.nodes) + 1)
+    node.start()
+    env.run()
+    assert isinstance(node.app, HostileApp)
+    return node.app
+
+
+def client_says(
+    env: Environment,
+    name: str,
+    method_id: int,
+    arguments: bytes,
+    *,
+    number: int = 1,
+    client_id: str = "c",
+    caller: str = "",
+    query: bool = False,
+    runs: bool = True,
+    **more: Any,
+) -> None:
+    """A request or a query of a client, to the instance ``name``. ``runs``: until all is at rest."""
+    kind = ClientFrameType.QUERY if query else ClientFrameType.REQUEST
+    values: dict[str, Any] = {"count": 1, "payload": encode_request(method_id, arguments)} | more
+    frame = ClientFrame(kind, client_id, name, number=number, **values)
+    env._world.nodes[name].handle(ev.ClientFrameReceived("t", frame, caller))
+    if runs:
+        env.run()
