@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
@@ -12,6 +11,7 @@ from appsdk.client import CallRaised, CallTimeout, connect, with_key
 from appsdk.state.tree import to_json, tree
 from coordinator.cli.common import name_argument, pass_registry
 from coordinator.instances.registry import Registry
+from protocol import decoding
 from protocol.command_line import FailedError, echo
 from protocol.shown import printable_json_text
 
@@ -58,14 +58,18 @@ def call(
         except CallTimeout as error:
             remedy = f"; run it again with --key {key}" if key is not None and error.sent else ""
             raise FailedError(f"{error.reason}{remedy}") from None
-    echo(printable_json_text(_as_json(value)))
+    echo(printable_json_text(_as_json(method, value)))
 
 
-def _as_json(value: Any) -> str:
+def _as_json(method: str, value: Any) -> str:
+    """Raises FailedError."""
     try:
-        return msgspec.json.encode(value).decode()
-    except (TypeError, ValueError, RecursionError):  # keys that are arrays, integers of thousands of digits
-        return json.dumps(to_json(tree(value)), ensure_ascii=False)
+        try:
+            return msgspec.json.encode(value).decode()
+        except (TypeError, ValueError):  # keys that are arrays, integers of thousands of digits
+            return json.dumps(to_json(tree(value)), ensure_ascii=False)
+    except RecursionError:
+        raise FailedError(f"what {method} returned is nested too deeply to be shown as JSON") from None
 
 
 def _keyed(instance: Any, key: str) -> Any:
@@ -77,6 +81,8 @@ def _keyed(instance: Any, key: str) -> Any:
 
 def _argument(text: str) -> Any:
     try:
-        return json.loads(text)
+        return decoding.given_json(text)
+    except decoding.TooDeepError as error:
+        raise click.UsageError(f"an argument, {text[:20]!r}... of {len(text)} characters: {error}") from None
     except ValueError:
         return text

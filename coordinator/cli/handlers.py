@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from coordinator.cli.common import CommandsOfName, name_argument, operator_name
 from coordinator.config import InstanceSettings
 from coordinator.instances.registry import Registry
 from coordinator.operator import control
+from protocol import decoding
 from protocol.command_line import FailedError, counted, echo, echo_json, json_option, print_table
 from protocol.handlers import REASON_CHARACTERS_MAX
 from protocol.shown import printable
@@ -125,10 +125,10 @@ def signal(settings: InstanceSettings, wanted: int, event: str, value: str) -> N
     The exit status is 1 if it does not wait for EVENT, or VALUE is not of the type that it waits for.
     """
     try:
-        decoded = json.loads(value)
+        decoded = decoding.given_json(value)
     except ValueError as error:
         raise click.UsageError(
-            f"VALUE {value!r} is not JSON: {error}; a text needs its own quotes: '\"yes\"'"
+            f"VALUE {value[:100]!r} is not JSON: {error}; a text needs its own quotes: '\"yes\"'"
         ) from None
     _order(settings, "signal", {"task": wanted, "event": event, "value": decoded})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from typing import Any
 
@@ -12,10 +11,19 @@ import msgspec
 from appsdk.handlers.definition import Definition, definition_of
 from appsdk.running.runner import load_or_say
 from pipeline.arguments import ArgumentDecoder
+from protocol import decoding
+from protocol.client import decode_caller
 from protocol.command_line import FailedError, echo
 from protocol.errors import ImmortalError
-from protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
-from protocol.values import decode_plain
+from protocol.messages import (
+    IncomingRpc,
+    MessageType,
+    RpcKind,
+    RpcType,
+    decode_incoming_rpc,
+    decode_message,
+    encode_incoming_data,
+)
 
 BYTES_SHOWN_MAX = 64  # of what can't be decoded
 
@@ -53,12 +61,9 @@ def rpc_of(message: bytes) -> IncomingRpc | None:
 
 def waiting_caller(rpc: IncomingRpc) -> tuple[str, int] | None:
     """Who waits for the answer of a call, and its number there; None where nobody does, or nobody can tell."""
-    if (rpc.kind, rpc.rpc_type) != (RpcKind.CALL, RpcType.ASYNC):
-        return None
-    match _values(rpc):
-        case [str(caller), int(number), *_]:
-            return caller, number
-    return None
+    data = encode_incoming_data(rpc.method_id, rpc.rpc_type, rpc.arguments, rpc.kind)
+    caller = decode_caller(data, 0, len(data))
+    return None if caller is None else (caller.name, caller.number)
 
 
 def describe_message(message: bytes, decoder: ArgumentDecoder | None) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def describe_message(message: bytes, decoder: ArgumentDecoder | None) -> dict[st
         decoded = decoder.decode(rpc.kind, rpc.rpc_type, rpc.method_id, rpc.arguments)
         described["method"], problem = decoded.method, decoded.problem
         if decoded.arguments_json is not None:
-            named = json.loads(decoded.arguments_json)
+            named = decoding.load_json(decoded.arguments_json)
             front = {name: named.pop(name) for name in ("$caller", "$call") if name in named}
             return {**described, **front, "arguments": named}
     described |= {} if problem is None else {"problem": problem}
@@ -94,8 +99,8 @@ def _by_position(rpc: IncomingRpc) -> dict[str, Any]:
     values = _values(rpc)
     front = {} if caller is None else {"$caller": caller[0], "$call": caller[1]}
     try:
-        arguments = json.loads(msgspec.json.encode(values[len(front) :])) if values is not None else None
-    except (TypeError, ValueError, msgspec.MsgspecError, RecursionError):
+        arguments = decoding.load_json(msgspec.json.encode(values[len(front) :])) if values is not None else None
+    except (ValueError, TypeError, RecursionError):
         arguments = None  # such as a map whose keys are arrays
     return {**front, **({"bytes": _hex(rpc.arguments)} if arguments is None else {"arguments": arguments})}
 
@@ -103,10 +108,10 @@ def _by_position(rpc: IncomingRpc) -> dict[str, Any]:
 def _values(rpc: IncomingRpc) -> list[Any] | None:
     """The arguments as MessagePack has them; None where they are no array of it."""
     try:
-        values = decode_plain(rpc.arguments)
-        return values if isinstance(values, list) else None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        values: list[Any] = decoding.decode_shown(rpc.arguments, type=list[Any])
+    except decoding.DecodeError:
         return None
+    return values
 
 
 def _hex(data: bytes) -> str:

@@ -30,6 +30,7 @@ def skip(registry: Registry, name: str, message: tuple[int, int], reason: str, h
     SEQ:INDEX is its record, and which message of that record it is, from 0 ('immortal log show NAME'). Only a message
     behind the last checkpoint can be skipped: what was before is in the state already. One for which the state can't be
     saved was handled, and what was said then stays: a running instance knows, for a stopped one say --handled.
+    Where it is the answer to a call, or the result of an effect, whoever waits for it gets a failure in its place.
     """
     from protocol.verdicts import TEXT_CHARACTERS_MAX
 
@@ -38,9 +39,12 @@ def skip(registry: Registry, name: str, message: tuple[int, int], reason: str, h
         raise click.UsageError(
             f"--reason has {len(reason)} characters: 1 to {TEXT_CHARACTERS_MAX} were expected, not all of them blank"
         )
-    if not _skip_live(settings, *message, reason):
+    is_live = _skip_live(settings, *message, reason)
+    if not is_live:
         _skip_stopped(settings, *message, reason, handled=handled)
     echo(f"{name}: message {message[1]} of record {message[0]} is skipped")
+    if not is_live:
+        echo(f"where the app had handled it, 'immortal verify {name}' says what its replay now does otherwise")
 
 
 def _skip_live(settings: InstanceSettings, sequence_id: int, index: int, reason: str) -> bool:
@@ -107,17 +111,13 @@ def _verdict(store: LogStore, name: str, sequence_id: int, index: int, reason: s
     if rpc is None:
         what = "the initial message, without which there is no state" if is_initial else "no call"
         raise FailedError(f"message {index} of record {sequence_id} is {what}: only calls can be skipped")
-    if rpc.kind != RpcKind.CALL:
-        raise FailedError(
-            f"message {index} of record {sequence_id} is the answer to a call: whoever waits for it would wait for ever"
-        )
     caller = waiting_caller(rpc)
     return Verdict(
         sequence_id,
         index,
         VerdictKind.SKIPPED,
         text=reason,
-        method=f"method {rpc.method_id}",
+        method=f"method {rpc.method_id}" if rpc.kind == RpcKind.CALL else f"an answer of method {rpc.method_id}",
         caller=None if caller is None else caller[0],
         message=message if len(message) <= LETTER_SIZE_BYTES_MAX else b"",
     )

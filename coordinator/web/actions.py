@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from coordinator.cli.pause import paused_in_words, resumed_in_words
 from coordinator.config import InstanceSettings
 from coordinator.operator import control
 from coordinator.web.errors import WebError
+from protocol import decoding
 from protocol.command_line import counted
 from protocol.handlers import REASON_CHARACTERS_MAX
 
@@ -71,7 +71,7 @@ def _reason(fields: Values) -> str:
 def _json(fields: Values) -> Any:
     text = fields.get("value", "").strip() or "null"
     try:
-        return json.loads(text)
+        return decoding.given_json(text)
     except ValueError as error:
         raise WebError(f"{text[:60]!r} is not JSON: {error}; a text needs its own quotes") from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from coordinator.web.errors import WebError
 from coordinator.web.rendering import page
 from coordinator.web.requests import form_of, settings_of, site_of
 from coordinator.web.site import Site
+from protocol import decoding
 from protocol.extensions import QUERIES
 from protocol.shown import printable_json_text
 
@@ -52,8 +52,8 @@ def _asked(site: Site, settings: InstanceSettings, query: str, text: str) -> Res
 
 def _arguments(text: str) -> list[Any]:
     try:
-        found = json.loads(text.strip() or "[]")
-    except (ValueError, RecursionError) as error:
+        found = decoding.given_json(text.strip() or "[]")
+    except ValueError as error:
         raise WebError(f"{text[:60]!r} is no list of arguments in JSON: {error}") from None
     if not isinstance(found, list):
         raise WebError(f'{text[:60]!r}: a list of all arguments was expected, such as ["ann", 5]')
