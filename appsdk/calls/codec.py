@@ -26,7 +26,7 @@ __all__ = ["ArgumentCodec", "Decode", "ValueDecoder", "bind_arguments", "encode_
 
 Decode = Callable[[Any], tuple[Any, ...]]
 
-_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_items = decoding.Decoder(list[msgspec.Raw]).decode
 _CALL_FRONT = (str, int)
 _FIXARRAY, _FIXARRAY_MAX = 0x90, 15
 _ARRAY_16 = 0xDC

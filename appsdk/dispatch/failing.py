@@ -212,7 +212,7 @@ class Failures:
             name,
             None if caller is None else caller.name,
             letter_message(message),
-            self._context.source or "",
+            source=self._context.source or "",
         )
 
     def going_on(self, sequence_id: int, message_index: int, call: Task | SavedTask) -> Handling:

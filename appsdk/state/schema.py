@@ -277,7 +277,7 @@ class StateSchema:
 
     def _verify(self, values: dict[str, Any], blob: bytes, keeps_types: bool) -> None:
         """Raise StateError if the state would come back as something else."""
-        raws = msgspec.msgpack.decode(blob, type=dict[str, msgspec.Raw])
+        raws = decoding.decode(blob, type=dict[str, msgspec.Raw])
         for name, raw in raws.items():
             self._require_restored(name, values[name], bytes(raw), keeps_types)
 

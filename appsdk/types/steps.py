@@ -21,6 +21,7 @@ import msgspec
 from appsdk.types import registry
 from appsdk.types.handles import read_extension
 from appsdk.types.registry import Codec, decode_custom, encode_custom
+from protocol import decoding
 from protocol.values import encode_extension, is_beyond, zone_problem
 
 EXTENSIONS_DEPTH_MAX = 32
@@ -174,7 +175,7 @@ class Custom(Step):
     def look(self, column: Column, below: Level) -> bool:
         if not self._is_same and self._cls is not None:
             value = column[0]
-            plain = msgspec.msgpack.decode(encoder.encode(self.tag(value)), ext_hook=read_extension)
+            plain = decoding.decode(encoder.encode(self.tag(value)), ext_hook=read_extension)
             if type(came := decode_custom(self._cls, plain)) is not type(value):
                 raise UnfitError(not_the_same(type(value), f"a {type(came).__qualname__}"))
         return False
