@@ -65,9 +65,9 @@ def test_a_sealed_value() -> None:
 def test_verdicts_and_letters() -> None:
     verdict = Verdict(258, 3, VerdictKind.REFUSED, text="no", cause=Cause.METHOD, message=b"m", trace="t")
     key = bytes.fromhex("0000000000000102 0000000000000003 0000000000000000 0000000000000000")
-    front = bytes.fromhex("9c cd0102 03 01 a0") + b"\xa2no" + bytes.fromhex("01 00 00 a0 c0")
-    kept = front + b"\xc4\0\xa0"
-    letter = b"\x92\x05" + front + b"\xc4\1m\xa1t"
+    front = bytes.fromhex("9d cd0102 03 01 a0") + b"\xa2no" + bytes.fromhex("01 00 00 a0 c0")
+    kept = front + b"\xc4\0\xa0\xff"
+    letter = b"\x92\x05" + front + b"\xc4\1m\xa1t\xff"
     assert verdict_rows([verdict], 5) == [
         ("verdicts", key, crc(b"verdicts\0" + key + kept) + kept),
         ("letters", key, crc(b"letters\0" + key + letter) + letter),

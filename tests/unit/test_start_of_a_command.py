@@ -44,6 +44,7 @@ OURS = {
     "protocol.errors",
     "protocol.extensions",
     "protocol.file_lock",
+    "protocol.forks",
     "protocol.handlers",
     "protocol.limits",
     "protocol.messages",
