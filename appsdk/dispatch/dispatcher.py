@@ -23,6 +23,7 @@ from appsdk.dispatch.delivery import Delivery
 from appsdk.dispatch.events import BecamePrimary, Event, Goodbye, OutputReady, Refusal, SnapshotBegun
 from appsdk.dispatch.failing import Failures
 from appsdk.dispatch.healing import Healing, one_line
+from appsdk.dispatch.hooks import HookGate
 from appsdk.dispatch.life import Life
 from appsdk.dispatch.records import Records
 from appsdk.dispatch.rewinds import Rewinds
@@ -102,6 +103,7 @@ class Dispatcher:
         self.records = Records(self.context, self._life, self._failures)
         self._rewinds = Rewinds(self.context, self._life, self.records, self._failures, copies)
         self.healing = Healing(self.context, self._life, self.records, self._failures, self._rewinds)
+        self._gate = HookGate(self.context)
         self._draw_seed = draw_seed
         self._effects = effects
         self._reader = RecordReader()
@@ -135,6 +137,20 @@ class Dispatcher:
     def bound_encoding(self, bound: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]]) -> None:
         """From here on ``bound`` calls what encodes the state: it may give that up by a StateError."""
         self._life.bound = bound
+
+    @property
+    def is_primary(self) -> bool:
+        """It works; its hooks may have to wait."""
+        return self._primary
+
+    @property
+    def hooks_may_start(self) -> bool:
+        """The state covers all impulses that were logged before: :class:`BecamePrimary` says so once."""
+        return self._gate.is_open
+
+    def describe_hooks(self) -> list[dict[str, Any]]:
+        """Whom its hooks wait for, if it has some and they do."""
+        return self._gate.describe() if self.definition.on_primary else []
 
     # --- what the transport calls -----------------------------------------------------------------------------------
 
@@ -264,7 +280,7 @@ class Dispatcher:
         elif question.task:
             value = describe_one(self.tasks, question.task)
         else:
-            value = describe_all(self.tasks)
+            value = describe_all(self.tasks, self.describe_hooks())
         self.outbox.report(encode_answer(HandlersAnswer(question.ticket, value)))
 
     def _answer_query(self, question: QueryQuestion) -> None:
@@ -294,6 +310,8 @@ class Dispatcher:
         if careful is not None and sequence_id >= careful.last_sequence_id:
             self.records.careful = None  # else the death of a later record would be laid to this one
             yield from self.records.announce(Handling(-1))
+        if self._primary and not self._gate.is_open and self._gate.look():
+            yield BecamePrimary()
         if self._awaiting_initial:
             self._awaiting_initial = False
             self._life.require_savable()
@@ -394,4 +412,6 @@ class Dispatcher:
             self.tasks.queries.is_live = True
             self._rewinds.guards()
             self.tasks.time_impulses.start()
-            yield BecamePrimary()
+            self._gate.begin()
+            if self.hooks_may_start:
+                yield BecamePrimary()

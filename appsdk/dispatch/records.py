@@ -88,6 +88,8 @@ class Records:
         """Handle the messages of one record. Raises UndoNeededError."""
         sequence_id, content = record.header.sequence_id, record.content
         context = self._context
+        if context.multicasts.waiting:  # as where each record comes alone; a replay brings many at once
+            context.outbox.close_batches()
         context.committer_id = record.header.committer_id
         context.sequence_id = sequence_id
         context.record_time_ns = None

@@ -6,6 +6,7 @@ randomness. All of its state is :class:`State`, which is part of the app's check
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import TypeAlias
 
@@ -68,6 +69,7 @@ class Ordering:
         self._sent = {one.number: one for one in state.sent}
         self._runs = {(one.sender, one.number): one for one in state.queue if one.sender}
         self._own_count = sum(one.sender == name for one in state.queue)
+        self.executed_count = 0  # of releases, since this object was made
         self._queue = [(self._key(one), one) for one in state.queue]
         heapify(self._queue)
         self.fences = Fences(self)
@@ -242,6 +244,10 @@ class Ordering:
         """Those in the queue."""
         return list(self._runs.values())
 
+    def plain_calls(self) -> Iterator[Filed]:
+        """Those in the queue, in no order."""
+        return (filed for _, filed in self._queue if not filed.sender)
+
     def file(self, call: bytes, now_ns: int = 0) -> None:
         """A call that came by itself while :attr:`is_busy`: behind all that stands here."""
         state = self.state
@@ -253,6 +259,7 @@ class Ordering:
     def executed(self, count: int = 1) -> None:
         """So many of what was released are, in that order."""
         self.state.released_count -= count
+        self.executed_count += count
 
     @staticmethod
     def _key(filed: Filed) -> Key:

@@ -167,7 +167,7 @@ class Multicasts:
             return []
         found = []
         for sent in ordering.sent[:1]:  # the others stand behind it
-            silent = [one for one in sent.destinations if one not in sent.proposed] or sent.unsettled
+            silent = sent.silent
             count = len(ordering.sent) + len(self.waiting)
             found += [
                 {"for": one, "what": "its answer to a multicast of this", "since_ns": sent.since_ns, "count": count}
@@ -182,6 +182,16 @@ class Multicasts:
             what = "it to say that its multicast may be delivered"
             found.append({"for": first.sender, "what": what, "since_ns": first.since_ns, "count": ordering.count})
         return found
+
+    def waits_for(self) -> list[str]:
+        """Who must say something before the queue goes on."""
+        ordering = self._ordering
+        first = None if ordering is None else ordering.first()
+        if ordering is None or first is None or first.stage == Stage.COMMITTED:
+            return []
+        if first.sender != ordering.name:
+            return [first.sender]
+        return [name for sent in ordering.sent[:1] for name in sent.silent]
 
     # --- what handlers send -------------------------------------------------------------------------------------------
 

@@ -28,6 +28,11 @@ class Sent(msgspec.Struct, array_like=True):
     alone: bool = False  # see Propose
     scope: Scope | None = None
 
+    @property
+    def silent(self) -> list[str]:
+        """Who has not answered."""
+        return [one for one in self.destinations if one not in self.proposed] or self.unsettled
+
 
 class Filed(msgspec.Struct, array_like=True):
     """In the queue: a run of ``sender``, or (sender "") one call that came by itself and is behind what stood there."""

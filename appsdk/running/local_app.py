@@ -11,7 +11,7 @@ from appsdk.calls.outbox import Chunk
 from appsdk.calls.run_failures import PassesThrough
 from appsdk.dispatch.delivery import Delivery
 from appsdk.dispatch.dispatcher import Dispatcher
-from appsdk.dispatch.events import BecamePrimary, Goodbye, Refusal, SnapshotBegun
+from appsdk.dispatch.events import Goodbye, Refusal, SnapshotBegun
 from appsdk.effects.request import EffectRunner
 from appsdk.errors import HandlerError, Refused, StateError, UpgradeError
 from appsdk.handlers.definition import Definition
@@ -64,7 +64,6 @@ class LocalApp:
         outsiders: frozenset[str] = frozenset(),
     ) -> None:
         self.error: ImmortalError | None = None
-        self.is_primary = False
         self.has_left = False
         self.has_died = False
         self._effects = effects
@@ -83,6 +82,10 @@ class LocalApp:
         self.dispatcher.context.record_time_ns = now_ns
         self.output = bytearray()
         self.take_output()
+
+    @property
+    def is_primary(self) -> bool:
+        return self.dispatcher.is_primary
 
     @property
     def instance(self) -> Any:
@@ -132,9 +135,7 @@ class LocalApp:
             self.take_output()
             if event is None:
                 return
-            if isinstance(event, BecamePrimary):
-                self.is_primary = True
-            elif isinstance(event, SnapshotBegun):
+            if isinstance(event, SnapshotBegun):
                 try:
                     self._snapshot(event.encode())
                 except StateError as error:

@@ -239,6 +239,10 @@ class Instance(Generic[T]):
         queue = HookQueue(
             dispatcher.context, dispatcher.outbox.impulses, self._world.run, lambda: self._node.local_app is app
         )
+        is_gone = lambda: self._node.local_app is not app  # noqa: E731
+        self._world.wait_for(f"the hook of {self!r}", lambda: dispatcher.hooks_may_start or is_gone(), PATIENCE)
+        if is_gone():
+            return
         with queue.thread(), suppress(Disconnected):
             impulses = Impulses(app.instance, dispatcher.definition, queue)
             dispatcher.context.run_contexts.run(hook, app.instance, impulses)

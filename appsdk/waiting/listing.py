@@ -31,15 +31,16 @@ Values = dict[str, Any]
 STEPS_MAX = 1000  # of one handler that are told, the last
 
 
-def describe_all(tasks: Tasks) -> Values:
-    """The oldest HANDLERS_COUNT_MAX; ``count``: of all. ``multicasts``: whom the instance waits for, if it does.
+def describe_all(tasks: Tasks, hooks: list[Values] | None = None) -> Values:
+    """The oldest HANDLERS_COUNT_MAX; ``count``: of all. ``multicasts``: whom the instance waits for, if it does;
+    ``hooks``: the same for its `@on_primary` hooks.
     ``groups``: those that its class declares, if it takes part in any. ``schedules``: of its class, if it has any."""
     found: list[Task | SavedTask] = sorted(
         [*tasks.all_waiting, *tasks.limits.queued.values()], key=attrgetter("number")
     )
     values: Values = {"count": len(found)}
     values["handlers"] = [_any_described(tasks, one) for one in found[:HANDLERS_COUNT_MAX]]
-    if multicasts := tasks.context.multicasts.describe():
+    if multicasts := tasks.context.multicasts.describe() + (hooks or []):
         values["multicasts"] = multicasts
     if (groups := getattr(tasks.instance, "_immortal_groups", None)) is not None:
         values["groups"] = groups()

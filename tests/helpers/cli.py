@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.helpers import commands
@@ -92,3 +93,10 @@ class Run:
     @property
     def text(self) -> str:
         return "\n".join(self.lines)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)  # between two looks from outside

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from coordinator.operator import control
-from tests.helpers.cli import DEADLINE_S, HOME, Run, command_line, immortal
+from tests.helpers.cli import DEADLINE_S, HOME, Run, command_line, immortal, wait_until
 
 APP = """
 import os
@@ -111,13 +110,6 @@ class Group:
     def show(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(immortal(self.folder, "group", "show", "prices", "--json"))
         return found
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)  # between two looks from outside
 
 
 def test_members_join_leave_and_are_expelled(tmp_path: Path) -> None:
