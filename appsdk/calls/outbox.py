@@ -290,7 +290,7 @@ class Outbox:
             is_first = not batch.parts
             size_bytes = write(batch.parts, arguments)
             if self._context.carries:
-                self._pass_handles(batch)
+                is_first = self._pass_handles(batch)
             batch.size_bytes += size_bytes
             if is_first:
                 self._open.append(batch)
@@ -301,13 +301,15 @@ class Outbox:
 
         return send
 
-    def _pass_handles(self, batch: Batch) -> None:
-        """Those in the last message of ``batch``, which is taken back where they can't be. Raises UsageError."""
-        try:
-            self._context.nodes.accounts.passing(batch.destination, batch.parts[-1])
-        except UsageError:
-            del batch.parts[-2:]
-            raise
+    def _pass_handles(self, batch: Batch) -> bool:
+        """Those in the last message of ``batch``, which is taken back where they can't be, and comes behind what is
+        said of them. Whether it is the first one then. Raises UsageError."""
+        message = batch.parts[-2:]
+        del batch.parts[-2:]
+        self._context.nodes.accounts.passing(batch.destination, message[1])
+        is_first = not batch.parts
+        batch.parts += message
+        return is_first
 
     def _close(self, batch: Batch) -> None:
         if self.holder is not None and self.holder.holds_back(batch.destination):

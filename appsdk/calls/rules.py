@@ -27,3 +27,15 @@ class Rules(IntEnum):
 
 NEWEST = max(Rules)
 """Those of a log that is begun now."""
+
+
+class OrderRules(IntEnum):
+    """The same for ordered multicasts and handles: another number, as these have checkpoints of their own kind."""
+
+    FIRST = 1
+
+    SECOND = 2
+    """A block that is late moves behind what came meanwhile. Who is told of a handle's end hears it before any copy."""
+
+
+NEWEST_ORDER = max(OrderRules)

@@ -63,6 +63,7 @@ class Life:
         context = self._context
         context.seed = envelope.seed
         context.sites.use(Rules(envelope.rules))
+        context.multicasts.rules = envelope.order_rules
         context.instance_name = envelope.instance_name
         self.instance = instance = self._restored(envelope, state)
         context.nodes.use(self.definition, instance)
@@ -160,5 +161,6 @@ class Life:
                 rules=context.sites.rules,
                 ordering=context.multicasts.save(),
                 nodes=context.nodes.save(),
+                order_rules=context.multicasts.rules,
             )
         )

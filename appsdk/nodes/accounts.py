@@ -5,20 +5,27 @@ The counting itself is :mod:`appsdk.nodes.counting`'s, without I/O.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+
 from appsdk.calls.context import Context
-from appsdk.calls.outbox import Send
+from appsdk.calls.failures import method_of
+from appsdk.calls.outbox import Send, make_writer
+from appsdk.calls.rules import OrderRules
 from appsdk.errors import UsageError
 from appsdk.nodes.counting import Grant, Held, Holder, LastReleased, Owner, Stage, Tell
-from appsdk.nodes.messages import Key, Stale
+from appsdk.nodes.messages import Ended, Ending, Key, Passed, Stale, decode_word
+from appsdk.ordering.checking import arguments_of
 from appsdk.types.handles import MARK, handles_in, tag_of
 from protocol.client import CLIENTS
 from protocol.messages import RpcKind, RpcType
 from protocol.nodes import HANDLES_METHOD_ID
 
 WHAT = "a handle"
+
+_write_word = make_writer(WHAT, HANDLES_METHOD_ID, RpcType.FORK)
 
 
 class Accounts:
@@ -91,11 +98,64 @@ class Accounts:
         for owner, key in found:
             if to == owner or to in self.outsiders:
                 continue
-            if owner == own_name:
-                self.owner.passed(key, to)
-            else:
+            if owner != own_name:
+                self._say_ending(owner, key, to)
                 self.holder.pass_on(owner, key, to)
+            else:
+                self.owner.passed(key, to)
+                if not self._joins_end(key, to):
+                    self._say_ending(owner, key, to)
         self.act()
+
+    def passed(self, key: Key, to: str) -> bool:
+        """A copy goes to ``to``, says who holds it. False: there is no such key."""
+        known = self.owner.passed(key, to)
+        self._joins_end(key, to)
+        return known
+
+    # --- an end that is on its way through the queues -----------------------------------------------------------------
+
+    def _ending(self, owner: str, key: Key) -> tuple[list[bytes], Ended] | None:
+        """The run, in the queue here, with the end of a handle; None: there is none."""
+        if self._context.multicasts.rules >= OrderRules.SECOND:
+            for calls in self._context.multicasts.calls_of(owner):
+                for ended in _ended_in(calls):
+                    if ended.key == key:
+                        return calls, ended
+        return None
+
+    def _say_ending(self, owner: str, key: Key, to: str) -> None:
+        """In front of a copy: who gets it is none of those who hear of the end in order."""
+        if (found := self._ending(owner, key)) is not None:
+            self.sender(to, HANDLES_METHOD_ID)((self._context.instance_name, Ending(owner, key, found[1].how)))
+
+    def _joins_end(self, key: Key, to: str) -> bool:
+        """Whether ``to``, which gets a copy, hears in order of the end of one's own handle, if that is on its way."""
+        grant = self.owner.grants.get(key)
+        if grant is None or grant.stage != Stage.ENDING or to in grant.told or to in grant.banned:
+            return True
+        found = self._ending(self._context.instance_name, key)
+        if found is None or not self._context.multicasts.extend(HANDLES_METHOD_ID, found[0], to):
+            return False
+        for ended in _ended_in(found[0]):
+            self.owner.grants[ended.key].told.append(to)
+        return True
+
+    def end_proposed(self, owner: str, calls: list[bytes]) -> None:
+        """The end of handles has come into the queue: copies of them that are still to be sent go behind word of it."""
+        for ended in _ended_in(calls):
+            parts: list[bytes] = []
+            _write_word(parts, (self._context.instance_name, Ending(owner, ended.key, ended.how)))
+            handle = owner, ended.key
+            self._context.multicasts.warn(owner, lambda data, handle=handle: handle in handles_in(data), parts)
+
+    @staticmethod
+    def is_passed(arguments: bytes) -> bool:
+        """It is a Passed, which counts as it comes: who is passed a copy is to hear of an end in order."""
+        try:
+            return isinstance(decode_word(arguments).message, Passed)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return False
 
     def _require_passable(self, owner: str, key: Key, to: str) -> None:
         what = f"handle {tag_of(key)} of {owner!r} can't be passed on"
@@ -130,3 +190,16 @@ class Accounts:
             if owner != self._context.instance_name:
                 self.holder.not_taken(owner, key)
         self.act()
+
+
+def _ended_in(calls: list[bytes]) -> Iterator[Ended]:
+    """The words of a run, which is of the SDK's own making where it is of this method."""
+    for call in calls:
+        if method_of(call) != HANDLES_METHOD_ID:
+            return
+        try:
+            word = decode_word(arguments_of(call)).message
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        if isinstance(word, Ended):
+            yield word

@@ -157,6 +157,10 @@ class Holder:
         one = self.held.get((owner, key))
         return one is not None and not one.ended
 
+    def knows(self, owner: str, key: Key) -> bool:
+        """It is held, and told of its end in order; or was told."""
+        return (owner, key) in self.held
+
     def arrived(self, owner: str, key: Key) -> bool:
         """A message with a copy is taken. False: the handle has ended, so the copy goes back at once."""
         one = self.held.setdefault((owner, key), Held(owner, key, 0))
@@ -180,7 +184,7 @@ class Holder:
         self.actions.append(Tell(owner, Released(key, one.count)))
 
     def ended(self, owner: str, key: Key, how: str) -> bool:
-        """Whether it was held until now."""
+        """Whether it was held until now. The hook is called in any case: a copy may be under way."""
         one = self.held.setdefault((owner, key), Held(owner, key, 0))
         was_held = one.count > 0
         if was_held:

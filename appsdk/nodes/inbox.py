@@ -10,13 +10,24 @@ from typing import Any
 from appsdk.calls.codec import ArgumentCodec
 from appsdk.calls.context import Context
 from appsdk.calls.failures import encode_refused, method_of, misfit_text, refused, rpc_of
+from appsdk.calls.rules import OrderRules
 from appsdk.calls.run_failures import is_failure
 from appsdk.errors import HandlerError
 from appsdk.handlers.decorators import Handler
 from appsdk.nodes.accounts import WHAT, Accounts
-from appsdk.nodes.counting import DESTROYED, Stage
+from appsdk.nodes.counting import DESTROYED, REVOKED, Stage
 from appsdk.nodes.living import LivingNodes
-from appsdk.nodes.messages import AwaitedNodeCall, Forgotten, NodeCall, Passed, Released, Stale, Word, decode_word
+from appsdk.nodes.messages import (
+    AwaitedNodeCall,
+    Ending,
+    Forgotten,
+    NodeCall,
+    Passed,
+    Released,
+    Stale,
+    Word,
+    decode_word,
+)
 from appsdk.nodes.node import Node, node_definition
 from appsdk.types.handles import MARK, Handle
 from protocol.client import CLIENTS
@@ -139,7 +150,7 @@ class Inbox:
     def _take(self, word: Word) -> bool:
         sender, message = word.sender, word.message
         if isinstance(message, Passed):
-            return self._accounts.owner.passed(message.key, message.to)
+            return self._accounts.passed(message.key, message.to)
         if isinstance(message, Released):
             return self._accounts.owner.released(message.key, sender, message.count)
         make: Any = Handle
@@ -147,10 +158,18 @@ class Inbox:
             if sender != self._context.instance_name:
                 return False
             self._hooks.append((f"on_{message.how}", make(message.owner, message.key, None, self._life)))
+        elif isinstance(message, Ending):
+            if message.how not in (DESTROYED, REVOKED):
+                return False
+            if message.owner != self._context.instance_name and not self._accounts.holder.knows(
+                message.owner, message.key
+            ):
+                self._hooks.append((f"on_{message.how}", make(message.owner, message.key, None, self._life)))
         elif isinstance(message, Forgotten):
             self._accounts.holder.forgotten(sender, message.key)
         elif sender != self._context.instance_name:
-            if self._accounts.holder.ended(sender, message.key, message.how):
+            was_held = self._accounts.holder.ended(sender, message.key, message.how)
+            if was_held or self._context.multicasts.rules >= OrderRules.SECOND:
                 self._hooks.append((f"on_{message.how}", make(sender, message.key, None, self._life)))
         else:
             grant = self._accounts.owner.grants.get(message.key)

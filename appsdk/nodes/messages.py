@@ -49,7 +49,15 @@ class Stale(msgspec.Struct, array_like=True, frozen=True, tag=5, gc=False):
     how: str
 
 
-Message: TypeAlias = Passed | Released | Ended | Forgotten | Stale
+class Ending(msgspec.Struct, array_like=True, frozen=True, tag=6, gc=False):
+    """Who passes a handle on to who gets it, in front of the copy: its end is on its way, so it may lead nowhere."""
+
+    owner: str
+    key: Key
+    how: str
+
+
+Message: TypeAlias = Passed | Released | Ended | Forgotten | Stale | Ending
 
 
 class NodeCall(msgspec.Struct, array_like=True, frozen=True):

@@ -139,6 +139,17 @@ class Ordering:
         self._advance()
         return number
 
+    def extend(self, filed: Filed, method_id: int, destination: str) -> bool:
+        """One's own run goes to ``destination`` as well. False: its timestamp is final."""
+        sent = self._sent.get(filed.number)
+        if filed.sender != self.name or sent is None or sent.timestamp or destination in sent.destinations:
+            return False
+        sent.destinations.append(destination)
+        self.tell(
+            destination, Propose(method_id, self.name, sent.number, sent.estimate, filed.calls, False, sent.scope)
+        )
+        return True
+
     def _is_alone(self, sent: Sent) -> bool:
         """A run with a scope is never: it may be cancelled until it is committed."""
         return sent.scope is None and len(sent.destinations) == 1 and self.state.standing == sent.number - 1

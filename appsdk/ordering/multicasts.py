@@ -6,7 +6,7 @@ an input): so it follows from the log, like all that handlers do. Its state is p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from appsdk.calls.codec import encoder
 from appsdk.calls.context import Context
 from appsdk.calls.failures import refused
 from appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
+from appsdk.calls.rules import NEWEST_ORDER, OrderRules
 from appsdk.errors import HandlerError, StateError, UsageError
 from appsdk.ordering.checking import arguments_of, problem_of
 from appsdk.ordering.fences import Asked, Ready
@@ -27,6 +28,7 @@ from protocol import decoding
 from protocol.client import CLIENTS
 from protocol.errors import ProtocolError
 from protocol.messages import RpcType, decode_message
+from protocol.nodes import HANDLES_METHOD_ID
 from protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
 from protocol.varint import decode_zigzag_int
 from protocol.verdicts import Cause
@@ -98,6 +100,7 @@ class Multicasts:
     """
 
     def __init__(self, context: Context) -> None:
+        self.rules: int = NEWEST_ORDER  # for the log's whole life
         self._context = context
         self._ordering: Ordering | None = None
         self._sending: Sending | None = None
@@ -230,6 +233,44 @@ class Multicasts:
         """Nothing can be sent to them: one of them is being expelled."""
         return self._ordering is not None and self._ordering.fences.cuts(scope, destinations)
 
+    # --- what nodes ask -----------------------------------------------------------------------------------------------
+
+    def calls_of(self, sender: str) -> Iterator[list[bytes]]:
+        """Those of each run of ``sender`` that is still to be delivered here."""
+        ordering = self._ordering
+        if ordering is not None:
+            yield from (filed.calls for filed in ordering.runs() if filed.sender == sender)
+            if sender == ordering.name:
+                yield from (one.calls[0] for one in self.waiting if isinstance(one, Run))
+
+    def extend(self, method_id: int, calls: list[bytes], to: str) -> bool:
+        """One's own run, as :meth:`calls_of` has it, goes to ``to`` as well. False: it is too late for that."""
+        ordering, sending = self._both()
+        for one in sending.waiting:
+            if isinstance(one, Run) and one.calls[0] is calls:
+                one.destinations.append(to)
+                return True
+        self._context.outbox.close_open()
+        for filed in ordering.runs():
+            if filed.calls is calls and ordering.extend(filed, method_id, to):
+                self._act(ordering, sending)
+                return True
+        return False
+
+    def warn(self, owner: str, carries: Callable[[bytes], bool], parts: list[bytes]) -> None:
+        """Put the message ``parts`` in front of what waits to be sent and ``carries``, but for what ``owner`` gets."""
+        _, sending = self._begun()
+        waiting, sending.waiting = sending.waiting, []
+        for one in waiting:
+            if isinstance(one, Run):
+                if any(carries(arguments_of(call)) for calls in one.calls for call in calls):
+                    for to in one.destinations:
+                        if to not in (owner, self._context.instance_name):
+                            sending.hold(to, list(parts))
+            elif one.destination not in ("", owner, EFFECT) and any(map(carries, one.parts[1::2])):
+                one.parts[:0] = parts
+            sending.waiting.append(one)
+
     # --- what the outbox asks -----------------------------------------------------------------------------------------
 
     def holds_back(self, destination: str) -> bool:
@@ -283,6 +324,8 @@ class Multicasts:
         if (problem := problem_of(propose, self._context.source)) is not None:
             raise self._refused(problem)
         ordering.proposed(propose, self._context.record_time_ns or 0)
+        if propose.method_id == HANDLES_METHOD_ID and sending.waiting and self.rules >= OrderRules.SECOND:
+            self._context.nodes.accounts.end_proposed(propose.sender, propose.calls)
         self._act(ordering, sending)
         self._context.slice_end = 0  # what comes behind it is filed
 
@@ -341,6 +384,9 @@ class Multicasts:
         """Whether ``message`` waits now. ``is_busy``; it is from outside (:mod:`appsdk.ordering.plain`)."""
         ordering, sending = self._begun()
         if not ordering.is_busy or not message.may_wait:
+            return False
+        counts_handles = message.method_id == HANDLES_METHOD_ID and self.rules >= OrderRules.SECOND
+        if counts_handles and self._context.nodes.accounts.is_passed(arguments_of(message.message)):
             return False
         if message.answers is not None and self.called(message.answers) != self._context.source:
             return False  # nobody has asked for it: it is refused, or left alone, at once

@@ -23,7 +23,7 @@ import msgspec
 
 from appsdk.calls.annotations import resolve_hints
 from appsdk.calls.codec import ValueDecoder, encode_value, encoder
-from appsdk.calls.rules import Rules
+from appsdk.calls.rules import OrderRules, Rules
 from appsdk.errors import DefinitionError, StateError
 from appsdk.state.diff import differences
 from appsdk.state.journal import SavedTasks
@@ -76,6 +76,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     rules: int = Rules.FIRST  # for the log's whole life
     ordering: bytes | None = None  # of ordered multicasts; None: there never was one
     nodes: bytes | None = None  # and handles; None: there never was one
+    order_rules: int = OrderRules.FIRST  # for the log's whole life
 
 
 def copied_envelope(class_name: str, serializer: str, rules: Rules) -> Envelope:
@@ -117,11 +118,12 @@ def decode_envelope(blob: bytes) -> tuple[Envelope, memoryview]:
         envelope = decoding.decode(memoryview(blob)[FRONT.size : end], type=Envelope)
     except decoding.DecodeError as error:
         raise StateError(f"the checkpoint's header can't be read: {error}") from None
-    if envelope.rules not in tuple(Rules):
-        raise StateError(
-            f"the checkpoint follows rules {envelope.rules}, this SDK knows {min(Rules)} to {max(Rules)}: "
-            f"start the app with the version of the SDK that wrote it"
-        )
+    for what, rules, known in (("", envelope.rules, Rules), (" of order", envelope.order_rules, OrderRules)):
+        if rules not in tuple(known):
+            raise StateError(
+                f"the checkpoint follows rules{what} {rules}, this SDK knows {min(known)} to {max(known)}: "
+                f"start the app with the version of the SDK that wrote it"
+            )
     return envelope, memoryview(blob)[end:]
 
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from appsdk.calls.rules import OrderRules
 from appsdk.nodes.accounts import Accounts
 from appsdk.nodes.counting import Grant, Holder, Owner
 from appsdk.nodes.messages import Key
 from appsdk.nodes.nodes import Nodes
-from tests.helpers.nodes_runs import BrokenHandlesError, run_seed
+from appsdk.ordering import multicasts
+from tests.helpers.nodes_runs import PASSING, BrokenHandlesError, run_seed
 
 SEEDS = 40
 SEEDS_MAX = 300  # within which each planted bug is found
@@ -23,6 +25,19 @@ def test_handles_are_counted_and_ended_in_order_under_faults() -> None:
         destroyed, released = destroyed + one, released + other
     assert destroyed > SEEDS / 4
     assert released > SEEDS / 4
+
+
+def test_no_dead_handle_comes_before_word_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(SEEDS):
+        run_seed(seed, PASSING)
+    monkeypatch.setattr(multicasts, "NEWEST_ORDER", OrderRules.FIRST)  # as logs of before have it
+    with pytest.raises(BrokenHandlesError, match="before it was told of its end"):
+        _run_seeds(SEEDS, SEEDS + SEEDS_MAX)
+
+
+def _run_seeds(first: int, end: int) -> None:
+    for seed in range(first, end):
+        run_seed(seed, PASSING)
 
 
 def _not_given_back(self: Accounts, data: bytes) -> None:
