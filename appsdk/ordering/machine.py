@@ -19,6 +19,7 @@ from appsdk.ordering.messages import (
     Fence,
     Fenced,
     Fencing,
+    Late,
     Message,
     Propose,
     Proposed,
@@ -69,6 +70,7 @@ class Ordering:
         self._sent = {one.number: one for one in state.sent}
         self._runs = {(one.sender, one.number): one for one in state.queue if one.sender}
         self._own_count = sum(one.sender == name for one in state.queue)
+        self._ready_count = sum(one.stage == Stage.COMMITTED for one in state.queue)  # held up by what stands before
         self.executed_count = 0  # of releases, since this object was made
         self._queue = [(self._key(one), one) for one in state.queue]
         heapify(self._queue)
@@ -186,11 +188,49 @@ class Ordering:
         state.last_final = final
         state.clock = max(state.clock, final)
         for destination in self._behind(sent):
-            if destination == self.name:
-                self._settle(self.name, sent.number, final)
-            else:
-                sent.unsettled.append(destination)
-                self.tell(destination, Settle(sent.number, final))
+            self._move(sent, destination, final)
+
+    def _move(self, sent: Sent, destination: str, timestamp: Timestamp) -> None:
+        """It is not committed before ``destination`` has it there, or behind."""
+        if destination == self.name:
+            self._settle(self.name, sent.number, timestamp)
+        elif destination not in sent.unsettled:
+            sent.unsettled.append(destination)
+            self.tell(destination, Settle(sent.number, timestamp))
+        elif destination not in sent.again:
+            sent.again.append(destination)
+
+    def _late(self, source: str, message: Late) -> bool:
+        """A run that does not stand moves behind what it holds up at ``source``; for one that stands, Commit comes."""
+        sent = self._sent.get(message.number)
+        if sent is None or source not in sent.destinations:
+            return True
+        if not sent.proposed.get(source, TIMESTAMP_MAX) < message.timestamp <= TIMESTAMP_MAX:
+            return False
+        sent.proposed[source] = message.timestamp
+        self.state.clock = max(self.state.clock, message.timestamp)
+        if sent.timestamp:
+            self._finish_again(sent)
+        else:
+            self._move(sent, source, message.timestamp)
+        return True
+
+    def _finish_again(self, first: Sent) -> None:
+        """Final timestamps grow: that of ``first``, and of the runs behind it where they have to stay behind."""
+        state, least = self.state, 0
+        for sent in self._sent.values():
+            if sent.number < first.number:
+                continue
+            if not sent.timestamp:
+                break
+            final = max(sent.timestamp, least, *sent.proposed.values())
+            if final > sent.timestamp:
+                sent.timestamp = final
+                for destination in sent.destinations:
+                    self._move(sent, destination, final)
+            least = final + 1
+        state.last_final = max(state.last_final, least - 1)
+        state.clock = max(state.clock, state.last_final)
 
     def cancel(self, sent: Sent) -> None:
         """Nobody delivers it. It stands once its turn comes, for what is held behind it."""
@@ -201,7 +241,7 @@ class Ordering:
             self.tell(destination, Cancel(sent.number))
             if destination not in sent.proposed or destination in sent.unsettled:
                 self.state.late.append((sent.number, destination))
-        sent.destinations, sent.unsettled, sent.proposed = [], [], {}
+        sent.destinations, sent.unsettled, sent.proposed, sent.again = [], [], {}, []
 
     def _behind(self, sent: Sent) -> list[str]:
         return [one for one in sent.destinations if sent.proposed[one] < sent.timestamp]
@@ -234,22 +274,25 @@ class Ordering:
     def _settle(self, sender: str, number: int, timestamp: Timestamp) -> None:
         filed = self._runs[sender, number]
         self.state.clock = max(self.state.clock, timestamp)
-        filed.stage = Stage.FINAL
+        filed.stage, filed.asked = Stage.FINAL, 0
         if filed.timestamp != timestamp:
             filed.timestamp = timestamp
             heappush(self._queue, (self._key(filed), filed))  # the block's own place is stale from here on
 
     def _commit(self, sender: str, message: Commit) -> None:
-        self._settle(sender, message.number, message.timestamp)
         filed = self._runs[sender, message.number]
+        self._ready_count += filed.stage != Stage.COMMITTED
+        self._settle(sender, message.number, message.timestamp)
         filed.stage = Stage.COMMITTED
         if filed.scope is not None:
             self.state.committed[sender] = message.number
 
     def drop(self, sender: str, number: int) -> None:
         """Its run is cancelled."""
-        if self._runs.pop((sender, number), None) is not None:
+        filed = self._runs.pop((sender, number), None)
+        if filed is not None:
             self._own_count -= sender == self.name
+            self._ready_count -= filed.stage == Stage.COMMITTED
 
     def runs(self) -> list[Filed]:
         """Those in the queue."""
@@ -265,7 +308,25 @@ class Ordering:
         state.filed_count += 1
         filed = Filed("", state.filed_count, state.clock, Stage.COMMITTED, [call], now_ns)
         heappush(self._queue, (self._key(filed), filed))
+        self._ready_count += 1
         self._release()
+
+    @property
+    def late(self) -> Filed | None:
+        """The run that holds up what could be delivered, and whose sender was not asked yet to move it."""
+        first = self.first() if self._ready_count else None
+        return None if first is None or first.asked else first
+
+    def put_off(self, filed: Filed) -> None:
+        """Ask that it moves behind all that stands here by now."""
+        state = self.state
+        state.clock = filed.asked = state.clock + 1
+        message = Late(filed.number, filed.asked)
+        if filed.sender == self.name:
+            self._late(self.name, message)
+            self._release()
+        else:
+            self.tell(filed.sender, message)
 
     def executed(self, count: int = 1) -> None:
         """So many of what was released are, in that order."""
@@ -292,6 +353,7 @@ class Ordering:
         """Deliver all that nothing stands before."""
         while (filed := self.first()) is not None and filed.stage == Stage.COMMITTED:
             heappop(self._queue)
+            self._ready_count -= 1
             if filed.sender:
                 del self._runs[filed.sender, filed.number]
                 self._own_count -= filed.sender == self.name
@@ -308,6 +370,8 @@ class Ordering:
         elif isinstance(message, Fence | Fenced | Resolve):
             self.fences.received(source, message)
             is_right = True
+        elif isinstance(message, Late):
+            is_right = self._late(source, message)
         elif (message.number, source) in self.state.late:
             self.state.late.remove((message.number, source))
             return True
@@ -359,7 +423,11 @@ class Ordering:
         elif isinstance(message, Settled):
             if source not in sent.unsettled:
                 return False
-            sent.unsettled.remove(source)
+            if source in sent.again:
+                sent.again.remove(source)
+                self.tell(source, Settle(sent.number, sent.timestamp or sent.proposed[source]))
+            else:
+                sent.unsettled.remove(source)
         else:
             if source in sent.proposed:
                 return False

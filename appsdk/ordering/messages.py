@@ -112,7 +112,17 @@ class Resolve(msgspec.Struct, array_like=True, frozen=True, tag=9, gc=False):
     committed: int
 
 
+class Late(msgspec.Struct, array_like=True, frozen=True, tag=10, gc=False):
+    """Destination to sender: your run holds others up here; if it does not stand, Settle it at ``timestamp`` or behind.
+
+    What is executed before it then, as it was here when the sender hears this, is no effect of the run.
+    """
+
+    number: int
+    timestamp: Timestamp
+
+
 Fencing: TypeAlias = Fence | Resolve
 """What only those may send that may change a group."""
 OfFences: TypeAlias = Fencing | Fenced
-Message: TypeAlias = Proposed | Settle | Settled | Commit | Refused | Cancel | Fenced
+Message: TypeAlias = Proposed | Settle | Settled | Commit | Refused | Cancel | Fenced | Late

@@ -35,6 +35,7 @@ from protocol.verdicts import Cause
 
 ORDERED_CALL_SIZE_BYTES_MAX = CALL_SIZE_BYTES_MAX - (1 << 10)  # of one call: it travels in another one
 WHAT = "an ordered multicast"
+LATE_NS = 250_000_000  # a run that does not stand by then moves behind what waits for it
 
 GROUP_METHODS: dict[type, str] = {Asked: "group_asked", Ready: "group_ready"}
 """Of :class:`appsdk.patterns.groups.Grouped`: what is called for an action."""
@@ -101,6 +102,7 @@ class Multicasts:
 
     def __init__(self, context: Context) -> None:
         self.rules: int = NEWEST_ORDER  # for the log's whole life
+        self.due_ns: int | None = None  # when :meth:`tick` is to be called, ns since the Unix epoch; None: never
         self._context = context
         self._ordering: Ordering | None = None
         self._sending: Sending | None = None
@@ -124,6 +126,7 @@ class Multicasts:
     def restore(self, data: bytes | None) -> None:
         """Raises StateError."""
         self._pushed, self._released, self._own_calls = {}, [], []
+        self.due_ns = None
         if data is None:
             self._ordering = self._sending = None
             self._context.outbox.holder = None
@@ -135,6 +138,7 @@ class Multicasts:
             raise StateError(f"the checkpoint's part on ordered multicasts can't be read: {error}") from None
         self._begin(saved.name, saved.state, saved.waiting)
         self._clients = set(saved.clients)
+        self._look_for_late()
 
     def _begin(self, name: str, state: State | None = None, waiting: list[Run | Held] | None = None) -> None:
         self._ordering = Ordering(name, state)
@@ -397,10 +401,34 @@ class Multicasts:
         self._act(ordering, sending)
         return True
 
+    # --- what is late -------------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """It is :attr:`due_ns`, as the log says."""
+        if self.due_ns is not None:
+            ordering, sending = self._begun()
+            self._act(ordering, sending)
+
+    def _look_for_late(self) -> Filed | None:
+        """The run that has held others up for LATE_NS; else it is noted when that is to be looked at."""
+        ordering = self._ordering
+        late = None if ordering is None or self.rules < OrderRules.SECOND else ordering.late
+        self.due_ns = None if late is None else late.since_ns + LATE_NS
+        return late if late is not None and late.since_ns + LATE_NS <= (self._context.record_time_ns or 0) else None
+
     # --- actions ------------------------------------------------------------------------------------------------------
 
     def _act(self, ordering: Ordering, sending: Sending) -> None:
         """Do what the machines ask for, until they ask for nothing more."""
+        while True:
+            self._do_all(ordering, sending)
+            late = self._look_for_late()
+            if late is None:
+                break
+            ordering.put_off(late)
+        self._push()
+
+    def _do_all(self, ordering: Ordering, sending: Sending) -> None:
         while True:
             while ordering.actions:
                 actions, ordering.actions = ordering.actions, []
@@ -414,7 +442,6 @@ class Multicasts:
             sending.advance()
             if not ordering.actions:
                 break
-        self._push()
 
     def _send(self, action: Send) -> None:
         parts = self._pushed.setdefault(action.destination, [])

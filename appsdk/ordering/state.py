@@ -27,6 +27,7 @@ class Sent(msgspec.Struct, array_like=True):
     timestamp: Timestamp = 0
     alone: bool = False  # see Propose
     scope: Scope | None = None
+    again: list[str] = []  # of the unsettled: the timestamp has grown since what they were told
 
     @property
     def silent(self) -> list[str]:
@@ -44,6 +45,7 @@ class Filed(msgspec.Struct, array_like=True):
     calls: list[bytes]
     since_ns: int
     scope: Scope | None = None
+    asked: Timestamp = 0  # see Late; 0: its sender was not, or has answered
 
 
 class FenceState(msgspec.Struct, array_like=True):

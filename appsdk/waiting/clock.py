@@ -185,7 +185,10 @@ class TimeImpulses:
     @property
     def next_due_ns(self) -> int | None:
         """When :meth:`tell` is to be called; None: not yet, or never."""
-        return self._clock.next_due_ns() if self._is_primary and self._told_ns is None else None
+        if not self._is_primary or self._told_ns is not None:
+            return None
+        due_ns, late_ns = self._clock.next_due_ns(), self._context.multicasts.due_ns
+        return due_ns if late_ns is None or (due_ns is not None and due_ns < late_ns) else late_ns
 
     def start(self) -> None:
         """The app is primary: what it says comes back by the log."""

@@ -343,6 +343,7 @@ class Tasks(Host):
         if now.jumped_ns:
             self.clock.jumped(now.time_ns, now.jumped_ns)
         self.time_impulses.came_back(now.time_ns)
+        self.context.multicasts.tick()
         for handler in self.clock.take_schedules(now.time_ns, now.decided):
             self.fork("", handler)()
         for due in self.clock.take_timers(now.time_ns):

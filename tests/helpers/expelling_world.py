@@ -159,18 +159,20 @@ class ExpellingWorld(World):
         return super().key() + bytes((self.down, self.was_down))
 
 
-def walk(script: Script, random: Random, make: type[Ordering] = Ordering) -> None:
+def walk(script: Script, random: Random, make: type[Ordering] = Ordering, *, lates: int = 0) -> None:
     """One interleaving; each step starts from a checkpoint. Raises ViolationError."""
-    world = ExpellingWorld(script, make)
+    world = ExpellingWorld(script, make, lates_left=lates)
     while steps := [one for one in world.steps() if one[0] != "crash" or random.random() < CRASH_CHANCE]:
         world = world.fork()
         world.do(random.choice(steps))
     world.check_end()
 
 
-def explore_expelling(script: Script, make: type[Ordering] = Ordering, *, first_of: str = "") -> tuple[int, int]:
+def explore_expelling(
+    script: Script, make: type[Ordering] = Ordering, *, first_of: str = "", lates: int = 0
+) -> tuple[int, int]:
     """As :func:`tests.helpers.ordering_world.explore`. ``first_of``: what this one sends is delivered first."""
-    first = ExpellingWorld(script, make)
+    first = ExpellingWorld(script, make, lates_left=lates)
     while first_of and (steps := [one for one in first.steps() if first_of in one]):
         first.do(steps[0])
     seen = {first.key()}

@@ -64,6 +64,7 @@ class World:
     delivered: dict[str, list[str]] = field(default_factory=dict)
     visible: set[str] = field(default_factory=set)
     messages: dict[str, Message] = field(default_factory=dict)
+    lates_left: int = 0  # how often a run that holds others up may be put off, at any time
 
     def __post_init__(self) -> None:
         names = {one for ops in self.script.values() for op in ops for one in op.destinations} | self.script.keys()
@@ -76,6 +77,8 @@ class World:
 
     def steps(self) -> list[Step]:
         found = [("op", name, "") for name, ops in self.script.items() if self.done[name] < len(ops)]
+        if self.lates_left:
+            found += [("late", name, "") for name, machine in self.machines.items() if machine.late is not None]
         return found + [("arrive", *way) for way, queue in sorted(self.channels.items()) if queue]
 
     def commuting(self, *, early_commits: bool = False) -> Step | None:
@@ -93,6 +96,13 @@ class World:
 
     def do(self, step: Step) -> None:
         kind, one, other = step
+        if kind == "late":
+            machine = self.machines[one]
+            assert machine.late is not None
+            self.lates_left -= 1
+            machine.put_off(machine.late)
+            self.act(one)
+            return
         if kind == "op":
             number = self.done[one]
             op = self.script[one][number]
@@ -235,6 +245,7 @@ class World:
         other.delivered = {name: list(seen) for name, seen in self.delivered.items()}
         other.visible = set(self.visible)
         other.messages = dict(self.messages)
+        other.lates_left = self.lates_left
         return other
 
     def key(self) -> bytes:
@@ -246,6 +257,7 @@ class World:
                 [one.waiting for one in self.sending.values()],
                 list(self.delivered.values()),
                 sorted(self.visible),
+                self.lates_left,
                 sorted((label, sorted(one.before)) for label, one in self.messages.items()),
             )
         )
@@ -261,12 +273,14 @@ def restored(machine: Ordering) -> State:
     return _decode_state(msgspec.msgpack.encode(machine.save()))
 
 
-def explore(script: Script, make: type[Ordering] = Ordering, *, early_commits: bool = False) -> tuple[int, int]:
+def explore(
+    script: Script, make: type[Ordering] = Ordering, *, early_commits: bool = False, lates: int = 0
+) -> tuple[int, int]:
     """All interleavings: (states seen, ends seen). Each step starts from a checkpoint. Raises ViolationError.
 
     ``early_commits``: see :meth:`World.commuting`.
     """
-    first = World(script, make)
+    first = World(script, make, lates_left=lates)
     seen = {first.key()}
     stack = [first]
     ends = 0

@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 
+from appsdk.ordering import multicasts
 from appsdk.ordering.machine import Key, Ordering
 from appsdk.ordering.messages import Timestamp
 from appsdk.ordering.multicasts import Multicasts
@@ -19,6 +20,12 @@ _arrivals = count()
 
 
 def test_the_order_holds_under_faults() -> None:
+    for seed in range(SEEDS):
+        run_seed(seed)
+
+
+def test_the_order_holds_where_each_run_that_holds_others_up_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multicasts, "LATE_NS", 0)
     for seed in range(SEEDS):
         run_seed(seed)
 

@@ -30,6 +30,24 @@ def test_each_interleaving_keeps_the_order(script: Script) -> None:
     assert ends > 0
 
 
+@pytest.mark.parametrize("script", [THIRD_PARTY, AMONG_PEERS, CLOCKS_APART, TO_TWO, WITH_CALLS])
+def test_each_interleaving_keeps_the_order_where_runs_are_late(script: Script) -> None:
+    assert explore(script, lates=1)[0] > explore(script)[0]
+
+
+class MovesByItself(Ordering):
+    """Who holds others up is moved without its sender, for which it may stand."""
+
+    def put_off(self, filed: Filed) -> None:
+        self._settle(filed.sender, filed.number, self.state.clock + 1)
+        self._release()
+
+
+def test_a_run_that_is_moved_without_its_sender_is_found() -> None:
+    with pytest.raises(ViolationError):
+        explore(THIRD_PARTY, MovesByItself, lates=1)
+
+
 class TickForgotten(Ordering):
     def _propose(self, estimate: Timestamp) -> Timestamp:
         return max(self.state.clock, estimate)

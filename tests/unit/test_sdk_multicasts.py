@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from appsdk import CalleeFailed, Immortal, impulse, peer, rpc, upgrades
+from appsdk.calls.rules import OrderRules
+from appsdk.ordering import multicasts
 from appsdk.ordering.messages import Propose
 from appsdk.ordering.multicasts import Multicasts
 from appsdk.testing import Environment, Instance, crash_everywhere
@@ -447,3 +450,46 @@ def test_an_upgrade_in_the_middle_of_a_multicast() -> None:
         assert later.state.heard == ["upgraded", "later first", "later call"]
         assert answer.result() == "call"
         assert y.state.heard == ["first"]
+
+
+def within_a_second(book: Instance[Book], text: str) -> int:
+    return book.begin(Book.add, text).result(patience=timedelta(seconds=1))
+
+
+def test_what_has_no_tie_to_a_multicast_that_is_late_passes_it() -> None:
+    with Environment() as env:
+        (a, b, c), (x, y, z) = start(env)
+        env.partition(x, b)  # as one that is frozen
+        x.send(Sender.send, "x1")
+        env.run()
+        assert within_a_second(a, "a client's") == 1
+        y.send(Sender.send, "y1")
+        z.send(Sender.send_and_tell, "z1")
+        env.advance(seconds=1)
+        assert a.state.seen[0] == "a client's"
+        assert set(a.state.seen[1:]) == {"y1", "z1"}
+        assert within_a_second(a, "another's") == 4
+        a.crash()
+        a.recover()
+        assert within_a_second(c, "a third's") == 3
+        assert "x1" not in b.state.seen
+        env.heal()
+        env.advance(seconds=1)
+        runs = [[text for text in book.state.seen if text in ("x1", "y1", "z1")] for book in (a, b)]
+        assert runs[0] == runs[1]
+        assert runs[0][-1] == "x1"
+        assert [text for text in c.state.seen if text in ("x1", "y1")] == ["y1", "x1"]
+
+
+def test_a_log_of_before_keeps_what_comes_behind_a_multicast_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multicasts, "NEWEST_ORDER", OrderRules.FIRST)
+    with Environment() as env:
+        (a, b, _), (x, *_) = start(env)
+        env.partition(x, b)
+        x.send(Sender.send, "x1")
+        env.run()
+        waits = a.begin(Book.add, "a client's")
+        env.advance(seconds=60)
+        assert not waits.done
+        env.heal()
+        assert waits.result() == 2
