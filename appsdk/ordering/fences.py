@@ -33,6 +33,16 @@ class Ready(msgspec.Struct, frozen=True):
     leaving: list[str]
 
 
+class Silent(msgspec.Struct, frozen=True):
+    """Nothing is heard of ``member``, while something of that view waits for it: tell ``others``, who may be members,
+    before all that is held back."""
+
+    group: str
+    member: str
+    view: int
+    others: list[str]
+
+
 class Ordering(Protocol):
     """What fences need of :class:`appsdk.ordering.machine.Ordering`."""
 

@@ -6,13 +6,13 @@ randomness. All of its state is :class:`State`, which is part of the app's check
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from typing import TypeAlias
 
 import msgspec
 
-from appsdk.ordering.fences import Asked, Fences, Ready
+from appsdk.ordering.fences import Asked, Fences, Ready, Silent
 from appsdk.ordering.messages import (
     Cancel,
     Commit,
@@ -57,7 +57,7 @@ class Standing(msgspec.Struct, frozen=True):
     number: int
 
 
-Action: TypeAlias = Send | Release | Standing | Asked | Ready
+Action: TypeAlias = Send | Release | Standing | Asked | Ready | Silent
 
 
 class Ordering:
@@ -327,6 +327,47 @@ class Ordering:
             self._release()
         else:
             self.tell(filed.sender, message)
+
+    # --- members of groups that are silent ----------------------------------------------------------------------------
+
+    def heard(self, source: str) -> None:
+        """Something has come from there."""
+        self.state.heard[source] = self.state.heard.get(source, 0) + 1
+
+    def _awaited(self, groups: Mapping[str, int]) -> list[tuple[Scope, int, list[str], list[str]]]:
+        """Of runs of ``groups``: since when and for whom others are waited for, and who is to be told."""
+        found = []
+        for sent in self.sent[:1]:
+            if sent.scope is not None and sent.scope.group in groups:
+                names = [one for one in sent.silent if one != self.name]
+                others = [one for one in sent.destinations if one not in names]
+                found.append((sent.scope, sent.since_ns, names, others))
+        first = self.first()
+        is_blocked = first is not None and first.stage != Stage.COMMITTED and first.sender != self.name
+        if first is not None and is_blocked and first.scope is not None and first.scope.group in groups:
+            found.append((first.scope, first.since_ns, [first.sender], [self.name]))
+        return [one for one in found if one[2]]
+
+    def look_for_silent(self, groups: Mapping[str, int], now_ns: int) -> int | None:
+        """Who is waited for and was not heard of since the last look is Silent. Looks are half of what ``groups`` has
+        for that group apart, in ns; when the next one is due."""
+        state, due_ns = self.state, None
+        awaited = self._awaited(groups)
+        for scope, since_ns, _, _ in awaited:
+            next_ns = max(since_ns, state.looked_ns) + groups[scope.group] // 2
+            due_ns = next_ns if due_ns is None else min(due_ns, next_ns)
+        if due_ns is None or now_ns < due_ns:
+            return due_ns
+        before, state.silent, state.looked_ns = state.silent, {}, now_ns
+        for scope, _, names, others in awaited:
+            for name in names:
+                count = state.silent[name] = state.heard.get(name, 0)
+                if before.get(name) == count:
+                    self.actions.append(Silent(scope.group, name, scope.view, others))
+        first = self.first()
+        if first is not None and first.sender in state.silent and not first.asked:
+            self.put_off(first)  # if it is there it answers
+        return now_ns + min(groups[scope.group] // 2 for scope, _, _, _ in awaited)
 
     def executed(self, count: int = 1) -> None:
         """So many of what was released are, in that order."""

@@ -18,7 +18,7 @@ from appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
 from appsdk.calls.rules import NEWEST_ORDER, OrderRules
 from appsdk.errors import HandlerError, StateError, UsageError
 from appsdk.ordering.checking import arguments_of, problem_of
-from appsdk.ordering.fences import Asked, Ready
+from appsdk.ordering.fences import Asked, Ready, Silent
 from appsdk.ordering.machine import Ordering, Release, Send
 from appsdk.ordering.messages import Fencing, Message, Propose, Refused, Scope
 from appsdk.ordering.plain import Plain, as_fork
@@ -37,7 +37,7 @@ ORDERED_CALL_SIZE_BYTES_MAX = CALL_SIZE_BYTES_MAX - (1 << 10)  # of one call: it
 WHAT = "an ordered multicast"
 LATE_NS = 250_000_000  # a run that does not stand by then moves behind what waits for it
 
-GROUP_METHODS: dict[type, str] = {Asked: "group_asked", Ready: "group_ready"}
+GROUP_METHODS: dict[type, str] = {Asked: "group_asked", Ready: "group_ready", Silent: "group_silent"}
 """Of :class:`appsdk.patterns.groups.Grouped`: what is called for an action."""
 
 Parts = dict[str, list[bytes]]
@@ -102,6 +102,7 @@ class Multicasts:
 
     def __init__(self, context: Context) -> None:
         self.rules: int = NEWEST_ORDER  # for the log's whole life
+        self.expel_after: dict[str, int] = {}  # by group: after how many ns of silence a member is expelled
         self.due_ns: int | None = None  # when :meth:`tick` is to be called, ns since the Unix epoch; None: never
         self._context = context
         self._ordering: Ordering | None = None
@@ -138,7 +139,8 @@ class Multicasts:
             raise StateError(f"the checkpoint's part on ordered multicasts can't be read: {error}") from None
         self._begin(saved.name, saved.state, saved.waiting)
         self._clients = set(saved.clients)
-        self._look_for_late()
+        if self.rules >= OrderRules.SECOND and (saved.state.sent or saved.state.queue):
+            self.due_ns = 0  # as soon as it is primary: who is late by then?
 
     def _begin(self, name: str, state: State | None = None, waiting: list[Run | Held] | None = None) -> None:
         self._ordering = Ordering(name, state)
@@ -327,6 +329,7 @@ class Multicasts:
         ordering, sending = self._begun()
         if (problem := problem_of(propose, self._context.source)) is not None:
             raise self._refused(problem)
+        ordering.heard(propose.sender)
         ordering.proposed(propose, self._context.record_time_ns or 0)
         if propose.method_id == HANDLES_METHOD_ID and sending.waiting and self.rules >= OrderRules.SECOND:
             self._context.nodes.accounts.end_proposed(propose.sender, propose.calls)
@@ -350,6 +353,7 @@ class Multicasts:
         """Raises HandlerError."""
         ordering, sending = self._begun()
         source = self._context.source or ""
+        ordering.heard(source)
         if not ordering.received(source, message):
             raise self._refused(f"{source!r} sent {message}, and that run is not open here")
         self._act(ordering, sending)
@@ -414,6 +418,10 @@ class Multicasts:
         ordering = self._ordering
         late = None if ordering is None or self.rules < OrderRules.SECOND else ordering.late
         self.due_ns = None if late is None else late.since_ns + LATE_NS
+        if ordering is not None and self.expel_after:
+            silent_ns = ordering.look_for_silent(self.expel_after, self._context.record_time_ns or 0)
+            if silent_ns is not None and (self.due_ns is None or silent_ns < self.due_ns):
+                self.due_ns = silent_ns
         return late if late is not None and late.since_ns + LATE_NS <= (self._context.record_time_ns or 0) else None
 
     # --- actions ------------------------------------------------------------------------------------------------------
@@ -423,9 +431,10 @@ class Multicasts:
         while True:
             self._do_all(ordering, sending)
             late = self._look_for_late()
-            if late is None:
+            if late is not None:
+                ordering.put_off(late)
+            elif not ordering.actions:
                 break
-            ordering.put_off(late)
         self._push()
 
     def _do_all(self, ordering: Ordering, sending: Sending) -> None:
@@ -437,7 +446,7 @@ class Multicasts:
                         self._send(action)
                     elif isinstance(action, Release):
                         self._release(action.filed)
-                    elif isinstance(action, Asked | Ready):
+                    elif isinstance(action, Asked | Ready | Silent):
                         self._tell_group(action)
             sending.advance()
             if not ordering.actions:
@@ -455,12 +464,18 @@ class Multicasts:
         else:
             _write_ordering(parts, (action.message,))
 
-    def _tell_group(self, action: Asked | Ready) -> None:
-        """By a call to oneself: what is known of groups is the state of handlers."""
+    def _tell_group(self, action: Asked | Ready | Silent) -> None:
+        """By a call to oneself: what is known of groups is the state of handlers. Who is silent, all members hear."""
         handler = self._context.tasks.definition.handlers.get(GROUP_METHODS[type(action)])
-        if handler is not None:
-            write = make_writer(WHAT, handler.method_id, RpcType.FORK)
+        if handler is None:
+            return
+        write = make_writer(WHAT, handler.method_id, RpcType.FORK)
+        if not isinstance(action, Silent):
             write(self._own_calls, msgspec.structs.astuple(action))
+            return
+        for other in action.others:
+            parts = self._own_calls if other == self._context.instance_name else self._pushed.setdefault(other, [])
+            write(parts, (action.group, action.member, action.view))
 
     def _leave(self, held: Held) -> None:
         ordering = self._ordering

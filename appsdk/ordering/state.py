@@ -82,6 +82,8 @@ class State(msgspec.Struct):
 
     ``released_count``: releases that the instance has not executed yet. ``late``: (number, destination) of answers
     about cancelled runs that are still to come. ``committed``: by sender, its last committed run with a scope.
+    ``heard``: how many messages came, by who sent them; ``silent``: the same as it was at ``looked_ns``, of those that
+    were waited for.
     """
 
     clock: Timestamp = 0
@@ -96,3 +98,6 @@ class State(msgspec.Struct):
     committed: dict[str, int] = {}
     fences: list[FenceState] = []
     expulsions: list[Expulsion] = []
+    heard: dict[str, int] = {}
+    silent: dict[str, int] = {}
+    looked_ns: int = 0

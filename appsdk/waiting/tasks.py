@@ -66,6 +66,7 @@ class Tasks(Host):
         self.limits.use(definition)
         self.clock.use(definition)
         self.handler_runs.use(definition, instance)
+        self.context.multicasts.expel_after = getattr(instance, "_immortal_expel_after", dict)()
         self.members.clear()
         self.peer_targets.clear()
         if saved is not None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import click
 
 from coordinator.cli.common import name_argument, pass_registry
-from coordinator.cli.status import unsaved_in_words
+from coordinator.cli.handlers import waits_in_words
+from coordinator.cli.status import multicasts, unsaved_in_words
 from coordinator.core.session import WORKS, Phase
 from coordinator.instances.follower_places import FOLDER_NAME
 from coordinator.instances.registry import Registry
 from coordinator.operator import control
 from protocol.command_line import FailedError, echo
 
+SILENT_NS = 1_000_000_000  # who is waited for longer than that is named
 _READY = frozenset(phase.value for phase in WORKS | {Phase.FOLLOWING})
 
 
@@ -33,16 +36,22 @@ def health(registry: Registry, name: str, only_live: bool, ready: bool, timeout_
     """Say whether NAME is well: status 0, or 1 with the reason, for probes.
 
     Ready is an instance whose app works, and one that follows another process and keeps up. The coordinator alone is
-    looked at, in this home: its peers may be down. One whose state can't be saved is ready, and it is said.
+    looked at, in this home: its peers may be down. One whose state can't be saved is ready, and it is said. Without an
+    option its app is asked too, whom it waits for with ordered multicasts; that does not change the status.
     """
     if only_live and ready:
         raise click.UsageError("--live or --ready, not both")
-    folder = _answering(registry.load(name).folder)
+    settings = registry.load(name)
+    folder = _answering(settings.folder)
     status = control.query(folder, "status", timeout_s)
     phase, unsaved = str(status["phase"]), unsaved_in_words(status)
     if not only_live and phase not in _READY:
         raise FailedError(f"{name} is not ready: {phase}")
     echo(f"{name} is {'live' if only_live else 'ready'}: {phase}{f', and has {unsaved}' if unsaved else ''}")
+    if not only_live and not ready:
+        for one in multicasts(settings).get("multicasts", ()):
+            if time.time_ns() - one["since_ns"] > SILENT_NS:
+                echo(f"{name}: {waits_in_words(one)}")
 
 
 def _answering(folder: Path) -> Path:

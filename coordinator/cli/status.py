@@ -76,10 +76,10 @@ def _live_status(settings: InstanceSettings) -> dict[str, Any] | None:
         row = {"pid": found.pid, **control.query(settings.folder, "status")}
     except control.NotRunningError:
         return None  # it stopped just now
-    return row | ({} if row.get("app_silent_s") else _multicasts(settings))
+    return row | ({} if row.get("app_silent_s") else multicasts(settings))
 
 
-def _multicasts(settings: InstanceSettings) -> dict[str, Any]:
+def multicasts(settings: InstanceSettings) -> dict[str, Any]:
     """Whom the instance waits for with ordered multicasts. Only its app knows that; who does not say does not wait."""
     try:
         found = control.query(settings.folder, "handlers", APP_TIMEOUT_S).get("multicasts")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from random import Random
 
 import msgspec
 import pytest
 
 from appsdk import impulse, rpc, upgrades
+from appsdk.errors import DefinitionError
 from appsdk.patterns.groups import Grouped, group
 from appsdk.testing import Environment, Instance, crash_everywhere
 from coordinator.core import events as ev
@@ -238,3 +240,89 @@ def test_what_can_not_be_expelled_is_said(by: str, member: str, problem: str) ->
         assert problem in first["text"]
         assert "declares no group 'costs'" in second["text"]
         assert x.call(Trader.ask, "q0") == 3
+
+
+class Watched(Grouped):
+    prices = group(lambda: Watched, "prices", members=FIRST, expel_after=timedelta(seconds=10))
+    seen: list[str]
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    @rpc
+    def place(self, order: str) -> int:
+        self.seen.append(order)
+        return len(self.seen)
+
+    @impulse
+    def send(self, order: str) -> None:
+        self.prices.place.fork(order)
+
+
+class Dealer(Grouped):
+    prices = group(Watched, "prices", members=FIRST, expel_after=timedelta(seconds=10))
+
+    @impulse
+    def send(self, order: str) -> None:
+        self.prices.place.fork(order)
+
+
+@pytest.mark.parametrize("sender", ["a", "x"])
+def test_a_destination_that_is_silent_is_expelled_where_the_group_says_so(sender: str) -> None:
+    with Environment() as env:
+        books = {name: env.start(Watched, name) for name in FIRST}
+        x = env.start(Dealer, "x")
+        books["d"].crash()
+        if sender == "a":
+            books["a"].send(Watched.send, "1")
+        else:
+            x.send(Dealer.send, "1")
+        env.advance(seconds=9)
+        assert books["a"].state.seen == []
+        env.advance(seconds=3)
+        assert books["a"].state.seen == books["b"].state.seen == ["1"]
+        x.send(Dealer.send, "2")
+        env.advance(seconds=1)
+        assert books["b"].state.seen == ["1", "2"]
+
+
+def test_a_sender_that_is_silent_is_expelled_and_one_that_waits_itself_is_not() -> None:
+    with Environment() as env:
+        books = {name: env.start(Watched, name) for name in FIRST}
+        a, b, d = (books[name] for name in FIRST)
+        env.partition(d, b)
+        d.send(Watched.send, "1")  # "a" has its block, "b" has not heard of it
+        env.run()
+        d.crash()
+        a.send(Watched.send, "2")
+        env.advance(seconds=12)
+        assert a.state.seen == b.state.seen == ["2"]
+
+    with Environment() as env:
+        books = {name: env.start(Watched, name) for name in FIRST}
+        a, b, d = (books[name] for name in FIRST)
+        b.crash()
+        d.send(Watched.send, "1")  # it is there, and says so: it is "b" that is silent
+        env.advance(seconds=14)
+        assert a.state.seen == d.state.seen == ["1"]
+        b.recover()
+        env.advance(seconds=1)
+        assert b.state.seen == []
+
+
+def test_without_the_option_nobody_is_expelled_by_itself() -> None:
+    with Environment() as env:
+        books, (x, _) = start(env)
+        books["d"].crash()
+        x.send(Trader.send, "1")
+        env.advance(hours=1)
+        assert books["a"].state.seen == []
+        books["d"].recover()
+        env.run()
+        assert books["a"].state.seen == ["1"]
+
+
+def test_a_time_that_is_none_is_refused() -> None:
+    for wrong in (10, timedelta(0), timedelta(seconds=-5)):
+        with pytest.raises(DefinitionError, match="expel_after"):
+            group(Book, "prices", members=FIRST, expel_after=wrong)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 from appsdk.errors import DefinitionError, UsageError
@@ -13,6 +14,8 @@ from appsdk.handlers.proxy import find_handler
 from appsdk.ordering.views import View
 from protocol.identity import IdentityConflict
 from protocol.shown import is_encodable
+
+EXPEL_AFTER_MIN = timedelta(seconds=1)
 
 
 class Group(property):
@@ -25,6 +28,7 @@ class Group(property):
         members: Iterable[str],
         make_proxy: Callable[[Group, Any], Any],
         is_of_members: Callable[[type], bool],
+        expel_after: timedelta | None = None,
     ) -> None:
         super().__init__(self._of)
         if not isinstance(name, str) or not name or not is_encodable(name):
@@ -35,7 +39,13 @@ class Group(property):
                 f"group(..., {name!r}, members={members!r}): the names of its first members were expected, each once: "
                 f'members=["b1", "b2"]'
             )
+        if expel_after is not None and not (isinstance(expel_after, timedelta) and expel_after >= EXPEL_AFTER_MIN):
+            raise DefinitionError(
+                f"group(..., {name!r}, expel_after={expel_after!r}): a timedelta of {EXPEL_AFTER_MIN.seconds} s or "
+                f"more was expected, or None: nobody is expelled by itself"
+            )
         self.name = name
+        self.expel_after = expel_after
         self.first = View(1, given)
         self._target = target
         self._peers = {member: Peer(target, member) for member in given}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -230,6 +231,21 @@ class Grouped(Immortal):
         handled = known.handled.get(sender, Handled(0, 0, ""))
         executed = handled.executed, handled.view
         self._group_tell(sender, "group_renew", name, member, view_number, view, own, executed)
+
+    # --- members that are silent --------------------------------------------------------------------------------------
+
+    def _immortal_expel_after(self) -> dict[str, int]:
+        """By group: after how many ns of silence a member is expelled."""
+        found = groups_of(type(self)).values()
+        return {one.name: one.expel_after // timedelta(microseconds=1) * 1000 for one in found if one.expel_after}
+
+    @rpc
+    def group_silent(self, name: str, member: str, view_number: int) -> None:
+        """By itself, or from who has sent to that view: nothing is heard of ``member``, so this one expels it."""
+        source, known = self._group(name)
+        members = known.view.members
+        if source.expel_after is not None and member in members and known.own in members and member != known.own:
+            self._immortal_expel(name, member)
 
     # --- operators ----------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from datetime import timedelta
 from typing import Any, TypeVar, overload
 
 from appsdk.calls.codec import bind_arguments, encode_value, unencodable
@@ -19,17 +20,21 @@ G = TypeVar("G", bound=Grouped)
 
 
 @overload
-def group(target: type[G], name: str, members: Iterable[str]) -> type[G]: ...
+def group(target: type[G], name: str, members: Iterable[str], *, expel_after: timedelta | None = None) -> type[G]: ...
 @overload
-def group(target: str, name: str, members: Iterable[str]) -> Any: ...
+def group(target: str, name: str, members: Iterable[str], *, expel_after: timedelta | None = None) -> Any: ...
 @overload
-def group(target: Callable[[], type[G]], name: str, members: Iterable[str]) -> type[G]: ...
-def group(target: object, name: str, members: Iterable[str]) -> Any:
+def group(
+    target: Callable[[], type[G]], name: str, members: Iterable[str], *, expel_after: timedelta | None = None
+) -> type[G]: ...
+def group(target: object, name: str, members: Iterable[str], *, expel_after: timedelta | None = None) -> Any:
     """The group ``name`` of instances of the class ``target`` (given as for :func:`appsdk.peer`), in the class body.
 
-    ``members``: its first ones, the same in all classes and for ever; later ones join. Raises DefinitionError.
+    ``members``: its first ones, the same in all classes and for ever; later ones join. ``expel_after``: a member of
+    which nothing is heard for that long, while others wait for it, is expelled; None: only by an operator. Raises
+    DefinitionError.
     """
-    return Group(target, name, members, GroupProxy, lambda cls: issubclass(cls, Grouped))
+    return Group(target, name, members, GroupProxy, lambda cls: issubclass(cls, Grouped), expel_after)
 
 
 class GroupProxy:
