@@ -69,6 +69,7 @@ class MessageType(IntEnum):
     CHECKPOINT_FAILED = 105
     TAKEN_BACK = 106
     TAKE_BACK = 107
+    BARRIER = 115
 
 
 class RpcKind(IntEnum):
@@ -238,6 +239,11 @@ def decode_outgoing_rpc(data: Readable, start: int = 0, end: int | None = None) 
 
 
 # --- the other messages with data ------------------------------------------------------------------------------------
+
+
+def encode_barrier(destination: str) -> bytes:
+    """What is sent behind it to others waits until ``destination`` has what was sent there before."""
+    return encode_message(MessageType.BARRIER, _encode_utf8(destination))
 
 
 def encode_attach_to(destination: str) -> bytes:

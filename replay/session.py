@@ -138,6 +138,7 @@ class ReplaySession:
             **dict.fromkeys(_OF_VERDICTS, self._report_of_app),
             MessageType.HELLO: late_hello,
             MessageType.ATTACH_TO: self._attach,
+            MessageType.BARRIER: lambda message: (),  # of when calls leave: nothing does
             MessageType.APP_DESCRIPTION: self._description,
             MessageType.TAKE_CHECKPOINT: self._checkpoint_wanted,
             MessageType.SNAPSHOT_BEGIN: self._snapshot_message,

@@ -20,9 +20,19 @@ from appsdk.errors import AS_RPC, Disconnected, QueryError, UsageError
 from protocol.errors import RemoteProtocolError
 from protocol.forks import text_after_fork, watch
 from protocol.limits import MESSAGE_SIZE_BYTES_MAX
-from protocol.messages import MessageType, RpcKind, RpcType, encode_attach_to, encode_message, encode_name
+from protocol.messages import (
+    MessageType,
+    RpcKind,
+    RpcType,
+    encode_attach_to,
+    encode_barrier,
+    encode_message,
+    encode_name,
+)
 from protocol.nesting import is_nested_beyond
-from protocol.varint import encode_zigzag
+from protocol.nodes import HANDLES_METHOD_ID
+from protocol.ordering import FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from protocol.varint import decode_zigzag_int, encode_zigzag
 
 if TYPE_CHECKING:
     import cython
@@ -43,6 +53,8 @@ READY_SIZE_BYTES_MAX = 256 << 10  # of closed batches: with more, the delivery p
 
 IMPULSES_OUTSTANDING_MAX = 16_384  # sent, not yet durable: what a hook can have in flight
 IMPULSES_OUTSTANDING_BYTES_MAX = 4 << 20
+
+_OF_ORDER = frozenset({ORDERED_METHOD_ID, ORDERING_METHOD_ID, FENCING_METHOD_ID, HANDLES_METHOD_ID})
 
 Write = Callable[[list[bytes], tuple[Any, ...]], int]
 Send = Callable[[tuple[Any, ...]], None]
@@ -186,7 +198,8 @@ class Outbox:
         # mark, and those that are made once more and are not to be sent again.
         self._closed_counts: dict[str, int] = {}
         self._closed_since_mark: list[tuple[str, int, int]] = []  # ..., and how many of them were sent before
-        self._mark = (0, 0)
+        self._mark = (0, 0, "")
+        self._unordered = ""  # who was called last; what follows is not to leave before it has the call
         self._repeated: dict[str, int] = {}
         self._reports: list[bytes] = []
         self.collected: list[tuple[str, list[bytes]]] | None = None  # what is made goes there, and to nobody
@@ -203,13 +216,13 @@ class Outbox:
 
     def mark(self) -> None:
         """Messages are handled from here on; what is closed by now is made by others, which have come to their end."""
-        self._mark = len(self._ready), self.ready_size_bytes
+        self._mark = len(self._ready), self.ready_size_bytes, self._unordered
         self._closed_since_mark.clear()
 
     def back_to_copy(self) -> None:
         """The calls since the mark are not sent, and all since the copy will be made again: those before the mark
         are not to be sent twice."""
-        count, self.ready_size_bytes = self._mark
+        count, self.ready_size_bytes, self._unordered = self._mark
         del self._ready[count:]
         for batch in self._open:
             batch.parts, batch.size_bytes = [], 0
@@ -268,8 +281,7 @@ class Outbox:
             parts.append(body)
             batch.size_bytes = size_bytes = batch.size_bytes + size_bytes
             if size_bytes >= BATCH_SIZE_BYTES:
-                opened.remove(batch)
-                self._close(batch)
+                self._close_full(batch)
 
         return fork
 
@@ -295,8 +307,7 @@ class Outbox:
             if is_first:
                 self._open.append(batch)
             if batch.size_bytes >= AWAITED_BATCH_SIZE_BYTES:
-                self._open.remove(batch)
-                self._close(batch)
+                self._close_full(batch)
                 self._context.slice_end = 0
 
         return send
@@ -310,6 +321,14 @@ class Outbox:
         is_first = not batch.parts
         batch.parts += message
         return is_first
+
+    def _close_full(self, batch: Batch) -> None:
+        """Those that were begun before it come first where what follows from a call must not leave before the call."""
+        if self.holder is None:
+            self._open.remove(batch)
+            self._close(batch)
+        else:
+            self.close_open()
 
     def _close(self, batch: Batch) -> None:
         if self.holder is not None and self.holder.holds_back(batch.destination):
@@ -350,10 +369,22 @@ class Outbox:
             self._repeated[destination] -= repeated
             self._drop_repeated(batch, repeated)
         if batch.parts:
+            if self.holder is not None and destination:
+                self._order(batch)
             self._append(MessageType.STREAM_BATCH, batch)
         batch.parts, batch.size_bytes = [], 0
         if self.ready_size_bytes >= READY_SIZE_BYTES_MAX:
             self._context.slice_end = 0
+
+    def _order(self, batch: Batch) -> None:
+        """What is sent behind calls of one instance leaves once they are in its log: for who takes part in ordered
+        multicasts. What these say to each other, and answers, are not waited for."""
+        destination = batch.destination
+        if self._unordered and self._unordered != destination:
+            self.send(encode_barrier(self._unordered))
+            self._unordered = ""
+        if any(map(_is_plain_call, batch.parts[::2])):
+            self._unordered = destination
 
     def _append(self, message_type: MessageType, batch: Batch) -> None:
         self._attach(batch.destination)
@@ -408,6 +439,12 @@ class Outbox:
         if self._reports:
             taken[:0], self._reports = self._reports, []
         return taken
+
+
+def _is_plain_call(front: bytes) -> bool:
+    """``front``: what stands before the arguments of a message, in incoming form."""
+    _, start = decode_zigzag_int(front, 0)
+    return front[start + 1] == RpcKind.CALL and decode_zigzag_int(front, start + 2)[0] not in _OF_ORDER
 
 
 def not_in_handler(context: Context, name: Name) -> UsageError:

@@ -302,10 +302,13 @@ class Ordering:
         """Those in the queue, in no order."""
         return (filed for _, filed in self._queue if not filed.sender)
 
-    def file(self, call: bytes, now_ns: int = 0) -> None:
-        """A call that came by itself while :attr:`is_busy`: behind all that stands here."""
+    def file(self, call: bytes, now_ns: int = 0, *, is_own: bool = False) -> None:
+        """A call that came by itself while :attr:`is_busy`: behind all that stands here. ``is_own``: of the instance to
+        itself, and none of these is to overtake it."""
         state = self.state
         state.filed_count += 1
+        if is_own:
+            state.own_filed.append(state.filed_count)
         filed = Filed("", state.filed_count, state.clock, Stage.COMMITTED, [call], now_ns)
         heappush(self._queue, (self._key(filed), filed))
         self._ready_count += 1
@@ -398,6 +401,8 @@ class Ordering:
             if filed.sender:
                 del self._runs[filed.sender, filed.number]
                 self._own_count -= filed.sender == self.name
+            elif filed.number in self.state.own_filed:
+                self.state.own_filed.remove(filed.number)
             self.state.released_count += 1
             self.actions.append(Release(filed))
 

@@ -144,7 +144,8 @@ class Multicasts:
 
     def _begin(self, name: str, state: State | None = None, waiting: list[Run | Held] | None = None) -> None:
         self._ordering = Ordering(name, state)
-        self._sending = Sending(self._ordering, self._leave, waiting)
+        own = name if self.rules >= OrderRules.SECOND else ""
+        self._sending = Sending(self._ordering, self._leave, waiting, own=own)
         self._context.outbox.holder = self
 
     def _both(self) -> tuple[Ordering, Sending]:
@@ -287,9 +288,13 @@ class Multicasts:
             return False
         if destination and destination != ordering.name:
             return sending.holds
-        return ordering.has_own or any(
-            ordering.name in one.destinations if isinstance(one, Run) else not one.destination
-            for one in sending.waiting
+        return (
+            ordering.has_own
+            or bool(ordering.state.own_filed)
+            or any(
+                ordering.name in one.destinations if isinstance(one, Run) else not one.destination
+                for one in sending.waiting
+            )
         )
 
     def hold(self, destination: str, parts: list[bytes]) -> None:
@@ -483,7 +488,7 @@ class Multicasts:
             self.run_effect(held.effect)
         elif not held.destination and ordering is not None and ordering.is_busy:
             for front, body in zip(held.parts[::2], held.parts[1::2], strict=True):
-                ordering.file(front + body, self._context.record_time_ns or 0)
+                ordering.file(front + body, self._context.record_time_ns or 0, is_own=self.rules >= OrderRules.SECOND)
         else:
             self._pushed.setdefault(held.destination, []).extend(held.parts)
 

@@ -50,10 +50,19 @@ EFFECT = "\x00effect"  # no instance is called so
 
 
 class Sending:
-    """``leave`` is called with what is held no more, in order. ``waiting`` is its state, part of the checkpoint."""
+    """``leave`` is called with what is held no more, in order. ``waiting`` is its state, part of the checkpoint.
+    ``own``: what the instance is called as a destination of runs; "": these may overtake what it sends to itself."""
 
-    def __init__(self, ordering: Ordering, leave: Callable[[Held], None], waiting: list[Waiting] | None = None) -> None:
+    def __init__(
+        self,
+        ordering: Ordering,
+        leave: Callable[[Held], None],
+        waiting: list[Waiting] | None = None,
+        *,
+        own: str = "",
+    ) -> None:
         self._ordering = ordering
+        self._own = own
         self._leave = leave
         self.waiting: list[Waiting] = waiting if waiting is not None else []
         self.place: Any = None  # which input has sent the last run
@@ -120,7 +129,7 @@ class Sending:
             if isinstance(one, Held):
                 one.behind = max(one.behind, last_number)
                 if run_stays or state.standing < one.behind:
-                    held.add(one.destination)
+                    held.add(one.destination or self._own)
                     self.waiting.append(one)
                 else:
                     self._leave(one)

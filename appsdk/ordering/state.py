@@ -83,7 +83,7 @@ class State(msgspec.Struct):
     ``released_count``: releases that the instance has not executed yet. ``late``: (number, destination) of answers
     about cancelled runs that are still to come. ``committed``: by sender, its last committed run with a scope.
     ``heard``: how many messages came, by who sent them; ``silent``: the same as it was at ``looked_ns``, of those that
-    were waited for.
+    were waited for. ``own_filed``: numbers of calls of the instance to itself that stand in the queue.
     """
 
     clock: Timestamp = 0
@@ -101,3 +101,4 @@ class State(msgspec.Struct):
     heard: dict[str, int] = {}
     silent: dict[str, int] = {}
     looked_ns: int = 0
+    own_filed: list[int] = []

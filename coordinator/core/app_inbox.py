@@ -65,6 +65,7 @@ class AppInbox:
             **dict.fromkeys(REPORTS, self._report_of_app),
             MessageType.HELLO: late_hello,
             MessageType.ATTACH_TO: self._attach,
+            MessageType.BARRIER: self._barrier,
             MessageType.APP_DESCRIPTION: self._description,
             MessageType.INITIAL_MESSAGE: self._initial_message,
             MessageType.TAKE_CHECKPOINT: self._checkpoint_wanted,
@@ -169,6 +170,9 @@ class AppInbox:
             self.session.attached.add(destination)
             if destination != CLIENTS:
                 self.turn.effects.append(OpenPeer(destination))
+
+    def _barrier(self, message: Message) -> None:
+        self.peers.put_barrier(decode_attach_to(message.data), self.turn.now_ns)
 
     # --- what it says of itself --------------------------------------------------------------------------------------
 

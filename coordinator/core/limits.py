@@ -34,6 +34,10 @@ class Limits:
     stream_retry_ns: int = 2_000_000_000
     """A stream that has stopped greets its receiver again after this: what was wrong may have been mended there."""
 
+    barrier_ns: int = 2_000_000_000
+    """An instance that was called, and does not say that it has the call, is waited for no longer than this with what
+    follows from the call."""
+
     held_back_ns: int = 250_000_000
     """Who has used up its rate is heard again after this, and once a quarter of a second's calls may be made."""
 

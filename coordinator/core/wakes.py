@@ -20,6 +20,7 @@ class Wakes:
     _retry_ns: int | None = None  # for streams that have stopped
     _spill_ns: int | None = None  # for streams whose receivers are waited for, or what their writer says of them
     _held_back_ns: int | None = None  # for senders that have used up their rate
+    _barrier_ns: int | None = None  # for calls whose receiver does not answer
     _turn_ns: int | None = None  # for batches that wait for their turn
     _log_ns: int | None = None  # for a log that does not answer
     _standby_ns: int | None = None  # for a checkpoint of who follows
@@ -49,6 +50,9 @@ class Wakes:
         if self._held_back_ns is None and peers.inbound.holds_back:
             self._held_back_ns = now_ns + self.limits.held_back_ns
             self._plan()
+        if self._barrier_ns is None and (barrier_ns := peers.outbound.barriers.due_ns) is not None:
+            self._barrier_ns = barrier_ns
+            self._plan()
         if self._turn_ns is None and (turn_ns := peers.turns.due_ns(now_ns)) is not None:
             self._turn_ns = turn_ns
             self._plan()
@@ -66,6 +70,8 @@ class Wakes:
         if self._held_back_ns is not None and now_ns >= self._held_back_ns:
             self._held_back_ns = None
             answer_parked()
+        if self._barrier_ns is not None and now_ns >= self._barrier_ns:
+            self._barrier_ns = None
         if self._turn_ns is not None and now_ns >= self._turn_ns:
             self._turn_ns = None
         if self._log_ns is not None and now_ns >= self._log_ns:
@@ -81,6 +87,7 @@ class Wakes:
             self._retry_ns,
             self._spill_ns,
             self._held_back_ns,
+            self._barrier_ns,
             self._turn_ns,
             self._log_ns,
             self._standby_ns,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from coordinator.core.effects import OpenPeer, ResetPeer, SendToPeer
 from coordinator.core.interfaces import ONESELF, OutputBatch, OutputMark
+from coordinator.core.streams.barriers import Barriers
 from coordinator.core.streams.expected import Expected
 from coordinator.core.streams.followed import Followed
 from coordinator.core.streams.handshake import Handshake
@@ -39,10 +40,12 @@ class Outbound:
     streams: dict[str, OutputStream] = field(default_factory=dict)
     busy: dict[str, OutputStream] = field(default_factory=dict)
     spilling: Spilling = field(init=False)
+    barriers: Barriers = field(init=False)
     _moved: set[str] = field(default_factory=set)  # those that may have a new mark
 
     def __post_init__(self) -> None:
         self.spilling = Spilling(self.end, self.streams, self.busy)
+        self.barriers = Barriers(self.end.limits.barrier_ns)
 
     # --- which there are ---------------------------------------------------------------------------------------------
 
@@ -101,6 +104,7 @@ class Outbound:
     def forget_streams(self) -> None:
         for known in (self.streams, self.busy, self._moved):
             known.clear()
+        self.barriers.forget()
         self.followed.forget()
 
     # --- from the app ------------------------------------------------------------------------------------------------
@@ -113,7 +117,15 @@ class Outbound:
         if self.end.following:
             self.followed.made(stream, count, payload)
         else:
+            if self.barriers.is_open:
+                self.barriers.stop(stream)
             stream.append(count, payload, self.end.held_ticket)
+
+    def put_barrier(self, destination: str, now_ns: int) -> None:
+        """What the app sends behind this to others leaves once ``destination`` has what was sent there so far."""
+        stream = self.streams.get(destination)
+        if stream is not None and destination not in (ONESELF, CLIENTS) and not self.end.following:
+            self.barriers.add(stream, now_ns)
 
     def place(self, marks: Iterable[OutputMarkEntry]) -> None:
         """The log that is followed has these ``marks``: what the app has made up to them takes its place."""
@@ -154,6 +166,8 @@ class Outbound:
             return
         durable_ticket = end.log.durable_ticket
         end.wants_replies = spilling.waits_for_receiver = False
+        if self.barriers.is_open:
+            self.barriers.look(self.streams, now_ns)
         if not busy:
             return
         for stream in busy.values():
@@ -166,7 +180,8 @@ class Outbound:
                 continue
             if stream.spill.active:
                 spilling.look(stream, now_ns)
-            while (batch := stream.next_batch(durable_ticket)) is not None:
+            last_position = stream.open_up_to(self.barriers.passed)
+            while (batch := stream.next_batch(durable_ticket, last_position)) is not None:
                 if destination == ONESELF:
                     self.inbound.take_own(batch, now_ns)
                     continue
@@ -189,7 +204,7 @@ class Outbound:
         stream = self.streams.get(CLIENTS)
         if stream is None or not self.end.ready or self.end.held or self.end.following:
             return []
-        return stream.buffer.take_all(self.end.log.durable_ticket)
+        return stream.buffer.take_all(self.end.log.durable_ticket, stream.open_up_to(self.barriers.passed))
 
     def spilled_read(self, destination: str, first_position: int, batches: Sequence[OutputBatch]) -> None:
         """What was asked for by ReadSpilled."""

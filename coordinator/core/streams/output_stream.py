@@ -16,6 +16,7 @@ stream was reset, since its log was wiped or replaced.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
@@ -82,6 +83,7 @@ class OutputStream:
         self._impulse_ticket = 0  # of the last impulse's commit
         self._opening_ticket = 0  # of the commit without which nothing is sent
         self._check = check  # while a replay makes messages again
+        self._gates: deque[tuple[int, int]] = deque()  # behind this position, all waits for the barrier of that number
         self._kept_impulses = KeptImpulses(destination)
         self._kept_impulses.keep(impulses, self.position)
         self._restore(unacknowledged)
@@ -280,13 +282,28 @@ class OutputStream:
         for batch in self.spill.take_read(first_position, batches):
             self.buffer.put(batch, 0)
 
+    # --- what waits for other streams: barriers.py --------------------------------------------------------------------
+
+    def wait_for(self, number: int) -> None:
+        """What is added from here on leaves once that barrier is passed."""
+        if not self._gates or self._gates[-1][1] < number:
+            self._gates.append((self.position, number))
+
+    def open_up_to(self, passed: int) -> int | None:
+        """The last position that may leave; None: all may."""
+        gates = self._gates
+        while gates and gates[0][1] <= passed:
+            gates.popleft()
+        return gates[0][0] if gates else None
+
     # --- frames out ----------------------------------------------------------------------------------------------
 
-    def next_batch(self, durable_ticket: int) -> OutputBatch | None:
-        """The next batch to send now, if the stream is open, the window too, and enough has gathered."""
+    def next_batch(self, durable_ticket: int, last_position: int | None = None) -> OutputBatch | None:
+        """The next batch to send now, if the stream is open, the window too, and enough has gathered; none that begins
+        behind ``last_position``."""
         if self.state is not StreamState.OPEN or self._opening_ticket > durable_ticket:
             return None
-        batch = self.buffer.next_batch(durable_ticket, self.window_bytes)
+        batch = self.buffer.next_batch(durable_ticket, self.window_bytes, last_position)
         if batch is not None and self._sent_through is not None and batch.last_position > self._sent_through:
             self._sent_through = batch.last_position
         return batch

@@ -51,7 +51,7 @@ class Peers(LocalEnd):
 
         self.spilling = outbound.spilling
         self.outputs, self.output, self.busy = outbound.streams, outbound.stream, outbound.busy
-        self.append = outbound.append
+        self.append, self.put_barrier = outbound.append, outbound.put_barrier
         self.place = outbound.place
         self.new_marks = outbound.new_marks
         self.send = outbound.send

@@ -56,13 +56,16 @@ class SendBuffer:
         self._unsent.append(_Waiting(batch, ticket))
         self.unsent_bytes += len(batch.payload)
 
-    def next_batch(self, durable_ticket: int, window_bytes: int) -> OutputBatch | None:
-        """The next batch to send now, if the window is open, and enough has gathered."""
+    def next_batch(
+        self, durable_ticket: int, window_bytes: int, last_position: int | None = None
+    ) -> OutputBatch | None:
+        """The next batch to send now, if the window is open, and enough has gathered; see :meth:`_take`."""
         unsent = self._unsent
         limits = self._limits
         if (
             not unsent
             or unsent[0].ticket > durable_ticket
+            or (last_position is not None and unsent[0].batch.first_position > last_position)
             or len(self._in_flight) >= limits.peer_window_frames
             or (len(self._in_flight) > 1 and self.unsent_bytes < min(limits.peer_gather_bytes, window_bytes))
         ):
@@ -77,24 +80,26 @@ class SendBuffer:
             if rest is not None:
                 unsent.appendleft(_Waiting(rest, waiting.ticket))
             unsent.appendleft(_Waiting(front, waiting.ticket))
-        batch = join(self._take(durable_ticket, min(limits.peer_frame_bytes, room_bytes)))
+        batch = join(self._take(durable_ticket, min(limits.peer_frame_bytes, room_bytes), last_position))
         self._in_flight.append(batch)
         return batch
 
-    def take_all(self, durable_ticket: int) -> list[OutputBatch]:
+    def take_all(self, durable_ticket: int, last_position: int | None = None) -> list[OutputBatch]:
         """All that may go, for a receiver that is at hand and needs no window; it is on its way until acknowledged."""
-        taken = self._take(durable_ticket, self.unsent_bytes)
+        taken = self._take(durable_ticket, self.unsent_bytes, last_position)
         self._in_flight.extend(taken)
         return taken
 
-    def _take(self, durable_ticket: int, size_bytes_max: int) -> list[OutputBatch]:
-        """What was not sent yet and may be, as much as fits into ``size_bytes_max``; one batch fits always."""
+    def _take(self, durable_ticket: int, size_bytes_max: int, last_position: int | None) -> list[OutputBatch]:
+        """What was not sent yet and may be, as much as fits into ``size_bytes_max``; one batch fits always. No batch
+        that begins behind ``last_position``; None: any."""
         unsent = self._unsent
         taken: list[OutputBatch] = []
         size_bytes = 0
         while (
             unsent
             and unsent[0].ticket <= durable_ticket
+            and (last_position is None or unsent[0].batch.first_position <= last_position)
             and (not taken or size_bytes + len(unsent[0].batch.payload) <= size_bytes_max)
         ):
             batch = unsent.popleft().batch
