@@ -44,8 +44,16 @@ ALL_EXTENSIONS = frozenset(
 )
 """Those of a coordinator and its app."""
 
-REPORTS = frozenset({MessageType.VERDICT, MessageType.HANDLING, MessageType.LEAVING, MessageType.RETRY_REFUSED})
-"""What an app may say once it was sent Verdicts: no Hello asks for them."""
+REPORTS = frozenset(
+    {
+        MessageType.VERDICT,
+        MessageType.HANDLING,
+        MessageType.LEAVING,
+        MessageType.RETRY_REFUSED,
+        MessageType.BARRIER,
+    }
+)
+"""What an app may say once it was sent Verdicts (Barrier: at any time): no Hello asks for them."""
 
 ANSWERS = frozenset({MessageType.HANDLERS, MessageType.QUERY_ANSWERED})
 """What an app may say once it was asked: no Hello asks for them."""

@@ -54,7 +54,8 @@ READY_SIZE_BYTES_MAX = 256 << 10  # of closed batches: with more, the delivery p
 IMPULSES_OUTSTANDING_MAX = 16_384  # sent, not yet durable: what a hook can have in flight
 IMPULSES_OUTSTANDING_BYTES_MAX = 4 << 20
 
-_OF_ORDER = frozenset({ORDERED_METHOD_ID, ORDERING_METHOD_ID, FENCING_METHOD_ID, HANDLES_METHOD_ID})
+OF_ORDER = frozenset({ORDERED_METHOD_ID, ORDERING_METHOD_ID, FENCING_METHOD_ID, HANDLES_METHOD_ID})
+"""Methods by which instances agree on an order, or on handles. What these say is not waited for."""
 
 Write = Callable[[list[bytes], tuple[Any, ...]], int]
 Send = Callable[[tuple[Any, ...]], None]
@@ -199,6 +200,7 @@ class Outbox:
         self._closed_counts: dict[str, int] = {}
         self._closed_since_mark: list[tuple[str, int, int]] = []  # ..., and how many of them were sent before
         self._mark = (0, 0, "")
+        self.of_order = OF_ORDER
         self._unordered = ""  # who was called last; what follows is not to leave before it has the call
         self._repeated: dict[str, int] = {}
         self._reports: list[bytes] = []
@@ -383,8 +385,13 @@ class Outbox:
         if self._unordered and self._unordered != destination:
             self.send(encode_barrier(self._unordered))
             self._unordered = ""
-        if any(map(_is_plain_call, batch.parts[::2])):
+        if any(self._is_plain_call(front) for front in batch.parts[::2]):
             self._unordered = destination
+
+    def _is_plain_call(self, front: bytes) -> bool:
+        """``front``: what stands before the arguments of a message, in incoming form."""
+        _, start = decode_zigzag_int(front, 0)
+        return front[start + 1] == RpcKind.CALL and decode_zigzag_int(front, start + 2)[0] not in self.of_order
 
     def _append(self, message_type: MessageType, batch: Batch) -> None:
         self._attach(batch.destination)
@@ -439,12 +446,6 @@ class Outbox:
         if self._reports:
             taken[:0], self._reports = self._reports, []
         return taken
-
-
-def _is_plain_call(front: bytes) -> bool:
-    """``front``: what stands before the arguments of a message, in incoming form."""
-    _, start = decode_zigzag_int(front, 0)
-    return front[start + 1] == RpcKind.CALL and decode_zigzag_int(front, start + 2)[0] not in _OF_ORDER
 
 
 def not_in_handler(context: Context, name: Name) -> UsageError:

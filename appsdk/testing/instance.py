@@ -239,9 +239,12 @@ class Instance(Generic[T]):
         queue = HookQueue(
             dispatcher.context, dispatcher.outbox.impulses, self._world.run, lambda: self._node.local_app is app
         )
-        is_gone = lambda: self._node.local_app is not app  # noqa: E731
-        self._world.wait_for(f"the hook of {self!r}", lambda: dispatcher.hooks_may_start or is_gone(), PATIENCE)
-        if is_gone():
+
+        def may_start() -> bool:  # or its app is gone
+            return dispatcher.hooks_may_start or self._node.local_app is not app
+
+        self._world.wait_for(f"the hook of {self!r}", may_start, PATIENCE)
+        if self._node.local_app is not app:
             return
         with queue.thread(), suppress(Disconnected):
             impulses = Impulses(app.instance, dispatcher.definition, queue)

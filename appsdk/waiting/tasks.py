@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from appsdk.calls.context import QUERY_RUNS, Context
+from appsdk.calls.outbox import OF_ORDER
 from appsdk.errors import AS_RPC, QueryError, UsageError
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Definition
@@ -67,6 +68,7 @@ class Tasks(Host):
         self.clock.use(definition)
         self.handler_runs.use(definition, instance)
         self.context.multicasts.expel_after = getattr(instance, "_immortal_expel_after", dict)()
+        self.context.outbox.of_order = OF_ORDER | getattr(instance, "_immortal_of_order", frozenset)()
         self.members.clear()
         self.peer_targets.clear()
         if saved is not None:

@@ -74,6 +74,8 @@ def test_a_killed_feeder_goes_on_where_it_was_though_a_destination_is_frozen(tmp
     try:
         crowd = runs["crowd"] = Run(tmp_path, "--restart", "crowd", "app:Crowd")
         crowd.line("fed")
+        wait_until(lambda: "it waits for west" in immortal(tmp_path, "health", "crowd"))
+        assert "it waits for west" in immortal(tmp_path, "status")
         os.kill(int(crowd.line("process").split()[-1]), signal.SIGKILL)
         crowd.line("recovered")
     finally:

@@ -232,6 +232,11 @@ class Grouped(Immortal):
         executed = handled.executed, handled.view
         self._group_tell(sender, "group_renew", name, member, view_number, view, own, executed)
 
+    @classmethod
+    def _immortal_of_order(cls) -> frozenset[int]:
+        """Methods by which groups keep their order: nothing of a user's follows from them."""
+        return frozenset(one.method_id for one in definition_of(Grouped).handlers.values())
+
     # --- members that are silent --------------------------------------------------------------------------------------
 
     def _immortal_expel_after(self) -> dict[str, int]:
