@@ -35,7 +35,8 @@ class OrderRules(IntEnum):
     FIRST = 1
 
     SECOND = 2
-    """A block that is late moves behind what came meanwhile. Who is told of a handle's end hears it before any copy."""
+    """A multicast that is late moves behind what came meanwhile. The end of a handle is heard before any copy. What an
+    instance sends to itself keeps its order with its own multicasts."""
 
 
 NEWEST_ORDER = max(OrderRules)

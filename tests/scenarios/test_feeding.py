@@ -76,6 +76,7 @@ def test_a_killed_feeder_goes_on_where_it_was_though_a_destination_is_frozen(tmp
         crowd.line("fed")
         wait_until(lambda: "it waits for west" in immortal(tmp_path, "health", "crowd"))
         assert "it waits for west" in immortal(tmp_path, "status")
+        assert json.loads(immortal(tmp_path, "call", "east", "all_of_it")) == []  # it has to do with none of them
         os.kill(int(crowd.line("process").split()[-1]), signal.SIGKILL)
         crowd.line("recovered")
     finally:

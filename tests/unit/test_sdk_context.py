@@ -267,6 +267,9 @@ def test_a_rule_that_is_not_known_is_refused() -> None:
         StateError, match=rf"follows rules 9, this SDK knows 1 to {NEWEST}: start the app with the version"
     ):
         decode_envelope(blob)
+    blob = encode_envelope(Envelope(class_name="D", serializer="msgspec", seed=SEED, sequence_id=3, order_rules=9))
+    with pytest.raises(StateError, match=r"follows rules of order 9, this SDK knows 1 to 2: start the app"):
+        decode_envelope(blob)
 
 
 def test_other_threads_are_sent_to_the_real_thing() -> None:
