@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 
+from coordinator.core.limits import Limits
+
 KNOWN_MAX = 10_000  # callers, and queries; beyond it the oldest are forgotten
 FREE_DEATHS = 2  # that a caller may cause before it is held off
-HOLD_NS_MIN = 1_000_000_000
-HOLD_NS_MAX = 60 * 1_000_000_000  # behind one caller may be many people, of which one means harm
 FORGET_NS = 600 * 1_000_000_000  # after the last death a caller begins anew
 
 
@@ -26,10 +26,11 @@ class _Caller:
 
 
 class Culprits:
-    """Those of one instance. ``kills_max``: deaths by which a query is asked no more; None: it always is."""
+    """Callers and queries of one instance. ``limits.kills_max``: deaths by which a query is asked no more."""
 
-    def __init__(self, kills_max: int | None) -> None:
-        self._kills_max = kills_max
+    def __init__(self, limits: Limits) -> None:
+        self._kills_max = limits.kills_max
+        self._hold_ns_min, self._hold_ns_max = limits.hold_off_ns_min, limits.hold_off_ns_max
         self._callers: OrderedDict[str, _Caller] = OrderedDict()
         self._queries: OrderedDict[bytes, int] = OrderedDict()  # deaths by digest
         self._held_until_ns = 0  # of all callers the latest
@@ -49,7 +50,7 @@ class Culprits:
         known.last_ns = now_ns
         if known.deaths <= FREE_DEATHS:
             return known.deaths, 0
-        hold_ns = min(HOLD_NS_MIN << min(known.holds, 32), HOLD_NS_MAX)
+        hold_ns = min(self._hold_ns_min << min(known.holds, 32), self._hold_ns_max)
         known.holds += 1
         known.held_until_ns = now_ns + hold_ns
         self._held_until_ns = max(self._held_until_ns, known.held_until_ns)
@@ -65,7 +66,7 @@ class Culprits:
         if now_ns >= self._held_until_ns:
             return 0
         known = self._callers.get(caller)
-        return 0 if known is None else max(0, min(known.held_until_ns - now_ns, HOLD_NS_MAX))
+        return 0 if known is None else max(0, min(known.held_until_ns - now_ns, self._hold_ns_max))
 
     def why_held(self, caller: str, now_ns: int) -> str:
         """In words; "" if it may call."""

@@ -41,6 +41,12 @@ class Limits:
     held_back_ns: int = 250_000_000
     """Who has used up its rate is heard again after this, and once a quarter of a second's calls may be made."""
 
+    hold_off_ns_min: int = 1_000_000_000
+    """A caller that has ended the app's process three times is not heard for this, then for twice as long each time;"""
+
+    hold_off_ns_max: int = 60_000_000_000
+    """at most for this: behind one caller may be many people, of which one means harm."""
+
     log_pending_bytes: int = 16 * MIB
     """Input from the app that waits for the log; above this the app is not read."""
 

@@ -102,7 +102,7 @@ class Parts:
             verdicts,
             watch,
             right,
-            Culprits(limits.kills_max),
+            Culprits(limits),
         )
         intake.failing = failing
         self.saving = Saving(name, limits, turn, outbox, session, peers, self.checkpoints, verdicts, self.log_room)

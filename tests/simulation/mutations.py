@@ -439,8 +439,8 @@ MUTATIONS = (
         "a request's number is not durable with its record",
         Clients,
         "_take",
-        "        group.transaction.clients[frame.client_id] = client.position",
-        "        self.log.close_group().transaction.clients[frame.client_id] = client.position",
+        "identities[repeated : repeated + count], group.transaction)",
+        "identities[repeated : repeated + count], self.log.close_group().transaction)",
         seed=3,
     ),
     Mutation(

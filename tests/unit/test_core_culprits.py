@@ -9,7 +9,7 @@ import pytest
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core import notices
-from coordinator.core.culprits import FREE_DEATHS, HOLD_NS_MAX, HOLD_NS_MIN, Culprits, digest_of
+from coordinator.core.culprits import FREE_DEATHS, Culprits, digest_of
 from coordinator.core.limits import Limits
 from protocol.client import ClientCode, ClientFrameType, encode_request
 from protocol.extensions import Hello, encode_app_description, encode_hello
@@ -23,7 +23,7 @@ SECOND_NS = 1_000_000_000
 
 
 def test_a_caller_is_held_off_for_a_time_that_doubles_up_to_a_minute() -> None:
-    culprits, now_ns = Culprits(3), NOW_NS
+    culprits, now_ns = Culprits(Limits()), NOW_NS
     holds = []
     for _ in range(20):
         deaths, hold_ns = culprits.died_of("evil", now_ns)
@@ -32,20 +32,20 @@ def test_a_caller_is_held_off_for_a_time_that_doubles_up_to_a_minute() -> None:
         assert not culprits.why_held("good", now_ns)
         now_ns += hold_ns
         assert not culprits.held_ns("evil", now_ns)
-    assert holds[:5] == [0, 0, HOLD_NS_MIN, 2 * HOLD_NS_MIN, 4 * HOLD_NS_MIN]
-    assert holds[-1] == HOLD_NS_MAX
+    assert holds[:5] == [0, 0, Limits().hold_off_ns_min, 2 * Limits().hold_off_ns_min, 4 * Limits().hold_off_ns_min]
+    assert holds[-1] == Limits().hold_off_ns_max
     assert culprits.died_of("evil", now_ns + 601 * SECOND_NS) == (1, 0), "ten minutes later it is forgotten"
 
 
 def test_a_clock_that_is_set_back_holds_nobody_off_for_longer_than_a_minute() -> None:
-    culprits = Culprits(3)
+    culprits = Culprits(Limits())
     for _ in range(3):
         culprits.died_of("evil", NOW_NS)
-    assert culprits.held_ns("evil", NOW_NS - 10**18) == HOLD_NS_MAX
+    assert culprits.held_ns("evil", NOW_NS - 10**18) == Limits().hold_off_ns_max
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    culprits = Culprits(3)
+    culprits = Culprits(Limits())
     for number in range(30_000):
         culprits.died_of(str(number), NOW_NS)
         culprits.query_died(digest_of(str(number), 1, b""))
@@ -130,7 +130,7 @@ def test_an_answered_query_is_suspected_no_more() -> None:
 def test_kills_that_give_no_verdict_give_none_to_queries() -> None:
     driven = working(limits=Limits(kills_max=None))
     for number in range(1, 9):
-        driven.now_ns += 2 * HOLD_NS_MAX
+        driven.now_ns += 2 * Limits().hold_off_ns_max
         driven.handle(query("t", number, caller="evil"))
         assert len(asked(driven)) == 1
         die(driven)
