@@ -5,7 +5,7 @@ from __future__ import annotations
 from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from coordinator.cli.peers import consequences, live_peers
 from coordinator.config import InstanceSettings
@@ -16,7 +16,7 @@ from coordinator.web.requests import form_of, settings_of, site_of, text_of
 from protocol.errors import ImmortalError
 
 
-def routes() -> list[BaseRoute]:
+def routes() -> list[Route]:
     return [Route("/i/{name}/do/{action}", confirm), Route("/i/{name}/do/{action}", act, methods=["POST"])]
 
 

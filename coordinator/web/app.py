@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount
+from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
@@ -36,6 +36,18 @@ from protocol.errors import ImmortalError
 from replay import ReplayError
 
 STATIC = Path(__file__).with_name("static")
+ROUTES = [
+    *fleet_pages.routes(),
+    *instance_pages.routes(),
+    *letter_pages.routes(),
+    *message_pages.routes(),
+    *timeline_pages.routes(),
+    *travel_pages.routes(),
+    *query_pages.routes(),
+    *sql_pages.routes(),
+    *what_if_pages.routes(),
+    *action_pages.routes(),
+]
 
 
 class _Static(StaticFiles):
@@ -49,25 +61,12 @@ class _Static(StaticFiles):
 
 def make_app(site: Site, hosts: Collection[str], scheme: str) -> ASGIApp:
     """``hosts``: as :class:`coordinator.web.guard.Guard`; ``scheme``: "http" or "https"."""
-    routes: list[BaseRoute] = [
-        *fleet_pages.routes(),
-        *instance_pages.routes(),
-        *letter_pages.routes(),
-        *message_pages.routes(),
-        *timeline_pages.routes(),
-        *travel_pages.routes(),
-        *query_pages.routes(),
-        *sql_pages.routes(),
-        *what_if_pages.routes(),
-        *action_pages.routes(),
-        Mount(STATIC_PATH.rstrip("/"), _Static(directory=STATIC)),
-    ]
     app = Starlette(
-        routes=routes,
+        routes=[*ROUTES, Mount(STATIC_PATH.rstrip("/"), _Static(directory=STATIC))],
         exception_handlers={ImmortalError: _failed, OSError: _failed, HTTPException: _failed, Exception: _broken},
     )
     app.state.site = site
-    app.state.secure = scheme == "https"
+    app.state.scheme = scheme
     return Guard(app, site.token, hosts, scheme)
 
 
@@ -92,10 +91,14 @@ async def _failed(request: Request, error: Exception) -> Response:
     if is_part and isinstance(error, ReplayError):
         status = 200  # an answer like any other: such as an expression that is none
     template = "_error.html" if is_part else "error.html"
-    return page(template, status, site=request.app.state.site, heading=heading, lines=text.split("\n"))
+    return _error_page(request, template, status, heading, text.split("\n"))
 
 
 async def _broken(request: Request, error: Exception) -> Response:
     """A mistake of ours: its traceback goes to stderr."""
     lines = [f"a mistake in the page itself: {type(error).__name__}", "what 'immortal web' printed says where"]
-    return page("error.html", 500, site=request.app.state.site, heading="This could not be done", lines=lines)
+    return _error_page(request, "error.html", 500, "This could not be done", lines)
+
+
+def _error_page(request: Request, template: str, status: int, heading: str, lines: list[str]) -> Response:
+    return page(template, status, site=request.app.state.site, refused=status == 403, heading=heading, lines=lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -9,20 +10,20 @@ from typing import Any
 from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from coordinator.web.fleet import Row
-from coordinator.web.guard import COOKIE_NAME, LOGIN_PATH
+from coordinator.web.guard import LOGIN_PATH, cookie_name, origin_of
 from coordinator.web.live import LOOK_S, stream
 from coordinator.web.rendering import page, render
 from coordinator.web.requests import site_of, text_of
 from coordinator.web.site import Site
+from coordinator.web.token import COOKIE_AGE_S
 
-COOKIE_AGE_S = 30 * 86400
 WARM_UP_S = 1.0  # for the first look at all instances, before the page says where it is
 
 
-def routes() -> list[BaseRoute]:
+def routes() -> list[Route]:
     return [
         Route("/", fleet),
         Route("/live/fleet", fleet_live),
@@ -44,9 +45,14 @@ def login(request: Request) -> Response:
     given = request.query_params.get("token", "")
     if site.token.is_right(given.strip()):
         response: Response = RedirectResponse("/", 303)
-        secure = bool(request.app.state.secure)
+        scheme, host = request.app.state.scheme, request.headers.get("host", "")
         response.set_cookie(
-            COOKIE_NAME, site.token.cookie, max_age=COOKIE_AGE_S, httponly=True, samesite="lax", secure=secure
+            cookie_name(scheme, host),
+            site.token.cookie(origin_of(scheme, host), time.time()),
+            max_age=COOKIE_AGE_S,
+            httponly=True,
+            samesite="lax",
+            secure=scheme == "https",
         )
         return response
     return page("login.html", 401 if given else 200, site=site, wrong=bool(given))

@@ -10,7 +10,7 @@ from msgspec import Struct, field
 from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from coordinator.cli.handlers import (
     caller_in_words,
@@ -33,7 +33,7 @@ HANDLERS_SHOWN_MAX = 200
 Values = dict[str, Any]
 
 
-def routes() -> list[BaseRoute]:
+def routes() -> list[Route]:
     return [
         Route("/i/{name}", instance),
         Route("/live/i/{name}", instance_live),

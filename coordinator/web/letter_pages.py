@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from coordinator.cli.dead_letters import letter_rows
 from coordinator.operator import control
@@ -14,7 +14,7 @@ from coordinator.web.requests import settings_of, site_of
 LETTERS_SHOWN_MAX = 200
 
 
-def routes() -> list[BaseRoute]:
+def routes() -> list[Route]:
     return [Route("/i/{name}/dead-letters", letters)]
 
 

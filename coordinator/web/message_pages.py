@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from coordinator.config import InstanceSettings
 from coordinator.instances.registry import Registry
@@ -33,7 +33,7 @@ LINE_CHARACTERS = 100  # up to which values stand on one line
 _DATE = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d+)?)?Z?")
 
 
-def routes() -> list[BaseRoute]:
+def routes() -> list[Route]:
     return [
         Route("/i/{name}/messages", messages),
         Route("/i/{name}/m/{record:int}/{index:int}", message),

@@ -8,7 +8,7 @@ import msgspec
 from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from appsdk.client import CallRaised, ClientError, connect
 from coordinator.config import InstanceSettings
@@ -24,7 +24,7 @@ ANSWER_S = 10.0
 SHOWN_CHARACTERS_MAX = 20_000
 
 
-def routes() -> list[BaseRoute]:
+def routes() -> list[Route]:
     return [
         Route("/i/{name}/queries", queries),
         Route("/i/{name}/queries", ask, methods=["POST"]),

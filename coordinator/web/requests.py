@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from urllib.parse import parse_qsl
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from coordinator.config import InstanceSettings
 from coordinator.web.errors import WebError
-from coordinator.web.guard import BODY_SIZE_BYTES_MAX
+from coordinator.web.guard import BODY_SIZE_BYTES_MAX, VISITOR
 from coordinator.web.site import Site
 
 CSRF_FIELD = "csrf"
+TOKEN_FIELD = "token"  # noqa: S105 (its name)
 FIELDS_MAX = 50
 TEXT_CHARACTERS_MAX = 2000
 NUMBER_MAX = (1 << 63) - 1
@@ -62,18 +63,29 @@ def place_in(text: str, name: str = "at") -> Place:
 
 
 async def form_of(request: Request) -> dict[str, str]:
-    """The fields of a form that a page of ours has made. Raises WebError."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > BODY_SIZE_BYTES_MAX:
-            raise WebError(f"a form of at most {BODY_SIZE_BYTES_MAX} bytes was expected", 413)
+    """The fields of a form that a page of ours has made, and that brings the token. Raises WebError."""
+    site, body = site_of(request), bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > BODY_SIZE_BYTES_MAX:
+                raise WebError(f"a form of at most {BODY_SIZE_BYTES_MAX} bytes was expected", 413)
+    except ClientDisconnect:
+        raise WebError("the form did not come whole") from None
     try:
         fields = dict(parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=FIELDS_MAX))
     except (ValueError, UnicodeDecodeError):
         raise WebError("a form was expected, with fields that can be read") from None
-    if not site_of(request).token.is_csrf(fields.pop(CSRF_FIELD, "")):
+    if not site.token.is_csrf(fields.pop(CSRF_FIELD, "")):
         raise WebError("this form is of another page, or from before the last start: load the page again", 403)
+    given = fields.pop(TOKEN_FIELD, "")
+    if not request.scope[VISITOR].has_token and not site.token.is_right(given.strip()):
+        raise WebError(
+            f"{'that is not the token' if given else 'the token is missing'}: to look on takes none, a form does. Go"
+            " back, and type the token into it: it is in the address that 'immortal web' has printed, or in the file"
+            " that it was given",
+            403,
+        )
     return fields
 
 

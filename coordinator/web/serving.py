@@ -8,19 +8,20 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 
 from coordinator.instances.registry import Registry
 from coordinator.web.app import make_app
+from coordinator.web.connections import HEADERS_SIZE_BYTES_MAX, Connection, Listener
 from coordinator.web.errors import WebError
 from coordinator.web.fleet_pages import warm_up
 from coordinator.web.site import Site
 from coordinator.web.token import Token
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-CONNECTIONS_MAX = 256
 SWITCH_INTERVAL_S = 0.0005  # an answer is not to wait for all threads that look at instances, 5 ms for each
 STOP_S = 2  # for answers that are on their way, and streams that never end
 
@@ -45,10 +46,15 @@ def serve(
     site = Site(registry, Token(token), allow_actions=allow_actions)
     config = uvicorn.Config(
         make_app(site, hosts, scheme),
-        log_level="warning",
+        http=partial(Connection, listener),  # type: ignore[arg-type]  # whatever makes one
+        ws="none",
+        loop="asyncio",
+        proxy_headers=False,
+        h11_max_incomplete_event_size=HEADERS_SIZE_BYTES_MAX,
+        backlog=1,
+        log_level="error",  # a warning tells of each stranger that speaks no HTTP
         access_log=False,
         server_header=False,
-        limit_concurrency=CONNECTIONS_MAX,
         timeout_graceful_shutdown=STOP_S,
         ssl_certfile=None if tls is None else tls[0],
         ssl_keyfile=None if tls is None else tls[1],
@@ -72,13 +78,12 @@ def serve(
         listener.close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+def _listen(host: str, port: int) -> Listener:
+    listener = Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(CONNECTIONS_MAX)
+        listener.listen()
     except OSError as error:
         listener.close()
         raise WebError(

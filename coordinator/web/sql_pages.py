@@ -7,7 +7,7 @@ import shlex
 from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from coordinator.web.errors import WebError
 from coordinator.web.rendering import page
@@ -18,7 +18,7 @@ from coordinator.web.sql_job import Found, Order
 QUERY_CHARACTERS_MAX = 20_000
 
 
-def routes() -> list[BaseRoute]:
+def routes() -> list[Route]:
     return [Route("/sql", sql), Route("/sql", ask, methods=["POST"])]
 
 

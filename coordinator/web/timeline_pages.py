@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from coordinator.web import scan, timeline
 from coordinator.web.errors import WebError
@@ -19,7 +19,7 @@ US = 1000  # ns
 AROUND_US = 20_000  # to either side of a message that a link leads to
 
 
-def routes() -> list[BaseRoute]:
+def routes() -> list[Route]:
     return [Route("/i/{name}/timeline", shown), Route("/i/{name}/timeline.json", data)]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from coordinator.web.errors import WebError
 
+COOKIE_AGE_S = 12 * 3600
 TOKEN_CHARACTERS_MIN = 16
 TOKEN_FILE_SIZE_BYTES_MAX = 4096
 _OTHERS = 0o077
@@ -50,18 +51,28 @@ class Token:
 
     def __init__(self, token: str) -> None:
         self._token = token
-        self._start = os.urandom(16)
-        self.cookie = self._derived("cookie", b"")  # lives as long as the token does
-        self.csrf = self._derived("form", self._start)  # as long as this process does
+        self.csrf = self._derived("form", os.urandom(16))  # lives as long as this process does
 
     def is_right(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
 
-    def is_cookie(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(errors="replace"), self.cookie.encode())
+    def cookie(self, origin: str, now_s: float) -> str:
+        """For a browser that has asked at ``origin`` (scheme, host and port): it lets look there for 12 hours."""
+        return self._cookie(origin, int(now_s) + COOKIE_AGE_S)
+
+    def cookie_end_s(self, given: str, origin: str, now_s: float) -> float | None:
+        """The time at which a cookie ends; None for one that does not let look."""
+        until = given.partition(".")[0]
+        if not (until.isascii() and until.isdecimal() and len(until) <= 12):
+            return None
+        is_ours = hmac.compare_digest(given.encode(errors="replace"), self._cookie(origin, int(until)).encode())
+        return int(until) if is_ours and now_s < int(until) <= now_s + COOKIE_AGE_S else None
 
     def is_csrf(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(errors="replace"), self.csrf.encode())
+
+    def _cookie(self, origin: str, until_s: int) -> str:
+        return f"{until_s}.{self._derived('cookie', f'{until_s} {origin}'.encode())}"
 
     def _derived(self, what: str, salt: bytes) -> str:
         return hmac.new(self._token.encode(), what.encode() + salt, hashlib.sha256).hexdigest()

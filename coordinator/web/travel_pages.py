@@ -12,7 +12,7 @@ from urllib.parse import quote
 from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from coordinator.config import InstanceSettings
 from coordinator.log import log_exists
@@ -32,7 +32,7 @@ WATCH_RECORDS = 2000
 Values = dict[str, Any]
 
 
-def routes() -> list[BaseRoute]:
+def routes() -> list[Route]:
     return [
         Route("/i/{name}/travel", travel),
         Route("/i/{name}/travel/find", find, methods=["POST"]),

@@ -8,7 +8,7 @@ from urllib.parse import quote
 from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from coordinator.config import ConfigError
 from coordinator.config.values import check_app
@@ -19,7 +19,7 @@ from coordinator.web.requests import form_of, place_in, settings_of, site_of
 from coordinator.web.what_if_job import Order
 
 
-def routes() -> list[BaseRoute]:
+def routes() -> list[Route]:
     return [
         Route("/i/{name}/what-if", what_if),
         Route("/i/{name}/what-if", start, methods=["POST"]),

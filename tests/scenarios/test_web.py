@@ -448,6 +448,38 @@ def test_expressions_and_notes(shown: Browser) -> None:
     assert "<script>alert(1)</script>" in page.locator(".notes").inner_text()
 
 
+def test_the_token_is_typed_once_for_what_forms_do(shown: Browser) -> None:
+    page = shown.go("/i/desk/travel?at=3:0")
+    page.evaluate("sessionStorage.clear()")
+    page.reload()
+    looks_right(shown, "travel-token")
+    page.get_by_label("Python expression").nth(1).fill("6 * 7")
+    evaluate = page.locator("form", has=page.get_by_role("button", name="Evaluate"))
+    for typed, answer in (("wrong", "that is not the token"), (shown.server.token, "42")):
+        evaluate.get_by_label("Token").fill(typed)
+        page.get_by_role("button", name="Evaluate").click()
+        page.locator("#answer", has_text=answer).wait_for()
+        assert page.get_by_label("Token").first.is_visible() == (typed == "wrong")
+    shown.errors.clear()  # the browser notes the status
+    page.get_by_label("Python expression").nth(0).fill("self.count == 2")
+    page.get_by_role("button", name="Before", exact=True).click()
+    page.wait_for_url(lambda url: not url.endswith("at=3:0"))
+    page = shown.go("/sql")
+    page.get_by_label("Query").fill("select 6 * 7 as n")
+    page.get_by_role("button", name="Run").click()
+    page.locator("#found td").get_by_text("42", exact=True).wait_for()
+    page.evaluate("sessionStorage.setItem('token', JSON.stringify(['wrong', Date.now() + 60000]))")
+    shown.go("/i/ledger/what-if")
+    assert page.get_by_label("Token").is_hidden()
+    page.get_by_label("The new class").fill("desk:Ledger")
+    page.get_by_role("button", name="Try it").click()
+    page.get_by_text("that is not the token").wait_for()
+    shown.errors.clear()
+    page = shown.go("/i/ledger/what-if")
+    assert page.get_by_label("Token").is_visible()
+    shown.log_in(shown.server)
+
+
 def test_no_address_runs_an_expression(shown: Browser) -> None:
     form = "at=3:0&expression=__import__('os').getpid()"
     for path in ("find", "evaluate"):
@@ -618,7 +650,7 @@ def test_actions(shown: Browser, fleet: Fleet) -> None:
     server = WebServer(fleet.folder, "--allow-actions")
     page, usual = shown.page, shown.server
     try:
-        page.goto(server.login)
+        shown.log_in(server)
         page.goto(f"{server.url}/i/desk")
         page.get_by_role("link", name="Take a checkpoint").click()
         looks_right(shown, "action")
@@ -657,7 +689,7 @@ def test_actions(shown: Browser, fleet: Fleet) -> None:
         assert "by immortal web" in audit
     finally:
         assert server.stop() == 0
-        page.goto(usual.login)
+        shown.log_in(usual)
         shown.hosts.clear()
         page.goto(usual.url)
 
@@ -666,7 +698,7 @@ def test_pause_an_effect_now_and_single_dead_letters(shown: Browser, fleet: Flee
     server = WebServer(fleet.folder, "--allow-actions")
     page, usual = shown.page, shown.server
     try:
-        page.goto(server.login)
+        shown.log_in(server)
         page.goto(f"{server.url}/i/desk")
         page.get_by_role("link", name="Pause").click()
         page.get_by_role("button", name="Pause it").click()
@@ -713,7 +745,7 @@ def test_pause_an_effect_now_and_single_dead_letters(shown: Browser, fleet: Flee
             assert verb in audit
     finally:
         assert server.stop() == 0
-        page.goto(usual.login)
+        shown.log_in(usual)
         shown.hosts.clear()
         page.goto(usual.url)
 

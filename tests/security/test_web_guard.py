@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import http.client
+import os
 import shutil
+import socket
 import ssl
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("starlette")
 
-from tests.helpers.browser import WebServer
-from tests.helpers.cli import immortal
+from coordinator.web.app import ROUTES
+from tests.helpers.browser import WebServer, csrf_of
+from tests.helpers.cli import DEADLINE_S, immortal
+
+WITHOUT_END_MIB = 48
+FORMS = sorted(route.path for route in ROUTES if "POST" in (route.methods or ()))
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebServer]:
     folder = tmp_path_factory.mktemp("web")
     immortal(folder, "register", "counter", "--peer", "tcp://127.0.0.1:*")
-    made = WebServer(folder)
+    made = WebServer(folder, "--allow-actions")
     yield made
     assert made.stop() == 0
-    assert made.said == []
+    assert "".join(made.said) == ""
 
 
 def test_only_who_has_the_token_sees_anything(server: WebServer) -> None:
@@ -42,9 +50,96 @@ def test_the_address_that_it_prints_lets_a_browser_in(server: WebServer) -> None
     status, _, headers = server.ask(f"/login?token={server.token}", headers={})
     assert (status, headers["location"]) == (303, "/")
     cookie, *how = headers["set-cookie"].split("; ")
-    assert {"HttpOnly", "SameSite=lax"} <= set(how)
+    assert {"HttpOnly", "SameSite=lax", "Max-Age=43200", "Path=/"} <= set(how)
     assert server.token not in cookie
     assert server.ask("/", headers={"Cookie": cookie})[0] == 200
+    others = 'immortal_web=x; {"a": [1, "b"]}; =; ' + f"{cookie.partition('=')[0]}=x"  # of other ports of this host
+    assert server.ask("/", headers={"Cookie": f"{others}; {cookie}; {others}"})[0] == 200
+
+
+def test_a_cookie_is_of_the_address_that_made_it(server: WebServer) -> None:
+    """A browser sends it to each port of this host: who listens at another one has it."""
+    cookie = cookie_of(server)
+    name, _, value = cookie.partition("=")
+    assert name == f"immortal_web_{server.port}"
+    assert server.ask("/", headers={"Cookie": cookie, "Host": f"localhost:{server.port}"})[0] == 303
+    until, _, rest = value.partition(".")
+    for other in (f"{int(until) + 1}.{rest}", f"{until}.", rest, "", f"-{until}.{rest}", "9" * 400 + f".{rest}"):
+        assert server.ask("/", headers={"Cookie": f"{name}={other}"})[0] == 303
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_a_cookie_lets_look_and_a_form_needs_the_token(server: WebServer, path: str) -> None:
+    cookie = {"Cookie": cookie_of(server)}
+    csrf = csrf_of(server.ask("/sql", headers=cookie)[1])
+    filled = path.replace("{name}", "counter").replace("{id}", "000000000000").replace("{action}", "checkpoint")
+    form = f"csrf={csrf}&at=0:0&query=select+1&expression=1&text=x&new_app=a:B"
+    for wrong in ("", "&token=", "&token=x", f"&token={server.token}x", f"&token=x&token={server.token}&token=x"):
+        status, text, _ = server.ask(filled, "POST", form + wrong, cookie)
+        assert (status, "type the token" in text) == (403, True)
+    assert server.ask(filled, "POST", f"{form}&token={server.token}", cookie)[0] != 403
+    assert server.ask(filled, "POST", form)[0] != 403  # the token is in the header
+    assert server.ask(filled, "POST", f"at=0:0&token={server.token}", cookie)[0] == 403  # no page of ours
+
+
+def cookie_of(server: WebServer) -> str:
+    return server.ask(f"/login?token={server.token}", headers={})[2]["set-cookie"].partition(";")[0]
+
+
+def size_bytes_of(server: WebServer) -> int:
+    pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def send_all(stranger: socket.socket, pieces: Iterable[bytes]) -> None:
+    for piece in pieces:
+        stranger.sendall(piece)
+
+
+CHUNKED = b"POST /login HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+MIB = b"x" * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"A: b\r\n" * (1 << 17)),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nA: ", MIB),
+        (b"GET /", MIB),
+        (MIB, MIB),
+        (b"\r\n", b"\r\n" * (1 << 19)),
+        (CHUNKED + b"1;", MIB),
+        (CHUNKED + b"0\r\n", b"A: b\r\n" * (1 << 17)),
+        (CHUNKED, b"100000\r\n" + MIB + b"\r\n"),
+        (CHUNKED + b"1\r\nx\r\nno chunk\r\n", MIB),
+        (b"POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n", MIB),
+        (b"GET /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n", MIB),
+        (b"", b"GET /login HTTP/1.1\r\nHost: localhost\r\n\r\n" * (1 << 14)),
+    ],
+    ids=lambda given: repr(given[:24]),
+)
+def test_a_request_without_end_is_ended(server: WebServer, begin: bytes, piece: bytes) -> None:
+    before = size_bytes_of(server)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S) as stranger:
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            send_all(stranger, chain((begin,), repeat(piece, WITHOUT_END_MIB)))
+        assert size_bytes_of(server) - before < 8 << 20
+    assert server.ask("/")[0] == 200
+
+
+@pytest.mark.parametrize("begin", [b"", b"GET / HTTP/1.1\r\nHost: ", CHUNKED])
+def test_silent_connections_keep_nobody_out(server: WebServer, begin: bytes) -> None:
+    with ExitStack() as held:
+        for _ in range(300):
+            held.enter_context(socket.create_connection(("127.0.0.1", server.port))).sendall(begin)
+        assert server.ask("/")[0] == 200
+        assert server.ask("/login", headers={})[0] == 200
+
+
+def test_no_other_protocol_is_spoken(server: WebServer) -> None:
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "x"}
+    assert server.ask("/", headers=upgrade)[0] == 303
+    assert server.ask("/", headers={**upgrade, "Upgrade": "h2c"})[0] == 303
 
 
 def test_another_name_for_this_address_is_refused(server: WebServer) -> None:
@@ -148,10 +243,20 @@ def test_with_a_certificate_and_a_token_of_a_file(tmp_path: Path) -> None:
         connection = http.client.HTTPSConnection("localhost", server.port, context=context, timeout=20)
         connection.request("GET", "/login?token=a%20token%20of%20many%20characters")
         answer = connection.getresponse()
-        assert (answer.status, "Secure" in str(answer.getheader("set-cookie"))) == (303, True)
+        cookie = str(answer.getheader("set-cookie"))
+        assert cookie.startswith(f"__Host-immortal_web_{server.port}=")
+        assert {"Secure", "Path=/"} <= set(cookie.split("; "))
+        assert "Domain" not in cookie
         answer.read()
         connection.request("GET", "/", headers={"Authorization": "Bearer a token of many characters"})
         assert connection.getresponse().status == 200
+        connection.close()
+        with ExitStack() as held:  # who never ends the handshake
+            silent = [held.enter_context(socket.create_connection(("localhost", server.port))) for _ in range(300)]
+            connection.request("GET", "/login")
+            assert connection.getresponse().status == 200
+            silent[0].settimeout(DEADLINE_S)
+            assert silent[0].recv(1) == b""
         connection.close()
     finally:
         assert server.stop() == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from coordinator.web.guard import VISITOR, Visitor
 from coordinator.web.live import stream
 
 PIECES = 20_000
@@ -34,6 +36,7 @@ class Page:
     """The stream, served on a free port. ``ended`` is set once its request is."""
 
     def __init__(self) -> None:
+        self.visitor = Visitor(has_token=True)
         self.ended = threading.Event()
         self._routes = Starlette(routes=[Route("/", self._page)])
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -46,6 +49,7 @@ class Page:
         return stream(request, look)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[VISITOR] = self.visitor
         try:
             await self._routes(scope, receive, send)
         finally:
@@ -71,3 +75,10 @@ def test_a_browser_that_leaves_is_no_news(page: Page, caplog: pytest.LogCaptureF
         assert b"row-" in browser.recv(4096)
     assert page.ended.wait(ENDS_S)
     assert caplog.messages == []
+
+
+def test_it_ends_with_the_cookie_that_let_look(page: Page) -> None:
+    page.visitor = Visitor(has_token=False, until_s=time.time() - 1)
+    with socket.create_connection(page.address) as browser:
+        browser.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert page.ended.wait(ENDS_S)

@@ -9,7 +9,9 @@ import pytest
 pytest.importorskip("starlette")
 
 from coordinator.web.errors import WebError
-from coordinator.web.token import Token, new_token, read_token
+from coordinator.web.token import COOKIE_AGE_S, Token, new_token, read_token
+
+ORIGIN = "http://127.0.0.1:8000"
 
 
 def test_a_token_of_a_file(tmp_path: Path) -> None:
@@ -41,11 +43,31 @@ def test_a_file_that_is_none(tmp_path: Path, text: str, mode: int, why: str) -> 
 def test_what_is_derived_is_not_the_token() -> None:
     text = new_token()
     token, later, other = Token(text), Token(text), Token(new_token())
+    cookie = token.cookie(ORIGIN, 1000.0)
     assert token.is_right(text)
-    assert not token.is_right(token.cookie)
+    assert not token.is_right(cookie)
     assert not token.is_right("\udcff")
-    assert token.cookie == later.cookie != other.cookie
     assert token.csrf != later.csrf
-    assert later.is_cookie(token.cookie)
+    assert later.cookie_end_s(cookie, ORIGIN, 1000.0) == 1000.0 + COOKIE_AGE_S
     assert not later.is_csrf(token.csrf)
-    assert not other.is_cookie(token.cookie)
+    assert other.cookie_end_s(cookie, ORIGIN, 1000.0) is None
+
+
+@pytest.mark.parametrize(
+    ("origin", "now_s"),
+    [
+        ("https://127.0.0.1:8000", 1000.0),
+        ("http://127.0.0.1:8001", 1000.0),
+        ("http://localhost:8000", 1000.0),
+        (ORIGIN, 1000.0 + COOKIE_AGE_S),
+        (ORIGIN, 0.0),  # a clock that went back makes it last no longer
+    ],
+)
+def test_a_cookie_is_of_one_origin_and_for_12_hours(origin: str, now_s: float) -> None:
+    token = Token(new_token())
+    cookie = token.cookie(ORIGIN, 1000.9)
+    assert token.cookie_end_s(cookie, ORIGIN, 999.0 + COOKIE_AGE_S) == 1000 + COOKIE_AGE_S
+    assert token.cookie_end_s(cookie, origin, now_s) is None
+    until, _, check = cookie.partition(".")
+    for wrong in ("", ".", until, check, f"{until}0.{check}", f"0{until}.{check}", f"²{until}.{check}", "\udcff.x"):
+        assert token.cookie_end_s(wrong, ORIGIN, 1000.0) is None

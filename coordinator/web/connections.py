@@ -1,0 +1,187 @@
+"""How many connections the page has, for how long, and how much each may bring.
+
+A stranger is a connection that has shown neither a cookie nor the token yet. Each stranger has little time; where there
+are too many, the oldest one of the address that has most is closed for the next one. No other connection is closed for
+the next one. So however many strangers there are, the operator has a place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+CONNECTIONS_MAX = 256
+ADDRESS_MAX = 64  # strangers of one address
+HEADERS_SIZE_BYTES_MAX = 64 << 10
+REQUEST_SIZE_BYTES_MAX = 1 << 20  # with all that comes before it is answered; a form is much smaller
+REQUEST_S = 10.0  # from the first byte to the last; of the first request: from the connection's start
+STRANGER_S = 30.0
+ANSWER_S = 30.0  # in which a reader makes room for what waits to be sent
+BACKLOG = 256
+PLACE = "place"
+"""Under this name the state of a request has the Place of its connection."""
+
+_Peer = tuple[Any, ...]
+
+
+class Place:
+    """One open connection, from before its TLS handshake. ``transport``: None until that has been done."""
+
+    def __init__(self, listener: Listener, peer: _Peer, connection: socket.socket) -> None:
+        self.network = _network(str(peer[0]))
+        self.is_stranger = True
+        self.transport: asyncio.Transport | None = None
+        self._listener = listener
+        self._peer = peer
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._limits: dict[str, asyncio.TimerHandle] = {}
+        self.limit("request", REQUEST_S)
+        self.limit("stranger", STRANGER_S)
+
+    def limit(self, what: str, limit_s: float) -> None:
+        """End the connection after that time, unless :meth:`lift` comes before."""
+        if what not in self._limits:
+            self._limits[what] = self._loop.call_later(limit_s, self.end)
+
+    def lift(self, what: str) -> None:
+        if (timer := self._limits.pop(what, None)) is not None:
+            timer.cancel()
+
+    def know(self) -> None:
+        """Note that a cookie or the token was shown."""
+        self.is_stranger = False
+        self.lift("stranger")
+
+    def leave(self) -> None:
+        """Give the place back: the connection has ended."""
+        for what in list(self._limits):
+            self.lift(what)
+        if self._listener.places.get(self._peer) is self:
+            del self._listener.places[self._peer]
+
+    def end(self) -> None:
+        self.leave()
+        if self.transport is not None:
+            self.transport.abort()
+            return
+        with suppress(OSError):  # it may have ended
+            self._connection.shutdown(socket.SHUT_RDWR)  # whoever is at its handshake, hears the end of it
+
+
+class Listener(socket.socket):
+    """The socket that is listened at. It makes room for each connection that it accepts."""
+
+    def __init__(self, family: int) -> None:
+        super().__init__(family, socket.SOCK_STREAM)
+        self.places: dict[_Peer, Place] = {}  # the oldest first
+
+    def listen(self, backlog: int = BACKLOG) -> None:
+        """Keep a backlog of our own: asyncio's says how many connections it accepts in one go as well.
+
+        That is one, so that each connection is read before ADDRESS_MAX others can have come.
+        """
+        super().listen(BACKLOG)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, peer = super().accept()
+        if not self._has_room(_network(str(peer[0]))):
+            connection.close()
+            raise BlockingIOError
+        self.places.pop(peer, None)
+        self.places[peer] = Place(self, peer, connection)
+        return connection, peer
+
+    def _has_room(self, network: str) -> bool:
+        strangers = [one for one in self.places.values() if one.is_stranger]
+        counts = Counter(one.network for one in strangers)
+        if len(self.places) < CONNECTIONS_MAX and counts[network] < ADDRESS_MAX:
+            return True
+        if not strangers:
+            return False
+        fullest = network if counts[network] >= ADDRESS_MAX else max(counts, key=lambda one: counts[one])
+        next(one for one in strangers if one.network == fullest).end()
+        return True
+
+
+class Connection(H11Protocol):
+    """One connection's HTTP, within the limits above. h11 bounds the headers."""
+
+    def __init__(self, listener: Listener, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._listener = listener
+        self._place: Place | None = None
+        self._size_bytes = 0  # of what has come since the last answer
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._place = self._listener.places.get(transport.get_extra_info("peername"))
+        if self._place is None:  # it was closed before it began
+            transport.abort()
+            return
+        self._place.transport = transport
+        transport.set_write_buffer_limits(1, 0)  # to hear of all that waits; at 0 TLS never goes on
+        self.app_state = {**self.app_state, PLACE: self._place}
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._place is not None:
+            self._place.leave()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._place is None:
+            return
+        self._size_bytes += len(data)
+        if self._size_bytes > REQUEST_SIZE_BYTES_MAX:
+            self._place.end()
+            return
+        self._place.limit("request", REQUEST_S)
+        super().data_received(data)
+        if self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
+            self.cycle.keep_alive = False  # no browser sends the next request before it has the answer
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self._place is None:
+            return
+        if self.conn.their_state is h11.SEND_BODY:
+            self._place.limit("request", REQUEST_S)
+        elif self.conn.their_state is not h11.IDLE:
+            self._place.lift("request")
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # what it would say comes too late
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # the answer has begun already
+            self.transport.abort()
+
+    def on_response_complete(self) -> None:
+        self._size_bytes = 0
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._place is not None:
+            self._place.limit("answer", ANSWER_S)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._place is not None:
+            self._place.lift("answer")
+
+
+def _network(address: str) -> str:
+    """The part of an address that is one caller's: all of it, of IPv6 the 64 bits in front."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if ip.version == 4:
+        return address
+    return str(ip.ipv4_mapped or ipaddress.ip_network((int(ip), 64), strict=False))
