@@ -129,7 +129,7 @@ def origin_of(scheme: str, host: str) -> str:
 
 
 def cookie_name(scheme: str, host: str) -> str:
-    """One for each port of a host; with TLS one that no other host or port without TLS can set."""
+    """One for each port of a host; with TLS one that no other host, and nobody without TLS, can set."""
     try:
         port = urlsplit(f"//{host}").port or 0
     except ValueError:
