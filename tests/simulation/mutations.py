@@ -375,7 +375,7 @@ MUTATIONS = (
         "introduce",
         "self._tell(event)",
         "pass",
-        seed=321,
+        seed=582,
     ),
     Mutation(
         "a checkpoint forgets a jump of the clock",
@@ -409,7 +409,7 @@ MUTATIONS = (
         "            version = VersionStart(header.version, header.sequence_id, session.label)\n"
         "            self.log.close_group().transaction.version = version\n"
         "            self.log.open.required = True",
-        seed=521,
+        seed=972,
     ),
     Mutation(
         "the next app is told what the last one had sent",
@@ -505,7 +505,7 @@ MUTATIONS = (
         "behind",
         "        self.know(summary.verdicts)  # it may begin before the last checkpoint\n",
         "",
-        seed=228,
+        seed=901,
     ),
     Mutation(
         "a dead letter is not kept",
