@@ -66,10 +66,10 @@ class MessageType(IntEnum):
     HANDLERS = 92
     QUERY_ASKED = 93
     QUERY_ANSWERED = 94
-    CHECKPOINT_FAILED = 105
-    TAKEN_BACK = 106
-    TAKE_BACK = 107
-    BARRIER = 115
+    CHECKPOINT_FAILED = 95
+    TAKEN_BACK = 96
+    TAKE_BACK = 97
+    BARRIER = 98
 
 
 class RpcKind(IntEnum):

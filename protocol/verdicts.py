@@ -37,7 +37,7 @@ class VerdictKind(IntEnum):
     KEPT = 3  # its handler raised, and what it had done by then stands: it runs again, and fails again
     KILLED = 4  # it has ended the app's process again and again
     SKIPPED = 5  # an operator said so
-    TAKEN_BACK = 16  # it was handled, and behind a later record the state was made again without it: see ``behind``
+    TAKEN_BACK = 6  # it was handled, and behind a later record the state was made again without it: see ``behind``
 
 
 class Cause(IntEnum):
@@ -50,7 +50,7 @@ class Cause(IntEnum):
     TRIPPED = 4  # the method has failed so often in a row that it is not called any more
     SENDER = 5  # the answer is not from the instance that was called
     FORBIDDEN = 6  # its caller may not call the method, or has too many calls open, as its coordinator's settings say
-    UNUSABLE = 57  # nested too deeply, or what was waited for and can't be read: who waits for it gets a failure
+    UNUSABLE = 7  # nested too deeply, or what was waited for and can't be read: who waits for it gets a failure
 
 
 NOT_OF_CODE = (Cause.FORBIDDEN, Cause.UNUSABLE)

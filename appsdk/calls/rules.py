@@ -18,10 +18,10 @@ class Rules(IntEnum):
     """Integers of any size, and what is annotated ``Any`` with its types, are sent. The state is kept as what it is,
     types included, or refused."""
 
-    RAISED_WHOLE = 33
+    RAISED_WHOLE = 4
     """... and declared exceptions are sent with the fields that their classes keep (raised.py)."""
 
-    NESTING = 53
+    NESTING = 5
     """... and handlers send nothing that is nested too deeply."""
 
 

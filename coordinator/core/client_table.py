@@ -23,7 +23,7 @@ from protocol.client import Reply, ReplyKind
 
 FORGOTTEN_PER_REQUEST = 2  # so that a request's cost stays small; more than one, so that they do become fewer
 REPLY_OVERHEAD_BYTES = 200  # of its identity and Python's objects around a reply, or around one that is gone
-_OPEN = 45  # in place of the kind of a reply: there is none yet
+_OPEN = 5  # in place of the kind of a reply: there is none yet
 _WITH_IDENTITY = 0x80  # in the kind of a reply: the size of its identity (1 byte) and that stand before the value
 
 
