@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import datetime, timedelta
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, ParamSpec, Protocol, Self, TypeVar, overload
@@ -62,7 +62,8 @@ class Immortal:
     what an exception does that a handler does not declare, "undo" by default (see :func:`~appsdk.rpc`);
     ``handler_time_limit=timedelta(seconds=30)`` ends the process of a handler that takes longer, as a crash would;
     ``share_tracebacks=True`` tells callers where a call has failed, not only with what. ``nodes=(Order,)`` names the
-    classes of nodes that it creates (:class:`~appsdk.Node`).
+    classes of nodes that it creates (:class:`~appsdk.Node`). ``roles={"worker": ["take"]}`` says which handlers a
+    caller with keys may call only in that role (:mod:`appsdk.handlers.roles`).
     DefinitionError is raised for a class that could not be replayed.
     """
 
@@ -84,6 +85,7 @@ class Immortal:
         share_tracebacks: bool | None = None,
         concurrent_handlers: int | None = None,
         nodes: Iterable[type[Node]] | None = None,
+        roles: Mapping[str, Iterable[str]] | None = None,
         **keywords: Any,
     ) -> None:
         super().__init_subclass__(**keywords)
@@ -119,6 +121,7 @@ class Immortal:
             share_tracebacks=share_tracebacks,
             concurrent_handlers=concurrent_handlers,
             nodes=nodes,
+            roles=roles,
         )
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Self:

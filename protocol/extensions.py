@@ -200,13 +200,22 @@ def decode_impulses_accepted(data: Readable) -> int:
 QUERIES = "@query"
 """The group of an app's methods that only read: in an AppDescription in place of a destination, as no instance is
 called so; in the settings in place of the methods' names."""
+GROUP_MARK = "@"
+"""The first character of a group's name. A role is a group too: ``@worker`` has the methods that a worker may call."""
+OWNERS = "@owner"
+"""The group of the methods that only the instance's owner may call, unless the settings name them."""
+NO_ROLES = frozenset({OWNERS, QUERIES, "@rpc", "@impulse"})
+"""What no role of an app can be called: it is a group already, or would be taken for one."""
+INSTANCES = "@instance"
+"""The group of the methods that every instance may call which may call at all; clients need it in the settings."""
 
 
 class AppDescription(Struct, frozen=True):
     """What an app says of itself: its version, and the names of the methods that it has and calls.
 
     ``methods``: (destination, method ID) to a name such as "Counter.count"; the destination "" is the app itself.
-    Those of its own that only read are there once more, with QUERIES as the destination.
+    Those of its own that only read are there once more, with QUERIES as the destination; those that not everybody may
+    call are so for each role that may ("@worker"), or with OWNERS.
     """
 
     version: int = 1

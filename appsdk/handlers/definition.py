@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from operator import attrgetter
@@ -16,6 +16,7 @@ from appsdk.calls.codec import ArgumentCodec
 from appsdk.calls.failures import checked_on_error
 from appsdk.errors import DefinitionError, OnError
 from appsdk.handlers.decorators import HOOK_MARK, Handler, definition_key
+from appsdk.handlers.roles import roles_of
 from appsdk.state.schema import StateSchema
 from protocol.limits import NAME_SIZE_BYTES_MAX
 from protocol.shown import is_encodable
@@ -109,6 +110,7 @@ class Definition(Struct):
     peers_by_key: dict[str, Peer] = field(default_factory=dict)
     on_primary: list[str] = field(default_factory=list)  # names of methods
     initial: str | None = None
+    roles: dict[str, tuple[str, ...]] = field(default_factory=dict)  # groups that may call a handler, by its name
     _codecs: dict[str, ArgumentCodec] = field(default_factory=dict)
     _state: StateSchema | None = None
 
@@ -214,6 +216,7 @@ def define(
     share_tracebacks: bool = False,
     concurrent_handlers: int | None = None,
     nodes: Iterable[Any] = (),
+    roles: Mapping[str, Iterable[str]] | None = None,
 ) -> Definition:
     """Collect and check the class. Raises DefinitionError."""
     if serializer not in ("msgspec", "pickle"):
@@ -258,6 +261,8 @@ def define(
             f"'{OVERRIDABLE['checkpoint']}' and '{OVERRIDABLE['restore']}'"
         )
     _check_method_ids(definition)
+    inherited: Definition | None = getattr(cls, "_immortal_definition", None)
+    definition.roles = roles_of(cls.__qualname__, definition.handlers, roles, inherited.roles if inherited else {})
     definition.resolve(names_may_be_missing=True)
     return definition
 

@@ -60,7 +60,16 @@ def all_method_names(definition: Definition) -> dict[tuple[str, int], str]:
     for handler in chain.from_iterable(one.handlers.values() for one in definition.chain):
         if not handler.is_query:
             names.pop((QUERIES, handler.method_id), None)
-    return names
+    return names | _role_names(definition)
+
+
+def _role_names(definition: Definition) -> dict[tuple[str, int], str]:
+    """The methods that are not for everybody, once for each role that may call them: the newest class says which."""
+    found: dict[int, tuple[str, tuple[str, ...]]] = {}
+    for one in reversed(definition.chain):
+        for handler in one.handlers.values():
+            found[handler.method_id] = _clipped(handler.function.__qualname__), one.roles.get(handler.name, ())
+    return {(role, method_id): name for method_id, (name, roles) in found.items() for role in roles}
 
 
 def _handler_names(destination: str, definition: Definition) -> Iterator[tuple[str, int, str]]:

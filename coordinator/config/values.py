@@ -29,10 +29,10 @@ from msgspec import Meta
 
 from coordinator.config.app_hosts import UNIX
 from coordinator.config.socket_paths import UNIX_PATH_SIZE_BYTES_MAX
-from coordinator.core.permissions import ANYTHING, Permission
+from coordinator.core.permissions import ALL_METHODS, EVERYTHING, Permission
 from coordinator.log_url import is_in_folder, split_url
 from protocol.errors import ImmortalError
-from protocol.extensions import QUERIES
+from protocol.extensions import GROUP_MARK, NO_ROLES, QUERIES
 
 INSTANCE_NAME_SIZE_MAX = 64  # characters; the name is a file name, and part of each message between coordinators
 CALLS_MAX = 1_000_000_000  # in a second, or open: what is meant beyond this is no limit
@@ -93,20 +93,24 @@ def permission_of(value: object) -> Permission:
     if isinstance(value, dict):
         if unknown := set(value) - {"methods", "rate", "concurrent"}:
             raise WrongValueError(f'"methods", "rate" and "concurrent", not "{min(unknown)}"')
-        methods = permission_of(value.get("methods", "*")).methods
+        methods = permission_of(value["methods"]).methods if "methods" in value else None
         return Permission(methods, *(_number_of_calls(value.get(key), key) for key in ("rate", "concurrent")))
-    if value == "*":
-        return ANYTHING
+    if value == ALL_METHODS:
+        return EVERYTHING
     if not isinstance(value, list) or not all(_is_method(name) for name in value):
         raise WrongValueError(
-            'a list of names of methods, such as ["place", "total"], with "@query" for all that only read, or "*" for '
-            'all of them; or a table with "methods", "rate" (calls in a second) and "concurrent" (open calls)'
+            'a list of names of methods, such as ["place", "total"], with "@query" for all that only read and '
+            '"@worker" for all that a role of the app may call, or "*" for all of them; or a table with "methods", '
+            '"rate" (calls in a second) and "concurrent" (open calls)'
         )
     return Permission(frozenset(value))
 
 
 def _is_method(name: object) -> bool:
-    return isinstance(name, str) and (name.isidentifier() or name == QUERIES)
+    """Or a group."""
+    return isinstance(name, str) and (
+        name == QUERIES or (name not in NO_ROLES and name.removeprefix(GROUP_MARK).isidentifier())
+    )
 
 
 def _number_of_calls(value: object, key: str) -> int | None:

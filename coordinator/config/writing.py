@@ -12,7 +12,7 @@ from msgspec import Struct
 from coordinator.config.reading import check_settings, default_app_auth, line_of
 from coordinator.config.schema import InstanceSettings
 from coordinator.config.setting import settings_of
-from coordinator.core.permissions import ANYTHING, Permission
+from coordinator.core.permissions import ALL_METHODS, ANYTHING, Permission
 from coordinator.fault_points import FaultPoint, reach
 from protocol.private_files import FILE_MODE, open_beside
 
@@ -98,9 +98,11 @@ def _allow_value(allow: Mapping[str, Permission]) -> dict[str, object]:
 
 def _permission_value(permission: Permission) -> object:
     """As it stands in the table [allow]."""
-    methods = "*" if permission.methods is None else sorted(permission.methods)
     numbers = {"rate": permission.rate, "concurrent": permission.concurrent}
     given = {key: number for key, number in numbers.items() if number is not None}
+    if permission.methods is None:
+        return given
+    methods = ALL_METHODS if ALL_METHODS in permission.methods else sorted(permission.methods)
     return {"methods": methods, **given} if given else methods
 
 

@@ -119,7 +119,10 @@ class AppInbox:
         session = self.session
         session.hear(message)
         self._check_extensions()
-        self.intake.permissions.app_came(takes_verdicts=MessageType.VERDICTS in session.extensions)
+        self.intake.permissions.app_came(
+            takes_verdicts=MessageType.VERDICTS in session.extensions,
+            describes=MessageType.APP_DESCRIPTION in session.extensions,
+        )
         if message.message_type == MessageType.HELLO and session.phase is Phase.FIRST_START:
             self.lifecycle.introduce()
 

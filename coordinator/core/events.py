@@ -69,9 +69,13 @@ class ClientFrameReceived(Struct):
 
 
 class PermissionsChanged(Struct):
-    """The settings give callers other permissions; see :class:`coordinator.core.permissions.Permissions`."""
+    """The settings give callers other permissions; see :class:`coordinator.core.permissions.Permissions`.
+
+    ``has_keys``: callers prove their names.
+    """
 
     given: Mapping[str, Permission]
+    has_keys: bool = False
 
 
 class PeerReplied(Struct):

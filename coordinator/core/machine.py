@@ -261,7 +261,7 @@ class Machine:
         self.parts.clients.received(event.token, event.frame, now_ns, event.caller)
 
     def _permissions_changed(self, event: ev.PermissionsChanged) -> None:
-        self.parts.intake.change(event.given)
+        self.parts.intake.change(event.given, has_keys=event.has_keys)
         self._answer_parked()
 
     def _answer_parked(self) -> None:

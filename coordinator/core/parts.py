@@ -54,8 +54,8 @@ class Parts:
 
     ``name``: the instance. ``upgrade_to``: the version of the app that its next recovery is to end in. ``promote``: a
     recovered app begins to work without a checkpoint first. ``follow``: where another writes the log, follow it until
-    the right to write is ours. ``permissions``: of callers, by name; others may call all methods. ``running``: when it
-    ran before; by default, always.
+    the right to write is ours. ``permissions``: of callers, by name; others may call what is for no role.
+    ``has_keys``: callers prove their names. ``running``: when it ran before; by default, always.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Parts:
         promote: bool = False,
         follow: bool = False,
         permissions: Mapping[str, Permission] | None = None,
+        has_keys: bool = False,
         running: RunningTime | None = None,
     ) -> None:
         self.name = name
@@ -81,7 +82,7 @@ class Parts:
         self.outbox = outbox = AppOutbox(session, turn)
         self.app_clock = app_clock = AppClock(session, outbox.control)
         self.policy = policy = ReplayPolicy(name, limits, session, turn.effects)
-        self.intake = intake = Intake(name, permissions or {}, limits.nesting_max)
+        self.intake = intake = Intake(name, permissions or {}, limits.nesting_max, has_keys=has_keys)
         self.peers = peers = Peers(name, limits, log, turn.effects, policy=policy, intake=intake)
         self.clients = Clients(name, limits, log, turn.effects, lambda: peers.ready, peers.delivery, self.running)
         self.impulses = Impulses(limits, log, peers, epoch, turn)

@@ -3,6 +3,9 @@
 A call that is not allowed takes its place in the log like any other, with a verdict in the same transaction: so the
 order is kept, nothing is called, and its caller is told. What methods are called, the app says; until it has, the calls
 of who may not call all of them wait.
+
+An app may say of a method which roles may call it. Where callers have keys, who has no list of methods in the settings
+may not call such a method, but for the instance's owner.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from protocol.extensions import QUERIES, AppDescription
+from protocol.extensions import GROUP_MARK, INSTANCES, OWNERS, QUERIES, AppDescription
 from protocol.handlers import CANCEL_CALL_METHOD_ID
 from protocol.messages import RpcKind, decode_messages
 from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
@@ -27,8 +30,8 @@ from protocol.varint import decode_zigzag_int
 
 
 class Permission(Struct, frozen=True):
-    """What one caller may do. ``methods``: the names of those that it may call, QUERIES for all that only read; None:
-    all.
+    """What one caller may do. ``methods``: the names of those that it may call, groups such as QUERIES and "@worker",
+    ALL_METHODS for all; None: all but those that are for a role.
 
     ``rate``: calls in a second; ``concurrent``: calls that are not answered yet; None: any number.
     """
@@ -38,7 +41,9 @@ class Permission(Struct, frozen=True):
     concurrent: int | None = None
 
 
+ALL_METHODS = "*"
 ANYTHING = Permission()
+EVERYTHING = Permission(frozenset({ALL_METHODS}))
 _SECOND_NS = 1_000_000_000
 
 
@@ -64,20 +69,29 @@ class _Bucket:
 
 
 class Permissions:
-    """Those of one instance, ``name``. ``given``: by the caller's name; who is not in there may call everything."""
+    """Those of one instance, ``name``. ``given``: by the caller's name; others may call what is for no role.
 
-    def __init__(self, name: str, given: Mapping[str, Permission]) -> None:
+    ``has_keys``: callers prove their names. Without keys nobody can, and roles hold nobody back.
+    """
+
+    def __init__(self, name: str, given: Mapping[str, Permission], *, has_keys: bool = False) -> None:
         self._name = name
+        self._has_keys = has_keys
         self._given: dict[str, Permission] = {}
         self._names: Mapping[int, str] | None = None  # of the app's own methods; None: it has not said any
+        self._groups: dict[str, frozenset[int]] = {}  # method IDs, by "@query", "@worker" and so on
         self._queries: frozenset[int] = frozenset()  # those that only read
+        self._for_roles: frozenset[int] = frozenset()  # not for everybody
+        self._for_roles_of_instances: frozenset[int] = frozenset()  # not for every instance
+        self._roles_known = False  # an app has come, and has said its roles if it has any
         self.takes_verdicts = False  # the app does; one that does not can't be kept from carrying out a call
         self._allowed: dict[str, frozenset[int]] = {}  # method IDs, of who may not call all of them
         self._buckets: dict[str, _Bucket] = {}  # of who has a rate
         self.held_back: Counter[str] = Counter()  # how often calls of a caller had to wait, since the start
-        self.change(given)
+        self.change(given, has_keys=has_keys)
 
-    def change(self, given: Mapping[str, Permission]) -> None:
+    def change(self, given: Mapping[str, Permission], *, has_keys: bool) -> None:
+        self._has_keys = has_keys
         self._given = {name: permission for name, permission in given.items() if name != self._name}
         before, self._buckets = self._buckets, {}
         for caller, permission in self._given.items():
@@ -87,9 +101,12 @@ class Permissions:
                 self._buckets[caller] = known if known is not None and same else _Bucket(permission.rate)
         self._look_up()
 
-    def app_came(self, *, takes_verdicts: bool) -> None:
-        """An app has said its first word."""
+    def app_came(self, *, takes_verdicts: bool, describes: bool = False) -> None:
+        """An app has said its first word. ``describes``: it is about to say what its methods are."""
         self.takes_verdicts = takes_verdicts
+        if not describes or not takes_verdicts:  # so it has no roles
+            self._roles_known = True
+            self._for_roles = self._for_roles_of_instances = frozenset()
 
     def describe(self, description: AppDescription) -> None:
         """What the app says that its methods are called."""
@@ -98,14 +115,23 @@ class Permissions:
             for (destination, method_id), name in description.methods.items()
             if destination == ""
         }
-        self._queries = frozenset(method_id for destination, method_id in description.methods if destination == QUERIES)
+        groups: dict[str, set[int]] = {}
+        for destination, method_id in description.methods:
+            if destination.startswith(GROUP_MARK):
+                groups.setdefault(destination, set()).add(method_id)
+        self._groups = {group: frozenset(method_ids) for group, method_ids in groups.items()}
+        self._queries = self._groups.get(QUERIES, frozenset())
+        roles = [method_ids for group, method_ids in self._groups.items() if group != QUERIES]
+        self._for_roles = frozenset().union(*roles)
+        self._for_roles_of_instances = self._for_roles - self._groups.get(INSTANCES, frozenset())
+        self._roles_known = True
         self._look_up()
 
     def _look_up(self) -> None:
         self._allowed = {
             caller: self._method_ids(permission.methods)
             for caller, permission in self._given.items()
-            if permission.methods is not None
+            if permission.methods is not None and ALL_METHODS not in permission.methods
         }
 
     def _method_ids(self, allowed: frozenset[str]) -> frozenset[int]:
@@ -114,7 +140,10 @@ class Permissions:
         named |= {NODE_METHOD_ID, HANDLES_METHOD_ID}  # a handle is itself the right to call its node
         if allowed & FENCING_METHODS:
             named |= {FENCING_METHOD_ID}
-        return named | self._queries if QUERIES in allowed else named
+        for group in allowed:
+            if group != OWNERS:
+                named |= self._groups.get(group, frozenset())
+        return named
 
     def lacks_queries(self, caller: str) -> bool:
         """``caller`` may call queries, and the app says of no method that it is one."""
@@ -126,11 +155,19 @@ class Permissions:
 
     def limits(self, caller: str) -> bool:
         """It may not call all methods."""
-        return caller in self._allowed
+        return caller in self._allowed or (bool(self._for_roles) and self._needs_roles(caller))
+
+    def _needs_roles(self, caller: str) -> bool:
+        """The settings list no methods for it, and it is not the owner: what is for a role it may not call."""
+        return self._has_keys and caller != self._name and self._given.get(caller, ANYTHING).methods is None
 
     def why_waiting(self, caller: str) -> str:
         """Why the calls of ``caller`` can't be judged yet, in words; "" if they can."""
-        if caller not in self._allowed or (self._names is not None and self.takes_verdicts):
+        if caller not in self._allowed:
+            if self._roles_known or not self._needs_roles(caller):
+                return ""
+            return f"the app of {self._name!r} has not said yet which of its methods are for some callers only"
+        if self._names is not None and self.takes_verdicts:
             return ""
         return (
             f"{self._name!r} lets {caller!r} call some methods only, and its app has not said yet which those are (one "
@@ -176,22 +213,32 @@ class Permissions:
             taken, offset = taken + 1, end
         return taken, offset
 
-    def forbidden(self, caller: str, calls: bytes) -> list[tuple[int, str]]:
+    def forbidden(self, caller: str, calls: bytes, *, is_instance: bool = False) -> list[tuple[int, str]]:
         """Of packed RPC messages those that ``caller`` may not make: (index, what its method is called).
 
-        Answers are none. ``calls`` were checked before.
+        Answers are none. ``calls`` were checked before. ``is_instance``: they came as a peer's, not as a client's.
         """
         allowed = self._allowed.get(caller)
+        denied: frozenset[int] = frozenset()
         if allowed is None:
-            return []
+            if self._needs_roles(caller):
+                denied = self._for_roles_of_instances if is_instance else self._for_roles
+            if not denied:
+                return []
         found = []
         for index, (_, start, end) in enumerate(decode_messages(calls)):
             method_id = decode_zigzag_int(calls, start + 1)[0]
             if method_id == ORDERED_METHOD_ID and calls[start] == RpcKind.CALL:
                 method_id = ordered_method(calls, start, end)
-            if method_id not in allowed and calls[start] == RpcKind.CALL:
+            is_denied = method_id in denied if allowed is None else method_id not in allowed
+            if is_denied and calls[start] == RpcKind.CALL:
                 found.append((index, self.name_of(method_id)))
         return found
+
+    def roles_of(self, method: str) -> list[str]:
+        """The groups that may call the method of that name, where not everybody may: "@worker"."""
+        method_ids = {method_id for method_id, name in (self._names or {}).items() if name == method}
+        return sorted(group for group, found in self._groups.items() if group != QUERIES and method_ids & found)
 
     def methods_of(self, calls: bytes, indices: Sequence[int]) -> list[tuple[int, str]]:
         """Of packed RPC messages those with these indices: (index, what its method is called)."""

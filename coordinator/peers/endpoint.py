@@ -39,7 +39,7 @@ class PeerEndpoint:
         self._log, self._post = log, post
         self._routes = Routes(Discovery(settings, registry), log.warning)
         self._security = PeerSecurity(settings, registry, self._routes.at, log.warning)
-        self._permissions: Mapping[str, Permission] = settings.permissions
+        self._permissions: tuple[Mapping[str, Permission], bool] = (settings.permissions, False)
         self._retries = PeerRetries()
         self._barred: dict[str, str] = {}  # destinations that must not be connected to, and why
         self._impostors = 0  # frames under another name than that of their key
@@ -53,6 +53,7 @@ class PeerEndpoint:
         self._look_due_ns: int | None = None  # for peers and keys
 
     def listen(self) -> None:
+        self._post_permissions()  # ahead of all frames
         self._messenger.listen(
             self._own_endpoint, self._frame_received, ordered=True, client_loop=self._client_frame_received
         )
@@ -86,7 +87,7 @@ class PeerEndpoint:
     def audit(self, auditor: Auditor, refusals: Mapping[str, Mapping[str, int]], now_ns: int) -> None:
         """``refusals``: of callers, as the machine counts them."""
         counters = self._messenger.counters()
-        auditor.look(counters, self._security.security, self._permissions, refusals, self._impostors, now_ns)
+        auditor.look(counters, self._security.security, self._permissions[0], refusals, self._impostors, now_ns)
 
     def close(self) -> None:
         self._messenger.close()
@@ -150,12 +151,18 @@ class PeerEndpoint:
             self._post(ev.PeerMoved(name))
             self._security.look_soon()  # it shows the key that it has there
 
+    def _post_permissions(self) -> None:
+        """If they have changed."""
+        before = self._permissions
+        self._permissions = given, has_keys = self._security.permissions, self._security.security is not None
+        if self._permissions != before:
+            self._post(ev.PermissionsChanged(given, has_keys))
+        if given != before[0]:
+            self._log.info("permissions changed", limited=sorted(given))
+
     def _look_for_keys(self, now_ns: int) -> None:
         changed = self._security.look(now_ns)
-        if self._security.permissions != self._permissions:
-            self._permissions = self._security.permissions
-            self._post(ev.PermissionsChanged(self._permissions))
-            self._log.info("permissions changed", limited=sorted(self._permissions))
+        self._post_permissions()
         if not changed:
             return
         security = self._security.security

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from coordinator.cli import main
 from coordinator.config import ConfigError
-from coordinator.core.permissions import ANYTHING, Permission
+from coordinator.core.permissions import EVERYTHING, Permission
 from coordinator.instances.registry import Registry
 from coordinator.messenger import Messenger, Role, Security
 from coordinator.peers import fleet_keys, keys
@@ -205,7 +205,7 @@ def test_a_fleet_is_made_and_fits(fleet: Made) -> None:
     assert fleet.run("--make").splitlines() == ["5 members in 3 folders: all keys fit"], "once"
     counter = Registry(fleet.folder / "a").load("counter")
     assert counter.allow == ("web", "reader")
-    assert counter.permissions == {"web": Permission(frozenset({"place"}))}
+    assert counter.permissions == {"web": Permission(frozenset({"place"})), "reader": EVERYTHING}
     assert Registry(fleet.folder / "b").load("reader").allow == ()
     assert keys.read_public_file(fleet.folder / "c" / "web").keys[0].expires == keys.today() + 90 * DAY
     copies = {
@@ -353,7 +353,7 @@ def test_everybody_of_one_folder_needs_no_copies(tmp_path: Path) -> None:
     found: Any = fleet_keys.read(file)
     home = tmp_path.resolve() / ".immortal"
     assert found.homes == [home]
-    assert found.members["counter"].allow == {"web": Permission(frozenset({"place"})), "reader": ANYTHING}
+    assert found.members["counter"].allow == {"web": Permission(frozenset({"place"})), "reader": EVERYTHING}
     for name in ("counter", "reader", "feeder"):
         run(home, "register", name, "--peer", "tcp://127.0.0.1:*")
     run(home, "keys", "--fleet", str(file), "--make")

@@ -20,7 +20,7 @@ from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.limits import Limits
 from coordinator.core.open_calls import OpenCalls
-from coordinator.core.permissions import Permission, Permissions
+from coordinator.core.permissions import EVERYTHING, Permission, Permissions
 from coordinator.core.streams.intake import Intake
 from coordinator.instances.registry import Registry
 from coordinator.log.memory import MemoryLogStore
@@ -858,6 +858,7 @@ def test_permissions_come_back_as_they_were(tmp_path: Path) -> None:
     settings, registry = settings_with(tmp_path, text)
     assert settings.allow == ("web", "bob", "nobody", "reports", "slow", "few")
     assert settings.permissions == {
+        "bob": EVERYTHING,
         "web": Permission(frozenset({"place", "total"})),
         "nobody": Permission(frozenset()),
         "slow": Permission(rate=5),

@@ -13,6 +13,7 @@ import msgspec
 from appsdk.errors import Cancelled
 from appsdk.handlers.decorators import impulse, initial, on_primary, query, rpc
 from appsdk.handlers.proxy import Impulses
+from appsdk.handlers.roles import ANYBODY
 from appsdk.immortal import Immortal
 from appsdk.patterns.clone import limits, own
 from appsdk.patterns.clone.deadlines import Deadlines
@@ -51,7 +52,16 @@ class Forwarding(msgspec.Struct):
     streams: list[str] = []
 
 
-class Table(Immortal):
+ROLES = {
+    ANYBODY: ["places"],  # who sees what there is for publishers to judge
+    "reader": ["status"],
+    "writer": ["update", "room"],
+    "forwarder": ["forwarder_says", "forwarder_known", "forwarder_ends"],
+    "administrator": ["entitle", "disentitle", "entitled", "status"],
+}
+
+
+class Table(Immortal, roles=ROLES):
     """``listen``: where it is published; give it an address of the machine for clients elsewhere, which needs keys.
     ``blocking_s``: a client that asked for it may hold up writers for so long; 0: not at all.
     """

@@ -16,8 +16,14 @@ from appsdk.patterns.harmony.limits import DEATHS_MAX, IDLE_S, SILENCE_S
 from appsdk.patterns.harmony.runs import Life, Response, Run
 from appsdk.patterns.harmony.telling import fork_to
 
+ROLES = {
+    "submitter": ["start", "begin", "put", "end", "room", "progress"],
+    "worker": ["work", "idle", "leave"],
+    "reader": ["progress", "batches"],
+}
 
-class Cluster(Immortal):
+
+class Cluster(Immortal, roles=ROLES):
     """``silence_s``: a worker without a word for so long is lost, and others get what it had. ``deaths_max``: a task
     that so many workers had alone when they were lost is set aside.
     """

@@ -7,6 +7,7 @@ from datetime import timedelta
 import msgspec
 
 from appsdk.handlers.decorators import query, rpc
+from appsdk.handlers.roles import ANY_INSTANCE
 from appsdk.immortal import Immortal
 from appsdk.patterns.harmony.batch import Contents
 from appsdk.patterns.harmony.errors import BatchConflict, BatchError
@@ -28,7 +29,14 @@ class Received(msgspec.Struct, frozen=True):
         return self.done == self.size
 
 
-class BaseCollector(Immortal):
+ROLES = {
+    ANY_INSTANCE: ["accept", "accept_of", "end", "end_of"],  # clusters
+    "reader": ["received"],
+    "administrator": ["forget", "received"],
+}
+
+
+class BaseCollector(Immortal, roles=ROLES):
     """Write ``collect``, and ``complete`` if you like; they run in a handler, so state and calls are exactly once."""
 
     gathered: dict[str, Gathered]
@@ -107,7 +115,7 @@ class BaseCollector(Immortal):
         return self.gathered.pop(batch, None) is not None
 
 
-class Collector(BaseCollector):
+class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
     """Keeps all results of a batch until it is forgotten; they can be read in order while they come."""
 
     kept: dict[str, Kept]

@@ -31,7 +31,16 @@ _ALARM = "alarm"
 _LOOKS = -1  # in place of the time for which the alarm is set: it is about to look
 
 
-class Queue(Immortal):
+ROLES = {
+    "submitter": ["submit", "wait", "task"],
+    "worker": ["ready", "heartbeat", "leave"],
+    "reader": ["overview", "task"],
+    "administrator": ["limit", "retry", "drop", "overview", "task"],
+}
+"""The others are steps of these, and of nobody else."""
+
+
+class Queue(Immortal, roles=ROLES):
     """Tasks of clients for workers: `docs/guide/queue.md`. Clients and workers use what this package gives them."""
 
     records: Records

@@ -12,7 +12,7 @@ from coordinator.core.open_calls import OpenCalls
 from coordinator.core.permissions import Permission, Permissions
 from coordinator.core.replay_check import stream_batches
 from protocol.client import Reply, ReplyKind
-from protocol.extensions import QUERIES
+from protocol.extensions import OWNERS, QUERIES
 from protocol.limits import NESTING_MAX_DEFAULT
 from protocol.messages import RpcKind
 from protocol.nesting import is_nested_beyond, too_deep
@@ -27,16 +27,23 @@ if TYPE_CHECKING:  # it needs the streams, which need this
 class Intake:
     """That of one instance, ``name``."""
 
-    def __init__(self, name: str, given: Mapping[str, Permission], nesting_max: int = NESTING_MAX_DEFAULT) -> None:
-        self.permissions = Permissions(name, given)
+    def __init__(
+        self,
+        name: str,
+        given: Mapping[str, Permission],
+        nesting_max: int = NESTING_MAX_DEFAULT,
+        *,
+        has_keys: bool = False,
+    ) -> None:
+        self.permissions = Permissions(name, given, has_keys=has_keys)
         self.open_calls = OpenCalls(given, is_known=True)  # of peers
         self.failing: Failing | None = None  # given once it is there
         self._name = name
         self._nesting_max = nesting_max
 
-    def change(self, given: Mapping[str, Permission]) -> None:
-        """The settings are others."""
-        self.permissions.change(given)
+    def change(self, given: Mapping[str, Permission], *, has_keys: bool) -> None:
+        """The settings are others, or there are keys by now."""
+        self.permissions.change(given, has_keys=has_keys)
         self.open_calls.change(given)
 
     def why_waiting(self, caller: str) -> str:
@@ -100,7 +107,7 @@ class Intake:
                 method,
                 f"{caller!r} called {method} of {self._name!r}: only an app itself may call negative ones",
             )
-        for index, method in self.permissions.forbidden(caller, calls):
+        for index, method in self.permissions.forbidden(caller, calls, is_instance=who_waits == caller):
             refused.setdefault(index, (method, self.why_forbidden(caller, method)))
         if who_waits == caller:  # a peer
             limit = self.open_calls.limit(caller)
@@ -150,8 +157,16 @@ class Intake:
         return Reply(reply.number, ReplyKind.RAISED, failed[1:])
 
     def why_forbidden(self, caller: str, method: str) -> str:
-        why = f"; its app marks no method as {QUERIES}" if self.permissions.lacks_queries(caller) else ""
-        return f"{caller!r} may not call {method!r} of {self._name!r}{why}"
+        """It names who asked, what it lacks, and how to give it that."""
+        text = f"{caller!r} may not call {method!r} of {self._name!r}"
+        if self.permissions.lacks_queries(caller):
+            return f"{text}; its app marks no method as {QUERIES}"
+        roles = self.permissions.roles_of(method)
+        if not roles:
+            return text
+        names = [role for role in roles if role != OWNERS]
+        gives = f'{caller} = ["{names[0] if names else method}"] under [allow] in its settings lets {caller!r} in'
+        return f"{text}: that is for {' or '.join(names) or 'its owner alone'}; {gives}"
 
     def replayed(self, sequence_id: int, record: memoryview, batches: Sequence[BatchSource]) -> None:
         """A recovery replays a ``record``, whose trailer has ``batches``."""
