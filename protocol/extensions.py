@@ -206,8 +206,10 @@ OWNERS = "@owner"
 """The group of the methods that only the instance's owner may call, unless the settings name them."""
 NO_ROLES = frozenset({OWNERS, QUERIES, "@rpc", "@impulse"})
 """What no role of an app can be called: it is a group already, or would be taken for one."""
+ANYBODYS = "@anybody"
+"""The group of the methods that all may call who may call at all, with whichever role."""
 INSTANCES = "@instance"
-"""The group of the methods that every instance may call which may call at all; clients need it in the settings."""
+"""The group of the methods that each instance may call besides; clients need it in the settings."""
 
 
 class AppDescription(Struct, frozen=True):

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from appsdk.errors import DefinitionError
-from protocol.extensions import GROUP_MARK, INSTANCES, NO_ROLES, OWNERS
+from protocol.extensions import ANYBODYS, GROUP_MARK, INSTANCES, NO_ROLES, OWNERS
 
-ANYBODY = "anybody"
+ANYBODY = ANYBODYS.removeprefix(GROUP_MARK)
 """In place of a role: all that may call at all."""
 ANY_INSTANCE = INSTANCES.removeprefix(GROUP_MARK)
 """In place of a role: each instance that may call at all, and clients with that role."""
@@ -43,6 +43,4 @@ def roles_of(
             said.setdefault(name, set()).add(role)
     for name, roles in said.items():
         found[name] = tuple(sorted(GROUP_MARK + role for role in roles)) or (OWNERS,)
-        if ANYBODY in roles:
-            found[name] = ()
     return found

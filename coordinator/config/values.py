@@ -107,10 +107,13 @@ def permission_of(value: object) -> Permission:
 
 
 def _is_method(name: object) -> bool:
-    """Or a group."""
-    return isinstance(name, str) and (
-        name == QUERIES or (name not in NO_ROLES and name.removeprefix(GROUP_MARK).isidentifier())
-    )
+    """Or a group, or a role for a subtree, such as "@writer:stocks/nyse"."""
+    if not isinstance(name, str) or name == QUERIES:
+        return name == QUERIES
+    group, colon, subtree = name.partition(":")
+    if colon and not (group.startswith(GROUP_MARK) and subtree.isprintable() and all(subtree.split("/"))):
+        return False
+    return group not in NO_ROLES and group.removeprefix(GROUP_MARK).isidentifier()
 
 
 def _number_of_calls(value: object, key: str) -> int | None:

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import msgspec
 from msgspec import Struct
 
-from protocol.extensions import GROUP_MARK, INSTANCES, OWNERS, QUERIES, AppDescription
+from protocol.errors import RemoteProtocolError
+from protocol.extensions import ANYBODYS, GROUP_MARK, INSTANCES, OWNERS, QUERIES, AppDescription
 from protocol.handlers import CANCEL_CALL_METHOD_ID
-from protocol.messages import RpcKind, decode_messages
+from protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_messages
 from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
 from protocol.ordering import (
     FENCING_METHOD_ID,
@@ -30,8 +32,8 @@ from protocol.varint import decode_zigzag_int
 
 
 class Permission(Struct, frozen=True):
-    """What one caller may do. ``methods``: the names of those that it may call, groups such as QUERIES and "@worker",
-    ALL_METHODS for all; None: all but those that are for a role.
+    """What one caller may do. ``methods``: the names of those that it may call, groups such as QUERIES, "@worker" and
+    "@writer:stocks/nyse", ALL_METHODS for all; None: all but those that are for a role.
 
     ``rate``: calls in a second; ``concurrent``: calls that are not answered yet; None: any number.
     """
@@ -68,6 +70,19 @@ class _Bucket:
         return self.left < max(1.0, self.rate / 4)
 
 
+def _is_below(subtrees: Sequence[str], calls: bytes, start: int, end: int) -> bool:
+    """Whether the first argument of the call ``calls[start:end]`` is a key in one of them, or it has no arguments."""
+    try:
+        rpc = decode_incoming_rpc(calls, start, end)
+        arguments = msgspec.msgpack.decode(rpc.arguments, type=list[msgspec.Raw])
+        if rpc.rpc_type == RpcType.ASYNC:
+            arguments = arguments[2:]  # without who waits, under which number
+        key = msgspec.msgpack.decode(arguments[0], type=str) if arguments else subtrees[0]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RemoteProtocolError):
+        return False
+    return any(key == subtree or key.startswith(subtree + "/") for subtree in subtrees)
+
+
 class Permissions:
     """Those of one instance, ``name``. ``given``: by the caller's name; others may call what is for no role.
 
@@ -86,6 +101,7 @@ class Permissions:
         self._roles_known = False  # an app has come, and has said its roles if it has any
         self.takes_verdicts = False  # the app does; one that does not can't be kept from carrying out a call
         self._allowed: dict[str, frozenset[int]] = {}  # method IDs, of who may not call all of them
+        self._below: dict[str, dict[int, tuple[str, ...]]] = {}  # subtrees, by method ID, of who may write to some
         self._buckets: dict[str, _Bucket] = {}  # of who has a rate
         self.held_back: Counter[str] = Counter()  # how often calls of a caller had to wait, since the start
         self.change(given, has_keys=has_keys)
@@ -104,8 +120,8 @@ class Permissions:
     def app_came(self, *, takes_verdicts: bool, describes: bool = False) -> None:
         """An app has said its first word. ``describes``: it is about to say what its methods are."""
         self.takes_verdicts = takes_verdicts
-        if not describes or not takes_verdicts:  # so it has no roles
-            self._roles_known = True
+        self._roles_known = not describes or not takes_verdicts
+        if self._roles_known:  # that there are none
             self._for_roles = self._for_roles_of_instances = frozenset()
 
     def describe(self, description: AppDescription) -> None:
@@ -122,7 +138,7 @@ class Permissions:
         self._groups = {group: frozenset(method_ids) for group, method_ids in groups.items()}
         self._queries = self._groups.get(QUERIES, frozenset())
         roles = [method_ids for group, method_ids in self._groups.items() if group != QUERIES]
-        self._for_roles = frozenset().union(*roles)
+        self._for_roles = frozenset().union(*roles) - self._groups.get(ANYBODYS, frozenset())
         self._for_roles_of_instances = self._for_roles - self._groups.get(INSTANCES, frozenset())
         self._roles_known = True
         self._look_up()
@@ -134,15 +150,28 @@ class Permissions:
             if permission.methods is not None and ALL_METHODS not in permission.methods
         }
 
+        self._below = {caller: below for caller in self._allowed if (below := self._subtrees_of(caller))}
+
+    def _subtrees_of(self, caller: str) -> dict[int, tuple[str, ...]]:
+        """Of methods that ``caller`` may call for some subtrees only, these: "@writer:stocks". No queries."""
+        found: dict[int, tuple[str, ...]] = {}
+        for given in sorted(self._given[caller].methods or ()):
+            group, _, subtree = given.partition(":")
+            for method_id in self._groups.get(group, frozenset()) - self._queries if subtree else ():
+                found[method_id] = (*found.get(method_id, ()), subtree)
+        return found
+
     def _method_ids(self, allowed: frozenset[str]) -> frozenset[int]:
         named = frozenset(method_id for method_id, name in (self._names or {}).items() if name in allowed)
         named |= {CANCEL_CALL_METHOD_ID, ORDERING_METHOD_ID}  # about calls that it was allowed to make, or that it gets
         named |= {NODE_METHOD_ID, HANDLES_METHOD_ID}  # a handle is itself the right to call its node
         if allowed & FENCING_METHODS:
             named |= {FENCING_METHOD_ID}
-        for group in allowed:
-            if group != OWNERS:
-                named |= self._groups.get(group, frozenset())
+        roles = [given for given in allowed if given.startswith(GROUP_MARK) and given != OWNERS]
+        if any(role != QUERIES for role in roles):
+            roles.append(ANYBODYS)
+        for role in roles:
+            named |= self._groups.get(role, frozenset())
         return named
 
     def lacks_queries(self, caller: str) -> bool:
@@ -226,11 +255,15 @@ class Permissions:
             if not denied:
                 return []
         found = []
+        below = self._below.get(caller, {})
         for index, (_, start, end) in enumerate(decode_messages(calls)):
             method_id = decode_zigzag_int(calls, start + 1)[0]
-            if method_id == ORDERED_METHOD_ID and calls[start] == RpcKind.CALL:
+            is_ordered = method_id == ORDERED_METHOD_ID and calls[start] == RpcKind.CALL
+            if is_ordered:
                 method_id = ordered_method(calls, start, end)
             is_denied = method_id in denied if allowed is None else method_id not in allowed
+            if is_denied and method_id in below and not is_ordered:  # its arguments are inside others
+                is_denied = not _is_below(below[method_id], calls, start, end)
             if is_denied and calls[start] == RpcKind.CALL:
                 found.append((index, self.name_of(method_id)))
         return found

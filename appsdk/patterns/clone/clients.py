@@ -88,6 +88,7 @@ def connect(
     window_bytes: int = ...,
     mark_bytes: int = ...,
     label: str = ...,
+    writes: str = ...,
     timeout: float = ...,
     publishers: Sequence[str] = ...,
     endpoints: Sequence[str] = ...,
@@ -105,6 +106,7 @@ def connect(
     window_bytes: int = ...,
     mark_bytes: int = ...,
     label: str = ...,
+    writes: str = ...,
     timeout: float = ...,
     publishers: Sequence[str] = ...,
     endpoints: Sequence[str] = ...,
@@ -122,6 +124,7 @@ def connect(
     window_bytes: int = limits.WINDOW_BYTES_DEFAULT,
     mark_bytes: int = limits.MARK_BYTES_DEFAULT,
     label: str = "",
+    writes: str = "",
     timeout: float = limits.TIMEOUT_DEFAULT_S,
     publishers: Sequence[str] = (),
     endpoints: Sequence[str] = (),
@@ -135,7 +138,8 @@ def connect(
     ``of``: the type of all values; they are checked as they are read. ``subtrees``: those of interest. ``policy``: when
     more than ``mark_bytes`` wait for this client beyond the ``window_bytes`` that may be on their way: "drop": changes
     are dropped, the oldest first, and the keys come again as they are then; "disconnect": it is ended; "block": writers
-    wait, as long as the table allows. ``timeout``: seconds, of a call and of the first copy. ``publishers``: endpoints
+    wait, as long as the table allows. ``writes``: the subtree that all its changes are in, for who may write to that
+    alone. ``timeout``: seconds, of a call and of the first copy. ``publishers``: endpoints
     to follow, in place of those that the table names; ``endpoints=[]`` and the rest are of
     :func:`appsdk.client.connect`.
 
@@ -145,7 +149,7 @@ def connect(
         raise ValueError(f"policy {policy!r}: {', '.join(map(repr, POLICIES))} were expected")
     if isinstance(publishers, str):
         raise ValueError(f"publishers={publishers!r}: a list was expected, such as [{publishers!r}]")
-    options = Options(check_subtrees(subtrees), window_bytes, mark_bytes, policy, label)
+    options = Options(check_subtrees(subtrees), window_bytes, mark_bytes, policy, label, writes=writes)
     access = Access(table, home, identity, server_keys, insecure, publishers, blocks=policy == "block")
     connector = connect_client(
         Table,

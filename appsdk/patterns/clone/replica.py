@@ -22,6 +22,7 @@ class Options:
     policy: Policy = "drop"
     label: str = ""
     relay: bool = False
+    writes: str = ""
 
 
 @dataclass(slots=True)

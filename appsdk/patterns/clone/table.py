@@ -35,7 +35,7 @@ from appsdk.patterns.clone.records import (
     check_key,
     encode,
 )
-from appsdk.patterns.clone.subtrees import check_subtrees, may_be_seen
+from appsdk.patterns.clone.subtrees import check_subtrees, covers, may_be_seen
 from protocol import decoding
 
 _ALARM = "alarm"
@@ -55,7 +55,7 @@ class Forwarding(msgspec.Struct):
 ROLES = {
     ANYBODY: ["places"],  # who sees what there is for publishers to judge
     "reader": ["status"],
-    "writer": ["update", "room"],
+    "writer": ["update", "update_below", "room"],
     "forwarder": ["forwarder_says", "forwarder_known", "forwarder_ends"],
     "administrator": ["entitle", "disentitle", "entitled", "status"],
 }
@@ -104,6 +104,14 @@ class Table(Immortal, roles=ROLES):
             for change in changes:
                 self._change(rows, change.key, change.value, now_ns + round(change.ttl_s * 1e9) if change.ttl_s else 0)
         return Written(self.entries.number, not self._held_by())
+
+    @rpc(raises=[ValueError, TableFull])
+    def update_below(self, subtree: str, changes: list[Change]) -> Written:
+        """As ``update``, all of it in ``subtree``: of who may write to that and nothing else."""
+        for change in changes:
+            if not covers(subtree, change.key):
+                raise ValueError(f"key {change.key!r} is not in {subtree!r}, which this client says that it writes to")
+        return self.update(changes)
 
     @rpc
     async def room(self) -> bool:

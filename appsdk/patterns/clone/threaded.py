@@ -216,7 +216,8 @@ class Clone(Mapping[str, V]):
         table = self._table()
         while self._is_held:  # a client that may do so holds writers up
             self._is_held = not with_timeout(table, None).room()
-        written = table.update(changes)
+        below = self._options.writes
+        written = table.update_below(below, changes) if below else table.update(changes)
         self._is_held = not written.has_room
         number: int = written.number
         if wait and any(covers(subtree, change.key) for subtree in self.subtrees for change in changes):

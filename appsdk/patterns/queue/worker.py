@@ -184,7 +184,7 @@ class Worker:
             try:
                 given: Any = queue.ready(self.id, self._session, list(self._functions), self._heartbeat_s, report)
             except CallRefused as error:
-                raise QueueError(f"{self._queue!r} is no queue, or one of another version: {error}") from None
+                raise QueueError(f"{self._queue!r} takes no workers like this one, or is no queue: {error}") from None
             except (CallCancelled, OutcomeUnknown, ReplyGone):
                 given = None  # the queue knows what became of the report; if it does not, the task is tried again
             except ClientClosed:
