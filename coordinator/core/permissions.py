@@ -261,7 +261,10 @@ class Permissions:
             is_ordered = method_id == ORDERED_METHOD_ID and calls[start] == RpcKind.CALL
             if is_ordered:
                 method_id = ordered_method(calls, start, end)
-            is_denied = method_id in denied if allowed is None else method_id not in allowed
+            if allowed is None:  # of a multicast that does not say what it calls nobody knows that it may
+                is_denied = method_id in denied or (is_ordered and method_id < 0)
+            else:
+                is_denied = method_id not in allowed
             if is_denied and method_id in below and not is_ordered:  # its arguments are inside others
                 is_denied = not _is_below(below[method_id], calls, start, end)
             if is_denied and calls[start] == RpcKind.CALL:

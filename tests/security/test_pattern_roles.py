@@ -133,6 +133,15 @@ def test_a_writer_of_a_subtree_writes_nowhere_else() -> None:
     assert permissions.forbidden("bob", encode_incoming_rpc(ORDERED_METHOD_ID, 0, run))
 
 
+@pytest.mark.parametrize("inner", ["entitle", "update", None, b"x", 1.5, [], {}])
+def test_a_multicast_gives_nobody_a_role(inner: Any) -> None:
+    if isinstance(inner, str):
+        inner = definition_of(clone.Table).handlers[inner].method_id
+    call = encode_incoming_rpc(ORDERED_METHOD_ID, 0, msgspec.msgpack.encode((inner, "bob", [""])))
+    for given in ({}, {"bob": Permission(frozenset({"@reader", "@writer:a"}))}):
+        assert judging(clone.Table, given).forbidden("bob", call, is_instance=True)
+
+
 @pytest.mark.parametrize(
     ("caller", "method", "text"),
     [

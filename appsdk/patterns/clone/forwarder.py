@@ -214,7 +214,7 @@ class Forwarder:
                     table.forwarder_says(self.id, place, page, left, held, begins)
                 told = True
             except CallRefused as error:
-                logger.error("forwarder %s: %r is no table of this version: %s", self.id, self._access.table, error)
+                logger.error("forwarder %s: %r does not list it: %s", self.id, self._access.table, error)
             except (TableFull, ValueError) as error:
                 self._wants_all = True
                 logger.error("forwarder %s: the table refuses it: %s", self.id, error)
