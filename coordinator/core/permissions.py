@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
+from protocol import decoding
 from protocol.errors import RemoteProtocolError
 from protocol.extensions import ANYBODYS, GROUP_MARK, INSTANCES, OWNERS, QUERIES, AppDescription
 from protocol.handlers import CANCEL_CALL_METHOD_ID
@@ -70,15 +71,19 @@ class _Bucket:
         return self.left < max(1.0, self.rate / 4)
 
 
+_arguments_of = decoding.Decoder(list[msgspec.Raw]).decode
+_key_of = decoding.Decoder(str).decode
+
+
 def _is_below(subtrees: Sequence[str], calls: bytes, start: int, end: int) -> bool:
     """Whether the first argument of the call ``calls[start:end]`` is a key in one of them, or it has no arguments."""
     try:
         rpc = decode_incoming_rpc(calls, start, end)
-        arguments = msgspec.msgpack.decode(rpc.arguments, type=list[msgspec.Raw])
+        arguments = _arguments_of(rpc.arguments)
         if rpc.rpc_type == RpcType.ASYNC:
             arguments = arguments[2:]  # without who waits, under which number
-        key = msgspec.msgpack.decode(arguments[0], type=str) if arguments else subtrees[0]
-    except (msgspec.MsgspecError, UnicodeDecodeError, RemoteProtocolError):
+        key = _key_of(arguments[0]) if arguments else subtrees[0]
+    except (decoding.DecodeError, RemoteProtocolError):
         return False
     return any(key == subtree or key.startswith(subtree + "/") for subtree in subtrees)
 
