@@ -96,6 +96,25 @@ def test_each_may_call_what_the_guide_says_and_nothing_else(cls: type, who: str,
     assert may == (set(handlers) if calls == "all" else set(re.findall(r"`(\w+)`", calls)))
 
 
+@pytest.mark.parametrize(
+    ("cls", "more"),
+    [
+        (queue.Queue, set()),
+        (clone.Table, set()),
+        (Cluster, set()),
+        (Collector, {"accept", "accept_of", "end", "end_of"}),
+    ],
+)
+def test_an_instance_may_no_more_than_a_client_but_bring_results(cls: type, more: set[str]) -> None:
+    permissions = judging(cls, {"ann": Permission(rate=5), "eve": Permission(frozenset())})
+    names = set(definition_of(cls).handlers)
+    for caller in ("bob", "ann"):
+        as_client = {name for name in names if not permissions.forbidden(caller, called(cls, name))}
+        as_instance = {name for name in names if not permissions.forbidden(caller, called(cls, name), is_instance=True)}
+        assert as_instance == as_client | more
+    assert all(permissions.forbidden("eve", called(cls, name), is_instance=True) for name in names)
+
+
 @pytest.mark.parametrize("cls", [cls for cls, _, _ in PATTERNS])
 def test_without_keys_everybody_may_do_all(cls: type) -> None:
     permissions = judging(cls, {}, has_keys=False)
