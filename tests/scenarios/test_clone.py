@@ -237,6 +237,7 @@ def test_a_reader_may_call_what_finds_publishers_and_nothing_else(tmp_path: Path
     [
         ({"subtrees": "a"}, ValueError, "a list was expected"),
         ({"subtrees": ["a//b"]}, ValueError, "printable parts"),
+        ({"writes": "a//b"}, ValueError, "printable parts"),
         ({"policy": "never"}, ValueError, "'drop', 'block', 'disconnect' were expected"),
         ({"publishers": "tcp://127.0.0.1:1"}, ValueError, "a list was expected"),
         ({"publishers": ["tcp://127.0.0.1:1"], "timeout": 0.5}, CloneError, "there is no copy after 0.5 s: .*nobody"),

@@ -139,9 +139,8 @@ def connect(
     more than ``mark_bytes`` wait for this client beyond the ``window_bytes`` that may be on their way: "drop": changes
     are dropped, the oldest first, and the keys come again as they are then; "disconnect": it is ended; "block": writers
     wait, as long as the table allows. ``writes``: the subtree that all its changes are in, for who may write to that
-    alone. ``timeout``: seconds, of a call and of the first copy. ``publishers``: endpoints
-    to follow, in place of those that the table names; ``endpoints=[]`` and the rest are of
-    :func:`appsdk.client.connect`.
+    alone. ``timeout``: seconds, of a call and of the first copy. ``publishers``: endpoints to follow, in place of those
+    that the table names; ``endpoints=[]`` and the rest are of :func:`appsdk.client.connect`.
 
     Raises TypeError, ValueError.
     """
@@ -149,6 +148,8 @@ def connect(
         raise ValueError(f"policy {policy!r}: {', '.join(map(repr, POLICIES))} were expected")
     if isinstance(publishers, str):
         raise ValueError(f"publishers={publishers!r}: a list was expected, such as [{publishers!r}]")
+    if writes:
+        check_subtrees([writes])
     options = Options(check_subtrees(subtrees), window_bytes, mark_bytes, policy, label, writes=writes)
     access = Access(table, home, identity, server_keys, insecure, publishers, blocks=policy == "block")
     connector = connect_client(
