@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.cli import Run, immortal, wait_until
 
 APP = """
@@ -61,7 +63,8 @@ class Crowd(Immortal):
 """
 
 
-def test_a_killed_feeder_goes_on_where_it_was_though_a_destination_is_frozen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("follower", [False, True], ids=["its app is started again", "a follower takes over"])
+def test_a_killed_feeder_goes_on_where_it_was_though_a_destination_is_frozen(tmp_path: Path, follower: bool) -> None:
     (tmp_path / "app.py").write_text(APP)
     runs = {}
     for name in ("east", "west", "crowd"):
@@ -77,11 +80,20 @@ def test_a_killed_feeder_goes_on_where_it_was_though_a_destination_is_frozen(tmp
         wait_until(lambda: "it waits for west" in immortal(tmp_path, "health", "crowd"))
         assert "it waits for west" in immortal(tmp_path, "status")
         assert json.loads(immortal(tmp_path, "call", "east", "all_of_it")) == []  # it has to do with none of them
-        os.kill(int(crowd.line("process").split()[-1]), signal.SIGKILL)
-        crowd.line("recovered")
+        if follower:
+            heir = runs["heir"] = Run(tmp_path, "--follow", "crowd")
+            heir.line("following")
+            crowd.kill()
+            heir.line("recovered")
+        else:
+            os.kill(int(crowd.line("process").split()[-1]), signal.SIGKILL)
+            crowd.line("recovered")
     finally:
         os.kill(frozen, signal.SIGCONT)
-    crowd.line("fed", 2)
+    if follower:
+        heir.line("fed")
+    else:
+        crowd.line("fed", 2)
     names = [f"guest {number + 1}" for number in range(20)]
     try:
         wait_until(lambda: all(len(got) >= len(names) for got in _got(tmp_path)))
