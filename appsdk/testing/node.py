@@ -16,12 +16,15 @@ from appsdk.testing.outside import OUTSIDERS, OutsideApp
 from appsdk.testing.stand_ins import StandInRunner, StandIns
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
+from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
 from coordinator.core.parts import Parts
 from coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
 from coordinator.driver.turn import Driver
 from coordinator.log.memory import MemoryLogStore
 from protocol.errors import ImmortalError
+
+LIMITS = Limits(hold_off_ns_min=0)  # the clock of a test stands still: who is held off would never be heard again
 
 
 class Wires(Protocol):
@@ -80,7 +83,7 @@ class Node:
     def start(self) -> None:
         """Coordinator and app begin, from what the log has."""
         self.failure = None
-        machine = Machine(Parts(self.name, None, self.upgrade_to))
+        machine = Machine(Parts(self.name, LIMITS, self.upgrade_to))
         inbox: list[ev.Event] = []
         self._log = PlainLog(self.store, inbox)
         self._driver = Driver(

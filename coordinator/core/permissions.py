@@ -195,10 +195,13 @@ class Permissions:
         """The settings list no methods for it, and it is not the owner: what is for a role it may not call."""
         return self._has_keys and caller != self._name and self._given.get(caller, ANYTHING).methods is None
 
-    def why_waiting(self, caller: str) -> str:
-        """Why the calls of ``caller`` can't be judged yet, in words; "" if they can."""
+    def why_waiting(self, caller: str, *, is_instance: bool = False) -> str:
+        """Why the calls of ``caller`` can't be judged yet, in words; "" if they can.
+
+        Another instance does not wait to hear of roles: what it sends is accepted while the app is away.
+        """
         if caller not in self._allowed:
-            if self._roles_known or not self._needs_roles(caller):
+            if self._roles_known or is_instance or not self._needs_roles(caller):
                 return ""
             return f"the app of {self._name!r} has not said yet which of its methods are for some callers only"
         if self._names is not None and self.takes_verdicts:

@@ -52,7 +52,7 @@ class Intake:
 
     def why_peer_waits(self, caller: str) -> str:
         """As :meth:`why_waiting`, of a peer."""
-        why = self.permissions.why_waiting(caller)
+        why = self.permissions.why_waiting(caller, is_instance=True)
         limit = self.open_calls.limit(caller)
         if why or limit is None or (self.open_calls.is_known and self.permissions.takes_verdicts):
             return why
