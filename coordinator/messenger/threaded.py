@@ -7,11 +7,13 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from coordinator.messenger.errors import MessengerClosedError, MessengerError
 from coordinator.messenger.wake import Wake
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 logger = logging.getLogger("coordinator.messenger")
 Result = TypeVar("Result")
@@ -90,6 +92,8 @@ class OwnerThread:
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return function()
+        from concurrent.futures import Future  # here: a coordinator, which asks no other thread, has no use for it
+
         future: Future[Result] = Future()
         self._calls.append((function, future))
         self._wake.signal()
