@@ -66,3 +66,14 @@ def test_every_page_is_in_the_navigation() -> None:
     named = set(re.findall(r"[\w/-]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     made = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert named == {page for page in made if not page.startswith("decisions/")} | set(BESIDE)
+
+
+def test_each_input_that_is_promised_names_tests_that_there_are() -> None:
+    section = (ROOT / "docs" / "guarantees.md").read_text().partition("## Whatever comes in")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][2:]
+    assert rows
+    assert len(rows) == len(set(rows))
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)`", row)
+        assert named, row
+        assert [path for path in named if not (ROOT / path).exists()] == [], row
