@@ -89,7 +89,7 @@ class AppEndpoint:
         except ImmortalError as error:
             listener.close()
             if self._opens_ns is None:
-                self._log.warning(f"{error}; it is tried again until then, and this coordinator's app works")
+                self._log.warning(f"{error}; it is tried again each second, and the app that is connected works on")
             self._opens_ns = now_ns + REOPEN_NS
             return
         self._opens_ns = None
