@@ -21,7 +21,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
-from protocol import compiled  # noqa: E402
+from immortal.protocol import compiled  # noqa: E402
 
 FLAGS = [] if sys.platform == "win32" else ["-O2", "-g0", "-w"]  # debug information takes as long as the code
 CORE_FLAGS = [*FLAGS, "-fno-asynchronous-unwind-tables"] if FLAGS else []

@@ -1,9 +1,9 @@
-"""``python -m appsdk module:Class``."""
+"""``python -m immortal.appsdk module:Class``."""
 
 import os
 import sys
 
-from appsdk.running.runner import main
+from immortal.appsdk.running.runner import main
 
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 

@@ -1,4 +1,4 @@
-"""Every error of the SDK, below :class:`protocol.errors.ImmortalError`, by who can do something about it.
+"""Every error of the SDK, below :class:`immortal.protocol.errors.ImmortalError`, by who can do something about it.
 
     AppError
       DefinitionError    the class is not an app that could be replayed: raised where the class is made
@@ -27,8 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from protocol.errors import ImmortalError
-from protocol.verdicts import Cause
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.verdicts import Cause
 
 OnError = Literal["undo", "keep", "stop"]
 """What an exception does that a handler does not declare: the call fails and the state is as before it ("undo"), the

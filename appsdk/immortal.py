@@ -9,16 +9,16 @@ from datetime import datetime, timedelta
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, ParamSpec, Protocol, Self, TypeVar, overload
 
-from appsdk.calls.context import Context, datetime_of
-from appsdk.effects.options import CONCURRENT_EFFECTS, Effects
-from appsdk.errors import DefinitionError, OnError, UsageError
-from appsdk.handlers.contexts import attach, new_context
-from appsdk.handlers.definition import Definition, define
-from appsdk.handlers.log import LogAttribute
-from appsdk.handlers.multicast import Multicasters
-from appsdk.nodes.node import Node
-from appsdk.running.runner import run
-from appsdk.waiting.waits import Winner
+from immortal.appsdk.calls.context import Context, datetime_of
+from immortal.appsdk.effects.options import CONCURRENT_EFFECTS, Effects
+from immortal.appsdk.errors import DefinitionError, OnError, UsageError
+from immortal.appsdk.handlers.contexts import attach, new_context
+from immortal.appsdk.handlers.definition import Definition, define
+from immortal.appsdk.handlers.log import LogAttribute
+from immortal.appsdk.handlers.multicast import Multicasters
+from immortal.appsdk.nodes.node import Node
+from immortal.appsdk.running.runner import run
+from immortal.appsdk.waiting.waits import Winner
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -48,22 +48,22 @@ class Immortal:
     ``__init__`` runs at the first start of the instance only; after a crash the object is made without it, gets its
     last checkpoint and handles the logged calls after it again. So handlers take whatever differs from run to run from
     here: ``self.now()``, ``self.random``, ``self.uuid4()``. ``self.log.info("took order", order=3)`` writes a line, and
-    none where a replay handles the call again (:mod:`appsdk.handlers.log`).
+    none where a replay handles the call again (:mod:`immortal.appsdk.handlers.log`).
 
     A class may define ``prepare(self) -> None``, which runs after ``__init__`` and after each recovery (before any
-    logged call) and makes what is :data:`~appsdk.Transient`; and ``checkpoint(self) -> bytes`` together with
+    logged call) and makes what is :data:`~immortal.Transient`; and ``checkpoint(self) -> bytes`` together with
     ``restore(self, blob: bytes) -> None`` to keep its state in a form of its own.
 
     Class keywords: ``serializer="pickle"`` keeps the state with pickle; ``formerly=("Old",)`` names what the class was
     called when older checkpoints were taken; ``version=2`` is the version of the state (by default 1, and with
-    :func:`~appsdk.upgrades` one more than the old class's); ``checkpoint="fork"`` takes checkpoints in a child process,
+    :func:`~upgrades` one more than the old class's); ``checkpoint="fork"`` takes checkpoints in a child process,
     beside the handlers; ``concurrent_effects=8`` is how many effects run at once (by default 32), and
     ``concurrent_handlers=100`` how many ``async def`` handlers (by default without limit); ``on_error`` says
-    what an exception does that a handler does not declare, "undo" by default (see :func:`~appsdk.rpc`);
+    what an exception does that a handler does not declare, "undo" by default (see :func:`~immortal.rpc`);
     ``handler_time_limit=timedelta(seconds=30)`` ends the process of a handler that takes longer, as a crash would;
     ``share_tracebacks=True`` tells callers where a call has failed, not only with what. ``nodes=(Order,)`` names the
-    classes of nodes that it creates (:class:`~appsdk.Node`). ``roles={"worker": ["take"]}`` says which handlers a
-    caller with keys may call only in that role (:mod:`appsdk.handlers.roles`).
+    classes of nodes that it creates (:class:`~immortal.Node`). ``roles={"worker": ["take"]}`` says which handlers a
+    caller with keys may call only in that role (:mod:`immortal.appsdk.handlers.roles`).
     DefinitionError is raised for a class that could not be replayed.
     """
 
@@ -256,7 +256,7 @@ class Immortal:
         return nodes
 
     def create_node(self, cls: Callable[P, N], /, *args: P.args, **kwargs: P.kwargs) -> type[N]:
-        """``self.create_node(Order, "GOLD")``: a new node; its handle, an ``appsdk.Handle[Order]``.
+        """``self.create_node(Order, "GOLD")``: a new node; its handle, an ``immortal.Handle[Order]``.
 
         Only who is passed the handle can call it. Raises UsageError, DefinitionError, what ``__init__`` raises.
         """
@@ -292,5 +292,5 @@ class Immortal:
 
     @classmethod
     def main(cls, address: str | None = None) -> NoReturn:
-        """Run this class as the app of a program of its own; never returns. See :func:`appsdk.run`."""
+        """Run this class as the app of a program of its own; never returns. See :func:`immortal.run`."""
         run(cls, address)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
+from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 
 CHAINS = 16
 PEERS_MAX = 200

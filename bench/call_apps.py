@@ -6,8 +6,8 @@ import sys
 import threading
 import time
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
-from bench.call_workload import argument, encode_measured, measured, read_runs
+from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
+from immortal.bench.call_workload import argument, encode_measured, measured, read_runs
 
 CALLS_PER_JOURNAL = 1_000  # then a loop goes on with an empty journal
 

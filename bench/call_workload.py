@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TextIO
 
-from bench.latency import percentile
+from immortal.bench.latency import percentile
 
 NUMBER_SIZE_BYTES = 8  # in front of each argument: the answer has to be that of this call
 

@@ -15,13 +15,13 @@ from subprocess import Popen
 from types import MappingProxyType
 from typing import Any
 
-from bench.call_workload import Measured, Run, decode_measured, encode_run
-from bench.disk import append_latencies
-from bench.latency import percentile
-from bench.processes import BenchError, Service, cpu_s, register
-from bench.turns import TurnCosts, measure_turns
+from immortal.bench.call_workload import Measured, Run, decode_measured, encode_run
+from immortal.bench.disk import append_latencies
+from immortal.bench.latency import percentile
+from immortal.bench.processes import BenchError, Service, cpu_s, register
+from immortal.bench.turns import TurnCosts, measure_turns
 
-CALL_APPS = {"caller": "bench.call_apps:Caller", "callee": "bench.call_apps:Callee"}
+CALL_APPS = {"caller": "immortal.bench.call_apps:Caller", "callee": "immortal.bench.call_apps:Callee"}
 IMMORTAL = "immortal"
 WARM_UP_CALLS = 200
 DISK_BLOCK_SIZE_BYTES = 4 << 10  # about what the commit of a small record writes
@@ -187,7 +187,7 @@ def immortal_caller(
     **settings: Any,
 ) -> Iterator[Caller]:
     """The first of ``apps`` takes the runs. ``variables``: of the environment of all processes. ``settings``: of the
-    instances, as ``coordinator.instances.registry.Registry.register`` takes them."""
+    instances, as ``immortal.coordinator.instances.registry.Registry.register`` takes them."""
     services = register(home, dict(apps), dict(variables), curve=curve, **settings)
     with running(services):
         yield Caller(name, processes_of(services), lambda: _check_alive(services))

@@ -17,15 +17,15 @@ from pathlib import Path
 from subprocess import Popen
 from typing import TextIO
 
-from bench.call_workload import Measured, decode_measured
-from bench.calls import processes_of, running
-from bench.disk import append_latencies
-from bench.embedded_workload import Case, Task, encode_task
-from bench.latency import percentile
-from bench.processes import BenchError, Service, cpu_s, register
-from coordinator.service.parent_death import die_with_parent
+from immortal.bench.call_workload import Measured, decode_measured
+from immortal.bench.calls import processes_of, running
+from immortal.bench.disk import append_latencies
+from immortal.bench.embedded_workload import Case, Task, encode_task
+from immortal.bench.latency import percentile
+from immortal.bench.processes import BenchError, Service, cpu_s, register
+from immortal.coordinator.service.parent_death import die_with_parent
 
-MODULE = "bench.embedded_apps"
+MODULE = "immortal.bench.embedded_apps"
 APPS = {"caller": f"{MODULE}:Caller", "callee": f"{MODULE}:Callee"}
 EMBEDDED, SIDECARS = "one process", "sidecars"
 CLIENT = "client"
@@ -204,7 +204,7 @@ def _in_one_process(home: Path) -> Iterator[Side]:
 
 @contextlib.contextmanager
 def _process(home: Path, services: dict[str, Service], *arguments: str) -> Iterator[Popen[str]]:
-    """``python -m bench.embedded_apps``, killed at the end."""
+    """``python -m immortal.bench.embedded_apps``, killed at the end."""
     errors: TextIO
     with open(home / "errors.txt", "a") as errors:
         process = Popen(

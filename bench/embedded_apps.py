@@ -1,6 +1,6 @@
 """Apps, client and process of `immortal bench --embedded`. Each reads runs from standard input, a line of JSON each.
 
-`python -m bench.embedded_apps`: both services in one process. `... client`: an outside client of the callee.
+`python -m immortal.bench.embedded_apps`: both services in one process. `... client`: an outside client of the callee.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import sys
 import threading
 import time
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
-from appsdk.client import connect
-from bench.call_workload import argument, encode_measured, measured
-from bench.embedded_workload import BATCH_CALLS, Case, read_tasks
+from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
+from immortal.bench.call_workload import argument, encode_measured, measured
+from immortal.bench.embedded_workload import BATCH_CALLS, Case, read_tasks
+from immortal.client import connect
 
 CALLS_PER_JOURNAL = 1_000  # then a loop goes on with an empty journal
 
@@ -121,7 +121,7 @@ def _answer(begun: float) -> None:
 
 def serve() -> None:
     """Both services in this process, until it is killed."""
-    from appsdk.embedded import start  # here: a service with a sidecar does not load it
+    from immortal.embedded import start  # here: a service with a sidecar does not load it
 
     with start(Callee, "callee"), start(Caller, "caller"):
         threading.Event().wait()

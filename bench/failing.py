@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from appsdk.client import CalleeFailed, connect
-from bench.failing_app import STATE_SIZE_VARIABLE
-from bench.latency import percentile
-from bench.processes import BenchError, register
+from immortal.bench.failing_app import STATE_SIZE_VARIABLE
+from immortal.bench.latency import percentile
+from immortal.bench.processes import BenchError, register
+from immortal.client import CalleeFailed, connect
 
 NAME = "ledger"
 STATES_SIZE_BYTES = (1 << 20, 1 << 30)
@@ -56,7 +56,7 @@ def measure_failing(
 
 def _measure(home: Path, size_bytes: int) -> FailingResult:
     variables = {STATE_SIZE_VARIABLE: str(size_bytes)}
-    service = register(home, {NAME: "bench.failing_app:Ledger"}, variables)[NAME]
+    service = register(home, {NAME: "immortal.bench.failing_app:Ledger"}, variables)[NAME]
     service.start()
     try:
         service.wait_for_phase("normal", timeout_s=START_TIMEOUT_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 
 STATE_SIZE_VARIABLE = "IMMORTAL_BENCH_STATE_SIZE"
 ROW_SIZE_BYTES = 1000

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.fleet_app import CALLS_VARIABLE, NAME_VARIABLE, NEIGHBOURS_VARIABLE
-from bench.processes import BenchError, Service, register
-from bench.state import final_state
-from bench.usage import MIB, memory_of, processor_s
+from immortal.bench.fleet_app import CALLS_VARIABLE, NAME_VARIABLE, NEIGHBOURS_VARIABLE
+from immortal.bench.processes import BenchError, Service, register
+from immortal.bench.state import final_state
+from immortal.bench.usage import MIB, memory_of, processor_s
 
-APP = "bench.fleet_app:Member"
+APP = "immortal.bench.fleet_app:Member"
 NEIGHBOURS = 10
 CALLS = 100  # to each neighbour
 IDLE_S = 30.0

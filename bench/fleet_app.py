@@ -6,7 +6,7 @@ import os
 from types import new_class
 from typing import Any
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
+from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 
 NAME_VARIABLE = "IMMORTAL_BENCH_NAME"
 NEIGHBOURS_VARIABLE = "IMMORTAL_BENCH_NEIGHBOURS"  # names, with commas between them

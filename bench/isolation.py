@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.isolation_apps import RECEIVERS
-from bench.processes import BenchError, Service, register
-from bench.state import final_state
-from coordinator.operator import control
+from immortal.bench.isolation_apps import RECEIVERS
+from immortal.bench.processes import BenchError, Service, register
+from immortal.bench.state import final_state
+from immortal.coordinator.operator import control
 
 HUB = "hub"
 DEAD, STALLED, *OTHERS = RECEIVERS
@@ -74,8 +74,8 @@ def measure_isolation(
 ) -> IsolationResult:
     """``folder``: where the logs go, the system's temporary folder by default. Raises BenchError."""
     with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as home:
-        apps = {HUB: "bench.isolation_apps:Hub"}
-        apps |= dict.fromkeys(RECEIVERS, "bench.isolation_apps:Receiver")
+        apps = {HUB: "immortal.bench.isolation_apps:Hub"}
+        apps |= dict.fromkeys(RECEIVERS, "immortal.bench.isolation_apps:Receiver")
         services = register(Path(home), apps, {})
         with (Path(home) / f"{HUB}.toml").open("a") as settings:
             settings.write(TUNING)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from types import new_class
 from typing import Any
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
+from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 
 RECEIVERS = [f"receiver{number}" for number in range(10)]
 FILL_SIZE_BYTES = 1024

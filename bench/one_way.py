@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.disk import append_rate
-from bench.processes import BenchError, Service
-from bench.streams import CALL_OVERHEAD_BYTES, ImmortalStreams, Load, immortal_streams
-from coordinator.config import LOG_KEY_FILE
-from coordinator.log import open_reader
-from protocol.record import decode_header
-from protocol.trailer import decode_trailer
+from immortal.bench.disk import append_rate
+from immortal.bench.processes import BenchError, Service
+from immortal.bench.streams import CALL_OVERHEAD_BYTES, ImmortalStreams, Load, immortal_streams
+from immortal.coordinator.config import LOG_KEY_FILE
+from immortal.log import open_reader
+from immortal.protocol.record import decode_header
+from immortal.protocol.trailer import decode_trailer
 
 WARM_UP_BYTES = 20_000_000
 

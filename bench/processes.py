@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from coordinator.app import secret as app_secret
-from coordinator.config import InstanceSettings
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
-from coordinator.peers import keys
-from coordinator.service.parent_death import die_with_parent
-from protocol.errors import ImmortalError
+from immortal.coordinator.app import secret as app_secret
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.coordinator.peers import keys
+from immortal.coordinator.service.parent_death import die_with_parent
+from immortal.protocol.errors import ImmortalError
 
 START_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.002
@@ -41,14 +41,14 @@ class Service:
         settings = self.settings
         with open(settings.folder / "errors.txt", "a") as errors:
             self.coordinator = subprocess.Popen(
-                [sys.executable, "-P", "-m", "coordinator", "coordinator", settings.name],
+                [sys.executable, "-P", "-m", "immortal.coordinator", "coordinator", settings.name],
                 env=self.environment,
                 stderr=errors,
                 text=True,
                 preexec_fn=die_with_parent(os.getpid()),
             )
             self.app = subprocess.Popen(
-                [sys.executable, "-P", "-m", "appsdk", self._app],
+                [sys.executable, "-P", "-m", "immortal.appsdk", self._app],
                 cwd=settings.folder,  # an app's modules are looked for there: no bench.py of the user's is found
                 env={
                     **self.environment,

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from appsdk.state.schema import decode_envelope
-from bench.processes import BenchError, Service
-from coordinator.log import open_reader
+from immortal.appsdk.state.schema import decode_envelope
+from immortal.bench.processes import BenchError, Service
+from immortal.log import open_reader
 
 
 def final_state(service: Service, attributes: Mapping[str, Any]) -> dict[str, Any]:

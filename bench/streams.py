@@ -12,9 +12,9 @@ from subprocess import Popen
 from types import MappingProxyType
 from typing import Any
 
-from bench.apps import CHAINS
-from bench.calls import processes_of, running
-from bench.processes import BenchError, Service, cpu_s, register
+from immortal.bench.apps import CHAINS
+from immortal.bench.calls import processes_of, running
+from immortal.bench.processes import BenchError, Service, cpu_s, register
 
 BURST_SIZE_BYTES = 2 << 20  # of arguments in one burst, roughly: small enough to be paced smoothly
 CALL_OVERHEAD_BYTES = 200  # what a call costs in time, expressed in bytes: so that runs take about as long
@@ -110,9 +110,9 @@ def immortal_streams(
     curve: bool = False,
     **settings: Any,
 ) -> Iterator[ImmortalStreams]:
-    """``settings``: of the instances, as ``coordinator.instances.registry.Registry.register`` takes them."""
-    apps = {f"receiver-{index}": "bench.apps:Receiver" for index in range(receivers)}
-    apps |= {f"sender-{index}": "bench.apps:Sender" for index in range(senders)}
+    """``settings``: of the instances, as ``immortal.coordinator.instances.registry.Registry.register`` takes them."""
+    apps = {f"receiver-{index}": "immortal.bench.apps:Receiver" for index in range(receivers)}
+    apps |= {f"sender-{index}": "immortal.bench.apps:Sender" for index in range(senders)}
     services = register(home, apps, dict(variables), curve=curve, **settings)
     with running(services):
         yield ImmortalStreams(services)

@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.latency import percentile
-from bench.processes import BenchError
-from coordinator.core.effects import Commit
-from coordinator.core.events import Committed
-from coordinator.core.interfaces import CheckpointHeader, Transaction
-from coordinator.log import RowLogStore, create_log
-from coordinator.log_port.writer import LogWriter
-from coordinator.service.runtime import SWITCH_INTERVAL_S
-from protocol.checksum import crc64
-from protocol.record import encode_record
-from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+from immortal.bench.latency import percentile
+from immortal.bench.processes import BenchError
+from immortal.coordinator.core.effects import Commit
+from immortal.coordinator.core.events import Committed
+from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
+from immortal.coordinator.log_port.writer import LogWriter
+from immortal.coordinator.service.runtime import SWITCH_INTERVAL_S
+from immortal.log import RowLogStore, create_log
+from immortal.protocol.checksum import crc64
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 
 LOGS = ((64, 400_000), (64 << 10, 8_000))  # (size of a record's content in bytes, number of records to be trimmed)
 COMMIT_SIZE_BYTES = 64  # of the commits that are measured: those that a service waits for

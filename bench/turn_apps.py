@@ -6,18 +6,17 @@ import time
 
 import msgspec
 
-from appsdk import Immortal, peer, rpc
-from appsdk.testing import Environment
-from bench.turns import IDLE_PEERS, TurnCosts
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.machine import Machine
-from coordinator.core.parts import Parts
-from coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers, SetClock
-from coordinator.driver.turn import Driver
-from coordinator.log.memory import MemoryLogStore
-from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
-from protocol.messages import (
+from immortal import Immortal, peer, rpc
+from immortal.bench.turns import IDLE_PEERS, TurnCosts
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.machine import Machine
+from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers, SetClock
+from immortal.coordinator.driver.turn import Driver
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
+from immortal.protocol.messages import (
     MessageType,
     encode_attach_to,
     encode_checkpoint,
@@ -25,7 +24,8 @@ from protocol.messages import (
     encode_message,
     encode_outgoing_rpc,
 )
-from protocol.peer import FrameType, PeerFrame
+from immortal.protocol.peer import FrameType, PeerFrame
+from immortal.testing import Environment
 
 REPEATS = 5  # the least of them counts
 CALLS = 400

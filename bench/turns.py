@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from bench.processes import BenchError
+from immortal.bench.processes import BenchError
 
 IDLE_PEERS = (10, 1_000)
 TIMEOUT_S = 120
@@ -29,7 +29,7 @@ class TurnCosts:
 
 def measure_turns() -> TurnCosts:
     """In a process of its own. Raises BenchError."""
-    command = [sys.executable, "-P", "-m", "bench.turn_apps"]
+    command = [sys.executable, "-P", "-m", "immortal.bench.turn_apps"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode != 0:
         raise BenchError(f"the turns could not be measured: {done.stderr.strip()[-2000:]}")

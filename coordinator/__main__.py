@@ -1,4 +1,4 @@
-"""``python -m coordinator``: what ``immortal`` does, and how a supervisor starts its coordinator."""
+"""``python -m immortal.coordinator``: what ``immortal`` does, and how a supervisor starts its coordinator."""
 
 import sys
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ if (
 ):
     sys.modules["_hashlib"] = None  # type: ignore[assignment]
 
-from coordinator.cli import main
+from immortal.coordinator.cli import main
 
 if __name__ == "__main__":
     main()

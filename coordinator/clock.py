@@ -15,13 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.core.clock import Reading, RunningTime, SteadyClock, Timekeeper
-from coordinator.core.effects import WakeAt
-from coordinator.core.events import ClockMoved, Event, Tick
-from coordinator.core.interfaces import LogSummary
-from coordinator.notices import Notices
-from protocol import decoding
-from protocol.private_files import make_folder, opener
+from immortal.coordinator.core.clock import Reading, RunningTime, SteadyClock, Timekeeper
+from immortal.coordinator.core.effects import WakeAt
+from immortal.coordinator.core.events import ClockMoved, Event, Tick
+from immortal.coordinator.core.interfaces import LogSummary
+from immortal.coordinator.notices import Notices
+from immortal.protocol import decoding
+from immortal.protocol.private_files import make_folder, opener
 
 FILE_NAME = "clock"
 LOOK_NS = 1_000_000_000  # how often it is looked at, whatever else happens: so a jump is never seen twice only

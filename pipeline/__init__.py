@@ -1,7 +1,7 @@
 """Spark over the logs of one or many instances: tables of records, messages, outputs and checkpoints.
 
-    from pipeline import register
-    from pipeline.session import session
+    from immortal.pipeline import register
+    from immortal.pipeline.session import session
 
     spark = session()  # registers the format as well; register(spark) does it for a session of your own
     spark.read.format("immortal").option("table", "messages").load(".immortal")
@@ -22,6 +22,6 @@ __all__ = ["register"]
 
 def register(spark: SparkSession) -> None:
     """Make ``format("immortal")`` known to ``spark``. Harmless when done before."""
-    from pipeline.source import ImmortalSource  # what needs no Spark must not wait for pyspark to be imported
+    from immortal.pipeline.source import ImmortalSource  # what needs no Spark must not wait for pyspark to be imported
 
     spark.dataSource.register(ImmortalSource)

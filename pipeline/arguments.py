@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from appsdk.handlers.definition import Definition, definition_of
-from appsdk.handlers.proxy import method_names
-from appsdk.running.runner import load
-from appsdk.types.handles import read_extension
-from appsdk.types.registry import show_custom
-from pipeline.errors import SourceError
-from protocol import decoding
-from protocol.messages import RpcKind, RpcType
+from immortal.appsdk.handlers.definition import Definition, definition_of
+from immortal.appsdk.handlers.proxy import method_names
+from immortal.appsdk.running.runner import load
+from immortal.appsdk.types.handles import read_extension
+from immortal.appsdk.types.registry import show_custom
+from immortal.pipeline.errors import SourceError
+from immortal.protocol import decoding
+from immortal.protocol.messages import RpcKind, RpcType
 
 
 @dataclass(frozen=True, slots=True)

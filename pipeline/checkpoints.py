@@ -8,14 +8,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from coordinator.core.errors import DamagedCheckpointError, DamagedLogError
-from coordinator.log import LogReader
-from coordinator.log import format as log_format
-from coordinator.log import reading as log_reading
-from coordinator.log.format import StoredHeader
-from pipeline.reading import LogRange
-from pipeline.tables import signed
-from protocol.checksum import crc64
+from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError
+from immortal.coordinator.log import LogReader
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log import reading as log_reading
+from immortal.coordinator.log.format import StoredHeader
+from immortal.pipeline.reading import LogRange
+from immortal.pipeline.tables import signed
+from immortal.protocol.checksum import crc64
 
 
 def read(log: LogReader, wanted: LogRange, check: bool, columns: pa.Schema) -> Iterator[pa.RecordBatch]:

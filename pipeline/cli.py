@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from pipeline.errors import clear_error
-from pipeline.progress import Progress, progress
-from protocol.command_line import Commands, FailedError, RecordPlace, echo, echo_json, json_option
-from protocol.private_files import opener
+from immortal.pipeline.errors import clear_error
+from immortal.pipeline.progress import Progress, progress
+from immortal.protocol.command_line import Commands, FailedError, RecordPlace, echo, echo_json, json_option
+from immortal.protocol.private_files import opener
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from pipeline.jobs.sources import Fleet
+    from immortal.pipeline.jobs.sources import Fleet
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -85,7 +85,7 @@ def _require_packages() -> None:
 def _open(paths: list[str]) -> Fleet:
     """What ``paths`` are; before Spark starts, which takes a while."""
     _require_packages()
-    from pipeline.jobs.sources import open_fleet
+    from immortal.pipeline.jobs.sources import open_fleet
 
     return open_fleet(paths)
 
@@ -95,7 +95,7 @@ def _spark(master: str, settings: dict[str, str], name: str) -> Iterator[tuple[S
     """A session for one job. Its Java ends with it, unless it was there before."""
     from pyspark.sql import SparkSession
 
-    from pipeline.session import session
+    from immortal.pipeline.session import session
 
     was_running = SparkSession.getActiveSession() is not None
     with progress() as shown:
@@ -128,8 +128,8 @@ def export(
 ) -> None:
     """Logs to Parquet, by instance and day; each time what is new. Compared with the logs before it counts."""
     fleet = _open(paths)
-    from pipeline.jobs import export as job
-    from pipeline.report.text import export_lines
+    from immortal.pipeline.jobs import export as job
+    from immortal.pipeline.report.text import export_lines
 
     names = [name.strip() for name in tables.split(",")] if tables is not None else None
     job.prepare(fleet, folder, names)
@@ -164,8 +164,8 @@ def audit(
     The exit status is 0 if so, 3 if not.
     """
     fleet = _open(paths)
-    from pipeline.jobs import audit as job
-    from pipeline.report.text import audit_lines
+    from immortal.pipeline.jobs import audit as job
+    from immortal.pipeline.report.text import audit_lines
 
     with _spark(master, settings, "audit") as (spark, shown):
         shown.say("auditing")
@@ -184,8 +184,8 @@ def verify(paths: list[str], limit: int, master: str, settings: dict[str, str], 
     The exit status is 0 if all is sound, 1 if something is damaged.
     """
     _require_packages()
-    from pipeline.jobs import verify as job
-    from pipeline.report.text import verify_lines
+    from immortal.pipeline.jobs import verify as job
+    from immortal.pipeline.report.text import verify_lines
 
     opened = job.open_all(paths)
     with _spark(master, settings, "verify") as (spark, shown):
@@ -214,14 +214,14 @@ def stats(
 ) -> None:
     """Calls, bytes and times from sending to logging: by service, method, minute and pair of services."""
     fleet = _open(paths)
-    from pipeline.jobs import stats as job
-    from pipeline.report.text import stats_lines
+    from immortal.pipeline.jobs import stats as job
+    from immortal.pipeline.report.text import stats_lines
 
     with _spark(master, settings, "stats") as (spark, shown):
         shown.say("counting")
         found = job.stats(spark, fleet, decode=decode)
     if page is not None:
-        from pipeline.report.stats_page import stats_page
+        from immortal.pipeline.report.stats_page import stats_page
 
         _write(page, stats_page(found))
     _print(as_json, found.to_json(), stats_lines(found, top))
@@ -268,8 +268,8 @@ def trace(
     Logs do not say which message made which call: each is shown with how many may have made it; "exact" is one.
     """
     fleet = _open(paths)
-    from pipeline.jobs import trace as job
-    from pipeline.report.trace_picture import trace_dot, trace_lines, trace_svg
+    from immortal.pipeline.jobs import trace as job
+    from immortal.pipeline.report.trace_picture import trace_dot, trace_lines, trace_svg
 
     job.check_instance(fleet, instance)
     with _spark(master, settings, "trace") as (spark, shown):
@@ -346,8 +346,8 @@ def what_if(
     if folder is None:
         raise click.MissingParameter("a registry's home is needed", ctx=ctx, param_type="argument", param_hint="HOME")
     _require_packages()
-    from pipeline.jobs import what_if as job
-    from pipeline.report.text import what_if_lines
+    from immortal.pipeline.jobs import what_if as job
+    from immortal.pipeline.report.text import what_if_lines
 
     options = [*(["--old-app", old_app] if old_app else []), *(["--upgrade"] if upgrade else [])]
     options += ["--trust-pickle"] if trust_pickle else []

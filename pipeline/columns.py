@@ -1,6 +1,6 @@
 """The columns of the tables of records, messages and outputs, as Arrow has them: for who reads logs without Spark.
 
-:mod:`pipeline.schema` says what each is; a test compares the two.
+:mod:`immortal.pipeline.schema` says what each is; a test compares the two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values of the log into arrays: headers, trailers, messages. What is unusual is left to pipeline.plain.
+"""Values of the log into arrays: headers, trailers, messages. What is unusual is left to immortal.pipeline.plain.
 
 What is decoded here and there is the same (docs/LOG_FORMAT.md, docs/WIRE.md): a record that is not ``usual`` when
 all is done gets its rows, or the reason why it has none, from there.
@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pipeline.lockstep import ITEMS_MIN, Bytes, Flags, Longs, binaries, fixed, message_starts, ordinals, zigzag
-from protocol.checksum import crc64
-from protocol.extensions import RECORD_TIME_SIZE_BYTES
-from protocol.limits import NAME_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX, RPC_SIZE_BYTES_MAX
-from protocol.messages import MessageType, RpcKind, RpcType
-from protocol.record import HEADER_SIZE_BYTES
-from protocol.trace_context import split_name
-from protocol.trailer import CRC_SIZE_BYTES, TRAILER_SIZE_BYTES_MIN, TRAILER_VERSION, BatchKind
+from immortal.pipeline.lockstep import ITEMS_MIN, Bytes, Flags, Longs, binaries, fixed, message_starts, ordinals, zigzag
+from immortal.protocol.checksum import crc64
+from immortal.protocol.extensions import RECORD_TIME_SIZE_BYTES
+from immortal.protocol.limits import NAME_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX, RPC_SIZE_BYTES_MAX
+from immortal.protocol.messages import MessageType, RpcKind, RpcType
+from immortal.protocol.record import HEADER_SIZE_BYTES
+from immortal.protocol.trace_context import split_name
+from immortal.protocol.trailer import CRC_SIZE_BYTES, TRAILER_SIZE_BYTES_MIN, TRAILER_VERSION, BatchKind
 
 PADDING = bytes(32)  # behind the last value, so that a gather of a few bytes never leaves the array
 _STEPS_MIN = 16  # a record with more batches or marks goes the plain way, unless there are many such

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from protocol.errors import ImmortalError
+from immortal.protocol.errors import ImmortalError
 
 
 class PipelineError(ImmortalError):
@@ -28,7 +28,7 @@ class SparkError(PipelineError):
 
 
 # The last line of a Python traceback: module.Class: message. Spark puts spaces or its own prefix before it.
-_OURS = re.compile(r"(?:^|\s)(?:protocol|coordinator|appsdk|pipeline)(?:\.\w+)+: (.+)$", re.MULTILINE)
+_OURS = re.compile(r"(?:^|\s)immortal(?:\.\w+)+: (.+)$", re.MULTILINE)
 _TRACEBACK_END = re.compile(r"^((?:[A-Za-z_][\w.]*)(?:Error|Exception|Exit|Interrupt)): (.+)$", re.MULTILINE)
 _JAVA_CAUSE = re.compile(r"^Caused by: (?:[\w$]+\.)*([\w$]+(?:Error|Exception)): (.+)$", re.MULTILINE)
 _ERROR_CLASS = re.compile(r"^\[[\w.]+\]\s*")

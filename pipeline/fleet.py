@@ -4,7 +4,7 @@ Their records, trailers, positions, marks and checksums fit together as those of
 makes of a record has positions behind the marks of that record, a message is logged after it was sent, impulses take
 positions and are left out of checksums. At the end some messages are still in flight.
 
-    python -m pipeline.fleet FOLDER --services 20 --messages 100000
+    python -m immortal.pipeline.fleet FOLDER --services 20 --messages 100000
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from coordinator.core.interfaces import (
+from immortal.coordinator.core.interfaces import (
     IMPULSES,
     ONESELF,
     CheckpointHeader,
@@ -27,15 +27,15 @@ from coordinator.core.interfaces import (
     SourcePosition,
     Transaction,
 )
-from coordinator.log import RowLogStore, create_log
-from protocol.batch import encode_batch, offset_after
-from protocol.checksum import crc64
-from protocol.errors import ImmortalError
-from protocol.extensions import encode_record_time
-from protocol.messages import MessageType, RpcType, encode_incoming_data, encode_incoming_rpc, encode_message
-from protocol.record import encode_header
-from protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
-from protocol.varint import encode_zigzag
+from immortal.coordinator.log import RowLogStore, create_log
+from immortal.protocol.batch import encode_batch, offset_after
+from immortal.protocol.checksum import crc64
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.extensions import encode_record_time
+from immortal.protocol.messages import MessageType, RpcType, encode_incoming_data, encode_incoming_rpc, encode_message
+from immortal.protocol.record import encode_header
+from immortal.protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
+from immortal.protocol.varint import encode_zigzag
 
 START_NS = 1_767_225_600_000_000_000  # 2026-01-01
 STEP_NS = 1_000_000  # between two records of the fleet

@@ -1,4 +1,4 @@
-"""Which Java runs Spark. `python -m pipeline.java` says whether there is one; it needs nothing but Python."""
+"""Which Java runs Spark. `python -m immortal.pipeline.java` says whether there is one; it needs nothing but Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import JavaError
+from immortal.pipeline.errors import JavaError
 
 JAVA_VERSION_MIN = 17
 _VERSION_TIMEOUT_S = 30

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from protocol.errors import RemoteProtocolError
-from protocol.varint import decode_zigzag_int
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.varint import decode_zigzag_int
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Longs: TypeAlias = npt.NDArray[np.int64]

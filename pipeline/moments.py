@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.log import LogReader
-from pipeline.plain import read_record
+from immortal.coordinator.log import LogReader
+from immortal.pipeline.plain import read_record
 
 
 def first_record_at(reader: LogReader, time_ns: int, first: int | None = None, end: int | None = None) -> int:

@@ -9,12 +9,12 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from coordinator.core.errors import LogError
-from coordinator.log import log_exists
-from coordinator.log.open import place_of
-from coordinator.log_url import FOLDERS, split_url
-from pipeline.errors import SourceError
-from protocol import decoding
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.log import log_exists
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log_url import FOLDERS, split_url
+from immortal.pipeline.errors import SourceError
+from immortal.protocol import decoding
 
 
 def paths_of(options: Mapping[str, str]) -> list[str]:
@@ -109,7 +109,7 @@ def _folders(path: Path) -> Iterator[Path | str]:
 
 
 def _registered_log(settings: Path) -> Path | str:
-    """Where the settings of an instance say that its log is (coordinator.config writes them)."""
+    """Where the settings of an instance say that its log is (immortal.coordinator.config writes them)."""
     default = settings.with_suffix("") / "log"
     try:
         log = tomllib.loads(settings.read_text()).get("log")

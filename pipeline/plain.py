@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from coordinator.log import verify_value
-from protocol.batch import decode_batch, decode_replayable_batch
-from protocol.errors import ImmortalError, RemoteProtocolError
-from protocol.extensions import decode_record_time
-from protocol.messages import IncomingRpc, MessageType, decode_incoming_rpc, decode_message, decode_messages
-from protocol.record import HEADER_SIZE_BYTES, RecordHeader
-from protocol.trailer import BatchKind, BatchSource, Trailer
+from immortal.coordinator.log import verify_value
+from immortal.protocol.batch import decode_batch, decode_replayable_batch
+from immortal.protocol.errors import ImmortalError, RemoteProtocolError
+from immortal.protocol.extensions import decode_record_time
+from immortal.protocol.messages import IncomingRpc, MessageType, decode_incoming_rpc, decode_message, decode_messages
+from immortal.protocol.record import HEADER_SIZE_BYTES, RecordHeader
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer
 
 KIND_NAMES = ("stream", "impulse", "initial", "client")  # by BatchKind
 RPC_TYPE_NAMES = ("async", "fork", "impulse")  # by RpcType

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coordinator.core.errors import LogError
-from coordinator.log import LogReader, log_exists, open_reader
-from coordinator.log.authentication import Macs, are_authentic, forged_record
-from coordinator.log.backend import View
-from coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY
-from coordinator.log.meta import meta_value, read_identity
-from coordinator.log.open import place_of
-from pipeline.decode import PADDING, Values
-from pipeline.errors import LogChangedError
-from protocol.varint import Readable
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.log import LogReader, log_exists, open_reader
+from immortal.coordinator.log.authentication import Macs, are_authentic, forged_record
+from immortal.coordinator.log.backend import View
+from immortal.coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY
+from immortal.coordinator.log.meta import meta_value, read_identity
+from immortal.coordinator.log.open import place_of
+from immortal.pipeline.decode import PADDING, Values
+from immortal.pipeline.errors import LogChangedError
+from immortal.protocol.varint import Readable
 
 # One view covers at most this much: it holds back the writer's free pages, and all of it is in memory.
 PIECE_SIZE_BYTES = 16 << 20
@@ -54,7 +54,7 @@ _open: OrderedDict[str, tuple[tuple[int, object], LogReader]] = OrderedDict()
 def open_shared(folder: str) -> LogReader:
     """The log open in this process, which LMDB allows once for each file. It stays open for later tasks.
 
-    Raises what :func:`coordinator.log.open_reader` raises.
+    Raises what :func:`immortal.coordinator.log.open_reader` raises.
     """
     place = place_of(folder)
     version = (os.getpid(), place.version())

@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from pipeline.errors import SourceError
-from pipeline.plain import KIND_NAMES, RPC_KIND_NAMES, RPC_TYPE_NAMES
-from protocol import decoding
-from protocol.batch import encode_batch
-from protocol.errors import LocalProtocolError
-from protocol.messages import MessageType, encode_incoming_rpc, encode_message
-from protocol.record import encode_record
-from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+from immortal.pipeline.errors import SourceError
+from immortal.pipeline.plain import KIND_NAMES, RPC_KIND_NAMES, RPC_TYPE_NAMES
+from immortal.protocol import decoding
+from immortal.protocol.batch import encode_batch
+from immortal.protocol.errors import LocalProtocolError
+from immortal.protocol.messages import MessageType, encode_incoming_rpc, encode_message
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 
 Row = Mapping[str, Any]
 

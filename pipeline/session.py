@@ -15,9 +15,9 @@ from pyspark.errors import PySparkRuntimeError
 from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
-import pipeline
-from pipeline.errors import SparkError
-from pipeline.java import find_java
+from immortal import pipeline
+from immortal.pipeline.errors import SparkError
+from immortal.pipeline.java import find_java
 
 _NICENESS = 10
 _LOOPBACK_MASTER = re.compile(r"local(\[|$)|local-cluster\[|spark://(127\.|localhost)")

@@ -18,18 +18,18 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
-from pipeline import checkpoints
-from pipeline.arguments import decode_targets, decoder_of
-from pipeline.errors import SourceError
-from pipeline.paths import log_folders, paths_of
-from pipeline.reading import Gap, LogRange, open_range, read_range, whole_range
-from pipeline.schema import SCHEMAS
-from pipeline.tables import TableReader
-from pipeline.times import first_at, size_bytes
+from immortal.pipeline import checkpoints
+from immortal.pipeline.arguments import decode_targets, decoder_of
+from immortal.pipeline.errors import SourceError
+from immortal.pipeline.paths import log_folders, paths_of
+from immortal.pipeline.reading import Gap, LogRange, open_range, read_range, whole_range
+from immortal.pipeline.schema import SCHEMAS
+from immortal.pipeline.tables import TableReader
+from immortal.pipeline.times import first_at, size_bytes
 
 if TYPE_CHECKING:
-    from pipeline.stream import StreamReader
-    from pipeline.writer import Writer
+    from immortal.pipeline.stream import StreamReader
+    from immortal.pipeline.writer import Writer
 
 PARTITION_SIZE_BYTES = 512 << 20  # a task costs 20 ms: with four times as many, a GiB takes a quarter longer
 PARTITION_ROWS_MIN = 5_000  # with fewer rows and bytes, starting a task costs more than it reads
@@ -127,12 +127,12 @@ class ImmortalSource(DataSource):
         return Reader(Options.of(self.options), schema)
 
     def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 (Spark's name)
-        from pipeline.stream import StreamReader  # it builds on this module
+        from immortal.pipeline.stream import StreamReader  # it builds on this module
 
         return StreamReader(self.options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> Writer:
-        from pipeline.writer import Writer
+        from immortal.pipeline.writer import Writer
 
         return Writer(self.options, schema, overwrite=overwrite)
 

@@ -15,10 +15,10 @@ from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from pipeline.errors import LogChangedError, SourceError
-from pipeline.paths import log_folders
-from pipeline.reading import LogRange, whole_range
-from pipeline.source import Options, RangePartition, RangeReader, number, split
+from immortal.pipeline.errors import LogChangedError, SourceError
+from immortal.pipeline.paths import log_folders
+from immortal.pipeline.reading import LogRange, whole_range
+from immortal.pipeline.source import Options, RangePartition, RangeReader, number, split
 
 
 class Place(TypedDict):

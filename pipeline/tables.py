@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from coordinator.core.errors import DamagedLogError
-from pipeline.arguments import ArgumentDecoder
-from pipeline.decode import (
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.pipeline.arguments import ArgumentDecoder
+from immortal.pipeline.decode import (
     Headers,
     Marks,
     Messages,
@@ -23,9 +23,9 @@ from pipeline.decode import (
     decode_trailers,
     verify_checks,
 )
-from pipeline.lockstep import Longs, binaries
-from pipeline.plain import KIND_NAMES, RPC_KIND_NAMES, RPC_TYPE_NAMES, PlainRecord, read_record
-from protocol.trailer import BatchKind
+from immortal.pipeline.lockstep import Longs, binaries
+from immortal.pipeline.plain import KIND_NAMES, RPC_KIND_NAMES, RPC_TYPE_NAMES, PlainRecord, read_record
+from immortal.protocol.trailer import BatchKind
 
 Columns = dict[str, Callable[[], pa.Array]]
 Row = dict[str, Any]

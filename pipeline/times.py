@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pipeline.moments import first_record_at
-from pipeline.reading import LogRange, open_range
+from immortal.pipeline.moments import first_record_at
+from immortal.pipeline.reading import LogRange, open_range
 
 
 def first_at(wanted: LogRange, time_ns: int) -> int:
-    """As :func:`pipeline.moments.first_record_at`, of the range."""
+    """As :func:`immortal.pipeline.moments.first_record_at`, of the range."""
     return first_record_at(open_range(wanted), time_ns, wanted.first, wanted.end)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.errors import SourceError
+from immortal.pipeline.errors import SourceError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -41,7 +41,7 @@ def make_views(
     place.mkdir(parents=True, exist_ok=True)
     order = {"home": str(home), "folder": str(place), "tables": list(tables), "at": str(at), "names": list(instances)}
     done = subprocess.run(
-        [sys.executable, "-m", "coordinator.cli.sql_tables"],
+        [sys.executable, "-m", "immortal.coordinator.cli.sql_tables"],
         input=json.dumps(order),
         capture_output=True,
         text=True,

@@ -20,19 +20,19 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from coordinator.core.interfaces import IMPULSES, ClientPosition, SourcePosition, Transaction
-from coordinator.log import RowLogStore, create_log, log_exists, verify_value
-from coordinator.log.format import SEQUENCE_KEY
-from pipeline.errors import SourceError
-from pipeline.paths import folder_of, paths_of
-from pipeline.records import decode_row, encode_record_of, encode_row, row_key
-from pipeline.schema import SCHEMAS
-from pipeline.source import number
-from protocol.client import CLIENTS
-from protocol.errors import RemoteProtocolError
-from protocol.private_files import FILE_MODE, make_folder
-from protocol.record import COMMITTER_ID_MAX, decode_header
-from protocol.trailer import BatchKind
+from immortal.coordinator.core.interfaces import IMPULSES, ClientPosition, SourcePosition, Transaction
+from immortal.coordinator.log import RowLogStore, create_log, log_exists, verify_value
+from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.pipeline.errors import SourceError
+from immortal.pipeline.paths import folder_of, paths_of
+from immortal.pipeline.records import decode_row, encode_record_of, encode_row, row_key
+from immortal.pipeline.schema import SCHEMAS
+from immortal.pipeline.source import number
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.private_files import FILE_MODE, make_folder
+from immortal.protocol.record import COMMITTER_ID_MAX, decode_header
+from immortal.protocol.trailer import BatchKind
 
 _PART_MAP_SIZE_BYTES = 1 << 40  # sparse
 _COMMIT_SIZE_BYTES = 8 << 20

@@ -1,5 +1,5 @@
 """The bytes that apps and coordinators exchange: I/O-free, both directions. `docs/WIRE.md` specifies them."""
 
-from protocol.compiled import CODEC
+from immortal.protocol.compiled import CODEC
 
 CODEC.install()

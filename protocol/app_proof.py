@@ -15,8 +15,8 @@ import hmac
 
 from msgspec import Struct
 
-from protocol.errors import RemoteProtocolError
-from protocol.messages import MessageType, decode_name, encode_message, encode_name
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import MessageType, decode_name, encode_message, encode_name
 
 CHALLENGE_VERSION = 1
 NONCE_SIZE_BYTES = 32

@@ -10,10 +10,10 @@ from __future__ import annotations
 from itertools import repeat
 from typing import TYPE_CHECKING
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.limits import RPC_SIZE_BYTES_MAX
-from protocol.messages import MessageType, RpcKind, RpcType, decode_message
-from protocol.varint import Readable, decode_zigzag_int, encode_zigzag
+from immortal.protocol.errors import LocalProtocolError, RemoteProtocolError
+from immortal.protocol.limits import RPC_SIZE_BYTES_MAX
+from immortal.protocol.messages import MessageType, RpcKind, RpcType, decode_message
+from immortal.protocol.varint import Readable, decode_zigzag_int, encode_zigzag
 
 if TYPE_CHECKING:
     import cython

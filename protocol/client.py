@@ -24,11 +24,11 @@ from enum import IntEnum
 import msgspec
 from msgspec import Struct
 
-from protocol.checksum import crc64
-from protocol.errors import DamagedRecordError, LimitExceededError, LocalProtocolError, RemoteProtocolError
-from protocol.extensions import QUERIES
-from protocol.identity import IdentityConflict, call_identity
-from protocol.messages import (
+from immortal.protocol.checksum import crc64
+from immortal.protocol.errors import DamagedRecordError, LimitExceededError, LocalProtocolError, RemoteProtocolError
+from immortal.protocol.extensions import QUERIES
+from immortal.protocol.identity import IdentityConflict, call_identity
+from immortal.protocol.messages import (
     MessageType,
     RpcKind,
     RpcType,
@@ -37,7 +37,7 @@ from protocol.messages import (
     encode_incoming_rpc,
     encode_name,
 )
-from protocol.varint import decode_zigzag_int, decode_zigzag_long, encode_zigzag
+from immortal.protocol.varint import decode_zigzag_int, decode_zigzag_long, encode_zigzag
 
 CLIENT_VERSION = 1
 FRAME_MARK = 0xC0 | CLIENT_VERSION  # the first byte: tells these frames from the messenger's, which begin with 02
@@ -101,7 +101,7 @@ class ClientFrame(Struct, frozen=True):
     ANSWER, and REFUSED; 0 there where it is no query that is refused). ``acknowledged``: replies
     up to it are of no interest to the client any more. ``time_ns``: in a REQUEST when it was first sent, by the
     coordinator's clock as the client knows it from the WELCOME. ``reason``: in a REQUEST the trace context of its calls
-    (:mod:`protocol.trace_context`), or nothing; a coordinator that knows none passes over it.
+    (:mod:`immortal.protocol.trace_context`), or nothing; a coordinator that knows none passes over it.
     """
 
     frame_type: ClientFrameType

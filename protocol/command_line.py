@@ -9,8 +9,8 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from protocol.errors import ImmortalError
-from protocol.shown import near_miss, printable, printable_json, printable_message
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.shown import near_miss, printable, printable_json, printable_message
 
 if TYPE_CHECKING:
     from rich.console import Console

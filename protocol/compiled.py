@@ -19,8 +19,8 @@ from types import ModuleType
 
 PURE_VARIABLE = "IMMORTAL_PURE_PYTHON"
 
-_ROOT = Path(__file__).parent.parent
-_THIS = Path("protocol", "compiled.py")
+_ROOT = Path(__file__).parent.parent.parent  # above the package `immortal`
+_THIS = Path("immortal", "protocol", "compiled.py")
 
 
 class CompiledSet:
@@ -98,8 +98,9 @@ class _Core(CompiledSet):
     """
 
     def sources(self, root: Path = _ROOT) -> dict[Path, bytes]:
-        found = [root / "coordinator" / "driver" / "turn.py", *(root / "coordinator" / "core").rglob("*.py")]
-        found += (root / "protocol").glob("*.py")
+        package = root / "immortal"
+        found = [package / "coordinator" / "driver" / "turn.py", *(package / "coordinator" / "core").rglob("*.py")]
+        found += (package / "protocol").glob("*.py")
         return {path.relative_to(root): path.read_bytes() for path in sorted(found)}
 
     def modules_of(self, sources: Mapping[Path, bytes]) -> list[str]:
@@ -107,35 +108,35 @@ class _Core(CompiledSet):
         names = [
             ".".join(path.with_suffix("").parts)
             for path, content in sources.items()
-            if path.parts[0] == "coordinator" and path.name not in stay and b"(Struct" not in content
+            if path.parts[1] == "coordinator" and path.name not in stay and b"(Struct" not in content
         ]
         return [*names, CORE_SHARED]
 
 
 MODULES = (
-    "protocol.varint",
-    "protocol.messages",
-    "protocol.batch",
-    "protocol.decoding",
-    "protocol.nesting",
-    "protocol.readers",
-    "protocol.record",
-    "protocol.trailer",
-    "appsdk.calls.context",
-    "appsdk.calls.outbox",
-    "appsdk.dispatch.delivery",
-    "appsdk.dispatch.dispatcher",
-    "appsdk.dispatch.records",
-    "appsdk.dispatch.rewinds",
-    "coordinator.log.format",
-    "coordinator.log.rows",
+    "immortal.protocol.varint",
+    "immortal.protocol.messages",
+    "immortal.protocol.batch",
+    "immortal.protocol.decoding",
+    "immortal.protocol.nesting",
+    "immortal.protocol.readers",
+    "immortal.protocol.record",
+    "immortal.protocol.trailer",
+    "immortal.appsdk.calls.context",
+    "immortal.appsdk.calls.outbox",
+    "immortal.appsdk.dispatch.delivery",
+    "immortal.appsdk.dispatch.dispatcher",
+    "immortal.appsdk.dispatch.records",
+    "immortal.appsdk.dispatch.rewinds",
+    "immortal.coordinator.log.format",
+    "immortal.coordinator.log.rows",
 )
-CORE_GROUP = "coordinator"
+CORE_GROUP = "immortal"
 CORE_SHARED = f"{CORE_GROUP}__mypyc"
 """What mypyc puts the code of all modules into; each module by itself only finds its own in there."""
 
-CODEC = _Codec("codec", Path("protocol", "_compiled"))
-CORE = _Core("core", Path("coordinator", "_compiled"))
+CODEC = _Codec("codec", Path("immortal", "protocol", "_compiled"))
+CORE = _Core("core", Path("immortal", "coordinator", "_compiled"))
 SETS = (CODEC, CORE)
 
 _installed: set[CompiledSet] = set()

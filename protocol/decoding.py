@@ -110,9 +110,9 @@ def decode(data: Any, type: Any = Any, *, ext_hook: ExtHook | None = None) -> An
 def decode_shown(data: bytes | memoryview, type: Any = Any, *, ext_hook: ExtHook | None = None) -> Any:
     """As :func:`decode`, of what people are to see: nested no more deeply than what shows it can follow.
 
-    ``ext_hook``: by default it reads the extensions of :mod:`protocol.values`.
+    ``ext_hook``: by default it reads the extensions of :mod:`immortal.protocol.values`.
     """
-    from protocol.values import read_extension  # here: few commands show what was sent
+    from immortal.protocol.values import read_extension  # here: few commands show what was sent
 
     check_shown(data)
     return decode(data, type=type, ext_hook=ext_hook or read_extension)
@@ -120,7 +120,7 @@ def decode_shown(data: bytes | memoryview, type: Any = Any, *, ext_hook: ExtHook
 
 def check_shown(data: bytes | memoryview) -> None:
     """Raises TooDeepError for what can't be shown."""
-    from protocol.nesting import is_nested_beyond, nesting_depth  # here: few commands show what was sent
+    from immortal.protocol.nesting import is_nested_beyond, nesting_depth  # here: few commands show what was sent
 
     if is_nested_beyond(data, 0, len(data), SHOWN_NESTING_MAX):
         raise TooDeepError(f"it is nested {nesting_depth(data)} levels deep, too many to be shown")

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, field
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.limits import EXTENSIONS_MAX
-from protocol.messages import MessageType, decode_name, encode_message, encode_name
-from protocol.varint import Readable, decode_zigzag_int, decode_zigzag_long, encode_zigzag
+from immortal.protocol.errors import LocalProtocolError, RemoteProtocolError
+from immortal.protocol.limits import EXTENSIONS_MAX
+from immortal.protocol.messages import MessageType, decode_name, encode_message, encode_name
+from immortal.protocol.varint import Readable, decode_zigzag_int, decode_zigzag_long, encode_zigzag
 
 HELLO_VERSION = 1
 SECRET_SIZE_BYTES_MAX = 1024
@@ -173,7 +173,7 @@ def encode_app_batch(message_type: MessageType, destination: str, count: int, pa
 
 
 def decode_app_batch(data: bytes) -> AppBatch:
-    """Raises RemoteProtocolError; the payload is not looked at (:func:`protocol.batch.check_batch`)."""
+    """Raises RemoteProtocolError; the payload is not looked at (:func:`immortal.protocol.batch.check_batch`)."""
     destination, offset = decode_name(data, 0)
     count, offset = decode_zigzag_int(data, offset)
     if count < 1:

@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-from protocol.private_files import FILE_MODE, tighten
+from immortal.protocol.private_files import FILE_MODE, tighten
 
 _PAUSE_S = 0.01
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from protocol import decoding
-from protocol.errors import RemoteProtocolError
-from protocol.messages import MessageType, RpcType, encode_incoming_rpc, encode_message
+from immortal.protocol import decoding
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import MessageType, RpcType, encode_incoming_rpc, encode_message
 
 ORDER_METHOD_ID = -4  # the impulse that brings an operator's order
 CANCEL_CALL_METHOD_ID = 1 << 20

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from hashlib import blake2b
 
-from protocol.errors import ImmortalError
-from protocol.handlers import CANCEL_CALL_METHOD_ID
-from protocol.varint import Readable, decode_zigzag_int, encode_zigzag
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID
+from immortal.protocol.varint import Readable, decode_zigzag_int, encode_zigzag
 
 DIGEST_SIZE_BYTES = 16
 CALL_DIGEST_SIZE_BYTES = 8  # one is kept with each reply; it is compared with one other, and finds no enemies

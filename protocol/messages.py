@@ -9,16 +9,9 @@ from enum import IntEnum
 
 from msgspec import Struct
 
-from protocol.errors import LimitExceededError, LocalProtocolError, RemoteProtocolError
-from protocol.limits import MESSAGE_SIZE_BYTES_MAX, NAME_SIZE_BYTES_MAX, RPC_SIZE_BYTES_MAX
-from protocol.varint import (
-    INT_MAX,
-    INT_MIN,
-    Readable,
-    decode_zigzag_int,
-    decode_zigzag_long,
-    encode_zigzag,
-)
+from immortal.protocol.errors import LimitExceededError, LocalProtocolError, RemoteProtocolError
+from immortal.protocol.limits import MESSAGE_SIZE_BYTES_MAX, NAME_SIZE_BYTES_MAX, RPC_SIZE_BYTES_MAX
+from immortal.protocol.varint import INT_MAX, INT_MIN, Readable, decode_zigzag_int, decode_zigzag_long, encode_zigzag
 
 
 class MessageType(IntEnum):

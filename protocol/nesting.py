@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from protocol.batch import common_size
-from protocol.varint import Readable, decode_zigzag_int
+from immortal.protocol.batch import common_size
+from immortal.protocol.varint import Readable, decode_zigzag_int
 
 if TYPE_CHECKING:
     import cython
@@ -140,7 +140,7 @@ def too_deep(payload: bytes, count: int, limit: int) -> list[tuple[int, int]]:
     """Of the ``count`` packed RPC messages those whose arguments are nested more deeply: (index, start of its data).
 
     The array of the arguments does not count, and what is no array is not looked at. ``payload`` was checked before
-    (:func:`protocol.batch.check_batch`).
+    (:func:`immortal.protocol.batch.check_batch`).
     """
     if len(payload) <= limit + _FRONT_SIZE_BYTES or 0 < common_size(payload, count) <= limit + _FRONT_SIZE_BYTES:
         return []

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from protocol import decoding
-from protocol.errors import RemoteProtocolError
-from protocol.messages import MessageType, encode_message
+from immortal.protocol import decoding
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import MessageType, encode_message
 
 DRAWS_MAX = 10_000  # in one message; a record may have more, in several
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from protocol import decoding
-from protocol.messages import decode_incoming_rpc
+from immortal.protocol import decoding
+from immortal.protocol.messages import decode_incoming_rpc
 
 ORDERED_METHOD_ID = (1 << 20) + 1  # calls that are to be ordered: [method ID of all of them, ...]
 ORDERING_METHOD_ID = (1 << 20) + 2  # everything else that is said about them; it calls no method of the user's

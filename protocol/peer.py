@@ -17,10 +17,10 @@ from enum import IntEnum
 
 from msgspec import Struct
 
-from protocol.checksum import crc64
-from protocol.errors import DamagedRecordError, LimitExceededError, RemoteProtocolError
-from protocol.limits import RPC_SIZE_BYTES_MAX
-from protocol.messages import decode_name, encode_name
+from immortal.protocol.checksum import crc64
+from immortal.protocol.errors import DamagedRecordError, LimitExceededError, RemoteProtocolError
+from immortal.protocol.limits import RPC_SIZE_BYTES_MAX
+from immortal.protocol.messages import decode_name, encode_name
 
 PEER_VERSION = 1
 PAYLOAD_SIZE_BYTES_MAX = RPC_SIZE_BYTES_MAX - 16  # it becomes one message: size, type and count in front

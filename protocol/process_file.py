@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from protocol import decoding
+from immortal.protocol import decoding
 
 COORDINATOR_FILE_NAME = "coordinator.json"
 SUPERVISOR_FILE_NAME = "supervisor.json"

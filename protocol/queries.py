@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
-from protocol import decoding
-from protocol.client import PAYLOAD_SIZE_BYTES_MAX
-from protocol.errors import RemoteProtocolError
-from protocol.messages import MessageType, encode_message
+from immortal.protocol import decoding
+from immortal.protocol.client import PAYLOAD_SIZE_BYTES_MAX
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import MessageType, encode_message
 
 ANSWER_SIZE_BYTES_MAX = PAYLOAD_SIZE_BYTES_MAX
 """Of the value of an answer. The coordinator holds it in memory, and no window of replies bounds how many there are."""
@@ -29,7 +29,7 @@ class QueryQuestion(msgspec.Struct, array_like=True, frozen=True):
 
 
 class QueryAnswer(msgspec.Struct, array_like=True, frozen=True):
-    """``kind`` and ``value``: as in a reply to a client (:class:`protocol.client.Reply`), RETURNED or RAISED.
+    """``kind`` and ``value``: as in a reply to a client (:class:`immortal.protocol.client.Reply`), RETURNED or RAISED.
 
     ``changed``: the query has changed the state, which is made anew from the log: it is better not asked again soon.
     """

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from protocol.errors import LimitExceededError, RemoteProtocolError
-from protocol.limits import MESSAGE_SIZE_BYTES_MAX, RPC_FRONT_SIZE_BYTES_MAX, WHOLE_BATCH_SIZE_BYTES_MAX
-from protocol.messages import MessageType, decode_checkpoint, decode_message
-from protocol.record import (
+from immortal.protocol.errors import LimitExceededError, RemoteProtocolError
+from immortal.protocol.limits import MESSAGE_SIZE_BYTES_MAX, RPC_FRONT_SIZE_BYTES_MAX, WHOLE_BATCH_SIZE_BYTES_MAX
+from immortal.protocol.messages import MessageType, decode_checkpoint, decode_message
+from immortal.protocol.record import (
     CHECKPOINT_SEQUENCE_ID,
     HEADER_SIZE_BYTES,
     RecordHeader,
     decode_header,
     verify_record,
 )
-from protocol.varint import INT_SIZE_BYTES_MAX, decode_zigzag_int, encode_zigzag
+from immortal.protocol.varint import INT_SIZE_BYTES_MAX, decode_zigzag_int, encode_zigzag
 
 
 class Message(Struct):

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from protocol.checksum import crc64
-from protocol.errors import DamagedRecordError, LimitExceededError, LocalProtocolError, RemoteProtocolError
-from protocol.limits import RECORD_SIZE_BYTES_MAX
-from protocol.varint import LONG_MAX, Readable
+from immortal.protocol.checksum import crc64
+from immortal.protocol.errors import DamagedRecordError, LimitExceededError, LocalProtocolError, RemoteProtocolError
+from immortal.protocol.limits import RECORD_SIZE_BYTES_MAX
+from immortal.protocol.varint import LONG_MAX, Readable
 
 HEADER_SIZE_BYTES = 24
 CONTROL_SEQUENCE_ID = -1  # a control record, never logged

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from protocol.batch import CallRules
-from protocol.client import CLIENTS
+from immortal.protocol.batch import CallRules
+from immortal.protocol.client import CLIENTS
 
 
 class Row(Struct, frozen=True):

@@ -28,10 +28,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from protocol.errors import ImmortalError
-from protocol.file_lock import open_lock, take
-from protocol.forks import at_fork, leave_to_parent
-from protocol.private_files import PUBLIC_FILE_MODE, make_folder, open_beside
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.file_lock import open_lock, take
+from immortal.protocol.forks import at_fork, leave_to_parent
+from immortal.protocol.private_files import PUBLIC_FILE_MODE, make_folder, open_beside
 
 if TYPE_CHECKING:
     from psycopg import Connection
@@ -41,7 +41,7 @@ HOME_DEFAULT = ".immortal"
 LOCAL_VARIABLE = "IMMORTAL_LOCAL"
 ORIGIN_FILE_NAME = ".origin"
 SETTINGS, PUBLIC_KEYS, UPGRADE, ENDPOINT = "settings", "public_keys", "upgrade", "endpoint"
-LEASES_CHANNEL = "immortal"  # of coordinator.log.backends.postgres.lease
+LEASES_CHANNEL = "immortal"  # of immortal.coordinator.log.backends.postgres.lease
 CHANNEL = "immortal_registry"
 LOOK_S = 1.0  # without news
 AGAIN_S = 0.5  # until a database that does not answer is tried again

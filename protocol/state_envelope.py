@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from protocol import decoding
+from immortal.protocol import decoding
 
 MAGIC = b"IMMAPP"
 FRONT = struct.Struct("<6sBBI")  # magic, version, zero, size of the header

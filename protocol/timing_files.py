@@ -1,4 +1,4 @@
-"""Where notes of times are (:mod:`protocol.timings`), and how a process writes its own.
+"""Where notes of times are (:mod:`immortal.protocol.timings`), and how a process writes its own.
 
 A coordinator and its app have segments of their own in one folder. Of each the newest are kept, and never synced: what
 a crash loses is missed by nobody.
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from protocol.private_files import FILE_MODE, make_folder
-from protocol.timings import HEADER_SIZE_BYTES, ROW_SIZE_BYTES, PlainRow, encode_row, encode_segment_header
+from immortal.protocol.private_files import FILE_MODE, make_folder
+from immortal.protocol.timings import HEADER_SIZE_BYTES, ROW_SIZE_BYTES, PlainRow, encode_row, encode_segment_header
 
 FOLDER_NAME = "timings"
 COORDINATOR, APP = "coordinator", "app"

@@ -15,7 +15,7 @@ import zlib
 from enum import IntEnum
 from typing import NamedTuple
 
-from protocol.record import COMMITTER_ID_MAX
+from immortal.protocol.record import COMMITTER_ID_MAX
 
 MAGIC = b"IMTIMES1"
 _HEADER = struct.Struct("<8sii")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from protocol.errors import LocalProtocolError
+from immortal.protocol.errors import LocalProtocolError
 
 SIZE_BYTES = 32 + 1 + 16 + 1 + 2
 _CONTEXT = re.compile(r"(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")

@@ -15,7 +15,7 @@ from uuid import UUID
 from msgspec import ValidationError
 from msgspec.msgpack import Ext
 
-from protocol import decoding
+from immortal.protocol import decoding
 
 EXTENSION_CODE = 73
 INTEGER_MIN, INTEGER_MAX = -(1 << 63), (1 << 64) - 1

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
+from immortal.protocol.errors import LocalProtocolError, RemoteProtocolError
 
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
 LONG_MIN, LONG_MAX = -(1 << 63), (1 << 63) - 1

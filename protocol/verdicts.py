@@ -13,9 +13,9 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from protocol import decoding
-from protocol.errors import RemoteProtocolError
-from protocol.messages import MessageType, encode_message
+from immortal.protocol import decoding
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import MessageType, encode_message
 
 TEXT_CHARACTERS_MAX = 4096  # of an exception's message: it goes to callers, and through their logs
 TRACE_CHARACTERS_MAX = 16_384  # for the operator: the end of it is what tells

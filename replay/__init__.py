@@ -8,13 +8,13 @@ Nothing is sent to anybody, the log is only read, and the app never becomes prim
 
 from __future__ import annotations
 
-from coordinator.log.source import RecordSource
-from replay.app import BY_HAND, AppCommand
-from replay.errors import AppDiedError, ReplayError, UpgradeFailedError
-from replay.host import run_replay
-from replay.plan import OWN_VERSION, ReplayPlan, Route, plan_route
-from replay.result import ReplayResult, Sink
-from replay.source import SharedSource
+from immortal.coordinator.log.source import RecordSource
+from immortal.replay.app import BY_HAND, AppCommand
+from immortal.replay.errors import AppDiedError, ReplayError, UpgradeFailedError
+from immortal.replay.host import run_replay
+from immortal.replay.plan import OWN_VERSION, ReplayPlan, Route, plan_route
+from immortal.replay.result import ReplayResult, Sink
+from immortal.replay.source import SharedSource
 
 __all__ = [
     "BY_HAND",

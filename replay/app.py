@@ -9,12 +9,12 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from coordinator.config import InstanceSettings
-from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT
-from replay.errors import ReplayError
+from immortal.coordinator.config import InstanceSettings
+from immortal.protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT
+from immortal.replay.errors import ReplayError
 
 NOTES_VARIABLE = "IMMORTAL_CODE_NOTES"
-"""Where the app notes which modules it has loaded: :mod:`appsdk.running.user_code`."""
+"""Where the app notes which modules it has loaded: :mod:`immortal.appsdk.running.user_code`."""
 
 BY_HAND = "-"
 """As an app's name: it is started by whoever replays, and told the address."""
@@ -60,7 +60,7 @@ class AppCommand(Struct, frozen=True):
                 raise ReplayError(f"{code} is for an app that is started from here: leave it out, or name the class")
             limit_mib = ARGUMENTS_SIZE_MIB_DEFAULT if settings is None else settings.rpc_limit_mb
             return cls(BY_HAND, rpc_limit_mib=limit_mib, settings=settings)
-        argv = [sys.executable, "-P", "-m", "appsdk", app, "--address", "{address}", "--trace"]
+        argv = [sys.executable, "-P", "-m", "immortal.appsdk", app, "--address", "{address}", "--trace"]
         if strict:
             argv.append("--strict")
         if break_at is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.core.interfaces import LogSummary
-from replay.errors import ReplayError
+from immortal.coordinator.core.interfaces import LogSummary
+from immortal.replay.errors import ReplayError
 
 
 def default_app(name: str, registered: str | None, summary: LogSummary, version: int) -> str:

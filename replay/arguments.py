@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from protocol import decoding
-from protocol.messages import IncomingRpc, RpcKind, RpcType
-from protocol.shown import shown
+from immortal.protocol import decoding
+from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType
+from immortal.protocol.shown import shown
 
 ARGUMENTS_MAX = 50  # that are told apart
 VALUE_CHARACTERS_MAX = 200

@@ -11,13 +11,13 @@ from contextlib import ExitStack
 
 from msgspec import structs
 
-from coordinator.app.connection import AppConnection
-from coordinator.app.listener import AppListener
-from coordinator.config import AppSendMode, InstanceSettings
-from coordinator.config.app_hosts import host_port
-from coordinator.instances.registry import free_port
-from coordinator.notices import warnings_on_stderr
-from replay.errors import ReplayError
+from immortal.coordinator.app.connection import AppConnection
+from immortal.coordinator.app.listener import AppListener
+from immortal.coordinator.config import AppSendMode, InstanceSettings
+from immortal.coordinator.config.app_hosts import host_port
+from immortal.coordinator.instances.registry import free_port
+from immortal.coordinator.notices import warnings_on_stderr
+from immortal.replay.errors import ReplayError
 
 HOST = "127.0.0.1"
 LOOK_DELAY_S = 0.1

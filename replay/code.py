@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from protocol import decoding
+from immortal.protocol import decoding
 
 DIGEST_SHOWN_SIZE = 16  # characters
 

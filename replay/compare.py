@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 
 from msgspec import Struct, field
 
-from protocol.errors import RemoteProtocolError
-from protocol.messages import decode_incoming_rpc, decode_message
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import decode_incoming_rpc, decode_message
 
 WINDOW_MESSAGES_MAX = 64  # of one key, compared at once: an alignment costs up to the cube of it
 WINDOW_SIZE_BYTES_MAX = 1 << 20

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protocol.errors import ImmortalError
-from protocol.verdicts import Unsaved
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.verdicts import Unsaved
 
 
 class ReplayError(ImmortalError):

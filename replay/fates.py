@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from protocol.shown import printable, printable_lines
-from protocol.verdicts import NOT_OF_CODE, Verdict, VerdictKind
+from immortal.protocol.shown import printable, printable_lines
+from immortal.protocol.verdicts import NOT_OF_CODE, Verdict, VerdictKind
 
 
 class Fate(Enum):

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from coordinator.core.words import RpcWords
-from protocol.messages import IncomingRpc, decode_incoming_rpc, decode_message
-from replay.arguments import ArgumentPair, pair_arguments
-from replay.compare import Difference, Key, Kind
+from immortal.coordinator.core.words import RpcWords
+from immortal.protocol.messages import IncomingRpc, decode_incoming_rpc, decode_message
+from immortal.replay.arguments import ArgumentPair, pair_arguments
+from immortal.replay.compare import Difference, Key, Kind
 
 POSITIONS_MAX = 1_000_000
 

@@ -11,29 +11,29 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
-from coordinator.app import secret as app_secret
-from coordinator.app.connection import AppConnection
-from coordinator.app.gate import AppGate
-from coordinator.app.listener import listen_unix, prepare
-from coordinator.config import AppAuth
-from coordinator.config.app_hosts import IPV4_LOOPBACK, SOCKET_FILE_NAME, UNIX, host_port
-from coordinator.config.socket_paths import SHORT_FOLDERS
-from coordinator.core.interfaces import LogSummary
-from coordinator.instances.foreign_state import refuse_pickle
-from coordinator.log.source import RecordSource
-from coordinator.notices import warnings_on_stderr
-from protocol.checksum import crc64
-from protocol.record import decode_header
-from protocol.trailer import decode_trailer
-from replay.app import AppCommand
-from replay.by_hand import accept_two_ports
-from replay.code import read_code
-from replay.errors import AppDiedError, ReplayError
-from replay.plan import ReplayPlan, Route, plan_route
-from replay.positions import KeptImpulses, Outputs
-from replay.process import LEAVE_S, AppProcess, exit_text
-from replay.result import ReplayResult, Sink
-from replay.session import BlobPiece, Ended, Event, NumbersDrawn, ReplaySession, Tells, VerdictGiven
+from immortal.coordinator.app import secret as app_secret
+from immortal.coordinator.app.connection import AppConnection
+from immortal.coordinator.app.gate import AppGate
+from immortal.coordinator.app.listener import listen_unix, prepare
+from immortal.coordinator.config import AppAuth
+from immortal.coordinator.config.app_hosts import IPV4_LOOPBACK, SOCKET_FILE_NAME, UNIX, host_port
+from immortal.coordinator.config.socket_paths import SHORT_FOLDERS
+from immortal.coordinator.core.interfaces import LogSummary
+from immortal.coordinator.instances.foreign_state import refuse_pickle
+from immortal.coordinator.log.source import RecordSource
+from immortal.coordinator.notices import warnings_on_stderr
+from immortal.protocol.checksum import crc64
+from immortal.protocol.record import decode_header
+from immortal.protocol.trailer import decode_trailer
+from immortal.replay.app import AppCommand
+from immortal.replay.by_hand import accept_two_ports
+from immortal.replay.code import read_code
+from immortal.replay.errors import AppDiedError, ReplayError
+from immortal.replay.plan import ReplayPlan, Route, plan_route
+from immortal.replay.positions import KeptImpulses, Outputs
+from immortal.replay.process import LEAVE_S, AppProcess, exit_text
+from immortal.replay.result import ReplayResult, Sink
+from immortal.replay.session import BlobPiece, Ended, Event, NumbersDrawn, ReplaySession, Tells, VerdictGiven
 
 APP_WINDOW_SIZE_BYTES = 4 << 20  # handed over for the app and not yet taken by its socket
 CONNECT_TIMEOUT_S = 120.0  # for an app that was started: its module may load much

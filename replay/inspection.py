@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from protocol import decoding
-from replay.app import code_environment
-from replay.errors import ReplayError
+from immortal.protocol import decoding
+from immortal.replay.app import code_environment
+from immortal.replay.errors import ReplayError
 
 DIFFERENCES_MAX = 20
 
@@ -67,7 +67,7 @@ def unanswered(app: str, blob: Path, code: Path | None = None) -> list[dict[str,
 
 def _inspect(*arguments: str, what: str = "the state", code: Path | None = None) -> Any:
     environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"), **code_environment(code)}
-    command = [sys.executable, "-P", "-m", "appsdk.running.inspection", *arguments]
+    command = [sys.executable, "-P", "-m", "immortal.appsdk.running.inspection", *arguments]
     done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:
         said = done.stderr.decode("utf-8", "replace").strip()

@@ -12,12 +12,12 @@ from typing import TypeVar
 
 from msgspec import Struct, field
 
-from coordinator.core.interfaces import CheckpointHeader, LogSummary
-from coordinator.log import LoggedValue, LogReader, verify_value
-from coordinator.log.contents import batches
-from protocol.messages import decode_messages
-from protocol.record import HEADER_SIZE_BYTES
-from protocol.trailer import Trailer
+from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary
+from immortal.coordinator.log import LoggedValue, LogReader, verify_value
+from immortal.coordinator.log.contents import batches
+from immortal.protocol.messages import decode_messages
+from immortal.protocol.record import HEADER_SIZE_BYTES
+from immortal.protocol.trailer import Trailer
 
 PROGRESS_RECORDS = 4096  # between two calls of progress
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from protocol.numbers import pack_numbers
+from immortal.protocol.numbers import pack_numbers
 
 AHEAD_SIZE_BYTES_MAX = 16 << 20  # of numbers that the new code has not got yet: beyond it the old code ...
 PAUSE_S = 0.05  # ... pauses so long at each message

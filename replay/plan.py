@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from msgspec import Struct, field
 
-from coordinator.core.errors import LogError
-from coordinator.core.interfaces import CheckpointHeader, LogSummary, VersionStart
-from coordinator.log.source import RecordSource
-from replay.errors import ReplayError
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary, VersionStart
+from immortal.coordinator.log.source import RecordSource
+from immortal.replay.errors import ReplayError
 
 OWN_VERSION = 0
 """As ``ReplayPlan.upgrade_to``: the version of the app's own class, whatever that is."""

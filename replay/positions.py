@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
-from coordinator.core.interfaces import ImpulseBatch, OutputMark
-from protocol.batch import offset_after
-from protocol.extensions import Origin
+from immortal.coordinator.core.interfaces import ImpulseBatch, OutputMark
+from immortal.protocol.batch import offset_after
+from immortal.protocol.extensions import Origin
 
 
 class Outputs(Struct, frozen=True):

@@ -9,10 +9,10 @@ import subprocess
 from collections import deque
 from pathlib import Path
 
-from coordinator.app.secret import SECRET_FILE_VARIABLE
-from coordinator.service.parent_death import die_with_parent
-from replay.app import NOTES_VARIABLE, AppCommand
-from replay.errors import ReplayError
+from immortal.coordinator.app.secret import SECRET_FILE_VARIABLE
+from immortal.coordinator.service.parent_death import die_with_parent
+from immortal.replay.app import NOTES_VARIABLE, AppCommand
+from immortal.replay.errors import ReplayError
 
 HEAD_SIZE_BYTES = 64 << 10  # of what the app says: the SDK's warnings come first
 TAIL_SIZE_BYTES = 64 << 10  # ... and what it died of last

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from coordinator.log.contents import batches, record_of
-from coordinator.log.source import RecordSource
-from protocol.batch import offset_after
-from protocol.messages import decode_message
-from protocol.trailer import BatchKind, decode_trailer
+from immortal.coordinator.log.contents import batches, record_of
+from immortal.coordinator.log.source import RecordSource
+from immortal.protocol.batch import offset_after
+from immortal.protocol.messages import decode_message
+from immortal.protocol.trailer import BatchKind, decode_trailer
 
 
 class Difference(Struct, frozen=True):

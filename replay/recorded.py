@@ -14,14 +14,14 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from coordinator.core.errors import LogError, LogFormatError
-from coordinator.core.interfaces import LogSummary
-from coordinator.log import LogIdentity, check_value
-from coordinator.log.source import RecordSource
-from protocol import decoding
-from protocol.checksum import crc64
-from protocol.private_files import opener
-from replay.plan import usable_checkpoints
+from immortal.coordinator.core.errors import LogError, LogFormatError
+from immortal.coordinator.core.interfaces import LogSummary
+from immortal.coordinator.log import LogIdentity, check_value
+from immortal.coordinator.log.source import RecordSource
+from immortal.protocol import decoding
+from immortal.protocol.checksum import crc64
+from immortal.protocol.private_files import opener
+from immortal.replay.plan import usable_checkpoints
 
 MAGIC = b"IMMREC1\n"
 _FRONT_SIZE_BYTES = len(MAGIC) + 8

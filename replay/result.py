@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct, field
 
-from coordinator.core.interfaces import CheckpointHeader
-from coordinator.log.source import RecordSource
-from protocol.extensions import AppDescription, HandlerFailure, Origin
-from protocol.trailer import Trailer
-from protocol.verdicts import Verdict
-from replay.code import Code
+from immortal.coordinator.core.interfaces import CheckpointHeader
+from immortal.coordinator.log.source import RecordSource
+from immortal.protocol.extensions import AppDescription, HandlerFailure, Origin
+from immortal.protocol.trailer import Trailer
+from immortal.protocol.verdicts import Verdict
+from immortal.replay.code import Code
 
 TRACES_CHARACTERS_MAX = 4 << 20  # of all verdicts together
 
@@ -43,7 +43,7 @@ class Sink:
         """Impulses that were sent there at these positions; no replay makes them. ``payload`` b"": not kept."""
 
     def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
-        """The app tells what it draws: see :class:`replay.session.NumbersDrawn`."""
+        """The app tells what it draws: see :class:`immortal.replay.session.NumbersDrawn`."""
 
     def verdict(self, verdict: Verdict) -> None:
         """A message has failed alone. Also what was made before it may still come."""

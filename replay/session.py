@@ -18,12 +18,12 @@ from typing import NoReturn
 
 from msgspec import Struct
 
-from coordinator.core import session as coordinator_session
-from coordinator.core.app_messages import CALLS, late_hello, read_calls
-from coordinator.core.errors import AppProtocolError, require
-from coordinator.core.interfaces import LogSummary
-from coordinator.log.contents import NoSuchMessageError, record_of, with_first_messages
-from protocol.extensions import (
+from immortal.coordinator.core import session as coordinator_session
+from immortal.coordinator.core.app_messages import CALLS, late_hello, read_calls
+from immortal.coordinator.core.errors import AppProtocolError, require
+from immortal.coordinator.core.interfaces import LogSummary
+from immortal.coordinator.log.contents import NoSuchMessageError, record_of, with_first_messages
+from immortal.protocol.extensions import (
     REPORTS,
     AppDescription,
     HandlerFailure,
@@ -33,16 +33,16 @@ from protocol.extensions import (
     decode_origins,
     encode_version,
 )
-from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, RPC_FRONT_SIZE_BYTES_MAX
-from protocol.messages import MessageType, decode_attach_to, encode_checkpoint, encode_message
-from protocol.numbers import decode_numbers
-from protocol.readers import BlobData, BlobStart, Message, MessageReader
-from protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, decode_header, encode_record
-from protocol.trailer import Trailer
-from protocol.verdicts import MessageKey, Verdict, decode_unsaved, decode_verdict, encode_verdicts
-from replay.errors import ReplayError, StateUnsavedError, UpgradeFailedError
-from replay.plan import OWN_VERSION, Route
-from replay.positions import KeptImpulses, Outputs, StreamPositions
+from immortal.protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, RPC_FRONT_SIZE_BYTES_MAX
+from immortal.protocol.messages import MessageType, decode_attach_to, encode_checkpoint, encode_message
+from immortal.protocol.numbers import decode_numbers
+from immortal.protocol.readers import BlobData, BlobStart, Message, MessageReader
+from immortal.protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, decode_header, encode_record
+from immortal.protocol.trailer import Trailer
+from immortal.protocol.verdicts import MessageKey, Verdict, decode_unsaved, decode_verdict, encode_verdicts
+from immortal.replay.errors import ReplayError, StateUnsavedError, UpgradeFailedError
+from immortal.replay.plan import OWN_VERSION, Route
+from immortal.replay.positions import KeptImpulses, Outputs, StreamPositions
 
 Tells = Callable[[Verdict], bool]
 """Which verdicts of the log the app is told. What it is not told of it calls again."""

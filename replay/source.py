@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-from coordinator.core.interfaces import LogSummary
-from coordinator.log.source import RecordSource
+from immortal.coordinator.core.interfaces import LogSummary
+from immortal.coordinator.log.source import RecordSource
 
 
 class SharedSource:

@@ -10,8 +10,8 @@ from typing import IO
 
 import msgspec
 
-from protocol import decoding
-from replay.compare import Key, Outputs
+from immortal.protocol import decoding
+from immortal.replay.compare import Key, Outputs
 
 _SIZE = struct.Struct("<Q")
 _encode = msgspec.msgpack.Encoder().encode

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from coordinator.core.words import Methods, counted_method_in_words
-from protocol.extensions import Origin
-from protocol.messages import decode_message
-from protocol.varint import decode_zigzag_int
-from replay.fates import news_lines, news_values
-from replay.plan import place_of
-from replay.result import ReplayResult, Sink
+from immortal.coordinator.core.words import Methods, counted_method_in_words
+from immortal.protocol.extensions import Origin
+from immortal.protocol.messages import decode_message
+from immortal.protocol.varint import decode_zigzag_int
+from immortal.replay.fates import news_lines, news_values
+from immortal.replay.plan import place_of
+from immortal.replay.result import ReplayResult, Sink
 
 
 class CountingSink(Sink):

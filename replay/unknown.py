@@ -8,10 +8,10 @@ from enum import Enum
 
 from msgspec import Struct
 
-from coordinator.core.interfaces import ONESELF, is_outside
-from protocol.command_line import counted
-from replay.compare import Side
-from replay.what_if import WhatIf
+from immortal.coordinator.core.interfaces import ONESELF, is_outside
+from immortal.protocol.command_line import counted
+from immortal.replay.compare import Side
+from immortal.replay.what_if import WhatIf
 
 NAMES_MAX = 5
 

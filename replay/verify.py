@@ -14,20 +14,20 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from coordinator.core.interfaces import ONESELF, CheckpointHeader, LogSummary, OutputBatch, OutputMark
-from coordinator.core.output_check import Divergence, OutputCheck, OutputDivergenceError
-from coordinator.instances.foreign_state import refuse_pickle
-from coordinator.log.source import RecordSource
-from protocol.checksum import crc64
-from protocol.extensions import Origin
-from protocol.trailer import Trailer
-from replay.app import AppCommand
-from replay.errors import ReplayError
-from replay.host import run_replay
-from replay.inspection import DIFFERENCES_MAX, diff_states
-from replay.plan import ReplayPlan, blob_problem, usable_checkpoints
-from replay.receivers import Difference, Witness, received
-from replay.result import ReplayResult, Sink
+from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader, LogSummary, OutputBatch, OutputMark
+from immortal.coordinator.core.output_check import Divergence, OutputCheck, OutputDivergenceError
+from immortal.coordinator.instances.foreign_state import refuse_pickle
+from immortal.coordinator.log.source import RecordSource
+from immortal.protocol.checksum import crc64
+from immortal.protocol.extensions import Origin
+from immortal.protocol.trailer import Trailer
+from immortal.replay.app import AppCommand
+from immortal.replay.errors import ReplayError
+from immortal.replay.host import run_replay
+from immortal.replay.inspection import DIFFERENCES_MAX, diff_states
+from immortal.replay.plan import ReplayPlan, blob_problem, usable_checkpoints
+from immortal.replay.receivers import Difference, Witness, received
+from immortal.replay.result import ReplayResult, Sink
 
 MARKS_AHEAD_MAX = 1 << 20  # of records that the app was given: one that is so far behind makes too little
 ORIGINS_KEPT_MAX = 1 << 16  # runs, of each stream: beyond it a report names no origin

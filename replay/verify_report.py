@@ -6,20 +6,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from coordinator.core.output_check import Divergence
-from coordinator.core.words import Methods, RpcWords, call_in_words, divergence_in_words, method_name
-from coordinator.log.contents import message_at, record_of
-from coordinator.log.source import RecordSource
-from protocol.errors import ImmortalError
-from protocol.extensions import Origin
-from protocol.messages import decode_incoming_rpc, decode_message
-from replay.code import code_values
-from replay.fates import news_lines, news_values
-from replay.inspection import DIFFERENCES_MAX
-from replay.plan import place_of
-from replay.receivers import Difference
-from replay.summary import failure_json
-from replay.verify import OutputFinding, Section
+from immortal.coordinator.core.output_check import Divergence
+from immortal.coordinator.core.words import Methods, RpcWords, call_in_words, divergence_in_words, method_name
+from immortal.coordinator.log.contents import message_at, record_of
+from immortal.coordinator.log.source import RecordSource
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.extensions import Origin
+from immortal.protocol.messages import decode_incoming_rpc, decode_message
+from immortal.replay.code import code_values
+from immortal.replay.fates import news_lines, news_values
+from immortal.replay.inspection import DIFFERENCES_MAX
+from immortal.replay.plan import place_of
+from immortal.replay.receivers import Difference
+from immortal.replay.summary import failure_json
+from immortal.replay.verify import OutputFinding, Section
 
 CALL_SIZE_MAX = 2000  # characters of a call that is shown whole
 _VALUE_SIZE_MAX = 200  # characters of one value of a state

@@ -16,26 +16,26 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from coordinator.core.interfaces import OutputBatch, OutputMark
-from coordinator.core.output_check import OutputCheck
-from coordinator.log.source import RecordSource
-from protocol.batch import offset_after
-from protocol.checksum import crc64
-from protocol.extensions import HandlerFailure, Origin
-from protocol.trailer import Trailer
-from protocol.verdicts import NOT_OF_CODE, Verdict
-from replay.app import AppCommand
-from replay.code import Code
-from replay.compare import Comparison, Key, Outputs, Side
-from replay.errors import ReplayError, UpgradeFailedError
-from replay.fates import Fates, changed_fates, failure_in_words
-from replay.findings import Findings
-from replay.host import run_replay
-from replay.numbers import NumbersAhead
-from replay.plan import ReplayPlan, Route, plan_route
-from replay.result import ReplayResult, Sink
-from replay.source import SharedSource
-from replay.spool import MemoryBudget, Spool
+from immortal.coordinator.core.interfaces import OutputBatch, OutputMark
+from immortal.coordinator.core.output_check import OutputCheck
+from immortal.coordinator.log.source import RecordSource
+from immortal.protocol.batch import offset_after
+from immortal.protocol.checksum import crc64
+from immortal.protocol.extensions import HandlerFailure, Origin
+from immortal.protocol.trailer import Trailer
+from immortal.protocol.verdicts import NOT_OF_CODE, Verdict
+from immortal.replay.app import AppCommand
+from immortal.replay.code import Code
+from immortal.replay.compare import Comparison, Key, Outputs, Side
+from immortal.replay.errors import ReplayError, UpgradeFailedError
+from immortal.replay.fates import Fates, changed_fates, failure_in_words
+from immortal.replay.findings import Findings
+from immortal.replay.host import run_replay
+from immortal.replay.numbers import NumbersAhead
+from immortal.replay.plan import ReplayPlan, Route, plan_route
+from immortal.replay.result import ReplayResult, Sink
+from immortal.replay.source import SharedSource
+from immortal.replay.spool import MemoryBudget, Spool
 
 AHEAD_SIZE_BYTES_MAX = 16 << 20  # of outputs that one side has made and the other has not: beyond it ...
 AHEAD_PAUSE_S = 0.05  # ... it pauses so long at each batch, no longer: an app may be waiting to say its last words

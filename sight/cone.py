@@ -1,7 +1,7 @@
 """What followed from calls, in all services: the messages that these were, what their handlers sent, and so on.
 
 A log has who sent a message and its position in that stream; which message made what is asked of a replay
-(:class:`sight.trace.causes.ReplayedCauses`). A service's log is replayed only if something has come there.
+(:class:`immortal.sight.trace.causes.ReplayedCauses`). A service's log is replayed only if something has come there.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from coordinator.core.words import Methods
-from coordinator.instances import own_logs
-from coordinator.instances.registry import Registry
-from coordinator.log import LogReader, log_exists
-from protocol.client import CLIENTS
-from protocol.command_line import counted
-from protocol.errors import ImmortalError
-from protocol.trailer import BatchKind
-from replay import ReplayError
-from replay.inspection import method_names
-from sight.trace.causes import ReplayedCauses
-from sight.trace.messages import Executed, Source, messages_of
+from immortal.coordinator.core.words import Methods
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log import LogReader, log_exists
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.command_line import counted
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.trailer import BatchKind
+from immortal.replay import ReplayError
+from immortal.replay.inspection import method_names
+from immortal.sight.trace.causes import ReplayedCauses
+from immortal.sight.trace.messages import Executed, Source, messages_of
 
 MESSAGES_MAX = 1_000_000  # of all services together
 METHODS_SHOWN_MAX = 5

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from coordinator.instances.registry import PORTS_VARIABLE
-from protocol import compiled
+from immortal.coordinator.instances.registry import PORTS_VARIABLE
+from immortal.protocol import compiled
 from tests.helpers import kinds
 from tests.helpers.memory import in_memory
 
@@ -165,8 +165,8 @@ def signals_as_they_were() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """The one Spark session of a test run: starting it takes seconds."""
-    from pipeline.errors import JavaError
-    from pipeline.java import find_java
+    from immortal.pipeline.errors import JavaError
+    from immortal.pipeline.java import find_java
     from tests.helpers.spark import running_session  # pyspark is imported only where a test asks for it
 
     try:

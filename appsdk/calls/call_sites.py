@@ -11,7 +11,7 @@ import dis
 import linecache
 from types import CodeType, FrameType
 
-from appsdk.calls.rules import NEWEST, Rules
+from immortal.appsdk.calls.rules import NEWEST, Rules
 
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")

@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
-from appsdk.calls.annotations import resolve_hints
-from appsdk.errors import DefinitionError
-from appsdk.types.decoding import ValueDecoder
-from appsdk.types.exact import AnnotatedForm, encode_value, form_of, why
-from appsdk.types.registry import may_hold_any, may_hold_handles, readable_type, unsupported_type
-from appsdk.types.steps import UnfitError, encoder
-from protocol import decoding
+from immortal.appsdk.calls.annotations import resolve_hints
+from immortal.appsdk.errors import DefinitionError
+from immortal.appsdk.types.decoding import ValueDecoder
+from immortal.appsdk.types.exact import AnnotatedForm, encode_value, form_of, why
+from immortal.appsdk.types.registry import may_hold_any, may_hold_handles, readable_type, unsupported_type
+from immortal.appsdk.types.steps import UnfitError, encoder
+from immortal.protocol import decoding
 
 __all__ = ["ArgumentCodec", "Decode", "ValueDecoder", "bind_arguments", "encode_value", "encoder", "unencodable"]
 
@@ -83,7 +83,7 @@ class ArgumentCodec:
                 raise DefinitionError(
                     f"{self.name}: parameter {parameter.name!r}: {problem}; use a type that msgspec knows "
                     f"(numbers, str, bytes, datetime, list, dict, dataclass, msgspec.Struct, ...), or give yours a "
-                    f"codec: appsdk.register_type"
+                    f"codec: immortal.register_type"
                 )
         self.may_hold_handles = any(map(may_hold_handles, self._types))
         self.may_hold_any = any(map(may_hold_any, self._types))
@@ -127,7 +127,7 @@ class ArgumentCodec:
     def encoded(self, arguments: tuple[Any, ...], *, keeps_types: bool) -> tuple[tuple[Any, ...], bytes]:
         """(what is encoded in place of ``arguments``, that as bytes). Raises TypeError.
 
-        ``keeps_types``: see :attr:`appsdk.calls.context.Context.keeps_types`.
+        ``keeps_types``: see :attr:`immortal.appsdk.calls.context.Context.keeps_types`.
         """
         if keeps_types and self.may_hold_any:
             arguments = self.exactly(arguments)

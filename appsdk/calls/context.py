@@ -2,7 +2,7 @@
 
 The time is that of the record. A random stream belongs to one call site within one message: it is seeded from the
 app's seed (drawn at the first start, kept in the checkpoint), the committer ID, the record, the message's index in it,
-and the place that draws (:mod:`appsdk.calls.call_sites`). So a new call elsewhere shifts no other stream.
+and the place that draws (:mod:`immortal.appsdk.calls.call_sites`). So a new call elsewhere shifts no other stream.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from datetime import UTC, datetime, timedelta
 from types import FrameType
 from typing import Any
 
-from appsdk.calls.call_sites import CallSites
-from appsdk.calls.rules import Rules
-from appsdk.calls.run_contexts import RunContexts
-from appsdk.errors import AS_RPC, QueryError, UsageError
+from immortal.appsdk.calls.call_sites import CallSites
+from immortal.appsdk.calls.rules import Rules
+from immortal.appsdk.calls.run_contexts import RunContexts
+from immortal.appsdk.errors import AS_RPC, QueryError, UsageError
 
 SEED_SIZE_BYTES = 16
 QUERY_RUNS = 1  # in place of the handlers' thread while a query runs: no thread has this ID, so no calls are made
@@ -63,12 +63,16 @@ class Context:
 
     def __init__(self, seed: bytes, outbox: Any = None) -> None:
         self.seed = seed
-        self.outbox = outbox  # an appsdk.calls.outbox.Outbox, or None: no calls
-        self.handlers: Any = None  # appsdk.handlers.proxy fills in both: what self.count and self.counter lead to
+        self.outbox = outbox  # an immortal.appsdk.calls.outbox.Outbox, or None: no calls
+        self.handlers: Any = (
+            None  # immortal.appsdk.handlers.proxy fills in both: what self.count and self.counter lead to
+        )
         self.peers: Any = None
-        self.tasks: Any = None  # an appsdk.waiting.tasks.Tasks, or None: a plain object, or one that an upgrade makes
-        self.multicasts: Any = None  # an appsdk.ordering.multicasts.Multicasts, or None as for tasks
-        self.nodes: Any = None  # an appsdk.nodes.nodes.Nodes, or None as for tasks
+        self.tasks: Any = (
+            None  # an immortal.appsdk.waiting.tasks.Tasks, or None: a plain object, or one that an upgrade makes
+        )
+        self.multicasts: Any = None  # an immortal.appsdk.ordering.multicasts.Multicasts, or None as for tasks
+        self.nodes: Any = None  # an immortal.appsdk.nodes.nodes.Nodes, or None as for tasks
         self.carries = False  # a handle was encoded: what is sent now may hold it
         self.instance_name = ""  # what a call that waits for an answer gives as its caller
         self.sites = CallSites()

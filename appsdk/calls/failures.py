@@ -12,16 +12,31 @@ from typing import Any, get_args
 
 import msgspec
 
-from appsdk.calls.codec import ArgumentCodec, encoder
-from appsdk.calls.context import Context
-from appsdk.calls.report import user_traceback
-from appsdk.calls.run_failures import is_failure
-from appsdk.errors import CallCancelled, CalleeFailed, CallRefused, DefinitionError, Failure, HandlerError, OnError
-from protocol import decoding
-from protocol.client import REFUSED_CALL, Caller, decode_caller
-from protocol.errors import ProtocolError
-from protocol.messages import IncomingRpc, RpcKind, RpcType, decode_incoming_rpc, decode_message, encode_incoming_rpc
-from protocol.verdicts import (
+from immortal.appsdk.calls.codec import ArgumentCodec, encoder
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.report import user_traceback
+from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.errors import (
+    CallCancelled,
+    CalleeFailed,
+    CallRefused,
+    DefinitionError,
+    Failure,
+    HandlerError,
+    OnError,
+)
+from immortal.protocol import decoding
+from immortal.protocol.client import REFUSED_CALL, Caller, decode_caller
+from immortal.protocol.errors import ProtocolError
+from immortal.protocol.messages import (
+    IncomingRpc,
+    RpcKind,
+    RpcType,
+    decode_incoming_rpc,
+    decode_message,
+    encode_incoming_rpc,
+)
+from immortal.protocol.verdicts import (
     FAILED_CALL,
     LETTER_SIZE_BYTES_MAX,
     TEXT_CHARACTERS_MAX,
@@ -211,7 +226,7 @@ CANCELLED = "~cancelled"
 
 
 def encode_failed(type_name: str, text: str, where: str) -> bytes:
-    """As :func:`appsdk.state.journal.encode_raised`."""
+    """As :func:`immortal.appsdk.state.journal.encode_raised`."""
     return encoder.encode((FAILED_CALL, (type_name, text, where), {}))
 
 

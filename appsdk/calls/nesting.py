@@ -8,9 +8,9 @@ from itertools import chain, repeat
 from operator import itemgetter
 from typing import Any
 
-from appsdk.calls.codec import encoder
-from protocol.limits import NESTING_MAX, NESTING_MAX_DEFAULT
-from protocol.nesting import is_nested_beyond, nesting_depth
+from immortal.appsdk.calls.codec import encoder
+from immortal.protocol.limits import NESTING_MAX, NESTING_MAX_DEFAULT
+from immortal.protocol.nesting import is_nested_beyond, nesting_depth
 
 NESTING_VARIABLE = "IMMORTAL_NESTING_MAX"
 """What other instances take, where their setting ``nesting_max`` is another than by default."""

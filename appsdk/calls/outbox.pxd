@@ -1,6 +1,6 @@
 # The types of appsdk/calls/outbox.py where it is compiled.
 
-from appsdk.calls.context cimport Context
+from immortal.appsdk.calls.context cimport Context
 
 cdef class Batch:
     cdef public object destination

@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from appsdk.calls.codec import bind_arguments, encode_value, encoder, largest, unencodable
-from appsdk.calls.context import QUERY_RUNS, Context
-from appsdk.calls.nesting import depth_in_words, nesting_max
-from appsdk.errors import AS_RPC, Disconnected, QueryError, UsageError
-from protocol.errors import RemoteProtocolError
-from protocol.forks import text_after_fork, watch
-from protocol.limits import MESSAGE_SIZE_BYTES_MAX
-from protocol.messages import (
+from immortal.appsdk.calls.codec import bind_arguments, encode_value, encoder, largest, unencodable
+from immortal.appsdk.calls.context import QUERY_RUNS, Context
+from immortal.appsdk.calls.nesting import depth_in_words, nesting_max
+from immortal.appsdk.errors import AS_RPC, Disconnected, QueryError, UsageError
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.forks import text_after_fork, watch
+from immortal.protocol.limits import MESSAGE_SIZE_BYTES_MAX
+from immortal.protocol.messages import (
     MessageType,
     RpcKind,
     RpcType,
@@ -29,10 +29,10 @@ from protocol.messages import (
     encode_message,
     encode_name,
 )
-from protocol.nesting import is_nested_beyond
-from protocol.nodes import HANDLES_METHOD_ID
-from protocol.ordering import FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
-from protocol.varint import decode_zigzag_int, encode_zigzag
+from immortal.protocol.nesting import is_nested_beyond
+from immortal.protocol.nodes import HANDLES_METHOD_ID
+from immortal.protocol.ordering import FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from immortal.protocol.varint import decode_zigzag_int, encode_zigzag
 
 if TYPE_CHECKING:
     import cython
@@ -206,7 +206,9 @@ class Outbox:
         self._reports: list[bytes] = []
         self.collected: list[tuple[str, list[bytes]]] | None = None  # what is made goes there, and to nobody
         self.only_reports = False  # what is taken now
-        self.holder: Any = None  # an appsdk.ordering.multicasts.Multicasts that may hold calls back; None: nothing does
+        self.holder: Any = (
+            None  # an immortal.appsdk.ordering.multicasts.Multicasts that may hold calls back; None: nothing does
+        )
 
     # --- so that a message can be taken back -------------------------------------------------------------------------
 
@@ -486,7 +488,7 @@ class ImpulseQueue:
         """In a child: who sends them to the coordinator is a thread of its parent."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        advice = "it is the app; a child may call it as a client, with appsdk.client.connect"
+        advice = "it is the app; a child may call it as a client, with immortal.appsdk.client.connect"
         self._why_closed = text_after_fork("these impulses' way", self._process_id, advice)
 
     def append(self, destination: Name, name: Name, write: Write, arguments: tuple[Any, ...]) -> None:

@@ -9,11 +9,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from appsdk.calls.run_failures import is_failure
-from appsdk.errors import AppError, HandlerError
-from protocol.rate_limit import RateLimit
-from protocol.shown import printable
-from protocol.verdicts import Verdict, VerdictKind
+from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.errors import AppError, HandlerError
+from immortal.protocol.rate_limit import RateLimit
+from immortal.protocol.shown import printable
+from immortal.protocol.verdicts import Verdict, VerdictKind
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
 
-from appsdk.client.aio import AsyncClient
-from appsdk.client.errors import (
+from immortal.appsdk.client.aio import AsyncClient
+from immortal.appsdk.client.errors import (
     CallCancelled,
     CallConflict,
     CalleeFailed,
@@ -24,9 +24,9 @@ from appsdk.client.errors import (
     OutcomeUnknown,
     ReplyGone,
 )
-from appsdk.client.limits import TIMEOUT_DEFAULT_S
-from appsdk.client.places import Finder
-from appsdk.client.proxies import (
+from immortal.appsdk.client.limits import TIMEOUT_DEFAULT_S
+from immortal.appsdk.client.places import Finder
+from immortal.appsdk.client.proxies import (
     Handle,
     Proxy,
     handle,
@@ -36,9 +36,9 @@ from appsdk.client.proxies import (
     with_timeout,
     with_traceparent,
 )
-from appsdk.client.threaded import Client
-from appsdk.handlers.definition import definition_of
-from protocol.client import CLIENT_ID_SIZE_BYTES_MAX
+from immortal.appsdk.client.threaded import Client
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.protocol.client import CLIENT_ID_SIZE_BYTES_MAX
 
 __all__ = [
     "CallCancelled",
@@ -175,7 +175,7 @@ def connect(
     keys that the instance may show, where the folder does not have them. ``insecure``: without keys also elsewhere
     than on this machine. ``traceparent``: of the span that the calls are part of, as in :func:`with_traceparent`.
 
-    Raises TypeError, DefinitionError. Entering raises NotConnectable, calls what is in appsdk.client.errors.
+    Raises TypeError, DefinitionError. Entering raises NotConnectable, calls what is in immortal.appsdk.client.errors.
     """
     cls, instance = (None, target) if isinstance(target, str) else (target, name)
     if not isinstance(instance, str) or (cls is None and name is not None):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 
-from appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown
-from appsdk.client.lane import Call, Lane, Question, refused
-from appsdk.client.limits import (
+from immortal.appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown
+from immortal.appsdk.client.lane import Call, Lane, Question, refused
+from immortal.appsdk.client.limits import (
     BUSY_S,
     HELLO_MAX_S,
     HELLO_MIN_S,
@@ -21,9 +21,9 @@ from appsdk.client.limits import (
     SILENCE_CALLING_S,
     SILENCE_S,
 )
-from appsdk.client.queries import Queries
-from appsdk.client.results import query_name, query_of
-from protocol.client import (
+from immortal.appsdk.client.queries import Queries
+from immortal.appsdk.client.results import query_name, query_of
+from immortal.protocol.client import (
     KEY_PREFIX,
     ClientCode,
     ClientFrame,
@@ -36,8 +36,8 @@ from protocol.client import (
     encode_request,
     logged_calls,
 )
-from protocol.errors import RemoteProtocolError
-from protocol.identity import KEY_ADVICE, IdentityConflict, call_in_words
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.identity import KEY_ADVICE, IdentityConflict, call_in_words
 
 CLIENT_ID_SIZE_BYTES = 12  # random; two clients with one ID would take each other's numbers
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from appsdk import errors
-from protocol.errors import ImmortalError
-from protocol.identity import IdentityConflict
+from immortal.appsdk import errors
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.identity import IdentityConflict
 
 
 class ClientError(ImmortalError):
@@ -79,7 +79,7 @@ class CalleeFailed(ClientError, errors.CalleeFailed):  # noqa: N818
 
 
 class CallCancelled(CalleeFailed, errors.CallCancelled):
-    """The handler was cancelled, and has ended with that: see appsdk.errors.CallCancelled."""
+    """The handler was cancelled, and has ended with that: see immortal.appsdk.errors.CallCancelled."""
 
     def __init__(self, called: str, reason: str, reference: str = "") -> None:
         errors.CallCancelled.__init__(self, called, reason, reference)

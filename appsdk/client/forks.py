@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from appsdk.client.errors import CallRaised, ClientClosed, ClientError
-from appsdk.client.lane import Call
-from appsdk.client.results import Method
+from immortal.appsdk.client.errors import CallRaised, ClientClosed, ClientError
+from immortal.appsdk.client.lane import Call
+from immortal.appsdk.client.results import Method
 
 
 class Forks:

@@ -6,18 +6,18 @@ from typing import Any, Literal
 
 import msgspec
 
-from appsdk.client.errors import ClientError
-from appsdk.client.lane import NOT_THERE, TAKEN
-from appsdk.client.results import check_conflict
-from protocol import decoding
-from protocol.client import Reply, ReplyKind
-from protocol.handlers import CANCEL_CALL_METHOD_ID
+from immortal.appsdk.client.errors import ClientError
+from immortal.appsdk.client.lane import NOT_THERE, TAKEN
+from immortal.appsdk.client.results import check_conflict
+from immortal.protocol import decoding
+from immortal.protocol.client import Reply, ReplyKind
+from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID
 
 Status = Literal["waiting", "done", "unknown"]
 
 
 class _StatusMethod:
-    """Its reply is that of a :class:`appsdk.client.lane.Question`."""
+    """Its reply is that of a :class:`immortal.appsdk.client.lane.Question`."""
 
     method: int | str = 0
     name = "status"

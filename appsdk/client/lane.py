@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown, ReplyGone
-from appsdk.client.limits import (
+from immortal.appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown, ReplyGone
+from immortal.appsdk.client.limits import (
     OUTSTANDING_MAX,
     OUTSTANDING_SIZE_BYTES_MAX,
     POLL_MAX_S,
@@ -20,7 +20,7 @@ from appsdk.client.limits import (
     REQUEST_SIZE_BYTES_MAX,
     RESENT_BYTES_PER_S,
 )
-from protocol.client import (
+from immortal.protocol.client import (
     ASKED_MAX,
     NUMBER_MAX,
     ClientFrame,

@@ -19,10 +19,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from appsdk.client.errors import NotConnectable
-from protocol import shared_home
-from protocol.private_files import openness
-from protocol.shared_home import Copy, SharedHomeError
+from immortal.appsdk.client.errors import NotConnectable
+from immortal.protocol import shared_home
+from immortal.protocol.private_files import openness
+from immortal.protocol.shared_home import Copy, SharedHomeError
 
 IDENTITY_VARIABLE = "IMMORTAL_IDENTITY"
 _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d{1,5})")

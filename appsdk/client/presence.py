@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from protocol.process_file import COORDINATOR_FILE_NAME, SUPERVISOR_FILE_NAME, ProcessFile, read_living
+from immortal.protocol.process_file import COORDINATOR_FILE_NAME, SUPERVISOR_FILE_NAME, ProcessFile, read_living
 
 
 class Presence(Struct, frozen=True):

@@ -6,16 +6,16 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
-from appsdk.client.aio import AsyncClient
-from appsdk.client.connection import random_client_id
-from appsdk.client.handles import CANCEL, Status
-from appsdk.client.results import Method, NamedMethod, NamedQuery, typed_method, typed_query
-from appsdk.client.threaded import Client
-from appsdk.handlers.definition import Definition
-from protocol.client import CLIENT_ID_SIZE_BYTES_MAX, KEY_PREFIX
-from protocol.errors import LocalProtocolError
-from protocol.shown import is_encodable
-from protocol.trace_context import read_traceparent
+from immortal.appsdk.client.aio import AsyncClient
+from immortal.appsdk.client.connection import random_client_id
+from immortal.appsdk.client.handles import CANCEL, Status
+from immortal.appsdk.client.results import Method, NamedMethod, NamedQuery, typed_method, typed_query
+from immortal.appsdk.client.threaded import Client
+from immortal.appsdk.handlers.definition import Definition
+from immortal.protocol.client import CLIENT_ID_SIZE_BYTES_MAX, KEY_PREFIX
+from immortal.protocol.errors import LocalProtocolError
+from immortal.protocol.shown import is_encodable
+from immortal.protocol.trace_context import read_traceparent
 
 QUERY = "query"
 KEY_SIZE_BYTES_MAX = CLIENT_ID_SIZE_BYTES_MAX - len(KEY_PREFIX)
@@ -25,7 +25,7 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 
 if TYPE_CHECKING:
-    from appsdk.handlers.decorators import RemoteHandler
+    from immortal.appsdk.handlers.decorators import RemoteHandler
 
 
 class Proxy:
@@ -42,7 +42,7 @@ class Proxy:
         trace_context: str = "",
     ) -> None:
         """``methods``: those that are known, by name; shared by all proxies that are made of each other.
-        ``trace_context``: of the calls, as :mod:`protocol.trace_context` has it."""
+        ``trace_context``: of the calls, as :mod:`immortal.protocol.trace_context` has it."""
         self._immortal_parts = (client, definition, name, timeout_s, key)
         self._immortal_trace = (trace_context,) if trace_context else ()
         self._immortal_methods: dict[str, Method] = {} if methods is None else methods

@@ -7,20 +7,27 @@ from contextlib import suppress
 from itertools import count
 from typing import Any, Protocol
 
-from appsdk.calls.codec import ValueDecoder, encode_value, largest, unencodable
-from appsdk.calls.failures import CANCELLED, misfit_text
-from appsdk.calls.nesting import depth_in_words, is_too_deep
-from appsdk.client.errors import CallCancelled, CallConflict, CalleeFailed, CallRaised, CallRefused, ClientError
-from appsdk.client.limits import ARGUMENTS_SIZE_BYTES_MAX
-from appsdk.handlers.decorators import Handler
-from appsdk.handlers.definition import Definition
-from appsdk.handlers.proxy import find_handler
-from appsdk.state.journal import decode_raised
-from protocol import decoding
-from protocol.client import REFUSED_CALL, Reply, ReplyKind
-from protocol.extensions import QUERIES
-from protocol.values import decode_plain
-from protocol.verdicts import FAILED_CALL
+from immortal.appsdk.calls.codec import ValueDecoder, encode_value, largest, unencodable
+from immortal.appsdk.calls.failures import CANCELLED, misfit_text
+from immortal.appsdk.calls.nesting import depth_in_words, is_too_deep
+from immortal.appsdk.client.errors import (
+    CallCancelled,
+    CallConflict,
+    CalleeFailed,
+    CallRaised,
+    CallRefused,
+    ClientError,
+)
+from immortal.appsdk.client.limits import ARGUMENTS_SIZE_BYTES_MAX
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.handlers.proxy import find_handler
+from immortal.appsdk.state.journal import decode_raised
+from immortal.protocol import decoding
+from immortal.protocol.client import REFUSED_CALL, Reply, ReplyKind
+from immortal.protocol.extensions import QUERIES
+from immortal.protocol.values import decode_plain
+from immortal.protocol.verdicts import FAILED_CALL
 
 CONFLICT_FIELDS = ("what", "known", "given", "advice")
 _decode_raised = ValueDecoder(tuple[str, list[Any], dict[str, Any]]).decode

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from appsdk.client.connection import Connection
-from appsdk.client.errors import CallTimeout, ClientClosed, ClientError
-from appsdk.client.forks import Forks
-from appsdk.client.handles import CANCEL, STATUS
-from appsdk.client.lane import Call, Question
-from appsdk.client.places import Finder
-from appsdk.client.results import Method
-from appsdk.client.transport import Transport
-from appsdk.client.words import timeout_text
-from protocol.forks import leave_to_parent, text_after_fork, watch
+from immortal.appsdk.client.connection import Connection
+from immortal.appsdk.client.errors import CallTimeout, ClientClosed, ClientError
+from immortal.appsdk.client.forks import Forks
+from immortal.appsdk.client.handles import CANCEL, STATUS
+from immortal.appsdk.client.lane import Call, Question
+from immortal.appsdk.client.places import Finder
+from immortal.appsdk.client.results import Method
+from immortal.appsdk.client.transport import Transport
+from immortal.appsdk.client.words import timeout_text
+from immortal.protocol.forks import leave_to_parent, text_after_fork, watch
 
 C = TypeVar("C", bound=Call)
 K = TypeVar("K")

@@ -6,9 +6,9 @@ import time
 
 import zmq
 
-from appsdk.client.connection import Connection
-from appsdk.client.errors import NotConnectable
-from appsdk.client.limits import (
+from immortal.appsdk.client.connection import Connection
+from immortal.appsdk.client.errors import NotConnectable
+from immortal.appsdk.client.limits import (
     DESERTED_S,
     KEY_REFUSED_S,
     KEY_RETRY_S,
@@ -19,9 +19,9 @@ from appsdk.client.limits import (
     RECONNECT_MS_MIN,
     STOPPED_S,
 )
-from appsdk.client.places import Finder, Following, Places
-from appsdk.client.presence import Presence, presence
-from appsdk.client.watch import Watch
+from immortal.appsdk.client.places import Finder, Following, Places
+from immortal.appsdk.client.presence import Presence, presence
+from immortal.appsdk.client.watch import Watch
 
 _NOBLOCK = int(zmq.NOBLOCK)
 GOODBYE_LINGER_MS = 100

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from appsdk.client.lane import Call
-from appsdk.client.transport import Transport
+from immortal.appsdk.client.lane import Call
+from immortal.appsdk.client.transport import Transport
 
 
 def timeout_text(transport: Transport, method: str, call: Call, timeout_s: float) -> str:

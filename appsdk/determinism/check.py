@@ -21,13 +21,13 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from appsdk.determinism.reader import Reader, Source
-from appsdk.determinism.returns import INSTEAD, misfits
-from appsdk.determinism.rules import Rules
-from appsdk.determinism.values import Bound, Instance, Known, Value, attribute, shape
-from appsdk.errors import DefinitionError
-from appsdk.handlers.decorators import Handler
-from appsdk.handlers.definition import Definition
+from immortal.appsdk.determinism.reader import Reader, Source
+from immortal.appsdk.determinism.returns import INSTEAD, misfits
+from immortal.appsdk.determinism.rules import Rules
+from immortal.appsdk.determinism.values import Bound, Instance, Known, Value, attribute, shape
+from immortal.appsdk.errors import DefinitionError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Definition
 
 
 class Finding(Struct, frozen=True):

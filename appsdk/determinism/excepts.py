@@ -6,8 +6,8 @@ import ast
 import contextlib
 from collections.abc import Callable, Iterator
 
-from appsdk.determinism.values import Value, is_object
-from appsdk.determinism.waits import own_nodes
+from immortal.appsdk.determinism.values import Value, is_object
+from immortal.appsdk.determinism.waits import own_nodes
 
 INSTEAD = "write 'except Exception' or end with 'raise', as the SDK stops and cancels handlers by exceptions of its own"
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
-from appsdk.determinism.excepts import INSTEAD, suppressed, swallowed
-from appsdk.determinism.rules import AWAIT, AWAIT_OR_FORK, IN_A_STEP, NOT_BEGUN, REFUSED, Rule, Rules
-from appsdk.determinism.values import (
+from immortal.appsdk.determinism.excepts import INSTEAD, suppressed, swallowed
+from immortal.appsdk.determinism.rules import AWAIT, AWAIT_OR_FORK, IN_A_STEP, NOT_BEGUN, REFUSED, Rule, Rules
+from immortal.appsdk.determinism.values import (
     Bound,
     Instance,
     Known,
@@ -34,9 +34,9 @@ from appsdk.determinism.values import (
     state_names,
     values_of,
 )
-from appsdk.determinism.waits import METHODS, useless_awaitables
-from appsdk.effects.options import Effects
-from appsdk.handlers.decorators import Handler
+from immortal.appsdk.determinism.waits import METHODS, useless_awaitables
+from immortal.appsdk.effects.options import Effects
+from immortal.appsdk.handlers.decorators import Handler
 
 _OPTED_OUT = re.compile(r"#\s*immortal:\s*deterministic\b")
 _ORDER_FREE = frozenset({sorted, min, max, sum, len, any, all, set, frozenset, bool})

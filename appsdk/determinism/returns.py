@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from appsdk.calls.codec import encoder
-from appsdk.determinism.values import hints_of, shape
-from appsdk.determinism.waits import own_nodes
-from appsdk.handlers.decorators import Handler
-from appsdk.handlers.definition import Definition
+from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.determinism.values import hints_of, shape
+from immortal.appsdk.determinism.waits import own_nodes
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Definition
 
 INSTEAD = "a caller that waits gets no answer that it can read: return what is annotated, or change the annotation"
 

@@ -14,9 +14,9 @@ from typing import Annotated, Any, ClassVar, Final, Union
 from msgspec import Struct
 from msgspec.structs import replace
 
-from appsdk.effects.options import Effects
-from appsdk.handlers.decorators import Handler
-from appsdk.handlers.definition import Peer
+from immortal.appsdk.effects.options import Effects
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Peer
 
 _MISSING = object()
 _SETS = (collections.abc.Set, collections.abc.MutableSet)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from appsdk.waiting.waits import Wait
+from immortal.appsdk.waiting.waits import Wait
 
 METHODS = frozenset({"sleep", "at", "event", "gather", "race"})  # of self, in an async handler
 _OF_AWAITABLES = frozenset({"__await__", *dir(Wait)})

@@ -1,25 +1,25 @@
 """Queries that are not logged: run between two records, on the state as it is then.
 
 What one returns or raises goes to who asked, as that of a call. Whatever else happens in one must leave no trace, as no
-replay does it again; what does is found as far as :mod:`appsdk.handlers.queries` says.
+replay does it again; what does is found as far as :mod:`immortal.appsdk.handlers.queries` says.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from appsdk.calls.codec import ArgumentCodec
-from appsdk.calls.context import Context
-from appsdk.calls.failures import encode_failed, encode_refused, failure_of, misfit_text
-from appsdk.calls.nesting import check_value
-from appsdk.calls.run_failures import is_failure
-from appsdk.errors import QueryError
-from appsdk.handlers.decorators import Handler
-from appsdk.handlers.definition import Definition
-from appsdk.state.journal import declared_name, encode_raised
-from appsdk.waiting.tasks import Tasks
-from protocol.client import ReplyKind
-from protocol.queries import ANSWER_SIZE_BYTES_MAX, QueryAnswer, QueryQuestion
+from immortal.appsdk.calls.codec import ArgumentCodec
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import encode_failed, encode_refused, failure_of, misfit_text
+from immortal.appsdk.calls.nesting import check_value
+from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.errors import QueryError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.state.journal import declared_name, encode_raised
+from immortal.appsdk.waiting.tasks import Tasks
+from immortal.protocol.client import ReplyKind
+from immortal.protocol.queries import ANSWER_SIZE_BYTES_MAX, QueryAnswer, QueryQuestion
 
 _ARRAY_FRONT_SIZE_BYTES = 1  # a reply that was raised has lost the front of its array of three
 

@@ -1,3 +1,3 @@
 # The types of appsdk/dispatch/delivery.py where it is compiled.
 
-from appsdk.calls.context cimport Context
+from immortal.appsdk.calls.context cimport Context

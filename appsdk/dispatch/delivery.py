@@ -6,27 +6,27 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from appsdk.calls.codec import ArgumentCodec, Decode
-from appsdk.calls.context import Context
-from appsdk.calls.failures import failure_of, misfit_text, refusal
-from appsdk.calls.report import handler_failed
-from appsdk.calls.run_failures import is_failure
-from appsdk.dispatch.receivers import answering_receiver, receiver, waking
-from appsdk.errors import Failure, HandlerError
-from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
-from appsdk.handlers.definition import Definition
-from appsdk.nodes.messages import decode_awaited_node_call, decode_node_call, decode_word
-from appsdk.ordering.multicasts import decode_executed, decode_fencing, decode_of_ordering, decode_propose
-from appsdk.waiting.clock import ToldTime
-from appsdk.waiting.effects import EffectResult
-from protocol import decoding
-from protocol.errors import RemoteProtocolError
-from protocol.handlers import CANCEL_CALL_METHOD_ID, ORDER_METHOD_ID, Order
-from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
-from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
-from protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
-from protocol.varint import encode_zigzag
-from protocol.verdicts import Cause
+from immortal.appsdk.calls.codec import ArgumentCodec, Decode
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import failure_of, misfit_text, refusal
+from immortal.appsdk.calls.report import handler_failed
+from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.dispatch.receivers import answering_receiver, receiver, waking
+from immortal.appsdk.errors import Failure, HandlerError
+from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.nodes.messages import decode_awaited_node_call, decode_node_call, decode_word
+from immortal.appsdk.ordering.multicasts import decode_executed, decode_fencing, decode_of_ordering, decode_propose
+from immortal.appsdk.waiting.clock import ToldTime
+from immortal.appsdk.waiting.effects import EffectResult
+from immortal.protocol import decoding
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID, ORDER_METHOD_ID, Order
+from immortal.protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
+from immortal.protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
+from immortal.protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from immortal.protocol.varint import encode_zigzag
+from immortal.protocol.verdicts import Cause
 
 if TYPE_CHECKING:
     import cython

@@ -16,32 +16,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from appsdk.calls.context import Context
-from appsdk.calls.outbox import Chunk, Outbox, encode_call, make_writer
-from appsdk.dispatch.asking import answer_query
-from appsdk.dispatch.delivery import Delivery
-from appsdk.dispatch.events import BecamePrimary, Event, Goodbye, OutputReady, Refusal, SnapshotBegun
-from appsdk.dispatch.failing import Failures
-from appsdk.dispatch.healing import Healing, one_line
-from appsdk.dispatch.hooks import HookGate
-from appsdk.dispatch.life import Life
-from appsdk.dispatch.records import Records
-from appsdk.dispatch.rewinds import Rewinds
-from appsdk.dispatch.upgrades import guarded
-from appsdk.effects.request import EffectRunner
-from appsdk.errors import StateError, UpgradeError
-from appsdk.handlers.decorators import INITIAL_METHOD_ID
-from appsdk.handlers.definition import Definition
-from appsdk.handlers.proxy import all_method_names
-from appsdk.nodes.nodes import Nodes
-from appsdk.ordering.multicasts import Multicasts
-from appsdk.state.copies import Copies
-from appsdk.types.handles import current
-from appsdk.waiting.listing import describe_all, describe_one
-from appsdk.waiting.retries import retry_effects
-from appsdk.waiting.tasks import Tasks
-from protocol.errors import RemoteProtocolError
-from protocol.extensions import (
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.outbox import Chunk, Outbox, encode_call, make_writer
+from immortal.appsdk.dispatch.asking import answer_query
+from immortal.appsdk.dispatch.delivery import Delivery
+from immortal.appsdk.dispatch.events import BecamePrimary, Event, Goodbye, OutputReady, Refusal, SnapshotBegun
+from immortal.appsdk.dispatch.failing import Failures
+from immortal.appsdk.dispatch.healing import Healing, one_line
+from immortal.appsdk.dispatch.hooks import HookGate
+from immortal.appsdk.dispatch.life import Life
+from immortal.appsdk.dispatch.records import Records
+from immortal.appsdk.dispatch.rewinds import Rewinds
+from immortal.appsdk.dispatch.upgrades import guarded
+from immortal.appsdk.effects.request import EffectRunner
+from immortal.appsdk.errors import StateError, UpgradeError
+from immortal.appsdk.handlers.decorators import INITIAL_METHOD_ID
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.handlers.proxy import all_method_names
+from immortal.appsdk.nodes.nodes import Nodes
+from immortal.appsdk.ordering.multicasts import Multicasts
+from immortal.appsdk.state.copies import Copies
+from immortal.appsdk.types.handles import current
+from immortal.appsdk.waiting.listing import describe_all, describe_one
+from immortal.appsdk.waiting.retries import retry_effects
+from immortal.appsdk.waiting.tasks import Tasks
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.extensions import (
     ALL_EXTENSIONS,
     AppDescription,
     AppTime,
@@ -53,12 +53,19 @@ from protocol.extensions import (
     encode_app_description,
     encode_hello,
 )
-from protocol.handlers import TIMES_TASK, HandlersAnswer, HandlersQuestion, decode_question, encode_answer
-from protocol.messages import MessageType, RpcType, decode_messages, encode_checkpoint, encode_message
-from protocol.queries import QueryQuestion, decode_query, encode_query_answer
-from protocol.readers import BlobData, BlobStart, Record, RecordReader
-from protocol.record import CONTROL_SEQUENCE_ID
-from protocol.verdicts import Handling, Unsaved, decode_careful, decode_verdict, decode_verdicts, encode_unsaved
+from immortal.protocol.handlers import TIMES_TASK, HandlersAnswer, HandlersQuestion, decode_question, encode_answer
+from immortal.protocol.messages import MessageType, RpcType, decode_messages, encode_checkpoint, encode_message
+from immortal.protocol.queries import QueryQuestion, decode_query, encode_query_answer
+from immortal.protocol.readers import BlobData, BlobStart, Record, RecordReader
+from immortal.protocol.record import CONTROL_SEQUENCE_ID
+from immortal.protocol.verdicts import (
+    Handling,
+    Unsaved,
+    decode_careful,
+    decode_verdict,
+    decode_verdicts,
+    encode_unsaved,
+)
 
 
 class Dispatcher:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from protocol.verdicts import Verdict
+from immortal.protocol.verdicts import Verdict
 
 
 class BecamePrimary(Struct, frozen=True):

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from appsdk.calls.codec import encoder
-from appsdk.calls.context import Context
-from appsdk.calls.failures import (
+from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import (
     FAILED_IN_A_ROW_MAX,
     REPEATED_SIZE_BYTES_MAX,
     forked,
@@ -19,28 +19,22 @@ from appsdk.calls.failures import (
     verdict_on,
     who_waits,
 )
-from appsdk.dispatch.delivery import Delivery
-from appsdk.errors import HandlerError
-from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID
-from appsdk.state.journal import SavedTask
-from appsdk.waiting.effects import EffectResult
-from appsdk.waiting.task import Task
-from protocol import decoding
-from protocol.batch import decode_batch, decode_replayable_batch
-from protocol.client import decode_answered_number
-from protocol.errors import ProtocolError
-from protocol.messages import (
-    MessageType,
-    RpcKind,
-    decode_message,
-    decode_messages,
-    encode_incoming_rpc,
-)
-from protocol.nesting import without_values
-from protocol.ordering import ORDERED_METHOD_ID
-from protocol.readers import Record
-from protocol.varint import encode_zigzag
-from protocol.verdicts import Handling, MessageKey, Verdict, VerdictKind, encode_verdict
+from immortal.appsdk.dispatch.delivery import Delivery
+from immortal.appsdk.errors import HandlerError
+from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID
+from immortal.appsdk.state.journal import SavedTask
+from immortal.appsdk.waiting.effects import EffectResult
+from immortal.appsdk.waiting.task import Task
+from immortal.protocol import decoding
+from immortal.protocol.batch import decode_batch, decode_replayable_batch
+from immortal.protocol.client import decode_answered_number
+from immortal.protocol.errors import ProtocolError
+from immortal.protocol.messages import MessageType, RpcKind, decode_message, decode_messages, encode_incoming_rpc
+from immortal.protocol.nesting import without_values
+from immortal.protocol.ordering import ORDERED_METHOD_ID
+from immortal.protocol.readers import Record
+from immortal.protocol.varint import encode_zigzag
+from immortal.protocol.verdicts import Handling, MessageKey, Verdict, VerdictKind, encode_verdict
 
 
 class UndoNeededError(Exception):

@@ -20,21 +20,21 @@ from math import ceil
 import msgspec
 from msgspec.structs import replace
 
-from appsdk.calls.context import Context
-from appsdk.calls.failures import is_awaited, letter_message, rpc_of, who_waits
-from appsdk.dispatch.failing import Failures, messages_of
-from appsdk.dispatch.life import Life
-from appsdk.dispatch.records import Records
-from appsdk.dispatch.rewinds import Rewinds
-from appsdk.errors import HandlerError, RecoveryNeeded, StateError
-from appsdk.state.copies import Copy
-from appsdk.state.schema import WAYS_OUT
-from appsdk.waiting.answers import Answers
-from protocol import decoding
-from protocol.client import CLIENTS
-from protocol.messages import MessageType, RpcKind
-from protocol.readers import Record
-from protocol.verdicts import TEXT_CHARACTERS_MAX, MessageKey, Unsaved, Verdict, VerdictKind, encode_verdict
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import is_awaited, letter_message, rpc_of, who_waits
+from immortal.appsdk.dispatch.failing import Failures, messages_of
+from immortal.appsdk.dispatch.life import Life
+from immortal.appsdk.dispatch.records import Records
+from immortal.appsdk.dispatch.rewinds import Rewinds
+from immortal.appsdk.errors import HandlerError, RecoveryNeeded, StateError
+from immortal.appsdk.state.copies import Copy
+from immortal.appsdk.state.schema import WAYS_OUT
+from immortal.appsdk.waiting.answers import Answers
+from immortal.protocol import decoding
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.messages import MessageType, RpcKind
+from immortal.protocol.readers import Record
+from immortal.protocol.verdicts import TEXT_CHARACTERS_MAX, MessageKey, Unsaved, Verdict, VerdictKind, encode_verdict
 
 TAKEN_BACK_MAX = 16  # messages for one checkpoint
 POINTS_PER_RUN = 32  # at which a run tries to encode the state

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from appsdk.calls.context import Context
-from appsdk.ordering.machine import Ordering
-from appsdk.ordering.plain import Plain
-from protocol.messages import RpcKind, RpcType
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.ordering.machine import Ordering
+from immortal.appsdk.ordering.plain import Plain
+from immortal.protocol.messages import RpcKind, RpcType
 
 
 class HookGate:

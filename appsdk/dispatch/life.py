@@ -6,17 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from appsdk.calls.context import Context
-from appsdk.calls.report import call_user_code
-from appsdk.calls.rules import Rules
-from appsdk.dispatch.delivery import Delivery
-from appsdk.dispatch.upgrades import class_that_restores, guarded, moved, upgrade_path, upgraded
-from appsdk.errors import StateError
-from appsdk.handlers.contexts import attach
-from appsdk.handlers.definition import Definition
-from appsdk.state.journal import SavedTasks
-from appsdk.state.schema import Envelope, decode_envelope, encode_envelope
-from appsdk.waiting.tasks import Tasks
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.report import call_user_code
+from immortal.appsdk.calls.rules import Rules
+from immortal.appsdk.dispatch.delivery import Delivery
+from immortal.appsdk.dispatch.upgrades import class_that_restores, guarded, moved, upgrade_path, upgraded
+from immortal.appsdk.errors import StateError
+from immortal.appsdk.handlers.contexts import attach
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.state.journal import SavedTasks
+from immortal.appsdk.state.schema import Envelope, decode_envelope, encode_envelope
+from immortal.appsdk.waiting.tasks import Tasks
 
 
 class Life:

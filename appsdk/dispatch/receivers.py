@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from appsdk.handlers.decorators import Handler
-from appsdk.waiting.tasks import Tasks
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.waiting.tasks import Tasks
 
 
 def receiver(tasks: Tasks, handler: Handler[Any, Any], *, wakes: bool) -> Callable[..., None]:

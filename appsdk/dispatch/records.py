@@ -10,23 +10,23 @@ from collections.abc import Callable, Generator, Iterator
 
 from msgspec.structs import replace
 
-from appsdk.calls.context import Context
-from appsdk.calls.failures import method_of
-from appsdk.dispatch.events import Event, Flush, MessageFailed, OutputReady
-from appsdk.dispatch.failing import Failures, UndoNeededError, message_at, offset_behind, waking_part
-from appsdk.dispatch.life import Life
-from appsdk.dispatch.times import HandlerTimes
-from appsdk.errors import HandlerError
-from appsdk.ordering.plain import Plain
-from appsdk.state.guard import Guard
-from protocol.batch import decode_batch, decode_replayable_batch
-from protocol.errors import RemoteProtocolError
-from protocol.extensions import decode_record_time
-from protocol.handlers import OTHER_MESSAGES
-from protocol.messages import MessageType, decode_messages
-from protocol.readers import Record
-from protocol.varint import encode_zigzag
-from protocol.verdicts import Careful, Handling, Verdict, VerdictKind, encode_handling
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import method_of
+from immortal.appsdk.dispatch.events import Event, Flush, MessageFailed, OutputReady
+from immortal.appsdk.dispatch.failing import Failures, UndoNeededError, message_at, offset_behind, waking_part
+from immortal.appsdk.dispatch.life import Life
+from immortal.appsdk.dispatch.times import HandlerTimes
+from immortal.appsdk.errors import HandlerError
+from immortal.appsdk.ordering.plain import Plain
+from immortal.appsdk.state.guard import Guard
+from immortal.protocol.batch import decode_batch, decode_replayable_batch
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.extensions import decode_record_time
+from immortal.protocol.handlers import OTHER_MESSAGES
+from immortal.protocol.messages import MessageType, decode_messages
+from immortal.protocol.readers import Record
+from immortal.protocol.varint import encode_zigzag
+from immortal.protocol.verdicts import Careful, Handling, Verdict, VerdictKind, encode_handling
 
 SLICE_SIZE_BYTES = 64 << 10  # of input, handled before the transport may send: keeps both ends at work
 

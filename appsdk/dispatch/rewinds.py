@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from appsdk.calls.context import Context
-from appsdk.dispatch.events import Event, MessageFailed
-from appsdk.dispatch.failing import Failures, UndoNeededError
-from appsdk.dispatch.life import Life
-from appsdk.dispatch.records import LookCloserError, Records
-from appsdk.errors import RecoveryNeeded, StateError
-from appsdk.state.copies import Copies, Copy
-from protocol.readers import Record
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.dispatch.events import Event, MessageFailed
+from immortal.appsdk.dispatch.failing import Failures, UndoNeededError
+from immortal.appsdk.dispatch.life import Life
+from immortal.appsdk.dispatch.records import LookCloserError, Records
+from immortal.appsdk.errors import RecoveryNeeded, StateError
+from immortal.appsdk.state.copies import Copies, Copy
+from immortal.protocol.readers import Record
 
 MESSAGE_INDEX_MAX = (1 << 31) - 1  # of a record: above any that there is
 

@@ -13,15 +13,15 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from appsdk.calls.annotations import signature_of
-from appsdk.calls.context import Context
-from appsdk.calls.report import user_traceback
-from appsdk.calls.run_failures import is_failure
-from appsdk.errors import AppError, DefinitionError, StateError, UpgradeError
-from appsdk.handlers.contexts import attach, new_instances_live_in
-from appsdk.handlers.decorators import AnImmortal, Handler
-from appsdk.handlers.definition import Definition, definition_of
-from appsdk.state.schema import Envelope, copied_envelope
+from immortal.appsdk.calls.annotations import signature_of
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.report import user_traceback
+from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.errors import AppError, DefinitionError, StateError, UpgradeError
+from immortal.appsdk.handlers.contexts import attach, new_instances_live_in
+from immortal.appsdk.handlers.decorators import AnImmortal, Handler
+from immortal.appsdk.handlers.definition import Definition, definition_of
+from immortal.appsdk.state.schema import Envelope, copied_envelope
 
 C = TypeVar("C", bound=type[AnImmortal])
 

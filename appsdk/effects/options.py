@@ -5,7 +5,7 @@
 
 An effect is run once the app is primary, at least once, until the log has a result of it. That result is the only one
 that the handler ever sees; a replay takes it from the log, and runs nothing. What runs effects, and how something else
-takes its place: :mod:`appsdk.effects.request`.
+takes its place: :mod:`immortal.appsdk.effects.request`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, overload
 
-from appsdk.calls.failures import checked_raises
-from appsdk.errors import UsageError
+from immortal.appsdk.calls.failures import checked_raises
+from immortal.appsdk.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -17,17 +17,17 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appsdk.calls.annotations import signature_of
-from appsdk.calls.codec import ArgumentCodec, encoder
-from appsdk.calls.failures import misfit_text
-from appsdk.calls.nesting import check_value
-from appsdk.calls.report import user_traceback
-from appsdk.calls.run_contexts import copy_of
-from appsdk.calls.run_failures import is_failure
-from appsdk.effects.options import EffectContext, EffectOptions, current_context
-from appsdk.errors import DefinitionError, EffectFailed, UsageError
-from appsdk.state.journal import declared_name, decode_raised, encode_raised
-from protocol import decoding
+from immortal.appsdk.calls.annotations import signature_of
+from immortal.appsdk.calls.codec import ArgumentCodec, encoder
+from immortal.appsdk.calls.failures import misfit_text
+from immortal.appsdk.calls.nesting import check_value
+from immortal.appsdk.calls.report import user_traceback
+from immortal.appsdk.calls.run_contexts import copy_of
+from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.effects.options import EffectContext, EffectOptions, current_context
+from immortal.appsdk.errors import DefinitionError, EffectFailed, UsageError
+from immortal.appsdk.state.journal import declared_name, decode_raised, encode_raised
+from immortal.protocol import decoding
 
 FAILURE_TEXT_CHARACTERS_MAX = 10_000  # of its message, and of its traceback's end: both are logged
 _FAILED = ""  # the name under which an EffectFailed travels: no class has it
@@ -54,7 +54,7 @@ class EffectFunction:
     def encode_arguments(self, arguments: tuple[Any, ...], *, keeps_types: bool = True) -> bytes:
         """By position. Raises TypeError for what is not what its annotations say.
 
-        ``keeps_types``: see :attr:`appsdk.calls.context.Context.keeps_types`.
+        ``keeps_types``: see :attr:`immortal.appsdk.calls.context.Context.keeps_types`.
         """
         _, encoded = self.codec.encoded(arguments, keeps_types=keeps_types)
         try:

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from appsdk.calls.run_failures import is_failure
-from appsdk.effects.request import EffectRequest, encodable
-from appsdk.effects.threads import Threads
+from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.effects.request import EffectRequest, encodable
+from immortal.appsdk.effects.threads import Threads
 
 if TYPE_CHECKING:
-    from appsdk.effects.loop import EffectLoop
+    from immortal.appsdk.effects.loop import EffectLoop
 
 SAY_INTERVAL_S = 10.0  # between two lines about failed attempts of one function
 
@@ -109,7 +109,9 @@ class OutsideRunner:
     def _use_loop(self) -> EffectLoop:
         with self._lock:
             if self._loop is None:
-                from appsdk.effects.loop import EffectLoop  # here: asyncio takes longer to import than all else
+                from immortal.appsdk.effects.loop import (
+                    EffectLoop,  # here: asyncio takes longer to import than all else
+                )
 
                 self._loop = EffectLoop()
             return self._loop

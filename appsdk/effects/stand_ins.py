@@ -3,7 +3,7 @@
     IMMORTAL_EFFECTS='{"shop:charge": "fakes:charge"}'
 
 in the environment of the app; `immortal dev` takes it from ``immortal.toml``. Tests have their own way
-(:mod:`appsdk.testing.stand_ins`).
+(:mod:`immortal.appsdk.testing.stand_ins`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from appsdk.effects.request import EffectRequest, EffectRunner
-from appsdk.errors import UsageError
+from immortal.appsdk.effects.request import EffectRequest, EffectRunner
+from immortal.appsdk.errors import UsageError
 
 
 class StandInRunner:

@@ -17,27 +17,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from appsdk.embedded.app import EmbeddedApp
-from appsdk.errors import EXIT_FAILED, AppError, StartError
-from appsdk.handlers.definition import Definition, definition_of
-from appsdk.running.life import say
-from appsdk.running.options import RunOptions, run_options
-from appsdk.running.runner import check_determinism
-from coordinator.config import ConfigError, InstanceSettings
-from coordinator.config.values import check_app
-from coordinator.core.notices import Level
-from coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry, RegistryError
-from coordinator.notices import Notices, configure
-from coordinator.notices.readiness import Readiness
-from coordinator.operator import control
-from coordinator.peers.security import check_start
-from coordinator.service.runtime import Coordinator, run_coordinator
-from protocol.errors import ImmortalError
-from protocol.forks import watch
-from protocol.timing_files import FOLDER_NAME
+from immortal.appsdk.embedded.app import EmbeddedApp
+from immortal.appsdk.errors import EXIT_FAILED, AppError, StartError
+from immortal.appsdk.handlers.definition import Definition, definition_of
+from immortal.appsdk.running.life import say
+from immortal.appsdk.running.options import RunOptions, run_options
+from immortal.appsdk.running.runner import check_determinism
+from immortal.coordinator.config import ConfigError, InstanceSettings
+from immortal.coordinator.config.values import check_app
+from immortal.coordinator.core.notices import Level
+from immortal.coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry, RegistryError
+from immortal.coordinator.notices import Notices, configure
+from immortal.coordinator.notices.readiness import Readiness
+from immortal.coordinator.operator import control
+from immortal.coordinator.peers.security import check_start
+from immortal.coordinator.service.runtime import Coordinator, run_coordinator
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.forks import watch
+from immortal.protocol.timing_files import FOLDER_NAME
 
 if TYPE_CHECKING:
-    from appsdk.immortal import Immortal
+    from immortal.appsdk.immortal import Immortal
 
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 PEER_DEFAULT = "tcp://127.0.0.1:*"
@@ -252,7 +252,7 @@ def _breakpoint() -> None:
 
 
 def _fix_hash_seed() -> None:
-    """As `python -m appsdk` does, where the program can be started over."""
+    """As `python -m immortal.appsdk` does, where the program can be started over."""
     if os.environ.get(HASH_SEED_VARIABLE, "random") != "random" or sys.flags.ignore_environment:
         return
     if not hasattr(sys, "ps1") and sys.orig_argv and threading.active_count() == 1:

@@ -1,4 +1,4 @@
-"""``python -m appsdk.embedded NAME MODULE:CLASS``: what `immortal run --embedded` becomes."""
+"""``python -m immortal.appsdk.embedded NAME MODULE:CLASS``: what `immortal run --embedded` becomes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 
 import click
 
-from appsdk.embedded import run
-from appsdk.errors import EXIT_NOT_RUNNABLE
-from appsdk.running.runner import load_or_say
-from coordinator.core.notices import Level
-from coordinator.notices import LOG_LEVELS
+from immortal.appsdk.embedded import run
+from immortal.appsdk.errors import EXIT_NOT_RUNNABLE
+from immortal.appsdk.running.runner import load_or_say
+from immortal.coordinator.core.notices import Level
+from immortal.coordinator.notices import LOG_LEVELS
 
 
 @click.command()

@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from appsdk.dispatch.events import Flush, Goodbye
-from appsdk.errors import AppError, RecoveryNeeded
-from appsdk.handlers.definition import Definition
-from appsdk.running.life import AppLife
-from appsdk.running.options import RunOptions
-from appsdk.running.transport import Waker
-from coordinator.config import InstanceSettings
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from protocol.errors import ImmortalError
+from immortal.appsdk.dispatch.events import Flush, Goodbye
+from immortal.appsdk.errors import AppError, RecoveryNeeded
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.running.life import AppLife
+from immortal.appsdk.running.options import RunOptions
+from immortal.appsdk.running.transport import Waker
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.protocol.errors import ImmortalError
 
 TURN_NS = 2_000_000  # then the coordinator has its turn, though there is more to handle
 INPUT_BUFFERED_BYTES_MAX = 1 << 20  # handed to the dispatcher and not handled

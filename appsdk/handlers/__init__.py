@@ -1,5 +1,5 @@
 """What a class declares: handlers, peers, hooks, schedules; and the proxies that it is given for them."""
 
-from appsdk.handlers.decorators import method_id_of_name
+from immortal.appsdk.handlers.decorators import method_id_of_name
 
 __all__ = ["method_id_of_name"]

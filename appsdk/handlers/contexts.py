@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from appsdk.calls.context import SEED_SIZE_BYTES, Context
-from appsdk.handlers.definition import definition_of
-from appsdk.handlers.proxy import handler_namespace, peer_namespace
+from immortal.appsdk.calls.context import SEED_SIZE_BYTES, Context
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.handlers.proxy import handler_namespace, peer_namespace
 
 _context_factory: ContextVar[Callable[[], Context] | None] = ContextVar("context factory", default=None)
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 
 from msgspec import Struct
 
-from appsdk.calls.annotations import signature_of
-from appsdk.calls.context import Context
-from appsdk.calls.failures import checked_on_error, checked_raises
-from appsdk.errors import DefinitionError, OnError, UsageError
-from appsdk.handlers.schedules import Cron, Period, Schedule
+from immortal.appsdk.calls.annotations import signature_of
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import checked_on_error, checked_raises
+from immortal.appsdk.errors import DefinitionError, OnError, UsageError
+from immortal.appsdk.handlers.schedules import Cron, Period, Schedule
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,7 +59,7 @@ class BoundHandler(Generic[P, R]):
 
     ``fork`` sends the call and goes on: it is executed once, in the order of the calls, whatever crashes. It raises
     TypeError for arguments that the handler does not take, UsageError outside handlers. (``step`` is for async
-    handlers: there this is an :class:`appsdk.waiting.task_self.TaskHandler`.)
+    handlers: there this is an :class:`immortal.appsdk.waiting.task_self.TaskHandler`.)
     """
 
     __slots__ = ("_call", "fork")
@@ -79,7 +79,7 @@ class BoundHandler(Generic[P, R]):
 
 
 class AnImmortal(Protocol):
-    """What a type checker takes for an instance of a class below :class:`appsdk.Immortal`."""
+    """What a type checker takes for an instance of a class below :class:`immortal.Immortal`."""
 
     _immortal_context: Context
 
@@ -284,7 +284,7 @@ def rpc(
     in place of what the class says: "undo" (the call fails, and the state is as before it), "keep" (the call fails, the
     state stays), or "stop" (the app stops).
 
-    Of an ``async def``: what still runs after ``timeout`` is cancelled (:class:`~appsdk.Cancelled`). At most ``limit``
+    Of an ``async def``: what still runs after ``timeout`` is cancelled (:class:`Cancelled`). At most ``limit``
     run at once, or with ``limit_by`` that many for each value of that parameter; other calls wait for their turn.
     Raises DefinitionError.
     """
@@ -305,7 +305,7 @@ def query(
 ) -> Any:
     """A method that only reads: called as those of :func:`rpc`, with the same options.
 
-    It is a plain ``def``, which answers at once. It sets and changes no attributes (but :data:`~appsdk.Transient`
+    It is a plain ``def``, which answers at once. It sets and changes no attributes (but :data:`~immortal.Transient`
     ones), makes no calls, signals and random draws: it then fails with QueryError, and the state is as before it.
     The settings can allow a caller all queries of an instance at once: ``reports = ["@query"]``. Raises
     DefinitionError.

@@ -11,16 +11,17 @@ from typing import Any, Literal, cast
 
 from msgspec import Struct, field
 
-from appsdk.calls.annotations import annotated_names
-from appsdk.calls.codec import ArgumentCodec
-from appsdk.calls.failures import checked_on_error
-from appsdk.errors import DefinitionError, OnError
-from appsdk.handlers.decorators import HOOK_MARK, Handler, definition_key
-from appsdk.handlers.roles import roles_of
-from appsdk.state.schema import StateSchema
-from protocol.limits import NAME_SIZE_BYTES_MAX
-from protocol.shown import is_encodable
-from protocol.varint import INT_MAX
+from immortal.appsdk.calls.annotations import annotated_names
+from immortal.appsdk.calls.codec import ArgumentCodec
+from immortal.appsdk.calls.failures import checked_on_error
+from immortal.appsdk.errors import DefinitionError, OnError
+from immortal.appsdk.handlers.decorators import HOOK_MARK, Handler, definition_key
+from immortal.appsdk.handlers.roles import roles_of
+from immortal.appsdk.state.schema import StateSchema
+from immortal.appsdk.types.former_names import current_module
+from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
+from immortal.protocol.shown import is_encodable
+from immortal.protocol.varint import INT_MAX
 
 Serializer = Literal["msgspec", "pickle"]
 CheckpointMode = Literal["inline", "fork"]
@@ -74,7 +75,7 @@ class Peer(property):
         target: Any = self.target
         if isinstance(target, str):
             module_name, _, class_name = target.partition(":")
-            module = importlib.import_module(module_name)
+            module = importlib.import_module(current_module(module_name))
             try:
                 target = attrgetter(class_name)(module)
             except AttributeError:
@@ -102,7 +103,7 @@ class Definition(Struct):
     concurrent_handlers: int | None = None  # how many 'async def' handlers run at once
     upgrades: Definition | None = None  # the class that its upgrade() starts from; set by @upgrades
     retries_refused: bool = False  # at its upgrade; set by @upgrades
-    nodes: tuple[Any, ...] = ()  # classes below appsdk.Node that it may create
+    nodes: tuple[Any, ...] = ()  # classes below immortal.Node that it may create
     handlers: dict[str, Handler[Any, Any]] = field(default_factory=dict)
     by_method_id: dict[int, Handler[Any, Any]] = field(default_factory=dict)
     by_key: dict[str, Handler[Any, Any]] = field(default_factory=dict)  # overridden ones included
@@ -198,7 +199,7 @@ def definition_of(cls: object) -> Definition:
     """Raises DefinitionError for what is no Immortal class."""
     definition = vars(cls).get("_immortal_definition") if isinstance(cls, type) else None
     if definition is None:
-        raise DefinitionError(f"{cls!r} is not a class below appsdk.Immortal")
+        raise DefinitionError(f"{cls!r} is not a class below immortal.Immortal")
     return cast(Definition, definition)
 
 
@@ -274,7 +275,7 @@ def _checked_nodes(cls: type, nodes: Any) -> tuple[Any, ...]:
     for node in given:
         definition = getattr(node, "_immortal_node", None)
         if definition is None:
-            raise DefinitionError(f"{cls.__qualname__}: nodes=({node!r},): classes below appsdk.Node were expected")
+            raise DefinitionError(f"{cls.__qualname__}: nodes=({node!r},): classes below immortal.Node were expected")
         for name in (definition.name, *definition.formerly):
             if name in known:
                 raise DefinitionError(f"{cls.__qualname__}: nodes=(...): two of them are called {name!r}")

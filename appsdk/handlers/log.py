@@ -22,11 +22,11 @@ from datetime import UTC, datetime
 from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-from appsdk.calls.context import Context
-from protocol.shown import printable, printable_json
+from immortal.appsdk.calls.context import Context
+from immortal.protocol.shown import printable, printable_json
 
 if TYPE_CHECKING:
-    from appsdk.handlers.definition import Definition
+    from immortal.appsdk.handlers.definition import Definition
 
 NAME = "log"
 FORMAT_VARIABLE = "IMMORTAL_LOG_FORMAT"  # "human" or "json", as --log-format of `immortal run`
@@ -38,7 +38,7 @@ _FRAMES_MAX = 100  # between the handler and whoever writes the line
 
 
 class LogAttribute:
-    """As ``log`` of :class:`appsdk.Immortal`. It gives way to whatever a class calls ``log`` itself."""
+    """As ``log`` of :class:`immortal.Immortal`. It gives way to whatever a class calls ``log`` itself."""
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         if instance is None:

@@ -9,17 +9,17 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from appsdk.calls.codec import bind_arguments
-from appsdk.calls.context import Context
-from appsdk.calls.outbox import encode_call, make_writer, not_in_handler
-from appsdk.errors import UsageError
-from appsdk.handlers.decorators import Handler
-from appsdk.handlers.definition import Definition, Peer
-from appsdk.handlers.proxy import PeerMethod, find_handler
-from appsdk.ordering.messages import Scope
-from appsdk.types.handles import Handle as HandleType
-from protocol.messages import RpcType
-from protocol.nodes import NODE_METHOD_ID
+from immortal.appsdk.calls.codec import bind_arguments
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.outbox import encode_call, make_writer, not_in_handler
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Definition, Peer
+from immortal.appsdk.handlers.proxy import PeerMethod, find_handler
+from immortal.appsdk.ordering.messages import Scope
+from immortal.appsdk.types.handles import Handle as HandleType
+from immortal.protocol.messages import RpcType
+from immortal.protocol.nodes import NODE_METHOD_ID
 
 Handle: Any = HandleType
 
@@ -118,7 +118,7 @@ def common_handler(destinations: list[Destination], name: str) -> Handler[Any, A
 def make_multicast_fork(
     context: Context, destinations: list[Destination], handler: Handler[Any, Any], scope: Scope | None = None
 ) -> Callable[..., None]:
-    """Raises what :meth:`appsdk.ordering.multicasts.Multicasts.send` raises, and TypeError."""
+    """Raises what :meth:`immortal.appsdk.ordering.multicasts.Multicasts.send` raises, and TypeError."""
     name, signature, method_id = handler.function.__qualname__, handler.signature, handler.method_id
     write = make_writer(name, method_id, RpcType.FORK, parameters=signature.parameters, context=context)
     parameters_count = len(signature.parameters)

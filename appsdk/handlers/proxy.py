@@ -12,22 +12,22 @@ from itertools import chain
 from types import MethodType, SimpleNamespace
 from typing import Any, TypeVar, overload
 
-from appsdk.calls.codec import ArgumentCodec, bind_arguments
-from appsdk.calls.context import Context
-from appsdk.calls.outbox import ImpulseQueue, make_writer
-from appsdk.errors import DefinitionError, UsageError
-from appsdk.handlers.decorators import (
+from immortal.appsdk.calls.codec import ArgumentCodec, bind_arguments
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.outbox import ImpulseQueue, make_writer
+from immortal.appsdk.errors import DefinitionError, UsageError
+from immortal.appsdk.handlers.decorators import (
     CLOCK_METHOD_ID,
     EFFECT_METHOD_ID,
     INITIAL_METHOD_ID,
     BoundHandler,
     Handler,
 )
-from appsdk.handlers.definition import Definition, Peer
-from protocol.extensions import QUERIES
-from protocol.handlers import ORDER_METHOD_ID
-from protocol.limits import NAME_SIZE_BYTES_MAX
-from protocol.messages import RpcType
+from immortal.appsdk.handlers.definition import Definition, Peer
+from immortal.protocol.extensions import QUERIES
+from immortal.protocol.handlers import ORDER_METHOD_ID
+from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
+from immortal.protocol.messages import RpcType
 
 T = TypeVar("T")
 

@@ -21,10 +21,10 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from appsdk.calls.context import QUERY_RUNS, Context
-from appsdk.errors import QueryError
-from appsdk.handlers.decorators import Handler
-from appsdk.state.schema import StateSchema
+from immortal.appsdk.calls.context import QUERY_RUNS, Context
+from immortal.appsdk.errors import QueryError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.state.schema import StateSchema
 
 COMPARED_BYTES_PER_QUERY = 8 << 10
 """Of a state's bytes, made before and after: all queries are compared where it has 4 KiB, each 256th at 1 MiB."""

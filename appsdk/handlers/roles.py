@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from appsdk.errors import DefinitionError
-from protocol.extensions import ANYBODYS, GROUP_MARK, INSTANCES, NO_ROLES, OWNERS
+from immortal.appsdk.errors import DefinitionError
+from immortal.protocol.extensions import ANYBODYS, GROUP_MARK, INSTANCES, NO_ROLES, OWNERS
 
 ANYBODY = ANYBODYS.removeprefix(GROUP_MARK)
 """In place of a role: all that may call at all."""

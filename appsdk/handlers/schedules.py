@@ -10,8 +10,8 @@ import re
 from datetime import UTC, datetime, timedelta, tzinfo
 from zoneinfo import ZoneInfo
 
-from appsdk.calls.context import datetime_of
-from appsdk.errors import DefinitionError
+from immortal.appsdk.calls.context import datetime_of
+from immortal.appsdk.errors import DefinitionError
 
 TIME_NS_MAX = (1 << 63) - 1  # since the Unix epoch: what 8 bytes hold, the year 2262
 

@@ -16,11 +16,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, TypeVarTuple, cast
 
-from appsdk.errors import UsageError
-from appsdk.immortal import Immortal
-from appsdk.waiting.task import Task
-from appsdk.waiting.task_self import TaskSelf
-from appsdk.waiting.waits import Wait, as_wait
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.immortal import Immortal
+from immortal.appsdk.waiting.task import Task
+from immortal.appsdk.waiting.task_self import TaskSelf
+from immortal.appsdk.waiting.waits import Wait, as_wait
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -10,7 +10,7 @@
 
 The run goes on after a crash where it was: what has a result in the log is not requested and not called again. The
 agent's own code (its graph, output functions, history processors, dynamic instructions) runs in the handler, on its
-:mod:`loop <appsdk.integrations.handler_loop>`, and is repeated by replays: it has to do the same again.
+:mod:`loop <immortal.appsdk.integrations.handler_loop>`, and is repeated by replays: it has to do the same again.
 `docs/guide/integrations.md`.
 """
 
@@ -47,14 +47,14 @@ from pydantic_ai.models import Model, ModelRequestContext
 from pydantic_ai.run import AgentRunResult
 from pydantic_ai.tools import AgentDepsT, RunContext
 
-from appsdk.calls.codec import encode_value
-from appsdk.effects.options import Effects, Retry, current_context
-from appsdk.effects.request import EffectFunction
-from appsdk.errors import UsageError
-from appsdk.immortal import Immortal
-from appsdk.integrations.handler_loop import HandlerLoop
-from appsdk.waiting.effects import Effect
-from protocol import decoding
+from immortal.appsdk.calls.codec import encode_value
+from immortal.appsdk.effects.options import Effects, Retry, current_context
+from immortal.appsdk.effects.request import EffectFunction
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.immortal import Immortal
+from immortal.appsdk.integrations.handler_loop import HandlerLoop
+from immortal.appsdk.waiting.effects import Effect
+from immortal.protocol import decoding
 
 __all__ = ["ImmortalDurability", "in_handler", "run_agent", "run_step"]
 

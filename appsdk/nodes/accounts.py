@@ -1,6 +1,6 @@
 """Who holds which handles: what goes out and comes in with messages is entered here, and what follows is told.
 
-The counting itself is :mod:`appsdk.nodes.counting`'s, without I/O.
+The counting itself is :mod:`immortal.appsdk.nodes.counting`'s, without I/O.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import Any
 
 import msgspec
 
-from appsdk.calls.context import Context
-from appsdk.calls.failures import method_of
-from appsdk.calls.outbox import Send, make_writer
-from appsdk.calls.rules import OrderRules
-from appsdk.errors import UsageError
-from appsdk.nodes.counting import Grant, Held, Holder, LastReleased, Owner, Stage, Tell
-from appsdk.nodes.messages import Ended, Ending, Key, Passed, Stale, decode_word
-from appsdk.ordering.checking import arguments_of
-from appsdk.types.handles import MARK, handles_in, tag_of
-from protocol.client import CLIENTS
-from protocol.messages import RpcKind, RpcType
-from protocol.nodes import HANDLES_METHOD_ID
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import method_of
+from immortal.appsdk.calls.outbox import Send, make_writer
+from immortal.appsdk.calls.rules import OrderRules
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.nodes.counting import Grant, Held, Holder, LastReleased, Owner, Stage, Tell
+from immortal.appsdk.nodes.messages import Ended, Ending, Key, Passed, Stale, decode_word
+from immortal.appsdk.ordering.checking import arguments_of
+from immortal.appsdk.types.handles import MARK, handles_in, tag_of
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.messages import RpcKind, RpcType
+from immortal.protocol.nodes import HANDLES_METHOD_ID
 
 WHAT = "a handle"
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from appsdk.nodes.messages import Ended, Forgotten, Key, Message, Passed, Released
+from immortal.appsdk.nodes.messages import Ended, Forgotten, Key, Message, Passed, Released
 
 DESTROYED, REVOKED = "destroyed", "revoked"
 COUNT_MAX = 1 << 62  # more than any instance counts to: who says so is broken

@@ -6,15 +6,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from appsdk.calls.codec import bind_arguments
-from appsdk.calls.outbox import not_in_handler
-from appsdk.errors import UsageError
-from appsdk.handlers.decorators import Handler
-from appsdk.nodes.node import node_definition
+from immortal.appsdk.calls.codec import bind_arguments
+from immortal.appsdk.calls.outbox import not_in_handler
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.nodes.node import node_definition
 
 
 class HandleMethod:
-    """A handler of a node. ``life``: an appsdk.nodes.nodes.Nodes."""
+    """A handler of a node. ``life``: an immortal.appsdk.nodes.nodes.Nodes."""
 
     __slots__ = ("_handle", "_handler", "_life")
 

@@ -7,17 +7,17 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from appsdk.calls.codec import ArgumentCodec
-from appsdk.calls.context import Context
-from appsdk.calls.failures import encode_refused, method_of, misfit_text, refused, rpc_of
-from appsdk.calls.rules import OrderRules
-from appsdk.calls.run_failures import is_failure
-from appsdk.errors import HandlerError
-from appsdk.handlers.decorators import Handler
-from appsdk.nodes.accounts import WHAT, Accounts
-from appsdk.nodes.counting import DESTROYED, REVOKED, Stage
-from appsdk.nodes.living import LivingNodes
-from appsdk.nodes.messages import (
+from immortal.appsdk.calls.codec import ArgumentCodec
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import encode_refused, method_of, misfit_text, refused, rpc_of
+from immortal.appsdk.calls.rules import OrderRules
+from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.errors import HandlerError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.nodes.accounts import WHAT, Accounts
+from immortal.appsdk.nodes.counting import DESTROYED, REVOKED, Stage
+from immortal.appsdk.nodes.living import LivingNodes
+from immortal.appsdk.nodes.messages import (
     AwaitedNodeCall,
     Ending,
     Forgotten,
@@ -28,15 +28,15 @@ from appsdk.nodes.messages import (
     Word,
     decode_word,
 )
-from appsdk.nodes.node import Node, node_definition
-from appsdk.types.handles import MARK, Handle
-from protocol.client import CLIENTS
-from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
-from protocol.verdicts import Cause, Verdict, VerdictKind
+from immortal.appsdk.nodes.node import Node, node_definition
+from immortal.appsdk.types.handles import MARK, Handle
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
+from immortal.protocol.verdicts import Cause, Verdict, VerdictKind
 
 
 class Inbox:
-    """Of one instance. ``life``: its appsdk.nodes.nodes.Nodes."""
+    """Of one instance. ``life``: its immortal.appsdk.nodes.nodes.Nodes."""
 
     def __init__(self, life: Any) -> None:
         self._life = life

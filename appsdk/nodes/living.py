@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from appsdk.errors import StateError
-from appsdk.handlers.definition import Definition
-from appsdk.nodes.node import Node, NodeContext, node_definition
+from immortal.appsdk.errors import StateError
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.nodes.node import Node, NodeContext, node_definition
 
 
 class SavedNode(msgspec.Struct, array_like=True):
@@ -19,7 +19,7 @@ class SavedNode(msgspec.Struct, array_like=True):
 
 
 class LivingNodes:
-    """``life``: an appsdk.nodes.nodes.Nodes, which nodes name as their own."""
+    """``life``: an immortal.appsdk.nodes.nodes.Nodes, which nodes name as their own."""
 
     def __init__(self, life: Any) -> None:
         self.definition: Definition | None = None

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from protocol import decoding
+from immortal.protocol import decoding
 
 Key: TypeAlias = bytes
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar, Self, cast
 
-from appsdk.calls.codec import ArgumentCodec
-from appsdk.calls.rules import Rules
-from appsdk.errors import DefinitionError, UsageError
-from appsdk.handlers.decorators import HOOK_MARK, BoundHandler, Handler
-from appsdk.handlers.definition import resolving
-from appsdk.state.schema import StateSchema, copied_envelope
+from immortal.appsdk.calls.codec import ArgumentCodec
+from immortal.appsdk.calls.rules import Rules
+from immortal.appsdk.errors import DefinitionError, UsageError
+from immortal.appsdk.handlers.decorators import HOOK_MARK, BoundHandler, Handler
+from immortal.appsdk.handlers.definition import resolving
+from immortal.appsdk.state.schema import StateSchema, copied_envelope
 
 
 class NodeDefinition:
@@ -91,7 +91,7 @@ def node_definition(cls: object) -> NodeDefinition:
     """Raises DefinitionError for what is no class of nodes."""
     found = vars(cls).get("_immortal_node") if isinstance(cls, type) else None
     if found is None:
-        raise DefinitionError(f"{cls!r} is not a class below appsdk.Node")
+        raise DefinitionError(f"{cls!r} is not a class below immortal.Node")
     return cast(NodeDefinition, found)
 
 

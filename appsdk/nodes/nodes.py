@@ -13,24 +13,24 @@ from typing import Any
 
 import msgspec
 
-from appsdk.calls.codec import encoder
-from appsdk.calls.context import QUERY_RUNS, Context
-from appsdk.calls.outbox import encode_call, make_writer
-from appsdk.errors import AS_RPC, QueryError, StateError, UsageError
-from appsdk.handlers.decorators import Handler
-from appsdk.handlers.definition import Definition, Peer
-from appsdk.nodes.accounts import WHAT, Accounts
-from appsdk.nodes.counting import DESTROYED, REVOKED, Grant, Held, Stage
-from appsdk.nodes.handles import HandleMethod
-from appsdk.nodes.inbox import Inbox
-from appsdk.nodes.living import LivingNodes, SavedNode
-from appsdk.nodes.messages import Ended, Key
-from appsdk.nodes.node import Node, node_definition
-from appsdk.types.handles import KEY_SIZE_BYTES, Handle
-from protocol import decoding
-from protocol.messages import RpcType
-from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
-from protocol.shown import is_encodable
+from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.calls.context import QUERY_RUNS, Context
+from immortal.appsdk.calls.outbox import encode_call, make_writer
+from immortal.appsdk.errors import AS_RPC, QueryError, StateError, UsageError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Definition, Peer
+from immortal.appsdk.nodes.accounts import WHAT, Accounts
+from immortal.appsdk.nodes.counting import DESTROYED, REVOKED, Grant, Held, Stage
+from immortal.appsdk.nodes.handles import HandleMethod
+from immortal.appsdk.nodes.inbox import Inbox
+from immortal.appsdk.nodes.living import LivingNodes, SavedNode
+from immortal.appsdk.nodes.messages import Ended, Key
+from immortal.appsdk.nodes.node import Node, node_definition
+from immortal.appsdk.types.handles import KEY_SIZE_BYTES, Handle
+from immortal.protocol import decoding
+from immortal.protocol.messages import RpcType
+from immortal.protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
+from immortal.protocol.shown import is_encodable
 
 
 class Saved(msgspec.Struct):
@@ -55,7 +55,7 @@ _write_word = make_writer(WHAT, HANDLES_METHOD_ID, RpcType.FORK)
 
 
 class Nodes:
-    """Those of one instance. ``make_call``: what awaits an answer of a node, made in :mod:`appsdk.waiting`.
+    """Those of one instance. ``make_call``: what awaits an answer of a node, made in :mod:`immortal.appsdk.waiting`.
 
     ``accounts``: who holds which handles; ``inbox``: what the log brings; ``living``: the nodes themselves.
     """

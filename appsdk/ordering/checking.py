@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from appsdk.ordering.messages import Propose
-from protocol import decoding
-from protocol.client import decode_caller
-from protocol.errors import ProtocolError
-from protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_message
-from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
-from protocol.ordering import ORDERED_METHOD_ID
-from protocol.varint import encode_zigzag
+from immortal.appsdk.ordering.messages import Propose
+from immortal.protocol import decoding
+from immortal.protocol.client import decode_caller
+from immortal.protocol.errors import ProtocolError
+from immortal.protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_message
+from immortal.protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
+from immortal.protocol.ordering import ORDERED_METHOD_ID
+from immortal.protocol.varint import encode_zigzag
 
 _decode_items = decoding.Decoder(list[msgspec.Raw]).decode
 _decode_speaker = decoding.Decoder(str).decode

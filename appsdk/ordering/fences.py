@@ -3,7 +3,7 @@
 A *fence* is a group, a member and the number of a view: no run of that group to that member, of views up to that one,
 is committed any more by a sender that knows of it. Who expels sets the fence at all other members. Once they have said
 Fenced, each run that was committed with the member is in front of all that is sent from there on. Part of
-:class:`appsdk.ordering.machine.Ordering`: no I/O, no time, no randomness.
+:class:`immortal.appsdk.ordering.machine.Ordering`: no I/O, no time, no randomness.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appsdk.ordering.messages import Fence, Fenced, OfFences, Resolve, Scope
-from appsdk.ordering.state import Expulsion, FenceState, Filed, Sent, Stage, State
+from immortal.appsdk.ordering.messages import Fence, Fenced, OfFences, Resolve, Scope
+from immortal.appsdk.ordering.state import Expulsion, FenceState, Filed, Sent, Stage, State
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class Silent(msgspec.Struct, frozen=True):
 
 
 class Ordering(Protocol):
-    """What fences need of :class:`appsdk.ordering.machine.Ordering`."""
+    """What fences need of :class:`immortal.appsdk.ordering.machine.Ordering`."""
 
     name: str
     state: State

@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from appsdk.ordering.fences import Asked, Fences, Ready, Silent
-from appsdk.ordering.messages import (
+from immortal.appsdk.ordering.fences import Asked, Fences, Ready, Silent
+from immortal.appsdk.ordering.messages import (
     Cancel,
     Commit,
     Fence,
@@ -30,7 +30,7 @@ from appsdk.ordering.messages import (
     Settled,
     Timestamp,
 )
-from appsdk.ordering.state import Filed, Sent, Stage, State
+from immortal.appsdk.ordering.state import Filed, Sent, Stage, State
 
 TIMESTAMP_MAX = 1 << 62  # more than any clock counts to: one that says so is broken, and must not break others
 
@@ -431,7 +431,7 @@ class Ordering:
         return is_right
 
     def expel(self, group: str, member: str, view: int, members: list[str], now_ns: int = 0) -> None:
-        """See :meth:`appsdk.ordering.fences.Fences.expel`."""
+        """See :meth:`immortal.appsdk.ordering.fences.Fences.expel`."""
         self.fences.expel(group, member, view, members, now_ns)
         self._go_on()
 

@@ -11,34 +11,34 @@ from typing import Any
 
 import msgspec
 
-from appsdk.calls.codec import encoder
-from appsdk.calls.context import Context
-from appsdk.calls.failures import refused
-from appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
-from appsdk.calls.rules import NEWEST_ORDER, OrderRules
-from appsdk.errors import HandlerError, StateError, UsageError
-from appsdk.ordering.checking import arguments_of, problem_of
-from appsdk.ordering.fences import Asked, Ready, Silent
-from appsdk.ordering.machine import Ordering, Release, Send
-from appsdk.ordering.messages import Fencing, Message, Propose, Refused, Scope
-from appsdk.ordering.plain import Plain, as_fork
-from appsdk.ordering.sending import EFFECT, Held, Run, Sending
-from appsdk.ordering.state import Filed, Stage, State
-from protocol import decoding
-from protocol.client import CLIENTS
-from protocol.errors import ProtocolError
-from protocol.messages import RpcType, decode_message
-from protocol.nodes import HANDLES_METHOD_ID
-from protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
-from protocol.varint import decode_zigzag_int
-from protocol.verdicts import Cause
+from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import refused
+from immortal.appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
+from immortal.appsdk.calls.rules import NEWEST_ORDER, OrderRules
+from immortal.appsdk.errors import HandlerError, StateError, UsageError
+from immortal.appsdk.ordering.checking import arguments_of, problem_of
+from immortal.appsdk.ordering.fences import Asked, Ready, Silent
+from immortal.appsdk.ordering.machine import Ordering, Release, Send
+from immortal.appsdk.ordering.messages import Fencing, Message, Propose, Refused, Scope
+from immortal.appsdk.ordering.plain import Plain, as_fork
+from immortal.appsdk.ordering.sending import EFFECT, Held, Run, Sending
+from immortal.appsdk.ordering.state import Filed, Stage, State
+from immortal.protocol import decoding
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.errors import ProtocolError
+from immortal.protocol.messages import RpcType, decode_message
+from immortal.protocol.nodes import HANDLES_METHOD_ID
+from immortal.protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from immortal.protocol.varint import decode_zigzag_int
+from immortal.protocol.verdicts import Cause
 
 ORDERED_CALL_SIZE_BYTES_MAX = CALL_SIZE_BYTES_MAX - (1 << 10)  # of one call: it travels in another one
 WHAT = "an ordered multicast"
 LATE_NS = 250_000_000  # a run that does not stand by then moves behind what waits for it
 
 GROUP_METHODS: dict[type, str] = {Asked: "group_asked", Ready: "group_ready", Silent: "group_silent"}
-"""Of :class:`appsdk.patterns.groups.Grouped`: what is called for an action."""
+"""Of :class:`immortal.appsdk.patterns.groups.Grouped`: what is called for an action."""
 
 Parts = dict[str, list[bytes]]
 
@@ -231,7 +231,7 @@ class Multicasts:
             context.slice_end = 0  # what comes behind this message may be behind the multicast
 
     def expel(self, group: str, member: str, view: int, members: list[str]) -> None:
-        """See :meth:`appsdk.ordering.fences.Fences.expel`. Raises UsageError."""
+        """See :meth:`immortal.appsdk.ordering.fences.Fences.expel`. Raises UsageError."""
         ordering, sending = self._begun()
         ordering.expel(group, member, view, members, self._context.record_time_ns or 0)
         self._act(ordering, sending)
@@ -394,7 +394,7 @@ class Multicasts:
         return ordering is not None and (ordering.is_busy or bool(self.waiting))
 
     def files(self, message: Plain) -> bool:
-        """Whether ``message`` waits now. ``is_busy``; it is from outside (:mod:`appsdk.ordering.plain`)."""
+        """Whether ``message`` waits now. ``is_busy``; it is from outside (:mod:`immortal.appsdk.ordering.plain`)."""
         ordering, sending = self._begun()
         if not ordering.is_busy or not message.may_wait:
             return False

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from protocol.client import CLIENTS, decode_answered_number, decode_caller
-from protocol.messages import RpcKind, RpcType, decode_message
-from protocol.ordering import FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
-from protocol.varint import decode_zigzag_int
+from immortal.protocol.client import CLIENTS, decode_answered_number, decode_caller
+from immortal.protocol.messages import RpcKind, RpcType, decode_message
+from immortal.protocol.ordering import FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from immortal.protocol.varint import decode_zigzag_int
 
 CLOCK_METHOD_ID, EFFECT_METHOD_ID = -2, -3
 

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from appsdk.ordering.machine import Ordering
-from appsdk.ordering.messages import Scope
+from immortal.appsdk.ordering.machine import Ordering
+from immortal.appsdk.ordering.messages import Scope
 
 RUNS_IN_FLIGHT_MAX = 8  # more are not faster, as what waits joins into larger ones
 RUN_SIZE_BYTES_MAX = 64 << 10

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import msgspec
 
-from appsdk.ordering.messages import Scope, Timestamp
+from immortal.appsdk.ordering.messages import Scope, Timestamp
 
 
 class Stage(IntEnum):

@@ -11,7 +11,7 @@ from pathlib import Path
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from appsdk.client.places import KEY, KeyPair
+from immortal.appsdk.client.places import KEY, KeyPair
 
 CALLERS_LOOK_S = 1.0  # for new and removed keys, as instances do
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import zmq
 
-from appsdk.client.errors import NotConnectable
-from appsdk.client.places import is_local, pair_of
-from appsdk.patterns.callers import Callers, Guard, NoKeysError
+from immortal.appsdk.client.errors import NotConnectable
+from immortal.appsdk.client.places import is_local, pair_of
+from immortal.appsdk.patterns.callers import Callers, Guard, NoKeysError
 
 
 class ListenError(Exception):

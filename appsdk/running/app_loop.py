@@ -11,15 +11,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from appsdk.calls.outbox import Chunk
-from appsdk.dispatch.dispatcher import Dispatcher
-from appsdk.dispatch.events import BecamePrimary, Event, Goodbye, MessageFailed, Refusal, SnapshotBegun
-from appsdk.errors import AppError, Refused, StateError
-from appsdk.state.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
-from protocol.errors import RemoteProtocolError
-from protocol.messages import MessageType
-from protocol.varint import encode_zigzag
-from protocol.verdicts import Verdict
+from immortal.appsdk.calls.outbox import Chunk
+from immortal.appsdk.dispatch.dispatcher import Dispatcher
+from immortal.appsdk.dispatch.events import BecamePrimary, Event, Goodbye, MessageFailed, Refusal, SnapshotBegun
+from immortal.appsdk.errors import AppError, Refused, StateError
+from immortal.appsdk.state.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import MessageType
+from immortal.protocol.varint import encode_zigzag
+from immortal.protocol.verdicts import Verdict
 
 SNAPSHOT_CHUNKS_PENDING_MAX = (1 << 20) // CHUNK_SIZE_BYTES_MAX  # handed over and not taken
 _STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the one that coordinators read

@@ -10,8 +10,8 @@ import socket
 import struct
 import time
 
-from appsdk.errors import ConnectError, Refused
-from protocol.app_proof import (
+from immortal.appsdk.errors import ConnectError, Refused
+from immortal.protocol.app_proof import (
     ANSWER_SIZE_BYTES_MAX,
     NONCE_SIZE_BYTES,
     Answer,
@@ -22,9 +22,9 @@ from protocol.app_proof import (
     encode_challenge,
     encode_proof,
 )
-from protocol.errors import RemoteProtocolError
-from protocol.messages import MessageType, decode_messages
-from protocol.readers import Record, RecordReader
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import MessageType, decode_messages
+from immortal.protocol.readers import Record, RecordReader
 
 ANSWER_TIMEOUT_S = 60.0  # a coordinator answers at once, unless its disk hangs
 _ROOT = 0

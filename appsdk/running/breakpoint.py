@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from appsdk.calls.context import Context
-from appsdk.calls.report import describe_arguments
-from appsdk.calls.run_failures import PassesThrough
-from appsdk.dispatch.delivery import Delivery, Entry
-from appsdk.handlers.definition import Definition
-from protocol.shown import printable
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.report import describe_arguments
+from immortal.appsdk.calls.run_failures import PassesThrough
+from immortal.appsdk.dispatch.delivery import Delivery, Entry
+from immortal.appsdk.handlers.definition import Definition
+from immortal.protocol.shown import printable
 
 
 class _Left(KeyboardInterrupt, PassesThrough):
@@ -46,7 +46,7 @@ class Breakpoint:
         def run(instance: object, *arguments: Any) -> None:
             self.reached = True
             print(printable(f"{self}: {name}{describe_arguments(arguments)}"), flush=True)  # noqa: T201
-            debugger = Debugger(nosigint=True, skip=["appsdk.*"])  # an async handler is called by the SDK
+            debugger = Debugger(nosigint=True, skip=["immortal.*"])  # an async handler is called by the SDK
             debugger.runcall(function, instance, *arguments)
             if debugger.left:
                 raise _Left

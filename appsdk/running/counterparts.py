@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 
 from msgspec import Struct, field
 
-from appsdk.calls.context import Context
-from appsdk.state.journal import Described, SavedTasks
-from appsdk.waiting.operations import Call, Operation
-from appsdk.waiting.task import Task
-from appsdk.waiting.tasks import Tasks
-from protocol.numbers import Draw
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.state.journal import Described, SavedTasks
+from immortal.appsdk.waiting.operations import Call, Operation
+from immortal.appsdk.waiting.task import Task
+from immortal.appsdk.waiting.tasks import Tasks
+from immortal.protocol.numbers import Draw
 
 What = tuple[str, int]
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from appsdk.errors import StateError
+from immortal.appsdk.errors import StateError
 
 T = TypeVar("T")
 

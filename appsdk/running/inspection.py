@@ -5,7 +5,7 @@
     diff-shown FILE FILE [--limit N]                       the same of two answers of "show", in files: for two classes
                                                            of one name
     rows module:Class FILE OUT                             the state as rows, into the file OUT: a JSON list of table
-                                                           and row on each line (:mod:`appsdk.state.rows`)
+                                                           and row on each line (:mod:`immortal.appsdk.state.rows`)
     methods module:Class                                   what its methods and those of its peers are called, as a JSON
                                                            list of [destination, method ID, name]
     unanswered module:Class FILE                           what its handlers wait for and the log does not have, after a
@@ -29,31 +29,31 @@ from typing import Any
 
 from msgspec import Struct
 
-from appsdk.calls.annotations import resolve_hints
-from appsdk.calls.context import datetime_of
-from appsdk.calls.run_failures import is_failure
-from appsdk.dispatch.upgrades import class_that_restores
-from appsdk.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_RUNNABLE, AppError, StateError
-from appsdk.handlers.definition import Definition, definition_of
-from appsdk.handlers.proxy import all_method_names
-from appsdk.nodes.counting import Stage
-from appsdk.nodes.nodes import decode_saved
-from appsdk.running.life import say
-from appsdk.running.runner import load_or_say
-from appsdk.state.diff import differences
-from appsdk.state.journal import SavedTask, SavedTasks, described
-from appsdk.state.rows import Row, state_rows, task_rows
-from appsdk.state.schema import Envelope, decode_envelope, is_transient
-from appsdk.state.tree import Fields, to_json, tree
-from appsdk.types.handles import read_extension, tag_of
-from protocol import decoding
-from protocol.checksum import crc64
-from protocol.errors import ImmortalError
-from protocol.private_files import opener
+from immortal.appsdk.calls.annotations import resolve_hints
+from immortal.appsdk.calls.context import datetime_of
+from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.dispatch.upgrades import class_that_restores
+from immortal.appsdk.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_RUNNABLE, AppError, StateError
+from immortal.appsdk.handlers.definition import Definition, definition_of
+from immortal.appsdk.handlers.proxy import all_method_names
+from immortal.appsdk.nodes.counting import Stage
+from immortal.appsdk.nodes.nodes import decode_saved
+from immortal.appsdk.running.life import say
+from immortal.appsdk.running.runner import load_or_say
+from immortal.appsdk.state.diff import differences
+from immortal.appsdk.state.journal import SavedTask, SavedTasks, described
+from immortal.appsdk.state.rows import Row, state_rows, task_rows
+from immortal.appsdk.state.schema import Envelope, decode_envelope, is_transient
+from immortal.appsdk.state.tree import Fields, to_json, tree
+from immortal.appsdk.types.handles import read_extension, tag_of
+from immortal.protocol import decoding
+from immortal.protocol.checksum import crc64
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.private_files import opener
 
 
 class InspectedState(Struct, frozen=True):
-    """What a checkpoint holds. ``state``: the attributes as trees (:mod:`appsdk.state.tree`), by name."""
+    """What a checkpoint holds. ``state``: the attributes as trees (:mod:`immortal.appsdk.state.tree`), by name."""
 
     envelope: Envelope
     state: Fields
@@ -153,7 +153,7 @@ def shown_nodes(data: bytes) -> Fields:
 
 
 def unanswered(main: Definition, blob: bytes) -> list[Fields]:
-    """What async handlers wait for that has no counterpart in the log (:mod:`appsdk.running.counterparts`).
+    """What async handlers wait for that has no counterpart in the log (:mod:`immortal.appsdk.running.counterparts`).
 
     Raises StateError.
     """
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m appsdk.running.inspection", description="Read checkpoints of an app."
+        prog="python -m immortal.appsdk.running.inspection", description="Read checkpoints of an app."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="the state in a checkpoint, as JSON")
@@ -226,10 +226,10 @@ def _parser() -> argparse.ArgumentParser:
     shown = commands.add_parser("diff-shown", help="what differs between two states that were shown, as JSON")
     table = commands.add_parser("rows", help="the state as rows of tables, into a file")
     methods = commands.add_parser("methods", help="the names of its methods, as JSON")
-    methods.add_argument("target", metavar="module:Class", help="the class below appsdk.Immortal")
+    methods.add_argument("target", metavar="module:Class", help="the class below immortal.Immortal")
     for command, sides in ((show, [""]), (table, [""]), (compare, ["old_", "new_"]), (waiting, [""])):
         for side in sides:
-            command.add_argument(f"{side}target", metavar="module:Class", help="the class below appsdk.Immortal")
+            command.add_argument(f"{side}target", metavar="module:Class", help="the class below immortal.Immortal")
             command.add_argument(f"{side}file", metavar="FILE", type=Path, help="the blob of a checkpoint")
     table.add_argument("out", metavar="OUT", type=Path, help="a file, which is written")
     for side in ("old", "new"):

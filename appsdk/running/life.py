@@ -9,28 +9,28 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from appsdk.calls.context import SEED_SIZE_BYTES, Context
-from appsdk.calls.report import FailureReporter, user_traceback
-from appsdk.calls.run_failures import is_failure
-from appsdk.dispatch.delivery import Delivery
-from appsdk.dispatch.dispatcher import Dispatcher
-from appsdk.effects.request import EffectRunner
-from appsdk.effects.runner import OutsideRunner
-from appsdk.effects.stand_ins import StandInRunner, load_stand_ins
-from appsdk.errors import AppError, Disconnected, HookError, UsageError
-from appsdk.handlers.definition import Definition
-from appsdk.handlers.proxy import Impulses
-from appsdk.running import tracing
-from appsdk.running.app_loop import AppLoop
-from appsdk.running.encoding_limit import limited
-from appsdk.running.options import EFFECTS_VARIABLE, OptionError, RunOptions
-from appsdk.running.query_limit import QueryLimit
-from appsdk.running.watchdog import Watchdog
-from protocol.shown import printable_message
-from protocol.verdicts import Verdict
+from immortal.appsdk.calls.context import SEED_SIZE_BYTES, Context
+from immortal.appsdk.calls.report import FailureReporter, user_traceback
+from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.dispatch.delivery import Delivery
+from immortal.appsdk.dispatch.dispatcher import Dispatcher
+from immortal.appsdk.effects.request import EffectRunner
+from immortal.appsdk.effects.runner import OutsideRunner
+from immortal.appsdk.effects.stand_ins import StandInRunner, load_stand_ins
+from immortal.appsdk.errors import AppError, Disconnected, HookError, UsageError
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.handlers.proxy import Impulses
+from immortal.appsdk.running import tracing
+from immortal.appsdk.running.app_loop import AppLoop
+from immortal.appsdk.running.encoding_limit import limited
+from immortal.appsdk.running.options import EFFECTS_VARIABLE, OptionError, RunOptions
+from immortal.appsdk.running.query_limit import QueryLimit
+from immortal.appsdk.running.watchdog import Watchdog
+from immortal.protocol.shown import printable_message
+from immortal.protocol.verdicts import Verdict
 
 if TYPE_CHECKING:
-    from appsdk.running.timed import HandlerTimings
+    from immortal.appsdk.running.timed import HandlerTimings
 
 
 class AppLife:
@@ -92,7 +92,7 @@ class AppLife:
             return options.stop.make_delivery
         if options.timings is None or options.trace:
             return Delivery
-        from appsdk.running.timed import HandlerTimings
+        from immortal.appsdk.running.timed import HandlerTimings
 
         folder, limit_bytes = options.timings
         self._timings = HandlerTimings(folder, limit_bytes, lambda text: say(definition.name, text))

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from appsdk.errors import EXIT_DONE, EXIT_NOT_RUNNABLE, DefinitionError
-from appsdk.handlers.definition import Definition, definition_of
-from appsdk.running.user_modules import HiddenModules, add_to_path, is_import, load_module
-from protocol.shown import printable_message
+from immortal.appsdk.errors import EXIT_DONE, EXIT_NOT_RUNNABLE, DefinitionError
+from immortal.appsdk.handlers.definition import Definition, definition_of
+from immortal.appsdk.running.user_modules import HiddenModules, add_to_path, is_import, load_module
+from immortal.protocol.shown import printable_message
 
 
 def services(module: Any) -> dict[str, dict[str, Any]]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from appsdk.calls.codec import encoder
-from appsdk.calls.context import Context
-from appsdk.calls.outbox import Chunk
-from appsdk.calls.run_failures import PassesThrough
-from appsdk.dispatch.delivery import Delivery
-from appsdk.dispatch.dispatcher import Dispatcher
-from appsdk.dispatch.events import Goodbye, Refusal, SnapshotBegun
-from appsdk.effects.request import EffectRunner
-from appsdk.errors import HandlerError, Refused, StateError, UpgradeError
-from appsdk.handlers.definition import Definition
-from appsdk.running.tracing import TracingDispatcher
-from protocol.checksum import crc64
-from protocol.errors import ImmortalError
-from protocol.messages import MessageType, encode_message
+from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.outbox import Chunk
+from immortal.appsdk.calls.run_failures import PassesThrough
+from immortal.appsdk.dispatch.delivery import Delivery
+from immortal.appsdk.dispatch.dispatcher import Dispatcher
+from immortal.appsdk.dispatch.events import Goodbye, Refusal, SnapshotBegun
+from immortal.appsdk.effects.request import EffectRunner
+from immortal.appsdk.errors import HandlerError, Refused, StateError, UpgradeError
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.running.tracing import TracingDispatcher
+from immortal.protocol.checksum import crc64
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.messages import MessageType, encode_message
 
 
 def earlier(one_ns: int | None, other_ns: int | None) -> int | None:

@@ -1,4 +1,4 @@
-"""How an app is run, beside where: by option of ``python -m appsdk``, or in the environment."""
+"""How an app is run, beside where: by option of ``python -m immortal.appsdk``, or in the environment."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from appsdk.errors import EXIT_NOT_RUNNABLE, AppError
-from appsdk.running.breakpoint import Breakpoint
-from protocol import decoding
+from immortal.appsdk.errors import EXIT_NOT_RUNNABLE, AppError
+from immortal.appsdk.running.breakpoint import Breakpoint
+from immortal.protocol import decoding
 
 STRICT_VARIABLE = "IMMORTAL_STRICT"
 TRACE_VARIABLE = "IMMORTAL_TRACE"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from appsdk.errors import QueryTooLong
+from immortal.appsdk.errors import QueryTooLong
 
 LIMIT_S = 30.0  # of one query: as long the handlers, and whoever waits for them, stand still
 GRACE_S = 10.0  # then, until the process ends

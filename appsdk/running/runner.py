@@ -16,9 +16,9 @@ from operator import attrgetter
 from types import FrameType
 from typing import NoReturn
 
-from appsdk.calls.run_failures import interrupts_known
-from appsdk.determinism.check import DeterminismError, check
-from appsdk.errors import (
+from immortal.appsdk.calls.run_failures import interrupts_known
+from immortal.appsdk.determinism.check import DeterminismError, check
+from immortal.appsdk.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -33,11 +33,11 @@ from appsdk.errors import (
     LoadError,
     RecoveryNeeded,
 )
-from appsdk.handlers.definition import Definition, definition_of
-from appsdk.running import tracing
-from appsdk.running.authenticate import authenticate
-from appsdk.running.life import AppLife, say, show
-from appsdk.running.options import (
+from immortal.appsdk.handlers.definition import Definition, definition_of
+from immortal.appsdk.running import tracing
+from immortal.appsdk.running.authenticate import authenticate
+from immortal.appsdk.running.life import AppLife, say, show
+from immortal.appsdk.running.options import (
     BREAK_VARIABLE,
     REWOUND_VARIABLE,
     STRICT_VARIABLE,
@@ -45,11 +45,11 @@ from appsdk.running.options import (
     RunOptions,
     run_options,
 )
-from appsdk.running.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect, read_secret
-from appsdk.running.user_code import UserCode
-from appsdk.running.user_modules import HiddenModules, add_to_path, is_import, load_module
-from protocol.allocator import keep_freed_memory
-from protocol.errors import ImmortalError
+from immortal.appsdk.running.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect, read_secret
+from immortal.appsdk.running.user_code import UserCode
+from immortal.appsdk.running.user_modules import HiddenModules, add_to_path, is_import, load_module
+from immortal.protocol.allocator import keep_freed_memory
+from immortal.protocol.errors import ImmortalError
 
 ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
@@ -100,7 +100,7 @@ def load(target: str) -> type:
             f"{target!r}: module {module_name!r} has no {class_name!r} (its apps: {', '.join(apps) or 'none'})"
         ) from None
     if not _is_app(found):
-        raise LoadError(f"{target!r}: {class_name} is not a class below appsdk.Immortal")
+        raise LoadError(f"{target!r}: {class_name} is not a class below immortal.Immortal")
     cls: type = found
     return cls
 
@@ -291,9 +291,9 @@ def run(cls: type, address: str | None = None) -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m appsdk module:Class [--address ADDRESS] [--secret-file PATH] [--strict] [--trace] [--break ...]``."""
-    parser = argparse.ArgumentParser(prog="python -m appsdk", description="Run an app beside its coordinator.")
-    parser.add_argument("target", metavar="module:Class", help="the class below appsdk.Immortal")
+    """``python -m immortal.appsdk module:Class [--address A] [--secret-file PATH] [--strict] [--trace] ...``."""
+    parser = argparse.ArgumentParser(prog="python -m immortal.appsdk", description="Run an app beside its coordinator.")
+    parser.add_argument("target", metavar="module:Class", help="the class below immortal.Immortal")
     parser.add_argument(
         "--address", metavar="ADDRESS", help=f"the coordinator's, unix:PATH or HOST:PORT; default: ${ADDRESS_VARIABLE}"
     )

@@ -12,11 +12,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from appsdk.calls.context import Context
-from appsdk.dispatch.delivery import Delivery, Entry
-from appsdk.handlers.definition import Definition
-from protocol.timing_files import APP, Noting, SegmentWriter
-from protocol.timings import PlainRow, TimingKind
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.dispatch.delivery import Delivery, Entry
+from immortal.appsdk.handlers.definition import Definition
+from immortal.protocol.timing_files import APP, Noting, SegmentWriter
+from immortal.protocol.timings import PlainRow, TimingKind
 
 _KIND = int(TimingKind.HANDLED)
 _Handled = tuple[int, PlainRow]  # by committer ID

@@ -1,7 +1,7 @@
 """A run that is looked at: it says which logged message made each call, and which one its handler failed at.
 
 It also tells the numbers that it draws for what its handlers wait for, and takes those of another run
-(:mod:`appsdk.running.counterparts`).
+(:mod:`immortal.appsdk.running.counterparts`).
 
 Nothing of it is in the way of an ordinary run, which has neither this outbox nor these extensions.
 """
@@ -12,15 +12,15 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from appsdk.calls.context import Context
-from appsdk.calls.outbox import Batch, Chunk, Outbox, Send
-from appsdk.dispatch.dispatcher import Dispatcher
-from appsdk.dispatch.events import Event
-from appsdk.errors import HandlerError
-from appsdk.handlers.definition import Definition
-from appsdk.running.counterparts import TracedTasks
-from appsdk.running.transport import Transport
-from protocol.extensions import (
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.outbox import Batch, Chunk, Outbox, Send
+from immortal.appsdk.dispatch.dispatcher import Dispatcher
+from immortal.appsdk.dispatch.events import Event
+from immortal.appsdk.errors import HandlerError
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.running.counterparts import TracedTasks
+from immortal.appsdk.running.transport import Transport
+from immortal.protocol.extensions import (
     ALL_EXTENSIONS,
     TRACE_EXTENSIONS,
     HandlerFailure,
@@ -28,9 +28,9 @@ from protocol.extensions import (
     encode_handler_failed,
     encode_origins,
 )
-from protocol.messages import MessageType, RpcKind, RpcType, decode_messages
-from protocol.numbers import DRAWS_MAX, decode_numbers, encode_numbers
-from protocol.readers import Record
+from immortal.protocol.messages import MessageType, RpcKind, RpcType, decode_messages
+from immortal.protocol.numbers import DRAWS_MAX, decode_numbers, encode_numbers
+from immortal.protocol.readers import Record
 
 EXTENSIONS = ALL_EXTENSIONS | TRACE_EXTENSIONS
 LAST_WORDS_TIMEOUT_S = 60.0  # behind all output so far, which the coordinator may be comparing meanwhile

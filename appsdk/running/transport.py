@@ -14,11 +14,11 @@ import socket
 import time
 from pathlib import Path
 
-from appsdk.dispatch.events import Flush, Goodbye
-from appsdk.errors import AppError, ConnectError, Disconnected, UpgradeError
-from appsdk.running.app_loop import AppLoop
-from appsdk.running.authenticate import check_owner
-from protocol.extensions import SECRET_SIZE_BYTES_MAX
+from immortal.appsdk.dispatch.events import Flush, Goodbye
+from immortal.appsdk.errors import AppError, ConnectError, Disconnected, UpgradeError
+from immortal.appsdk.running.app_loop import AppLoop
+from immortal.appsdk.running.authenticate import check_owner
+from immortal.protocol.extensions import SECRET_SIZE_BYTES_MAX
 
 CONNECT_TIMEOUT_S = 30.0  # a coordinator that opens a large log may take seconds before it listens
 CONNECT_ATTEMPT_TIMEOUT_S = 5.0

@@ -26,8 +26,8 @@ from types import CodeType, ModuleType
 from typing import Any
 from zipimport import zipimporter
 
-from appsdk.errors import LoadError
-from appsdk.running.user_modules import HiddenModules, add_to_path
+from immortal.appsdk.errors import LoadError
+from immortal.appsdk.running.user_modules import HiddenModules, add_to_path
 
 CODE_VARIABLE = "IMMORTAL_CODE"
 """A folder or a wheel whose modules come before those of any other place; empty: none."""
@@ -36,7 +36,6 @@ NOTES_VARIABLE = "IMMORTAL_CODE_NOTES"
 """A file that gets a line of JSON for each module of the user's: {"module", "file", "sha256"}. Set in replays only."""
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})  # below these is no code of the user's but the class itself
-_OURS = ("appsdk", "bench", "coordinator", "pipeline", "protocol", "replay", "sight")
 
 
 class UserCode(MetaPathFinder):
@@ -47,7 +46,7 @@ class UserCode(MetaPathFinder):
         self._top = target.partition(":")[0].partition(".")[0]
         self._code = os.path.realpath(code) if code else ""  # as the kernel has it, behind symbolic links
         self._notes = notes
-        self._known = [sysconfig.get_path("stdlib"), *(str(Path(__file__).parents[2] / name) for name in _OURS)]
+        self._known = [sysconfig.get_path("stdlib"), str(Path(__file__).parents[2])]
         self._is_used = False  # a module of ``code`` was loaded
 
     @classmethod

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from immortal.appsdk.types.former_names import current_module
+
 
 def add_to_path(folder: str) -> None:
     """Let modules of ``folder`` be found before installed ones, and behind Python's own."""
@@ -32,7 +34,7 @@ def load_module(name: str) -> ModuleType:
     Raises ImportError; what the module raises as it is imported passes.
     """
     if not (name.endswith(".py") and os.path.isfile(name)):
-        return importlib.import_module(name)
+        return importlib.import_module(current_module(name))
     path = os.path.realpath(name)
     folder, module_name = os.path.dirname(path), os.path.basename(path).removesuffix(".py")
     add_to_path(folder)

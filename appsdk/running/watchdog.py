@@ -16,11 +16,11 @@ from datetime import timedelta
 
 import msgspec
 
-from appsdk.errors import EXIT_FAILED, EXIT_RECOVER
-from appsdk.running.debugger import in_debugger
-from appsdk.running.query_limit import QueryLimit
-from protocol.messages import MessageType, encode_message
-from protocol.verdicts import Handling, encode_handling
+from immortal.appsdk.errors import EXIT_FAILED, EXIT_RECOVER
+from immortal.appsdk.running.debugger import in_debugger
+from immortal.appsdk.running.query_limit import QueryLimit
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.verdicts import Handling, encode_handling
 
 LOOK_INTERVAL_S = 0.5
 TOLD_AFTER_S = (1.0, 10.0)  # then the coordinator hears of it, and from then on each TOLD_EACH_S

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protocol.readers import Record
+from immortal.protocol.readers import Record
 
 SMALL_SIZE_BYTES_MAX = 1 << 20  # of a state: a new copy each TAIL_SIZE_BYTES_MAX of log costs next to nothing
 TAIL_SIZE_BYTES_MAX = 16 << 20  # of the records since: what a rewind goes over again

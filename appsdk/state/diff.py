@@ -1,4 +1,4 @@
-"""What differs between two trees of :mod:`appsdk.state.tree`, part by part."""
+"""What differs between two trees of :mod:`immortal.appsdk.state.tree`, part by part."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from appsdk.state.tree import Fields, Members, Tree, canonical, to_json
+from immortal.appsdk.state.tree import Fields, Members, Tree, canonical, to_json
 
 
 class _Absent:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from appsdk.errors import StateError
-from appsdk.state.schema import StateSchema
-from appsdk.types.exact import encode_value
+from immortal.appsdk.errors import StateError
+from immortal.appsdk.state.schema import StateSchema
+from immortal.appsdk.types.exact import encode_value
 
 SMALL_SIZE_BYTES_MAX = 4 << 10
 """Of attributes that are encoded each time, all together: some 10 microseconds."""

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appsdk.calls.codec import ValueDecoder, encode_value
-from appsdk.calls.context import datetime_of
-from appsdk.calls.failures import decode_failed
-from appsdk.calls.raised import attributes_of, made
-from appsdk.calls.rules import NEWEST, Rules
-from appsdk.errors import StateError
+from immortal.appsdk.calls.codec import ValueDecoder, encode_value
+from immortal.appsdk.calls.context import datetime_of
+from immortal.appsdk.calls.failures import decode_failed
+from immortal.appsdk.calls.raised import attributes_of, made
+from immortal.appsdk.calls.rules import NEWEST, Rules
+from immortal.appsdk.errors import StateError
 
 TIMER = "timer"
 CANCEL = "cancel"  # an entry that is no result: Cancelled was raised where the handler waited

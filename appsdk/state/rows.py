@@ -1,4 +1,4 @@
-"""A state as rows of tables: for queries. The trees of :mod:`appsdk.state.tree` tell structs from mappings.
+"""A state as rows of tables: for queries. The trees of :mod:`immortal.appsdk.state.tree` tell structs from mappings.
 
     state          one row: each attribute that is no container, under its own name
     ATTRIBUTE      of a mapping a row for each key ("key"), of a sequence for each item ("index"), of a set for each
@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from appsdk.state.journal import TIMER, Pending, SavedTask, SavedTasks, described
-from appsdk.state.tree import Fields, Tree
+from immortal.appsdk.state.journal import TIMER, Pending, SavedTask, SavedTasks, described
+from immortal.appsdk.state.tree import Fields, Tree
 
 STATE = "state"
 WAITING = "$waiting"

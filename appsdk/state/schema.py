@@ -14,6 +14,7 @@ nodes or handles.
 
 from __future__ import annotations
 
+import io
 import pickle
 import typing
 from collections.abc import Iterable
@@ -21,20 +22,21 @@ from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 import msgspec
 
-from appsdk.calls.annotations import resolve_hints
-from appsdk.calls.codec import ValueDecoder, encode_value, encoder
-from appsdk.calls.rules import OrderRules, Rules
-from appsdk.errors import DefinitionError, StateError
-from appsdk.state.diff import differences
-from appsdk.state.journal import SavedTasks
-from appsdk.state.tree import tree
-from appsdk.types.decoding import with_integers
-from appsdk.types.exact import PLAIN_CLASSES, AnnotatedForm, form_of
-from appsdk.types.handles import MARK
-from appsdk.types.registry import unsupported_type
-from appsdk.types.steps import UnfitError
-from protocol import decoding
-from protocol.state_envelope import FRONT, MAGIC
+from immortal.appsdk.calls.annotations import resolve_hints
+from immortal.appsdk.calls.codec import ValueDecoder, encode_value, encoder
+from immortal.appsdk.calls.rules import OrderRules, Rules
+from immortal.appsdk.errors import DefinitionError, StateError
+from immortal.appsdk.state.diff import differences
+from immortal.appsdk.state.journal import SavedTasks
+from immortal.appsdk.state.tree import tree
+from immortal.appsdk.types.decoding import with_integers
+from immortal.appsdk.types.exact import PLAIN_CLASSES, AnnotatedForm, form_of
+from immortal.appsdk.types.former_names import current_module
+from immortal.appsdk.types.handles import MARK
+from immortal.appsdk.types.registry import unsupported_type
+from immortal.appsdk.types.steps import UnfitError
+from immortal.protocol import decoding
+from immortal.protocol.state_envelope import FRONT, MAGIC
 
 T = TypeVar("T")
 
@@ -56,7 +58,7 @@ _VERSION_WITH_ORDERING = 4  # an SDK that knows no ordered multicasts must not l
 _VERSION_WITH_NODES = 5  # nor one that knows no handles
 
 WAYS_OUT = (
-    "give the type a codec (appsdk.register_type), write 'def checkpoint(self) -> bytes' and "
+    "give the type a codec (immortal.register_type), write 'def checkpoint(self) -> bytes' and "
     "'def restore(self, blob: bytes) -> None' of your own, "
     'or opt in to pickle: class ...(Immortal, serializer="pickle")'
 )
@@ -129,6 +131,13 @@ def decode_envelope(blob: bytes) -> tuple[Envelope, memoryview]:
 
 def is_transient(hint: Any) -> bool:
     return any(isinstance(mark, _TransientMark) for mark in getattr(hint, "__metadata__", ()))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a pickled state. The state is from the service's own log, which its owner trusts."""
+
+    def find_class(self, module_name: str, name: str) -> Any:
+        return super().find_class(current_module(module_name), name)
 
 
 class StateSchema:
@@ -350,7 +359,7 @@ class StateSchema:
 
     def _unpickled(self, state: memoryview) -> dict[str, Any]:
         try:
-            values: dict[str, Any] = pickle.loads(state)  # nobody gives an app one of a log that is not trusted
+            values: dict[str, Any] = _Unpickler(io.BytesIO(state)).load()
         except Exception as error:
             raise StateError(f"{self._class_name}: the pickled state can't be read: {error!r}") from None
         self._require_names(values)

@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from appsdk.errors import StateError
+from immortal.appsdk.errors import StateError
 
 CHUNK_SIZE_BYTES_MAX = 256 << 10
 PIPE_SIZE_BYTES = 1 << 20  # what an ordinary user may ask for

@@ -21,7 +21,7 @@ from uuid import UUID
 
 import msgspec
 
-from appsdk.types.registry import find_codec, show_custom
+from immortal.appsdk.types.registry import find_codec, show_custom
 
 Tree = Any
 """None, bool, int, float, str, bytes, list, dict, Fields or Members; within them the same."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from appsdk.calls.run_failures import PassesThrough
+from immortal.appsdk.calls.run_failures import PassesThrough
 
 Victim = Literal["instance", "app"]
 """What crashes: the app and its coordinator together, with all that is not durable, or the app alone."""

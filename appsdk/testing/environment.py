@@ -6,20 +6,20 @@ from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from appsdk.calls.context import datetime_of
-from appsdk.errors import HandlerError, UsageError
-from appsdk.handlers.definition import definition_of
-from appsdk.immortal import Immortal
-from appsdk.testing import outside
-from appsdk.testing.crashes import CrashPlan
-from appsdk.testing.instance import Instance
-from appsdk.testing.memory import MemorySource
-from appsdk.testing.replaying import ReplayDiffers, problems_of
-from appsdk.testing.stand_ins import StandIns
-from appsdk.testing.world import World
-from coordinator.core import events as ev
-from protocol.limits import NAME_SIZE_BYTES_MAX
-from protocol.shown import is_encodable
+from immortal.appsdk.calls.context import datetime_of
+from immortal.appsdk.errors import HandlerError, UsageError
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.immortal import Immortal
+from immortal.appsdk.testing import outside
+from immortal.appsdk.testing.crashes import CrashPlan
+from immortal.appsdk.testing.instance import Instance
+from immortal.appsdk.testing.memory import MemorySource
+from immortal.appsdk.testing.replaying import ReplayDiffers, problems_of
+from immortal.appsdk.testing.stand_ins import StandIns
+from immortal.appsdk.testing.world import World
+from immortal.coordinator.core import events as ev
+from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
+from immortal.protocol.shown import is_encodable
 
 T = TypeVar("T", bound=Immortal)
 
@@ -31,7 +31,7 @@ class Environment:
 
     ``start``: what its clock says at first, aware. ``seed``: of the apps' randomness. ``order``: a number by which the
     order of all that could happen at one moment is drawn; None: each instance in turn. The same three give the same
-    run. ``crashes``: see :func:`appsdk.testing.crash_everywhere`, which makes one.
+    run. ``crashes``: see :func:`immortal.appsdk.testing.crash_everywhere`, which makes one.
 
     ``fail_alone``: a call that fails does so alone, as in service: who waits gets CalleeFailed or CallRefused, and the
     rest is in ``instance.dead_letters``. Without it an exception that no handler declares fails the test.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
-from appsdk.errors import UsageError
-from appsdk.testing.crashes import CrashPlan, Victim
-from appsdk.testing.environment import START, Environment
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.testing.crashes import CrashPlan, Victim
+from immortal.appsdk.testing.environment import START, Environment
 
 
 def crash_everywhere(

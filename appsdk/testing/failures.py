@@ -6,9 +6,9 @@ import os
 from types import TracebackType
 from typing import NoReturn
 
-from appsdk.errors import AppError
-from coordinator.core.errors import InvariantError
-from protocol.errors import ImmortalError
+from immortal.appsdk.errors import AppError
+from immortal.coordinator.core.errors import InvariantError
+from immortal.protocol.errors import ImmortalError
 
 _OWN_FOLDERS = (os.path.dirname(os.path.dirname(__file__)),)
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-from appsdk.handlers.definition import definition_of
-from appsdk.immortal import Immortal
-from appsdk.testing.replaying import ReplayDiffers, problems_of
-from coordinator.log import open_reader
-from coordinator.log.source import RecordSource
-from protocol.shown import printable_message
-from replay.recorded import RecordedLog
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.immortal import Immortal
+from immortal.appsdk.testing.replaying import ReplayDiffers, problems_of
+from immortal.coordinator.log import open_reader
+from immortal.coordinator.log.source import RecordSource
+from immortal.protocol.shown import printable_message
+from immortal.replay.recorded import RecordedLog
 
 PathLike = str | os.PathLike[str]
 

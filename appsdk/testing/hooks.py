@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from appsdk.calls.context import Context
-from appsdk.calls.outbox import ImpulseQueue, Write
-from appsdk.errors import Disconnected
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.outbox import ImpulseQueue, Write
+from immortal.appsdk.errors import Disconnected
 
 NO_THREAD = 0
 

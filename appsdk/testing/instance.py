@@ -9,25 +9,25 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
-from appsdk.errors import Disconnected, UsageError
-from appsdk.handlers.decorators import Handler
-from appsdk.handlers.definition import definition_of
-from appsdk.handlers.proxy import Impulses
-from appsdk.immortal import Immortal
-from appsdk.running.local_app import LocalApp
-from appsdk.state.journal import decode_raised
-from appsdk.state.schema import copied_envelope
-from appsdk.testing.hooks import HookQueue
-from appsdk.testing.memory import MemorySource
-from appsdk.testing.node import Node
-from appsdk.testing.world import World
-from coordinator.core import events as ev
-from protocol.verdicts import Verdict
-from replay.recorded import RecordedLog
+from immortal.appsdk.errors import Disconnected, UsageError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.handlers.proxy import Impulses
+from immortal.appsdk.immortal import Immortal
+from immortal.appsdk.running.local_app import LocalApp
+from immortal.appsdk.state.journal import decode_raised
+from immortal.appsdk.state.schema import copied_envelope
+from immortal.appsdk.testing.hooks import HookQueue
+from immortal.appsdk.testing.memory import MemorySource
+from immortal.appsdk.testing.node import Node
+from immortal.appsdk.testing.world import World
+from immortal.coordinator.core import events as ev
+from immortal.protocol.verdicts import Verdict
+from immortal.replay.recorded import RecordedLog
 
 if TYPE_CHECKING:
-    from appsdk.handlers.decorators import RemoteHandler
-    from appsdk.handlers.definition import Definition
+    from immortal.appsdk.handlers.decorators import RemoteHandler
+    from immortal.appsdk.handlers.definition import Definition
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from coordinator.core.interfaces import LogSummary
-from coordinator.log import LogIdentity
-from coordinator.log.format import FORMAT_VERSION
-from coordinator.log.memory import MemoryLogStore
+from immortal.coordinator.core.interfaces import LogSummary
+from immortal.coordinator.log import LogIdentity
+from immortal.coordinator.log.format import FORMAT_VERSION
+from immortal.coordinator.log.memory import MemoryLogStore
 
 READ_SIZE_BYTES = 1 << 20
 

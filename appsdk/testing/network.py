@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from appsdk.testing.node import Node
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from protocol.peer import PeerFrame
+from immortal.appsdk.testing.node import Node
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.protocol.peer import PeerFrame
 
 
 @dataclass(slots=True, eq=False)

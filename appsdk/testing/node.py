@@ -8,27 +8,27 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from appsdk.calls.context import SEED_SIZE_BYTES
-from appsdk.handlers.definition import Definition
-from appsdk.running.local_app import LocalApp, earlier
-from appsdk.testing.crashes import CrashNow, CrashPlan
-from appsdk.testing.outside import OUTSIDERS, OutsideApp
-from appsdk.testing.stand_ins import StandInRunner, StandIns
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.limits import Limits
-from coordinator.core.machine import Machine
-from coordinator.core.parts import Parts
-from coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
-from coordinator.driver.turn import Driver
-from coordinator.log.memory import MemoryLogStore
-from protocol.errors import ImmortalError
+from immortal.appsdk.calls.context import SEED_SIZE_BYTES
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.running.local_app import LocalApp, earlier
+from immortal.appsdk.testing.crashes import CrashNow, CrashPlan
+from immortal.appsdk.testing.outside import OUTSIDERS, OutsideApp
+from immortal.appsdk.testing.stand_ins import StandInRunner, StandIns
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.machine import Machine
+from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
+from immortal.coordinator.driver.turn import Driver
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.protocol.errors import ImmortalError
 
 LIMITS = Limits(hold_off_ns_min=0)  # the clock of a test stands still: who is held off would never be heard again
 
 
 class Wires(Protocol):
-    """What an instance sends goes there: see :class:`appsdk.testing.network.Network`."""
+    """What an instance sends goes there: see :class:`immortal.appsdk.testing.network.Network`."""
 
     def send(self, sender: Node, effect: ef.SendToPeer) -> None: ...
     def reply(self, receiver: Node, effect: ef.ReplyToPeer) -> None: ...
@@ -36,7 +36,7 @@ class Wires(Protocol):
 
 
 class Surroundings(Protocol):
-    """What all instances of an environment share: see :class:`appsdk.testing.world.World`."""
+    """What all instances of an environment share: see :class:`immortal.appsdk.testing.world.World`."""
 
     now_ns: int
     fail_alone: bool

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from appsdk.calls.outbox import encode_call, make_writer
-from appsdk.handlers.decorators import Handler
-from protocol import decoding
-from protocol.batch import decode_batch
-from protocol.errors import ImmortalError
-from protocol.extensions import (
+from immortal.appsdk.calls.outbox import encode_call, make_writer
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.protocol import decoding
+from immortal.protocol.batch import decode_batch
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.extensions import (
     ALL_EXTENSIONS,
     AppDescription,
     Hello,
@@ -24,7 +24,7 @@ from protocol.extensions import (
     encode_app_description,
     encode_hello,
 )
-from protocol.messages import (
+from immortal.protocol.messages import (
     MessageType,
     RpcKind,
     RpcType,
@@ -34,7 +34,7 @@ from protocol.messages import (
     encode_checkpoint,
     encode_message,
 )
-from protocol.readers import Record, RecordReader
+from immortal.protocol.readers import Record, RecordReader
 
 NAME = "test"
 OUTSIDERS = frozenset({NAME})

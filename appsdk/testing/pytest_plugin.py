@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from appsdk.testing import Environment
+    from immortal.appsdk.testing import Environment
 
 _FAILED = pytest.StashKey[bool]()
 
@@ -23,7 +23,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 @pytest.fixture
 def immortal_env(request: pytest.FixtureRequest) -> Iterator[Environment]:
     """An appsdk.testing.Environment. If the test passes, all of its instances are replayed and compared at its end."""
-    from appsdk.testing import Environment  # here: pytest loads this plugin in every project that has it installed
+    from immortal.appsdk.testing import (
+        Environment,  # here: pytest loads this plugin in every project that has it installed
+    )
 
     env = Environment()
     yield env

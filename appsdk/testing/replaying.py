@@ -6,31 +6,31 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
-from appsdk.calls.context import SEED_SIZE_BYTES
-from appsdk.errors import AppError
-from appsdk.handlers.definition import Definition
-from appsdk.running.inspection import inspect_state
-from appsdk.running.local_app import LocalApp
-from appsdk.state.diff import differences
-from appsdk.testing.outside import OUTSIDERS
-from coordinator.core.errors import require
-from coordinator.core.interfaces import CheckpointHeader
-from coordinator.core.words import call_in_words
-from coordinator.instances.foreign_state import refuse_pickle
-from coordinator.log.contents import message_at, record_of
-from coordinator.log.source import RecordSource
-from protocol.checksum import crc64
-from protocol.errors import ImmortalError
-from protocol.record import decode_header
-from protocol.trailer import decode_trailer
-from protocol.verdicts import Verdict
-from replay.inspection import DIFFERENCES_MAX
-from replay.plan import ReplayPlan, plan_route
-from replay.positions import KeptImpulses, Outputs
-from replay.result import ReplayResult, Sink
-from replay.session import BlobPiece, Ended, Event, ReplaySession, VerdictGiven
-from replay.verify import CheckingSink, Section, StateFinding, stretches
-from replay.verify_report import Report
+from immortal.appsdk.calls.context import SEED_SIZE_BYTES
+from immortal.appsdk.errors import AppError
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.running.inspection import inspect_state
+from immortal.appsdk.running.local_app import LocalApp
+from immortal.appsdk.state.diff import differences
+from immortal.appsdk.testing.outside import OUTSIDERS
+from immortal.coordinator.core.errors import require
+from immortal.coordinator.core.interfaces import CheckpointHeader
+from immortal.coordinator.core.words import call_in_words
+from immortal.coordinator.instances.foreign_state import refuse_pickle
+from immortal.coordinator.log.contents import message_at, record_of
+from immortal.coordinator.log.source import RecordSource
+from immortal.protocol.checksum import crc64
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.record import decode_header
+from immortal.protocol.trailer import decode_trailer
+from immortal.protocol.verdicts import Verdict
+from immortal.replay.inspection import DIFFERENCES_MAX
+from immortal.replay.plan import ReplayPlan, plan_route
+from immortal.replay.positions import KeptImpulses, Outputs
+from immortal.replay.result import ReplayResult, Sink
+from immortal.replay.session import BlobPiece, Ended, Event, ReplaySession, VerdictGiven
+from immortal.replay.verify import CheckingSink, Section, StateFinding, stretches
+from immortal.replay.verify_report import Report
 
 BLAMED_MESSAGES_MAX = 3  # of a record, that are shown
 
@@ -148,7 +148,7 @@ def verify_section(
     definition: Definition,
     receivers: Mapping[str, RecordSource],
 ) -> Section:
-    """As :func:`replay.verify.verify_section`, with the class ``definition`` in this process.
+    """As :func:`immortal.replay.verify.verify_section`, with the class ``definition`` in this process.
 
     Raises AppError for a state that can't be restored, and its like.
     """

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from appsdk.calls.run_failures import is_failure
-from appsdk.effects.options import current_context
-from appsdk.effects.request import EffectRequest
-from appsdk.errors import UsageError
+from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.effects.options import current_context
+from immortal.appsdk.effects.request import EffectRequest
+from immortal.appsdk.errors import UsageError
 
 StandIns = Mapping[Callable[..., Any], Callable[..., Any]]
 """By the function that ``self.effect`` is given: what runs in its place, with its arguments."""

@@ -8,19 +8,19 @@ from datetime import timedelta
 from functools import partial
 from typing import cast
 
-from appsdk.calls.context import datetime_of
-from appsdk.calls.run_contexts import handed_down
-from appsdk.calls.run_failures import interrupts_known
-from appsdk.errors import UsageError
-from appsdk.handlers.definition import Definition
-from appsdk.testing import outside
-from appsdk.testing.crashes import CrashPlan
-from appsdk.testing.failures import raise_as_the_users
-from appsdk.testing.network import Network
-from appsdk.testing.node import Node
-from appsdk.testing.outside import OutsideApp
-from coordinator.core.errors import require
-from protocol.errors import ImmortalError
+from immortal.appsdk.calls.context import datetime_of
+from immortal.appsdk.calls.run_contexts import handed_down
+from immortal.appsdk.calls.run_failures import interrupts_known
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.testing import outside
+from immortal.appsdk.testing.crashes import CrashPlan
+from immortal.appsdk.testing.failures import raise_as_the_users
+from immortal.appsdk.testing.network import Network
+from immortal.appsdk.testing.node import Node
+from immortal.appsdk.testing.outside import OutsideApp
+from immortal.coordinator.core.errors import require
+from immortal.protocol.errors import ImmortalError
 
 STEPS_MAX = 500_000
 """Of all instances, at one moment of the clock: handlers that call each other for ever would be waited for."""

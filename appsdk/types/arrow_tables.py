@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from appsdk.types.registry import Codec, what_came
+from immortal.appsdk.types.registry import Codec, what_came
 
 
 def codec_of(cls: type) -> Codec | None:

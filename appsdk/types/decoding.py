@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from appsdk.types.handles import read_extension
-from appsdk.types.registry import decode_custom, readable_type
-from protocol import decoding
-from protocol.values import EXTENSION_CODE
+from immortal.appsdk.types.handles import read_extension
+from immortal.appsdk.types.registry import decode_custom, readable_type
+from immortal.protocol import decoding
+from immortal.protocol.values import EXTENSION_CODE
 
 _EXTENSION_BYTE = bytes((EXTENSION_CODE,))
 

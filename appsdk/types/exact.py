@@ -3,7 +3,7 @@
 msgspec writes more than it reads back: a subclass as what is annotated, a tuple in ``Any`` as a list, a ``Decimal``
 there as a text. An :class:`AnnotatedForm` is what an annotation says about that. It looks at values level by level, at
 all that stand in one place of an annotation together: a list of a million numbers costs one look at their types. What
-MessagePack has no form for, and can be read back, becomes an extension (:mod:`protocol.values`).
+MessagePack has no form for, and can be read back, becomes an extension (:mod:`immortal.protocol.values`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from uuid import UUID
 import msgspec
 from msgspec import inspect as shapes
 
-from appsdk.types import registry
-from appsdk.types.handles import Handle
-from appsdk.types.registry import readable_type
-from appsdk.types.steps import (
+from immortal.appsdk.types import registry
+from immortal.appsdk.types.handles import Handle
+from immortal.appsdk.types.registry import readable_type
+from immortal.appsdk.types.steps import (
     Column,
     Custom,
     Extensions,
@@ -43,7 +43,7 @@ from appsdk.types.steps import (
     encoder,
     not_the_same,
 )
-from protocol.values import CONTAINERS, SCALARS
+from immortal.protocol.values import CONTAINERS, SCALARS
 
 DEPTH_MAX = 256
 """Values in one another: to read one takes a level of Python's recursion for each, of 1,000 in all."""

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from appsdk.errors import UsageError
-from appsdk.types.registry import Codec, what_came
-from protocol import decoding, values
-from protocol.limits import NAME_SIZE_BYTES_MAX
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.types.registry import Codec, what_came
+from immortal.protocol import decoding, values
+from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ KEY_SIZE_BYTES = 16
 
 
 class HandlesLife(Protocol):
-    """The instance that a handle is used in: an :class:`appsdk.nodes.nodes.Nodes`."""
+    """The instance that a handle is used in: an :class:`immortal.appsdk.nodes.nodes.Nodes`."""
 
     def encoding(self) -> None:
         """A handle is encoded, perhaps into a message. Raises UsageError."""
@@ -128,7 +128,7 @@ def _decode(annotation: Any, plain: Any) -> _Handle[Any]:
 def _problem(annotation: Any) -> str | None:
     (cls,) = typing.get_args(annotation) or (Any,)
     if cls is not Any and isinstance(cls, type) and not hasattr(cls, "_immortal_node"):
-        return f"Handle[{cls.__qualname__}]: a class below appsdk.Node was expected"
+        return f"Handle[{cls.__qualname__}]: a class below immortal.Node was expected"
     return None
 
 

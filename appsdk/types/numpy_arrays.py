@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from appsdk.types.registry import Codec, what_came
+from immortal.appsdk.types.registry import Codec, what_came
 
 _KINDS = frozenset("biufcmMSU")  # as np.dtype.kind has them: all but objects, and structures, whose gaps hold anything
 _PADDED = frozenset("gG")  # np.longdouble: as above

@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from appsdk.types.registry import Codec
-from protocol import decoding
+from immortal.appsdk.types.registry import Codec
+from immortal.protocol import decoding
 
 _OBJECTS = frozenset(("string", "bytes", "date", "time", "decimal", "boolean", "empty"))
 """What a column of objects may hold, as pandas infers it: of other objects it is not the same that would come back."""
@@ -42,20 +42,20 @@ def _table(frame: pd.DataFrame) -> Any:
 
 
 def _encode(frame: pd.DataFrame) -> memoryview:
-    from appsdk.types.arrow_tables import write_stream
+    from immortal.appsdk.types.arrow_tables import write_stream
 
     return write_stream(_table(frame))
 
 
 def _decode(annotation: Any, plain: Any) -> pd.DataFrame:
-    from appsdk.types.arrow_tables import read_table
+    from immortal.appsdk.types.arrow_tables import read_table
 
     frame: pd.DataFrame = read_table("DataFrame", plain).to_pandas()
     return frame.copy()  # what refers to the stream can't be written to
 
 
 def _show(frame: pd.DataFrame) -> dict[str, Any]:
-    from appsdk.types.arrow_tables import show_table
+    from immortal.appsdk.types.arrow_tables import show_table
 
     return show_table(_table(frame))
 

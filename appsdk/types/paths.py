@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from appsdk.types.registry import Codec, what_came
+from immortal.appsdk.types.registry import Codec, what_came
 
 
 def codec_of(cls: type) -> Codec | None:

@@ -8,7 +8,7 @@ from typing import Any
 import pydantic
 import pydantic_core
 
-from appsdk.types.registry import Codec
+from immortal.appsdk.types.registry import Codec
 
 
 def codec_of(cls: type) -> Codec | None:

@@ -17,8 +17,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from appsdk.errors import DefinitionError
-from protocol import decoding
+from immortal.appsdk.errors import DefinitionError
+from immortal.protocol import decoding
 
 T = TypeVar("T")
 Plain = TypeVar("Plain")
@@ -43,12 +43,12 @@ class Codec(Struct, frozen=True):
 
 
 _LIBRARIES = {
-    "appsdk": "appsdk.types.handles",
-    "numpy": "appsdk.types.numpy_arrays",
-    "pandas": "appsdk.types.pandas_frames",
-    "pathlib": "appsdk.types.paths",
-    "pyarrow": "appsdk.types.arrow_tables",
-    "pydantic": "appsdk.types.pydantic_models",
+    "immortal": "immortal.appsdk.types.handles",
+    "numpy": "immortal.appsdk.types.numpy_arrays",
+    "pandas": "immortal.appsdk.types.pandas_frames",
+    "pathlib": "immortal.appsdk.types.paths",
+    "pyarrow": "immortal.appsdk.types.arrow_tables",
+    "pydantic": "immortal.appsdk.types.pydantic_models",
 }
 """By the package that a class or one of its bases is of: the module that has ``codec_of(cls) -> Codec | None``."""
 
@@ -87,7 +87,7 @@ def register_type(cls: type[T], *, encode: Callable[[T], Plain], decode: Callabl
     values in each process; ``decode`` makes one of that. ``form`` is the plain value's type: what comes in and does not
     have it is refused before ``decode`` sees it. ``decode`` raises ValueError for what is no value of ``cls``.
 
-    Call it in the module of ``cls``, before a class of :class:`appsdk.Immortal` names it. Raises DefinitionError.
+    Call it in the module of ``cls``, before a class of :class:`immortal.Immortal` names it. Raises DefinitionError.
     """
     if not isinstance(cls, type):
         raise DefinitionError(f"register_type({cls!r}): a class was expected")
@@ -201,7 +201,7 @@ def _is_model(cls: Any) -> bool:
 
 
 def may_hold_handles(annotation: Any) -> bool:
-    """Whether a value of it may hold an :class:`appsdk.Handle`: where it names the class, or may be anything."""
+    """Whether a value of it may hold an :class:`immortal.Handle`: where it names the class, or may be anything."""
     for info in _types_in(msgspec.inspect.type_info(readable_type(annotation))):
         cls = info.cls if isinstance(info, msgspec.inspect.CustomType) else None
         if isinstance(info, msgspec.inspect.AnyType) or find_codec(typing.get_origin(cls) or cls) is _handle_codec():
@@ -219,7 +219,7 @@ def may_hold_any(annotation: Any) -> bool:
 
 @functools.cache
 def _handle_codec() -> Codec:
-    handles = importlib.import_module(_LIBRARIES["appsdk"])
+    handles = importlib.import_module(_LIBRARIES["immortal"])
     found: Codec = handles.codec_of(handles._Handle)
     return found
 

@@ -1,4 +1,4 @@
-"""What is done with the values of one class in one place of an annotation: see :mod:`appsdk.types.exact`.
+"""What is done with the values of one class in one place of an annotation: see :mod:`immortal.appsdk.types.exact`.
 
 Each kind of values is a :class:`Step`: it looks at all that stand in its place together, knows what is in them, and
 what is encoded in their place.
@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
-from appsdk.types import registry
-from appsdk.types.handles import read_extension
-from appsdk.types.registry import Codec, decode_custom, encode_custom
-from protocol import decoding
-from protocol.values import encode_extension, is_beyond, zone_problem
+from immortal.appsdk.types import registry
+from immortal.appsdk.types.handles import read_extension
+from immortal.appsdk.types.registry import Codec, decode_custom, encode_custom
+from immortal.protocol import decoding
+from immortal.protocol.values import encode_extension, is_beyond, zone_problem
 
 EXTENSIONS_DEPTH_MAX = 32
 """Tuples and sets in one another that are extensions: to read one takes four levels of Python's recursion, of 1,000."""
@@ -69,7 +69,7 @@ Level = list[tuple["Form", Column]]
 
 
 class Form:
-    """What an annotation says about one place: an :class:`appsdk.types.exact.AnnotatedForm`."""
+    """What an annotation says about one place: an :class:`immortal.appsdk.types.exact.AnnotatedForm`."""
 
     def look(self, column: Column, below: Level) -> bool:
         """As :meth:`Step.look`, of values of any classes."""

@@ -12,17 +12,17 @@ from typing import Any
 
 import msgspec
 
-from appsdk.calls.context import Context
-from appsdk.calls.failures import answer_of
-from appsdk.calls.outbox import Send, encode_call, make_writer
-from appsdk.errors import UsageError
-from appsdk.handlers.decorators import Handler
-from appsdk.handlers.multicast import common_method_id
-from appsdk.waiting.operations import NOTHING, Call, MulticastCall
-from protocol import decoding
-from protocol.client import CLIENTS, Caller
-from protocol.messages import RpcKind, RpcType
-from protocol.verdicts import Verdict
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import answer_of
+from immortal.appsdk.calls.outbox import Send, encode_call, make_writer
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.multicast import common_method_id
+from immortal.appsdk.waiting.operations import NOTHING, Call, MulticastCall
+from immortal.protocol import decoding
+from immortal.protocol.client import CLIENTS, Caller
+from immortal.protocol.messages import RpcKind, RpcType
+from immortal.protocol.verdicts import Verdict
 
 _RETURNED_VALUE, _RETURNED_NOTHING = RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING
 # ... found faster than an enum's attributes

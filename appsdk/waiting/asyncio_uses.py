@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
-from appsdk.errors import UsageError
+from immortal.appsdk.errors import UsageError
 
 _SEVERAL = "await self.gather(...) or self.race(...) for several at once, and .fork(...) for what nobody waits for"
 _EVENT = "wait with await self.event(...), which self.signal(...) in a 'def' handler ends"

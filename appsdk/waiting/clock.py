@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from appsdk.calls.context import Context
-from appsdk.calls.outbox import make_writer
-from appsdk.handlers.decorators import CLOCK_METHOD_ID, Handler
-from appsdk.handlers.definition import Definition
-from appsdk.handlers.schedules import Cron, Period
-from appsdk.state.journal import SavedTasks
-from appsdk.waiting.operations import Timer
-from protocol.messages import RpcType
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.outbox import make_writer
+from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, Handler
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.handlers.schedules import Cron, Period
+from immortal.appsdk.state.journal import SavedTasks
+from immortal.appsdk.waiting.operations import Timer
+from immortal.protocol.messages import RpcType
 
 _UNUSED_COUNT_MIN = 64
 _write_time = make_writer("the clock", CLOCK_METHOD_ID, RpcType.IMPULSE)

@@ -15,16 +15,16 @@ from typing import Any
 
 import msgspec
 
-from appsdk.calls.context import Context
-from appsdk.calls.outbox import make_writer
-from appsdk.calls.run_contexts import handed_down
-from appsdk.effects.options import EffectOptions
-from appsdk.effects.request import EffectFunction, EffectRequest, EffectRunner
-from appsdk.handlers.decorators import EFFECT_METHOD_ID
-from appsdk.state.journal import WAYS_OUT, JournalError, described
-from appsdk.waiting.operations import Operation, Owner
-from protocol.checksum import crc64
-from protocol.messages import RpcType
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.outbox import make_writer
+from immortal.appsdk.calls.run_contexts import handed_down
+from immortal.appsdk.effects.options import EffectOptions
+from immortal.appsdk.effects.request import EffectFunction, EffectRequest, EffectRunner
+from immortal.appsdk.handlers.decorators import EFFECT_METHOD_ID
+from immortal.appsdk.state.journal import WAYS_OUT, JournalError, described
+from immortal.appsdk.waiting.operations import Operation, Owner
+from immortal.protocol.checksum import crc64
+from immortal.protocol.messages import RpcType
 
 _write_result = make_writer("the result of an effect", EFFECT_METHOD_ID, RpcType.IMPULSE)
 

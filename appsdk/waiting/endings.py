@@ -6,15 +6,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from appsdk.calls.context import Context
-from appsdk.calls.failures import CANCELLED, encode_failed, forked, reference, verdict_on
-from appsdk.errors import Cancelled, HandlerError, UsageError
-from appsdk.handlers.decorators import Handler
-from appsdk.state.journal import declared_name, encode_raised
-from appsdk.waiting.answers import Answers
-from appsdk.waiting.handler_runs import HandlerRuns
-from appsdk.waiting.task import Task
-from protocol.client import Caller
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import CANCELLED, encode_failed, forked, reference, verdict_on
+from immortal.appsdk.errors import Cancelled, HandlerError, UsageError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.state.journal import declared_name, encode_raised
+from immortal.appsdk.waiting.answers import Answers
+from immortal.appsdk.waiting.handler_runs import HandlerRuns
+from immortal.appsdk.waiting.task import Task
+from immortal.protocol.client import Caller
 
 
 class Endings:

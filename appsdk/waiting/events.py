@@ -6,8 +6,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from appsdk.errors import UsageError
-from appsdk.waiting.operations import Event
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.waiting.operations import Event
 
 KEPT_SIGNALS_MAX = 100_000  # that wait for nobody: they are part of each checkpoint, and some 100 bytes each in memory
 KEPT_SIGNALS_BYTES_MAX = 64 << 20  # ... and their values together

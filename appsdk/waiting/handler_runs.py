@@ -7,19 +7,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from appsdk.calls.codec import encoder
-from appsdk.calls.context import Context
-from appsdk.calls.failures import encode_failed, failure_of, reference, verdict_on
-from appsdk.calls.report import handler_failed
-from appsdk.calls.run_contexts import handed_down
-from appsdk.calls.run_failures import is_failure
-from appsdk.errors import HandlerError, StateError
-from appsdk.handlers.decorators import Handler
-from appsdk.handlers.definition import Definition
-from appsdk.handlers.queries import Queries
-from appsdk.state.journal import declared_name, encode_raised
-from appsdk.waiting.operations import NOTHING
-from protocol.verdicts import MessageKey, Verdict
+from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import encode_failed, failure_of, reference, verdict_on
+from immortal.appsdk.calls.report import handler_failed
+from immortal.appsdk.calls.run_contexts import handed_down
+from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.errors import HandlerError, StateError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.handlers.queries import Queries
+from immortal.appsdk.state.journal import declared_name, encode_raised
+from immortal.appsdk.waiting.operations import NOTHING
+from immortal.protocol.verdicts import MessageKey, Verdict
 
 
 class HandlerRuns:

@@ -6,21 +6,21 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from appsdk.calls.codec import ArgumentCodec
-from appsdk.calls.context import Context
-from appsdk.calls.rules import Rules
-from appsdk.handlers.decorators import Handler
-from appsdk.handlers.definition import Definition, Peer
-from appsdk.handlers.proxy import make_fork
-from appsdk.handlers.queries import Queries
-from appsdk.waiting.answers import Answers
-from appsdk.waiting.clock import Clock
-from appsdk.waiting.effects import Effect, WaitingEffects
-from appsdk.waiting.events import Events
-from appsdk.waiting.handler_runs import HandlerRuns
-from appsdk.waiting.operations import Call, Event, MulticastCall, Operation, Step, Target, Timer
-from appsdk.waiting.signals import event_decoder
-from appsdk.waiting.waits import Fiber
+from immortal.appsdk.calls.codec import ArgumentCodec
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.rules import Rules
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Definition, Peer
+from immortal.appsdk.handlers.proxy import make_fork
+from immortal.appsdk.handlers.queries import Queries
+from immortal.appsdk.waiting.answers import Answers
+from immortal.appsdk.waiting.clock import Clock
+from immortal.appsdk.waiting.effects import Effect, WaitingEffects
+from immortal.appsdk.waiting.events import Events
+from immortal.appsdk.waiting.handler_runs import HandlerRuns
+from immortal.appsdk.waiting.operations import Call, Event, MulticastCall, Operation, Step, Target, Timer
+from immortal.appsdk.waiting.signals import event_decoder
+from immortal.appsdk.waiting.waits import Fiber
 
 
 class Host:

@@ -9,15 +9,15 @@ from functools import partial
 import msgspec
 from msgspec.structs import astuple
 
-from appsdk.calls.codec import encoder
-from appsdk.calls.failures import encode_failed, reference, refused
-from appsdk.ordering.messages import Scope
-from appsdk.types.handles import MARK
-from appsdk.waiting.host import Host
-from appsdk.waiting.operations import NOTHING, MulticastCall
-from protocol import decoding
-from protocol.messages import RpcKind
-from protocol.verdicts import Cause, Verdict
+from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.calls.failures import encode_failed, reference, refused
+from immortal.appsdk.ordering.messages import Scope
+from immortal.appsdk.types.handles import MARK
+from immortal.appsdk.waiting.host import Host
+from immortal.appsdk.waiting.operations import NOTHING, MulticastCall
+from immortal.protocol import decoding
+from immortal.protocol.messages import RpcKind
+from immortal.protocol.verdicts import Cause, Verdict
 
 WHAT = "an answer"
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, TypeAlias
 
-from appsdk.calls.codec import encode_value
-from appsdk.handlers.decorators import Handler
-from appsdk.handlers.definition import Definition
-from appsdk.state.journal import SavedTask
+from immortal.appsdk.calls.codec import encode_value
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.state.journal import SavedTask
 
 Group: TypeAlias = tuple[int, bytes]  # a method ID, and the key among its calls
 _ALL: Group = (0, b"")

@@ -12,19 +12,19 @@ from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from appsdk.calls.report import describe_arguments
-from appsdk.effects.request import encodable
-from appsdk.state.journal import CANCEL_STEP, TIMER, Entry, SavedTask, described
-from appsdk.types.handles import read_extension
-from appsdk.waiting.effects import Effect
-from appsdk.waiting.operations import Call, Event, Operation, Timer
-from appsdk.waiting.waits import Fiber, Wait
-from protocol import decoding
-from protocol.handlers import HANDLERS_COUNT_MAX
+from immortal.appsdk.calls.report import describe_arguments
+from immortal.appsdk.effects.request import encodable
+from immortal.appsdk.state.journal import CANCEL_STEP, TIMER, Entry, SavedTask, described
+from immortal.appsdk.types.handles import read_extension
+from immortal.appsdk.waiting.effects import Effect
+from immortal.appsdk.waiting.operations import Call, Event, Operation, Timer
+from immortal.appsdk.waiting.waits import Fiber, Wait
+from immortal.protocol import decoding
+from immortal.protocol.handlers import HANDLERS_COUNT_MAX
 
 if TYPE_CHECKING:
-    from appsdk.waiting.task import Task
-    from appsdk.waiting.tasks import Tasks
+    from immortal.appsdk.waiting.task import Task
+    from immortal.appsdk.waiting.tasks import Tasks
 
 Values = dict[str, Any]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from appsdk.handlers.decorators import Handler
-from appsdk.nodes.node import node_definition
-from appsdk.nodes.nodes import Nodes
-from appsdk.waiting.operations import Call, Owner, Target
-from protocol.messages import RpcKind
-from protocol.nodes import NODE_METHOD_ID
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.nodes.node import node_definition
+from immortal.appsdk.nodes.nodes import Nodes
+from immortal.appsdk.waiting.operations import Call, Owner, Target
+from immortal.protocol.messages import RpcKind
+from immortal.protocol.nodes import NODE_METHOD_ID
 
 
 class NodeTarget(Target):

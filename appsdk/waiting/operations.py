@@ -1,6 +1,6 @@
 """The waits that a journal knows: calls of other instances, one's own handlers, timers and events.
 
-Effects are in :mod:`appsdk.waiting.effects`.
+Effects are in :mod:`immortal.appsdk.waiting.effects`.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from appsdk.calls.codec import ArgumentCodec, encoder
-from appsdk.handlers.decorators import Handler
-from appsdk.ordering.messages import Scope
-from appsdk.state.journal import TIMER, Described, Pending, decode_raised
-from appsdk.waiting.waits import Fibers, Wait
-from protocol.checksum import crc64
+from immortal.appsdk.calls.codec import ArgumentCodec, encoder
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.ordering.messages import Scope
+from immortal.appsdk.state.journal import TIMER, Described, Pending, decode_raised
+from immortal.appsdk.waiting.waits import Fibers, Wait
+from immortal.protocol.checksum import crc64
 
 NOTHING = encoder.encode(None)
 
 
 class Owner(Fibers):
-    """An ``async def`` handler that runs, as what it waits for knows it: an :class:`appsdk.waiting.task.Task`.
+    """An ``async def`` handler that runs, as what it waits for knows it: an :class:`immortal.appsdk.waiting.task.Task`.
 
     ``number``: its own in the life of the instance. ``generation``: how often it has gone on with continue_as.
     """
@@ -40,7 +40,7 @@ class Owner(Fibers):
 
     @property
     def keeps_types(self) -> bool:
-        """As :attr:`appsdk.calls.context.Context.keeps_types`."""
+        """As :attr:`immortal.appsdk.calls.context.Context.keeps_types`."""
         raise NotImplementedError
 
     def begin(self, operation: Operation) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from appsdk.calls.context import Context
-from appsdk.state.journal import described
-from appsdk.waiting.operations import Event
-from appsdk.waiting.task import Task
-from protocol import decoding
-from protocol.handlers import Order
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.state.journal import described
+from immortal.appsdk.waiting.operations import Event
+from immortal.appsdk.waiting.task import Task
+from immortal.protocol import decoding
+from immortal.protocol.handlers import Order
 
 OUTCOMES_MAX = 1000  # that are kept: they are asked for as soon as the order is durable
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from appsdk.state.journal import WAYS_OUT, Entry, JournalError, Pending, SavedTask, described
-from appsdk.waiting.operations import Operation
-from protocol.decoding import DecodeError
+from immortal.appsdk.state.journal import WAYS_OUT, Entry, JournalError, Pending, SavedTask, described
+from immortal.appsdk.waiting.operations import Operation
+from immortal.protocol.decoding import DecodeError
 
 MISFITS = (DecodeError, LookupError)
 """What :meth:`Operation.outcome` raises where what came is not what was declared."""

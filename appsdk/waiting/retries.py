@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from appsdk.waiting.effects import Effect
-from appsdk.waiting.tasks import Tasks
+from immortal.appsdk.waiting.effects import Effect
+from immortal.appsdk.waiting.tasks import Tasks
 
 
 def retry_effects(tasks: Tasks, number: int) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from appsdk.calls.codec import ValueDecoder, encode_value
-from appsdk.errors import UsageError
-from appsdk.types.registry import unsupported_type
-from protocol.shown import is_encodable
+from immortal.appsdk.calls.codec import ValueDecoder, encode_value
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.types.registry import unsupported_type
+from immortal.protocol.shown import is_encodable
 
 
 def event_name(what: str, name: object) -> str:

@@ -8,20 +8,20 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
-from appsdk.calls.codec import encoder
-from appsdk.calls.context import datetime_of
-from appsdk.calls.failures import encode_failed, text_of
-from appsdk.calls.report import describe_arguments
-from appsdk.calls.run_failures import PassesThrough, is_failure
-from appsdk.errors import AppError, Cancelled, HandlerError, UsageError
-from appsdk.handlers.decorators import Handler
-from appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, SavedTask, described
-from appsdk.waiting import asyncio_uses
-from appsdk.waiting.host import Host
-from appsdk.waiting.operations import Operation, Owner
-from appsdk.waiting.rebuild import MISFITS, Rebuild
-from appsdk.waiting.waits import Fiber
-from protocol import decoding
+from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.calls.context import datetime_of
+from immortal.appsdk.calls.failures import encode_failed, text_of
+from immortal.appsdk.calls.report import describe_arguments
+from immortal.appsdk.calls.run_failures import PassesThrough, is_failure
+from immortal.appsdk.errors import AppError, Cancelled, HandlerError, UsageError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, SavedTask, described
+from immortal.appsdk.waiting import asyncio_uses
+from immortal.appsdk.waiting.host import Host
+from immortal.appsdk.waiting.operations import Operation, Owner
+from immortal.appsdk.waiting.rebuild import MISFITS, Rebuild
+from immortal.appsdk.waiting.waits import Fiber
+from immortal.protocol import decoding
 
 
 class _Ending(PassesThrough):

@@ -17,30 +17,36 @@ from random import Random
 from types import FrameType, FunctionType, MethodType
 from typing import Any, NoReturn
 
-from appsdk.calls.context import datetime_of
-from appsdk.calls.failures import misfit_text
-from appsdk.effects.options import EffectOptions, Effects
-from appsdk.errors import UsageError
-from appsdk.handlers.decorators import Handler
-from appsdk.handlers.definition import Peer
-from appsdk.handlers.log import HandlerLog, LogAttribute
-from appsdk.handlers.multicast import Destination, NodeHandles, common_handler, destinations_of, make_multicast_fork
-from appsdk.handlers.proxy import find_handler
-from appsdk.handlers.schedules import TIME_NS_MAX
-from appsdk.ordering.messages import Scope
-from appsdk.waiting.effects import Effect
-from appsdk.waiting.nodes import NodeTarget
-from appsdk.waiting.operations import Call, Event, MulticastCall, Step, Target, Timer
-from appsdk.waiting.signals import encode_signal, event_name
-from appsdk.waiting.task import Task
-from appsdk.waiting.waits import Gather, Race, Wait, as_wait
+from immortal.appsdk.calls.context import datetime_of
+from immortal.appsdk.calls.failures import misfit_text
+from immortal.appsdk.effects.options import EffectOptions, Effects
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Peer
+from immortal.appsdk.handlers.log import HandlerLog, LogAttribute
+from immortal.appsdk.handlers.multicast import (
+    Destination,
+    NodeHandles,
+    common_handler,
+    destinations_of,
+    make_multicast_fork,
+)
+from immortal.appsdk.handlers.proxy import find_handler
+from immortal.appsdk.handlers.schedules import TIME_NS_MAX
+from immortal.appsdk.ordering.messages import Scope
+from immortal.appsdk.waiting.effects import Effect
+from immortal.appsdk.waiting.nodes import NodeTarget
+from immortal.appsdk.waiting.operations import Call, Event, MulticastCall, Step, Target, Timer
+from immortal.appsdk.waiting.signals import encode_signal, event_name
+from immortal.appsdk.waiting.task import Task
+from immortal.appsdk.waiting.waits import Gather, Race, Wait, as_wait
 
 _MISSING = object()
 NODE_METHODS = frozenset({"create_node", "destroy", "holders_of", "node_of", "release_handle", "revoke"})
 
 
 class TaskSelf:
-    """See :class:`appsdk.Immortal` for what its methods do."""
+    """See :class:`immortal.Immortal` for what its methods do."""
 
     __slots__ = ("_immortal_task",)
 

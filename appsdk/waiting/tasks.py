@@ -12,27 +12,27 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from appsdk.calls.context import QUERY_RUNS, Context
-from appsdk.calls.outbox import OF_ORDER
-from appsdk.errors import AS_RPC, QueryError, UsageError
-from appsdk.handlers.decorators import Handler
-from appsdk.handlers.definition import Definition
-from appsdk.state.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks
-from appsdk.waiting.clock import Deadline, TimeImpulses, ToldTime
-from appsdk.waiting.effects import EffectResult
-from appsdk.waiting.endings import Endings
-from appsdk.waiting.host import Host
-from appsdk.waiting.incoming import Incoming
-from appsdk.waiting.limits import Limits
-from appsdk.waiting.nodes import make_node_call
-from appsdk.waiting.operations import NOTHING, Timer
-from appsdk.waiting.orders import Orders
-from appsdk.waiting.signals import encode_signal, event_name
-from appsdk.waiting.task import Task
-from appsdk.waiting.task_self import TaskSelf
-from protocol.client import Caller
-from protocol.handlers import CANCEL_CALL_METHOD_ID, REASON_CHARACTERS_MAX, Order
-from protocol.verdicts import VerdictKind
+from immortal.appsdk.calls.context import QUERY_RUNS, Context
+from immortal.appsdk.calls.outbox import OF_ORDER
+from immortal.appsdk.errors import AS_RPC, QueryError, UsageError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.state.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks
+from immortal.appsdk.waiting.clock import Deadline, TimeImpulses, ToldTime
+from immortal.appsdk.waiting.effects import EffectResult
+from immortal.appsdk.waiting.endings import Endings
+from immortal.appsdk.waiting.host import Host
+from immortal.appsdk.waiting.incoming import Incoming
+from immortal.appsdk.waiting.limits import Limits
+from immortal.appsdk.waiting.nodes import make_node_call
+from immortal.appsdk.waiting.operations import NOTHING, Timer
+from immortal.appsdk.waiting.orders import Orders
+from immortal.appsdk.waiting.signals import encode_signal, event_name
+from immortal.appsdk.waiting.task import Task
+from immortal.appsdk.waiting.task_self import TaskSelf
+from immortal.protocol.client import Caller
+from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID, REASON_CHARACTERS_MAX, Order
+from immortal.protocol.verdicts import VerdictKind
 
 DEADLINE = "its timeout"  # who has cancelled a handler that had none left
 _buried: list[object] = []  # coroutines that ended the process, kept: as Python clears one away it runs its 'finally'

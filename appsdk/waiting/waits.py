@@ -17,10 +17,10 @@ from functools import partial
 from types import CoroutineType, FrameType
 from typing import Any, Generic, TypeVar
 
-from appsdk.calls.run_contexts import handed_down
-from appsdk.calls.run_failures import is_failure
-from appsdk.errors import UsageError
-from appsdk.waiting import asyncio_uses
+from immortal.appsdk.calls.run_contexts import handed_down
+from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.waiting import asyncio_uses
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ import select
 import socket
 from collections import deque
 
-from protocol.app_proof import channel_of
+from immortal.protocol.app_proof import channel_of
 
 RECEIVE_SIZE_BYTES = 256 << 10
 BUFFERS_PER_SEND = 64
@@ -41,7 +41,7 @@ class AppConnection:
 
     @property
     def channel(self) -> str:
-        """As :func:`protocol.app_proof.channel_of`. Raises OSError where the app is gone."""
+        """As :func:`immortal.protocol.app_proof.channel_of`. Raises OSError where the app is gone."""
         return channel_of(self._receiver.getpeername(), self._receiver.getsockname())
 
     def receive(self, size_bytes_max: int = RECEIVE_SIZE_BYTES) -> bytes | None:

@@ -8,8 +8,8 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
-from coordinator.config.app_hosts import family_of, host_port
-from coordinator.notices import Notices
+from immortal.coordinator.config.app_hosts import family_of, host_port
+from immortal.coordinator.notices import Notices
 
 ATTEMPT_TIMEOUT_S = 5.0  # a loopback answers at once; another address may never
 RETRY_PAUSE_S_MIN, RETRY_PAUSE_S_MAX = 0.01, 0.25

@@ -6,17 +6,17 @@ import select
 import time
 from collections.abc import Mapping
 
-from coordinator.app import secret as app_secret
-from coordinator.app.connection import GONE, AppConnection
-from coordinator.app.gate import AppGate
-from coordinator.app.listener import AppListener
-from coordinator.config import AppAuth, InstanceSettings
-from coordinator.config.app_hosts import is_loopback
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.earliest import earliest
-from coordinator.notices import Notices
-from protocol.errors import ImmortalError
+from immortal.coordinator.app import secret as app_secret
+from immortal.coordinator.app.connection import GONE, AppConnection
+from immortal.coordinator.app.gate import AppGate
+from immortal.coordinator.app.listener import AppListener
+from immortal.coordinator.config import AppAuth, InstanceSettings
+from immortal.coordinator.config.app_hosts import is_loopback
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.earliest import earliest
+from immortal.coordinator.notices import Notices
+from immortal.protocol.errors import ImmortalError
 
 REOPEN_NS = 1_000_000_000
 

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
-from coordinator.app.connection import AppConnection
-from coordinator.app.secret import FILE_NAME, SECRET_FILE_VARIABLE
-from coordinator.notices import Notices
-from protocol.app_proof import (
+from immortal.coordinator.app.connection import AppConnection
+from immortal.coordinator.app.secret import FILE_NAME, SECRET_FILE_VARIABLE
+from immortal.coordinator.notices import Notices
+from immortal.protocol.app_proof import (
     NONCE_SIZE_BYTES,
     Answer,
     Handshake,
@@ -30,11 +30,11 @@ from protocol.app_proof import (
     decode_proof,
     encode_answer,
 )
-from protocol.errors import RemoteProtocolError
-from protocol.extensions import Hello, decode_hello
-from protocol.messages import MessageType, encode_message
-from protocol.readers import Message, MessageReader
-from protocol.record import CONTROL_SEQUENCE_ID, encode_record
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.extensions import Hello, decode_hello
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.readers import Message, MessageReader
+from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
 
 HELLO_TIMEOUT_S = 5.0  # from the connection to a whole Hello: an app says what it has to say at once
 FAREWELL_TIMEOUT_S = 1.0  # for one that is refused, to read why

@@ -19,13 +19,13 @@ from collections import deque
 from collections.abc import Mapping, Set
 from pathlib import Path
 
-from coordinator.app.connection import AppConnection
-from coordinator.app.dialer import AppDialer
-from coordinator.config import AppSendMode, InstanceSettings
-from coordinator.config.app_hosts import UNIX, family_of, host_port, hosts_of
-from coordinator.config.socket_paths import secure_folder
-from coordinator.notices import Notices
-from protocol.errors import ImmortalError
+from immortal.coordinator.app.connection import AppConnection
+from immortal.coordinator.app.dialer import AppDialer
+from immortal.coordinator.config import AppSendMode, InstanceSettings
+from immortal.coordinator.config.app_hosts import UNIX, family_of, host_port, hosts_of
+from immortal.coordinator.config.socket_paths import secure_folder
+from immortal.coordinator.notices import Notices
+from immortal.protocol.errors import ImmortalError
 
 SOCKET_BUFFER_SIZE_BYTES = 1 << 20
 BACKLOG_MAX = 128  # connections that the kernel holds for us: strangers must not fill it while a commit is waited for

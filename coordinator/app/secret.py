@@ -9,8 +9,8 @@ import os
 import secrets
 from pathlib import Path
 
-from protocol.errors import ImmortalError
-from protocol.private_files import make_folder, open_beside
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.private_files import make_folder, open_beside
 
 SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
 FILE_NAME = "app_secret"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from coordinator.config import InstanceSettings
-from coordinator.core import events as ev
-from coordinator.driver.ports import AppPort
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.driver.ports import AppPort
 
 
 class AppSide(AppPort, Protocol):

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from coordinator.archive.chain import check_follows
-from coordinator.archive.ciphers import Cipher
-from coordinator.archive.errors import ArchiveError
-from coordinator.archive.manifests import MOMENTS, Moment, Part, decode_moment, encode_moment, moment_name, object_name
-from coordinator.archive.packs import PackedRow, digest, pack, unpack
-from coordinator.objects.errors import DamagedObjectError
-from coordinator.objects.store import Objects
+from immortal.coordinator.archive.chain import check_follows
+from immortal.coordinator.archive.ciphers import Cipher
+from immortal.coordinator.archive.errors import ArchiveError
+from immortal.coordinator.archive.manifests import (
+    MOMENTS,
+    Moment,
+    Part,
+    decode_moment,
+    encode_moment,
+    moment_name,
+    object_name,
+)
+from immortal.coordinator.archive.packs import PackedRow, digest, pack, unpack
+from immortal.coordinator.objects.errors import DamagedObjectError
+from immortal.coordinator.objects.store import Objects
 
 
 class Archive:

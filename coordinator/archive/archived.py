@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import TypeAlias
 
-from coordinator.archive.chain import Needs
-from coordinator.archive.manifests import ArchivedCheckpoint, Moment, Part
-from coordinator.archive.packs import PackedRow
-from coordinator.log.backend import TableSize, View
-from coordinator.log.format import SEQUENCE_KEY
-from coordinator.objects.errors import DamagedObjectError
-from protocol.varint import Readable
+from immortal.coordinator.archive.chain import Needs
+from immortal.coordinator.archive.manifests import ArchivedCheckpoint, Moment, Part
+from immortal.coordinator.archive.packs import PackedRow
+from immortal.coordinator.log.backend import TableSize, View
+from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.coordinator.objects.errors import DamagedObjectError
+from immortal.protocol.varint import Readable
 
 _IN_SEGMENTS = ("records", "record_seals")
 _IN_CHECKPOINTS = ("checkpoints", "chunks", "outputs")

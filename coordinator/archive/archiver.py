@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 
-from coordinator.archive.archive import Archive
-from coordinator.archive.errors import ArchiveError, ConflictError
-from coordinator.archive.manifests import ArchivedCheckpoint, Moment, Part, Segment
-from coordinator.archive.packs import PackedRow, digest, digest_of_rows
-from coordinator.archive.source import (
+from immortal.coordinator.archive.archive import Archive
+from immortal.coordinator.archive.errors import ArchiveError, ConflictError
+from immortal.coordinator.archive.manifests import ArchivedCheckpoint, Moment, Part, Segment
+from immortal.coordinator.archive.packs import PackedRow, digest, digest_of_rows
+from immortal.coordinator.archive.source import (
     End,
     Records,
     StateDigests,
@@ -23,10 +23,10 @@ from coordinator.archive.source import (
     records_from,
     state_rows,
 )
-from coordinator.core.errors import DamagedCheckpointError
-from coordinator.log.backend import View
-from coordinator.log.format import StoredHeader
-from coordinator.log.reader import LogReader
+from immortal.coordinator.core.errors import DamagedCheckpointError
+from immortal.coordinator.log.backend import View
+from immortal.coordinator.log.format import StoredHeader
+from immortal.coordinator.log.reader import LogReader
 
 SEGMENT_SIZE_BYTES = 16 << 20
 _WHOLE_STATE_EVERY = 100  # moments: a restore reads at most so many states

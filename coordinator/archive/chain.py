@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from coordinator.archive.errors import ArchiveError
-from coordinator.archive.manifests import Moment, Part, Segment
-from coordinator.objects.errors import DamagedObjectError
+from immortal.coordinator.archive.errors import ArchiveError
+from immortal.coordinator.archive.manifests import Moment, Part, Segment
+from immortal.coordinator.objects.errors import DamagedObjectError
 
 
 class Needs(Struct, frozen=True):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pyrage
 from pyrage import x25519
 
-from coordinator.archive.errors import ArchiveError
-from coordinator.objects.errors import DamagedObjectError
+from immortal.coordinator.archive.errors import ArchiveError
+from immortal.coordinator.objects.errors import DamagedObjectError
 
 _PUBLIC, _SECRET = "age1", "AGE-SECRET-KEY-1"
 _OTHERS = 0o077

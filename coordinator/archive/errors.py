@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.objects.errors import ObjectError
+from immortal.coordinator.objects.errors import ObjectError
 
 
 class ArchiveError(ObjectError):

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 from msgspec import Struct, field
 
-from coordinator.archive.archive import Archive
-from coordinator.archive.archiver import SEGMENT_SIZE_BYTES, Archiver
-from coordinator.archive.errors import ArchiveError, ConflictError
-from coordinator.archive.manifests import Moment
-from coordinator.archive.pruning import prune
-from coordinator.archive.retention import Retention
-from coordinator.core.errors import LogError
-from coordinator.log.reader import LogReader
-from coordinator.objects.errors import ObjectError, StoreError
+from immortal.coordinator.archive.archive import Archive
+from immortal.coordinator.archive.archiver import SEGMENT_SIZE_BYTES, Archiver
+from immortal.coordinator.archive.errors import ArchiveError, ConflictError
+from immortal.coordinator.archive.manifests import Moment
+from immortal.coordinator.archive.pruning import prune
+from immortal.coordinator.archive.retention import Retention
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.log.reader import LogReader
+from immortal.coordinator.objects.errors import ObjectError, StoreError
 
 POLL_S = 0.25  # how often it is looked whether records fill a segment
 RETRY_S_MAX = 30.0

@@ -15,10 +15,10 @@ import secrets
 import msgspec
 from msgspec import Struct
 
-from coordinator.archive.errors import ArchiveError
-from coordinator.archive.packs import digest
-from coordinator.objects.errors import DamagedObjectError
-from protocol import decoding
+from immortal.coordinator.archive.errors import ArchiveError
+from immortal.coordinator.archive.packs import digest
+from immortal.coordinator.objects.errors import DamagedObjectError
+from immortal.protocol import decoding
 
 VERSION = 1
 MOMENTS = "moments/"

@@ -9,8 +9,8 @@ import msgspec
 import zstandard
 from blake3 import blake3
 
-from coordinator.objects.errors import DamagedObjectError
-from protocol import decoding
+from immortal.coordinator.objects.errors import DamagedObjectError
+from immortal.protocol import decoding
 
 PackedRow: TypeAlias = tuple[str, bytes, bytes | None]
 """Table, key, value; None: the row is gone since the moment before."""

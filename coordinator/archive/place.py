@@ -13,23 +13,23 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-from coordinator.core.errors import DamagedLogError, LogError, LogFormatError, LogUnavailableError
+from immortal.coordinator.core.errors import DamagedLogError, LogError, LogFormatError, LogUnavailableError
 
 try:
-    from coordinator.archive.archive import Archive
-    from coordinator.archive.ciphers import Cipher
-    from coordinator.objects.store import Objects, store_of
+    from immortal.coordinator.archive.archive import Archive
+    from immortal.coordinator.archive.ciphers import Cipher
+    from immortal.coordinator.objects.store import Objects, store_of
 except ImportError as error:
     raise LogError(f"archives need the extra archive, pip install 'immortal[archive]': {error}") from None
 
-from coordinator.archive.archived import ArchivedView
-from coordinator.archive.chain import encrypted_parts, needs_of
-from coordinator.archive.manifests import Moment, Part
-from coordinator.archive.packs import PackedRow
-from coordinator.config import ConfigError, check_instance_name
-from coordinator.log.backend import Backend, Mac, Options, Place, ReadBackend, Row, View
-from coordinator.log.meta import LogIdentity, read_identity
-from coordinator.objects.errors import DamagedObjectError, ObjectError, StoreError
+from immortal.coordinator.archive.archived import ArchivedView
+from immortal.coordinator.archive.chain import encrypted_parts, needs_of
+from immortal.coordinator.archive.manifests import Moment, Part
+from immortal.coordinator.archive.packs import PackedRow
+from immortal.coordinator.config import ConfigError, check_instance_name
+from immortal.coordinator.log.backend import Backend, Mac, Options, Place, ReadBackend, Row, View
+from immortal.coordinator.log.meta import LogIdentity, read_identity
+from immortal.coordinator.objects.errors import DamagedObjectError, ObjectError, StoreError
 
 KEY_FILE_VARIABLE = "IMMORTAL_ARCHIVE_KEY_FILE"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from coordinator.archive.archive import Archive
-from coordinator.archive.chain import needs_of
-from coordinator.archive.manifests import OBJECT_FOLDERS, moment_name
-from coordinator.archive.retention import Retention, names_kept
+from immortal.coordinator.archive.archive import Archive
+from immortal.coordinator.archive.chain import needs_of
+from immortal.coordinator.archive.manifests import OBJECT_FOLDERS, moment_name
+from immortal.coordinator.archive.retention import Retention, names_kept
 
 LEFT_OVER_S = 86_400.0  # older than the newest manifest: no archiver that still runs will name it
 

@@ -10,18 +10,18 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from coordinator.archive.archive import Archive
-from coordinator.archive.archived import ArchivedView
-from coordinator.archive.chain import encrypted_parts, needs_of
-from coordinator.archive.errors import ArchiveError
-from coordinator.archive.manifests import Moment, Part
-from coordinator.archive.packs import PackedRow
-from coordinator.core.errors import LogError
-from coordinator.log.authentication import LogKey, Macs, find_key, read_marker
-from coordinator.log.backend import Place
-from coordinator.log.findings import Severity
-from coordinator.log.meta import LogIdentity, read_identity
-from coordinator.log.verify import verify_log
+from immortal.coordinator.archive.archive import Archive
+from immortal.coordinator.archive.archived import ArchivedView
+from immortal.coordinator.archive.chain import encrypted_parts, needs_of
+from immortal.coordinator.archive.errors import ArchiveError
+from immortal.coordinator.archive.manifests import Moment, Part
+from immortal.coordinator.archive.packs import PackedRow
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.log.authentication import LogKey, Macs, find_key, read_marker
+from immortal.coordinator.log.backend import Place
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.meta import LogIdentity, read_identity
+from immortal.coordinator.log.verify import verify_log
 
 
 class Restored(Struct, frozen=True):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from coordinator.archive.chain import needs_of
-from coordinator.archive.manifests import Moment
+from immortal.coordinator.archive.chain import needs_of
+from immortal.coordinator.archive.manifests import Moment
 
 _DAY_NS = 86_400 * 1_000_000_000
 _MIB = 1 << 20

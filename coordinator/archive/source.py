@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from blake3 import blake3
 from msgspec import Struct
 
-from coordinator.archive.packs import PackedRow, digest
-from coordinator.core.errors import DamagedCheckpointError, DamagedLogError
-from coordinator.log import format as log_format
-from coordinator.log.authentication import are_authentic, forged_record, read_marker
-from coordinator.log.backend import View
-from coordinator.log.format import ALL_TABLES, CHUNK_KEY, META_EPOCH, META_JOURNAL, SEQUENCE_KEY, StoredHeader
-from coordinator.log.meta import first_and_last_sequence_id, meta_value
-from coordinator.log.reader import LogReader, TrimmedError
-from coordinator.log.values import check_value, logged_time_ns
+from immortal.coordinator.archive.packs import PackedRow, digest
+from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.authentication import are_authentic, forged_record, read_marker
+from immortal.coordinator.log.backend import View
+from immortal.coordinator.log.format import ALL_TABLES, CHUNK_KEY, META_EPOCH, META_JOURNAL, SEQUENCE_KEY, StoredHeader
+from immortal.coordinator.log.meta import first_and_last_sequence_id, meta_value
+from immortal.coordinator.log.reader import LogReader, TrimmedError
+from immortal.coordinator.log.values import check_value, logged_time_ns
 
 BY_THEMSELVES = ("records", "record_seals", "checkpoints", "chunks", "outputs")
 STATE_TABLES = tuple(table for table in ALL_TABLES if table not in BY_THEMSELVES)

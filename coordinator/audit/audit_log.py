@@ -20,8 +20,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from protocol import decoding
-from protocol.errors import ImmortalError
+from immortal.protocol import decoding
+from immortal.protocol.errors import ImmortalError
 
 FILE_NAME = "audit.log"
 FILE_SIZE_BYTES_MAX = 8 << 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from coordinator.audit.audit_log import AuditLog
-from coordinator.messenger import Counters, Role, Security
+from immortal.coordinator.audit.audit_log import AuditLog
+from immortal.coordinator.messenger import Counters, Role, Security
 
 READ_ONLY = frozenset({"status", "peers", "clients", "clock", "handlers"})  # verbs that change nothing
 

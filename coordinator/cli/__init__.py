@@ -1,5 +1,5 @@
 """The command `immortal`: parses and wires, nothing else."""
 
-from coordinator.cli.commands import main
+from immortal.coordinator.cli.commands import main
 
 __all__ = ["main"]

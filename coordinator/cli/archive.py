@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.common import complete_instance, instance_name, pass_registry, settings_with_log
-from coordinator.cli.moments import Moment, Time
-from coordinator.cli.records import time_text
-from coordinator.config import ConfigError, InstanceSettings, check_instance_name
-from coordinator.instances.registry import Registry
-from protocol.command_line import FailedError, counted, echo, echo_json, json_option, size_text
-from protocol.errors import ImmortalError
+from immortal.coordinator.cli.common import complete_instance, instance_name, pass_registry, settings_with_log
+from immortal.coordinator.cli.moments import Moment, Time
+from immortal.coordinator.cli.records import time_text
+from immortal.coordinator.config import ConfigError, InstanceSettings, check_instance_name
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol.command_line import FailedError, counted, echo, echo_json, json_option, size_text
+from immortal.protocol.errors import ImmortalError
 
 if TYPE_CHECKING:
-    from coordinator.archive.archive import Archive
-    from coordinator.archive.manifests import Moment as ArchivedMoment
-    from coordinator.objects.store import Objects
+    from immortal.coordinator.archive.archive import Archive
+    from immortal.coordinator.archive.manifests import Moment as ArchivedMoment
+    from immortal.coordinator.objects.store import Objects
 
 _MIB = 1 << 20
 _KEY_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -77,10 +77,10 @@ def archive(
         raise click.UsageError("--json goes with --once or --show")
     settings = settings_with_log(registry, name)
     there = _archive(url, name, key_file)
-    from coordinator.archive.following import Follower, Options
-    from coordinator.archive.retention import Retention
-    from coordinator.instances import own_logs
-    from coordinator.log.open import place_of
+    from immortal.coordinator.archive.following import Follower, Options
+    from immortal.coordinator.archive.retention import Retention
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log.open import place_of
 
     over = threading.Event()
     follower = Follower(
@@ -110,8 +110,8 @@ def archive(
 def _archive(url: str, name: str, key_file: Path | None, *, make: bool = True) -> Archive:
     """Raises FailedError where the extra is missing."""
     try:
-        from coordinator.archive.archive import Archive
-        from coordinator.archive.ciphers import Cipher
+        from immortal.coordinator.archive.archive import Archive
+        from immortal.coordinator.archive.ciphers import Cipher
     except ImportError as error:
         raise _missing(error) from None
     cipher = None if key_file is None else Cipher.of_file(key_file)
@@ -120,7 +120,7 @@ def _archive(url: str, name: str, key_file: Path | None, *, make: bool = True) -
 
 def _objects(url: str, *, make: bool) -> Objects:
     try:
-        from coordinator.objects.store import Objects, store_of
+        from immortal.coordinator.objects.store import Objects, store_of
     except ImportError as error:
         raise _missing(error) from None
     return Objects(store_of(url, make=make), url.rstrip("/"))
@@ -214,9 +214,9 @@ def _show_one(registry: Registry, name: str, there: Archive, as_json: bool) -> N
 
 def _at_risk(registry: Registry, name: str, last: ArchivedMoment) -> dict[str, Any] | None:
     """None where the log is not here."""
-    from coordinator.archive.archiver import at_risk
-    from coordinator.instances import own_logs
-    from coordinator.log import log_exists
+    from immortal.coordinator.archive.archiver import at_risk
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log import log_exists
 
     if name not in registry.names():
         return None
@@ -253,11 +253,11 @@ def restore(
     name = name or _only_name(url)
     settings = registry.load(name)
     there = _archive(url, name, key_file, make=False)
-    from coordinator.archive.chain import index_of
-    from coordinator.archive.restoring import restore as bring_back
-    from coordinator.cli.status import age_text
-    from coordinator.instances import own_logs
-    from coordinator.log.open import place_of
+    from immortal.coordinator.archive.chain import index_of
+    from immortal.coordinator.archive.restoring import restore as bring_back
+    from immortal.coordinator.cli.status import age_text
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log.open import place_of
 
     _refuse_to_overwrite(settings)
     moments = there.moments()
@@ -303,8 +303,8 @@ def _only_name(url: str) -> str:
 
 
 def _refuse_to_overwrite(settings: InstanceSettings) -> None:
-    from coordinator.log import log_exists
-    from coordinator.operator import control
+    from immortal.coordinator.log import log_exists
+    from immortal.coordinator.operator import control
 
     control.refuse_running(settings.folder)
     if log_exists(settings.log):

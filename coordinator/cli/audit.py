@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from coordinator.audit import audit_log as audit_log
-from coordinator.cli.common import name_argument, pass_registry
-from coordinator.instances.registry import Registry
-from protocol.command_line import echo, echo_json, json_option
+from immortal.coordinator.audit import audit_log
+from immortal.coordinator.cli.common import name_argument, pass_registry
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol.command_line import echo, echo_json, json_option
 
 _FRONT = ("time", "what", "previous")
 

@@ -8,13 +8,13 @@ from typing import Any
 import click
 import msgspec
 
-from appsdk.client import CallRaised, CallTimeout, connect, with_key
-from appsdk.state.tree import to_json, tree
-from coordinator.cli.common import name_argument, pass_registry
-from coordinator.instances.registry import Registry
-from protocol import decoding
-from protocol.command_line import FailedError, echo
-from protocol.shown import printable_json_text
+from immortal.appsdk.client import CallRaised, CallTimeout, connect, with_key
+from immortal.appsdk.state.tree import to_json, tree
+from immortal.coordinator.cli.common import name_argument, pass_registry
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol import decoding
+from immortal.protocol.command_line import FailedError, echo
+from immortal.protocol.shown import printable_json_text
 
 
 @click.command(context_settings={"ignore_unknown_options": True})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from coordinator.cli.common import name_argument, pass_registry
-from coordinator.cli.records import time_text
-from coordinator.cli.status import clock_problem
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
-from protocol.command_line import echo, echo_json, json_option
+from immortal.coordinator.cli.common import name_argument, pass_registry
+from immortal.coordinator.cli.records import time_text
+from immortal.coordinator.cli.status import clock_problem
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.protocol.command_line import echo, echo_json, json_option
 
 
 @click.command()

@@ -7,56 +7,56 @@ import importlib
 import click
 from click.shell_completion import CompletionItem
 
-from coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
-from protocol import compiled
-from protocol.command_line import Commands, echo
+from immortal.coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
+from immortal.protocol import compiled
+from immortal.protocol.command_line import Commands, echo
 
 _PLACES = {
-    "archive": "coordinator.cli.archive:archive",
-    "audit": "coordinator.cli.audit:audit",
-    "bench": "bench.cli:bench",
-    "call": "coordinator.cli.call:call",
-    "checkpoint": "coordinator.cli.operate:checkpoint",
-    "clock": "coordinator.cli.clock:clock",
-    "coordinator": "coordinator.cli.coordinator:coordinator",
-    "dead-letters": "coordinator.cli.dead_letters:dead_letters",
-    "dev": "coordinator.cli.dev:dev",
-    "doctor": "coordinator.cli.doctor:doctor",
-    "down": "coordinator.cli.up:down",
-    "group": "coordinator.cli.groups:group",
-    "handlers": "coordinator.cli.handlers:handlers",
-    "health": "coordinator.cli.health:health",
-    "init": "coordinator.cli.init:init",
-    "keys": "coordinator.cli.keys:keys",
-    "log": "coordinator.cli.log:log",
-    "logs": "coordinator.cli.logs:logs",
-    "migrate": "coordinator.cli.migrate:migrate",
-    "pause": "coordinator.cli.pause:pause",
-    "peers": "coordinator.cli.peers:peers",
-    "pipeline": "pipeline.cli:pipeline",
-    "ps": "coordinator.cli.ps:ps",
-    "queue": "coordinator.cli.queues:queue",
-    "recover": "coordinator.cli.recover:recover",
-    "register": "coordinator.cli.register:register",
-    "registry": "coordinator.cli.registry:registry",
-    "replay": "coordinator.cli.replay:replay",
-    "restart": "coordinator.cli.lifecycle:restart",
-    "restore": "coordinator.cli.archive:restore",
-    "resume": "coordinator.cli.pause:resume",
-    "run": "coordinator.cli.instances:run",
-    "settings": "coordinator.cli.settings:settings",
-    "skip": "coordinator.cli.skip:skip",
-    "sql": "coordinator.cli.sql:sql",
-    "status": "coordinator.cli.status:status",
-    "stop": "coordinator.cli.lifecycle:stop",
-    "systemd": "coordinator.cli.systemd:systemd",
-    "trace": "coordinator.cli.trace:trace",
-    "unregister": "coordinator.cli.register:unregister",
-    "up": "coordinator.cli.up:up",
-    "upgrade": "coordinator.cli.operate:upgrade",
-    "verify": "coordinator.cli.replay:verify",
-    "web": "coordinator.web.command:web",
-    "what-if": "coordinator.cli.what_if:what_if",
+    "archive": "immortal.coordinator.cli.archive:archive",
+    "audit": "immortal.coordinator.cli.audit:audit",
+    "bench": "immortal.bench.cli:bench",
+    "call": "immortal.coordinator.cli.call:call",
+    "checkpoint": "immortal.coordinator.cli.operate:checkpoint",
+    "clock": "immortal.coordinator.cli.clock:clock",
+    "coordinator": "immortal.coordinator.cli.coordinator:coordinator",
+    "dead-letters": "immortal.coordinator.cli.dead_letters:dead_letters",
+    "dev": "immortal.coordinator.cli.dev:dev",
+    "doctor": "immortal.coordinator.cli.doctor:doctor",
+    "down": "immortal.coordinator.cli.up:down",
+    "group": "immortal.coordinator.cli.groups:group",
+    "handlers": "immortal.coordinator.cli.handlers:handlers",
+    "health": "immortal.coordinator.cli.health:health",
+    "init": "immortal.coordinator.cli.init:init",
+    "keys": "immortal.coordinator.cli.keys:keys",
+    "log": "immortal.coordinator.cli.log:log",
+    "logs": "immortal.coordinator.cli.logs:logs",
+    "migrate": "immortal.coordinator.cli.migrate:migrate",
+    "pause": "immortal.coordinator.cli.pause:pause",
+    "peers": "immortal.coordinator.cli.peers:peers",
+    "pipeline": "immortal.pipeline.cli:pipeline",
+    "ps": "immortal.coordinator.cli.ps:ps",
+    "queue": "immortal.coordinator.cli.queues:queue",
+    "recover": "immortal.coordinator.cli.recover:recover",
+    "register": "immortal.coordinator.cli.register:register",
+    "registry": "immortal.coordinator.cli.registry:registry",
+    "replay": "immortal.coordinator.cli.replay:replay",
+    "restart": "immortal.coordinator.cli.lifecycle:restart",
+    "restore": "immortal.coordinator.cli.archive:restore",
+    "resume": "immortal.coordinator.cli.pause:resume",
+    "run": "immortal.coordinator.cli.instances:run",
+    "settings": "immortal.coordinator.cli.settings:settings",
+    "skip": "immortal.coordinator.cli.skip:skip",
+    "sql": "immortal.coordinator.cli.sql:sql",
+    "status": "immortal.coordinator.cli.status:status",
+    "stop": "immortal.coordinator.cli.lifecycle:stop",
+    "systemd": "immortal.coordinator.cli.systemd:systemd",
+    "trace": "immortal.coordinator.cli.trace:trace",
+    "unregister": "immortal.coordinator.cli.register:unregister",
+    "up": "immortal.coordinator.cli.up:up",
+    "upgrade": "immortal.coordinator.cli.operate:upgrade",
+    "verify": "immortal.coordinator.cli.replay:verify",
+    "web": "immortal.coordinator.web.command:web",
+    "what-if": "immortal.coordinator.cli.what_if:what_if",
 }
 """Each is loaded when it is asked for: what runs one, a coordinator above all, need not hold the others."""
 
@@ -119,7 +119,16 @@ class _Main(Commands):
         if name not in _PLACES:
             return None
         module_name, _, attribute = _PLACES[name].partition(":")
-        command = getattr(importlib.import_module(module_name), attribute)
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name != "immortal.bench":
+                raise
+            raise click.ClickException(
+                "'immortal bench' measures from a checkout of the source, which this installation is not:"
+                " clone it, and run 'scripts/setup' and '.venv/bin/immortal bench' there"
+            ) from None
+        command = getattr(module, attribute)
         return command if isinstance(command, click.Command) else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

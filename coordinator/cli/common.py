@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import click
 
-from coordinator.config import ConfigError, InstanceSettings, check_instance_name
-from coordinator.config.values import check_app
-from coordinator.instances.registry import Registry, RegistryError
-from coordinator.notices import LOG_FORMATS, LOG_LEVELS
-from protocol.command_line import Commands
-from protocol.errors import ImmortalError
+from immortal.coordinator.config import ConfigError, InstanceSettings, check_instance_name
+from immortal.coordinator.config.values import check_app
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.notices import LOG_FORMATS, LOG_LEVELS
+from immortal.protocol.command_line import Commands
+from immortal.protocol.errors import ImmortalError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -114,7 +114,7 @@ def trust_pickle_option(function: Function) -> Function:
 
 def settings_with_log(registry: Registry, name: str) -> InstanceSettings:
     """Raises RegistryError where the instance has not been started yet, ConfigError."""
-    from coordinator.log import log_exists
+    from immortal.coordinator.log import log_exists
 
     settings = registry.load(name)
     if not log_exists(settings.log):

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import (
+from immortal.coordinator.cli.common import (
     follow_option,
     log_options,
     name_argument,
@@ -16,10 +16,10 @@ from coordinator.cli.common import (
     promote_option,
     trust_pickle_option,
 )
-from coordinator.cli.setting_options import said, start_option
-from coordinator.config import override
-from coordinator.core.notices import Level
-from coordinator.instances.registry import Registry
+from immortal.coordinator.cli.setting_options import said, start_option
+from immortal.coordinator.config import override
+from immortal.coordinator.core.notices import Level
+from immortal.coordinator.instances.registry import Registry
 
 _PORT = click.IntRange(1, 65535)
 
@@ -66,9 +66,9 @@ def coordinator(
     It ends with status 0 after a clean stop, 3 where its log can't be replayed as it is, 4 where another process writes
     the log by now, and 1 after any other error.
     """
-    from coordinator.instances.follower_places import settings_at, take_place
-    from coordinator.notices import configure
-    from coordinator.service.runtime import run_coordinator
+    from immortal.coordinator.instances.follower_places import settings_at, take_place
+    from immortal.coordinator.notices import configure
+    from immortal.coordinator.service.runtime import run_coordinator
 
     settings = override(registry.load(name), **said(options))
     log = configure(name, level=log_level, log_format=log_format)

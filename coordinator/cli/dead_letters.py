@@ -13,19 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.common import CommandsOfName, app_name, message_id, name_argument, operator_name, settings_with_log
-from coordinator.config import InstanceSettings
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
-from protocol.command_line import FailedError, counted, echo, echo_json, json_option, print_table
-from protocol.private_files import opener
-from protocol.shown import printable, printable_json
+from immortal.coordinator.cli.common import (
+    CommandsOfName,
+    app_name,
+    message_id,
+    name_argument,
+    operator_name,
+    settings_with_log,
+)
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.protocol.command_line import FailedError, counted, echo, echo_json, json_option, print_table
+from immortal.protocol.private_files import opener
+from immortal.protocol.shown import printable, printable_json
 
 if TYPE_CHECKING:
-    from coordinator.core.interfaces import Letter
-    from coordinator.log import LogReader
-    from pipeline.arguments import ArgumentDecoder
-    from protocol.verdicts import Verdict
+    from immortal.coordinator.core.interfaces import Letter
+    from immortal.coordinator.log import LogReader
+    from immortal.pipeline.arguments import ArgumentDecoder
+    from immortal.protocol.verdicts import Verdict
 
 REQUEST_TIMEOUT_S = 60.0  # all of them may be many, and are answered once they are on disk
 WHY_SIZE_MAX = 100  # characters, in the table
@@ -208,13 +215,13 @@ def _unknown(settings: InstanceSettings, wanted: MessageId) -> FailedError:
 
 
 def _reader(settings: InstanceSettings) -> LogReader:
-    from coordinator.instances import own_logs
+    from immortal.coordinator.instances import own_logs
 
     return own_logs.open_reader(settings)
 
 
 def _decoder(settings: InstanceSettings, app: str | None) -> ArgumentDecoder | None:
-    from coordinator.cli.messages import decoder_for
+    from immortal.coordinator.cli.messages import decoder_for
 
     return decoder_for(app, settings.app)
 
@@ -225,8 +232,8 @@ def _tell_problems(reader: LogReader) -> None:
 
 
 def _values(letter: Letter, reader: LogReader) -> Values:
-    from coordinator.cli.messages import rpc_of
-    from coordinator.cli.records import time_text
+    from immortal.coordinator.cli.messages import rpc_of
+    from immortal.coordinator.cli.records import time_text
 
     verdict = letter.verdict
     rpc = rpc_of(verdict.message)
@@ -245,7 +252,7 @@ def _values(letter: Letter, reader: LogReader) -> Values:
 
 
 def _whole(letter: Letter, reader: LogReader, decoder: ArgumentDecoder | None) -> Values:
-    from coordinator.cli.messages import describe_message
+    from immortal.coordinator.cli.messages import describe_message
 
     verdict = letter.verdict
     message = describe_message(verdict.message, decoder)
@@ -257,9 +264,9 @@ def _whole(letter: Letter, reader: LogReader, decoder: ArgumentDecoder | None) -
 
 def _source(verdict: Verdict, reader: LogReader) -> str | None:
     """Who sent it: an instance, "~" and a client's ID, or "an impulse"; None where its record is kept no longer."""
-    from coordinator.core.errors import LogError
-    from coordinator.log import verify_value
-    from protocol.trailer import BatchKind
+    from immortal.coordinator.core.errors import LogError
+    from immortal.coordinator.log import verify_value
+    from immortal.protocol.trailer import BatchKind
 
     sequence_id = verdict.sequence_id
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from coordinator.cli.project_options import project_of
+from immortal.coordinator.cli.project_options import project_of
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -29,8 +29,8 @@ def dev(ctx: click.Context, path: Path | None, no_watch: bool) -> None:
     calls than were made, you are asked, and without a terminal the old code goes on. Ctrl-C stops all, with
     checkpoints.
     """
-    from coordinator.project.development import Development
-    from coordinator.project.keeping import kept
+    from immortal.coordinator.project.development import Development
+    from immortal.coordinator.project.keeping import kept
 
     project, registry = project_of(ctx, path)
     services = project.services()

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from coordinator.cli.common import complete_instance, instance_name, pass_registry
-from coordinator.config import InstanceSettings
-from coordinator.instances.registry import Registry
-from protocol.command_line import counted, echo, echo_json, json_option
+from immortal.coordinator.cli.common import complete_instance, instance_name, pass_registry
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol.command_line import counted, echo, echo_json, json_option
 
 if TYPE_CHECKING:
-    from coordinator.doctor import Finding
+    from immortal.coordinator.doctor import Finding
 
 
 @click.command()
@@ -31,7 +31,7 @@ def doctor(registry: Registry, name: str | None, as_json: bool) -> None:
 
     The exit status is 1 if there is a problem, else 0: a note is none.
     """
-    from coordinator.doctor import Level, examine
+    from immortal.coordinator.doctor import Level, examine
 
     if name is not None:
         findings = _instance(registry, name, as_json=as_json)
@@ -45,8 +45,8 @@ def doctor(registry: Registry, name: str | None, as_json: bool) -> None:
 
 
 def _instance(registry: Registry, name: str, *, as_json: bool) -> list[Finding]:
-    from coordinator.doctor import examine_instance
-    from coordinator.log.open import place_of
+    from immortal.coordinator.doctor import examine_instance
+    from immortal.coordinator.log.open import place_of
 
     settings = registry.load(name)
     place = place_of(settings.log)
@@ -65,9 +65,9 @@ def _instance(registry: Registry, name: str, *, as_json: bool) -> list[Finding]:
 
 def _state(settings: InstanceSettings) -> Iterator[Finding]:
     """Whether a checkpoint of it can be taken."""
-    from coordinator.cli.saving import look_at_state
-    from coordinator.doctor.finding import Area, note, problem
-    from coordinator.log.open import log_exists
+    from immortal.coordinator.cli.saving import look_at_state
+    from immortal.coordinator.doctor.finding import Area, note, problem
+    from immortal.coordinator.log.open import log_exists
 
     if not log_exists(settings.log):
         return

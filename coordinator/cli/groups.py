@@ -8,13 +8,13 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import operator_name, pass_registry
-from coordinator.cli.handlers import waits_in_words, with_times
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
-from protocol.command_line import Commands, FailedError, echo, echo_json, json_option, print_table
-from protocol.errors import ImmortalError
-from protocol.shown import printable
+from immortal.coordinator.cli.common import operator_name, pass_registry
+from immortal.coordinator.cli.handlers import waits_in_words, with_times
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.protocol.command_line import Commands, FailedError, echo, echo_json, json_option, print_table
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.shown import printable
 
 ASKED_AT_ONCE_MAX = 8
 TIMEOUT_S = 10.0

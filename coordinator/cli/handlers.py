@@ -8,14 +8,14 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import CommandsOfName, name_argument, operator_name
-from coordinator.config import InstanceSettings
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
-from protocol import decoding
-from protocol.command_line import FailedError, counted, echo, echo_json, json_option, print_table
-from protocol.handlers import REASON_CHARACTERS_MAX
-from protocol.shown import printable
+from immortal.coordinator.cli.common import CommandsOfName, name_argument, operator_name
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.protocol import decoding
+from immortal.protocol.command_line import FailedError, counted, echo, echo_json, json_option, print_table
+from immortal.protocol.handlers import REASON_CHARACTERS_MAX
+from immortal.protocol.shown import printable
 
 REQUEST_TIMEOUT_S = 60.0  # the app answers between two records, and an order is first made durable
 
@@ -188,7 +188,7 @@ def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
 
 def with_times(value: Any) -> Any:
     """Each time, ns since the Unix epoch, also as text."""
-    from coordinator.cli.records import time_text
+    from immortal.coordinator.cli.records import time_text
 
     if isinstance(value, list):
         return [with_times(one) for one in value]

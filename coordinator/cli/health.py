@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from coordinator.cli.common import name_argument, pass_registry
-from coordinator.cli.handlers import waits_in_words
-from coordinator.cli.status import multicasts, unsaved_in_words
-from coordinator.core.session import WORKS, Phase
-from coordinator.instances.follower_places import FOLDER_NAME
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
-from protocol.command_line import FailedError, echo
+from immortal.coordinator.cli.common import name_argument, pass_registry
+from immortal.coordinator.cli.handlers import waits_in_words
+from immortal.coordinator.cli.status import multicasts, unsaved_in_words
+from immortal.coordinator.core.session import WORKS, Phase
+from immortal.coordinator.instances.follower_places import FOLDER_NAME
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.protocol.command_line import FailedError, echo
 
 SILENT_NS = 1_000_000_000  # who is waited for longer than that is named
 _READY = frozenset(phase.value for phase in WORKS | {Phase.FOLLOWING})

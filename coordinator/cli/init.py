@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from coordinator.project.new_project import TEMPLATES, make_project
-from protocol.command_line import echo
+from immortal.coordinator.project.new_project import TEMPLATES, make_project
+from immortal.protocol.command_line import echo
 
 
 @click.command()

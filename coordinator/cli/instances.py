@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import click
 
-from coordinator.cli.common import (
+from immortal.coordinator.cli.common import (
     app_name,
     follow_option,
     log_options,
@@ -18,16 +18,16 @@ from coordinator.cli.common import (
     promote_option,
     trust_pickle_option,
 )
-from coordinator.cli.setting_options import said, start_option
-from coordinator.config import InstanceSettings, override
-from coordinator.core.notices import Level
-from coordinator.instances import upgrade_mark
-from coordinator.instances.registry import Registry, RegistryError
-from coordinator.instances.upgrade_mark import UpgradeMark
-from coordinator.log_url import is_in_folder
-from coordinator.operator import control
-from protocol.command_line import echo
-from protocol.errors import ImmortalError
+from immortal.coordinator.cli.setting_options import said, start_option
+from immortal.coordinator.config import InstanceSettings, override
+from immortal.coordinator.core.notices import Level
+from immortal.coordinator.instances import upgrade_mark
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.instances.upgrade_mark import UpgradeMark
+from immortal.coordinator.log_url import is_in_folder
+from immortal.coordinator.operator import control
+from immortal.protocol.command_line import echo
+from immortal.protocol.errors import ImmortalError
 
 
 @click.command()
@@ -83,15 +83,22 @@ def run(
     It ends with status 0 after a clean stop, with 4 where another process writes the log by now, with 70 where a
     handler stops the app, and with 1 after any other error.
     """
-    from coordinator.instances.follower_places import settings_at, take_place
-    from coordinator.log.open import place_of
-    from coordinator.notices import configure
-    from coordinator.peers.machine_keys import make_own
-    from coordinator.peers.security import check_start
-    from coordinator.service.commands import PYTHON, Command, Role, app_command, coordinator_command, supervised
-    from coordinator.service.deaths import STATUS_FENCED
-    from coordinator.service.supervisor import Supervisor
-    from coordinator.service.terminal import app_input
+    from immortal.coordinator.instances.follower_places import settings_at, take_place
+    from immortal.coordinator.log.open import place_of
+    from immortal.coordinator.notices import configure
+    from immortal.coordinator.peers.machine_keys import make_own
+    from immortal.coordinator.peers.security import check_start
+    from immortal.coordinator.service.commands import (
+        PYTHON,
+        Command,
+        Role,
+        app_command,
+        coordinator_command,
+        supervised,
+    )
+    from immortal.coordinator.service.deaths import STATUS_FENCED
+    from immortal.coordinator.service.supervisor import Supervisor
+    from immortal.coordinator.service.terminal import app_input
 
     settings = registry.load(name)
     _refuse_two_ports(settings)
@@ -160,20 +167,20 @@ def run(
     )
     status = supervisor.run()
     if status == STATUS_FENCED and restart and is_shared and not follow:
-        os.execv(PYTHON[0], [*PYTHON, "-m", "coordinator", *sys.argv[1:], "--follow"])
+        os.execv(PYTHON[0], [*PYTHON, "-m", "immortal.coordinator", *sys.argv[1:], "--follow"])
     sys.exit(status)
 
 
 def _become_embedded(settings: InstanceSettings, app: str, *, strict: bool, log_level: str) -> NoReturn:
     """This very process, with its terminal, is the instance from here on."""
-    from coordinator.service.commands import PYTHON
+    from immortal.coordinator.service.commands import PYTHON
 
     home = str(settings.folder.parent)
     arguments = [settings.name, app, "--home", home, "--log-level", log_level]
     environment = {**os.environ, **({"IMMORTAL_STRICT": "1"} if strict else {})}
     environment.setdefault("PYTHONHASHSEED", "0")
     environment["IMMORTAL_LOG_LEVEL"] = log_level  # of self.log
-    os.execve(sys.executable, [*PYTHON, "-m", "appsdk.embedded", *arguments], environment)
+    os.execve(sys.executable, [*PYTHON, "-m", "immortal.appsdk.embedded", *arguments], environment)
 
 
 def _refuse_two_ports(settings: InstanceSettings) -> None:

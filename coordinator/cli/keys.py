@@ -9,16 +9,16 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import instance_name, pass_registry
-from coordinator.config import InstanceSettings
-from coordinator.core.permissions import ANYTHING
-from coordinator.instances.registry import Registry
-from coordinator.messenger import KeyPair, Role
-from coordinator.operator import control
-from coordinator.peers import keys as key_files
-from coordinator.peers.keys import KeysError
-from coordinator.peers.security import KeyBook
-from protocol.command_line import echo, echo_json, json_option
+from immortal.coordinator.cli.common import instance_name, pass_registry
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.permissions import ANYTHING
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.messenger import KeyPair, Role
+from immortal.coordinator.operator import control
+from immortal.coordinator.peers import keys as key_files
+from immortal.coordinator.peers.keys import KeysError
+from immortal.coordinator.peers.security import KeyBook
+from immortal.protocol.command_line import echo, echo_json, json_option
 
 _MADE = "made keys"
 _ROTATED = "added a key: once all peers know it, 'immortal keys {name} --retire' puts it in the place of the first"
@@ -97,7 +97,7 @@ def keys(
 
 
 def _fleet(file: Path, *, make: bool, as_json: bool) -> None:
-    from coordinator.peers import fleet_keys
+    from immortal.coordinator.peers import fleet_keys
 
     fleet, today = fleet_keys.read(file), key_files.today()
     done = list(fleet_keys.make(fleet, today)) if make else []

@@ -16,14 +16,14 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import name_argument, pass_registry
-from coordinator.config import InstanceSettings
-from coordinator.instances import upgrade_mark
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
-from coordinator.service.supervisor import RESTART_SIGNAL
-from protocol.command_line import FailedError, echo
-from protocol.process_file import ProcessFile, is_living
+from immortal.coordinator.cli.common import name_argument, pass_registry
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import upgrade_mark
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.coordinator.service.supervisor import RESTART_SIGNAL
+from immortal.protocol.command_line import FailedError, echo
+from immortal.protocol.process_file import ProcessFile, is_living
 
 TIMEOUT_S = 60.0  # more than a supervisor waits for a checkpoint, and then for processes that do not end
 PATIENCE_S = 2.0  # before it is said what is waited for
@@ -198,8 +198,8 @@ def _nobody_starts(settings: InstanceSettings, coordinator: ProcessFile | None) 
 
 def _refuse_strangers(settings: InstanceSettings) -> None:
     """One that is just starting by hand says nothing of itself yet, and holds its log."""
-    from coordinator.log import is_locked
-    from coordinator.log.open import place_of
+    from immortal.coordinator.log import is_locked
+    from immortal.coordinator.log.open import place_of
 
     place = place_of(settings.log)
     if place.is_shared and (holder := place.holder()) is not None:
@@ -210,7 +210,7 @@ def _refuse_strangers(settings: InstanceSettings) -> None:
 
 def _heir(settings: InstanceSettings) -> str | None:
     """Who has the instance now; the one that had followed needs a moment for that."""
-    from coordinator.log.open import place_of
+    from immortal.coordinator.log.open import place_of
 
     place = place_of(settings.log)
     if not place.is_shared:
@@ -223,8 +223,8 @@ def _heir(settings: InstanceSettings) -> str | None:
 
 def checkpoint_at_stop(settings: InstanceSettings) -> str:
     """What the next start begins with, as the log says."""
-    from coordinator.instances import own_logs
-    from coordinator.log import log_exists
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log import log_exists
 
     if not log_exists(settings.log):
         return ""

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import click
 from msgspec.structs import asdict
 
-from coordinator.cli.common import app_name, name_argument, pass_registry, settings_with_log
-from coordinator.config import InstanceSettings
-from coordinator.core.words import Methods
-from coordinator.instances.registry import Registry, RegistryError
-from coordinator.log_url import is_in_folder, own_log, split_url
-from protocol.command_line import Commands, counted, echo, echo_json, json_option
+from immortal.coordinator.cli.common import app_name, name_argument, pass_registry, settings_with_log
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.words import Methods
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.log_url import is_in_folder, own_log, split_url
+from immortal.protocol.command_line import Commands, counted, echo, echo_json, json_option
 
 if TYPE_CHECKING:
-    from coordinator.log.backend import Place
-    from coordinator.log.backup import Backup
+    from immortal.coordinator.log.backend import Place
+    from immortal.coordinator.log.backup import Backup
 
 
 @click.group(cls=Commands)
@@ -64,8 +64,8 @@ def show(
     if audit:
         _show_audit(settings, as_json)
         return
-    from coordinator.cli.records import describe_record, record_lines
-    from coordinator.instances import own_logs
+    from immortal.coordinator.cli.records import describe_record, record_lines
+    from immortal.coordinator.instances import own_logs
 
     methods = methods_of(settings.app, app)
     shown = 0
@@ -88,8 +88,8 @@ def show(
 
 
 def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
-    from coordinator.cli.records import time_text
-    from coordinator.instances import own_logs
+    from immortal.coordinator.cli.records import time_text
+    from immortal.coordinator.instances import own_logs
 
     with own_logs.open_reader(settings) as reader:
         entries = reader.audit()
@@ -107,8 +107,8 @@ def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
 
 def methods_of(registered: str | None, given: str | None) -> Methods | None:
     """What the class names; None where none is known. Raises ReplayError for one that was given and can't be found."""
-    from replay import ReplayError
-    from replay.inspection import method_names
+    from immortal.replay import ReplayError
+    from immortal.replay.inspection import method_names
 
     app = given or registered
     if app is None:
@@ -134,7 +134,7 @@ def verify(registry: Registry, name: str, as_json: bool) -> None:
     The exit status is 0 for a sound log, 1 for a damaged one.
     """
     settings = settings_with_log(registry, name)
-    from coordinator.instances import own_logs
+    from immortal.coordinator.instances import own_logs
 
     verification = own_logs.verify(settings)
     findings = []
@@ -178,8 +178,8 @@ def export(registry: Registry, name: str, file: Path) -> None:
     An instance that runs goes on; with 'immortal checkpoint NAME' before, the file ends with a state to compare with.
     """
     settings = settings_with_log(registry, name)
-    from coordinator.instances import own_logs
-    from replay.recorded import RecordedLog
+    from immortal.coordinator.instances import own_logs
+    from immortal.replay.recorded import RecordedLog
 
     with own_logs.open_reader(settings) as reader:
         recorded = RecordedLog.of(reader)
@@ -213,8 +213,8 @@ def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
     backup are verified. A backup is a log: 'immortal log verify' and others read it, and an instance starts from it.
     """
     settings = settings_with_log(registry, name)
-    from coordinator.instances import own_logs
-    from coordinator.log.backup import back_up
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log.backup import back_up
 
     made = back_up(settings.log, name, folder, own_logs.read_keys(settings))
     if as_json:
@@ -238,10 +238,10 @@ def copy(registry: Registry, name: str, target: str, switch: bool, as_json: bool
     stopped instance, the copy is what it goes on from.
     """
     settings = settings_with_log(registry, name)
-    from coordinator.instances import own_logs
-    from coordinator.log.backup import back_up
-    from coordinator.log.open import place_of
-    from coordinator.operator import control
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log.backup import back_up
+    from immortal.coordinator.log.open import place_of
+    from immortal.coordinator.operator import control
 
     log = own_log(target, name) if not is_in_folder(target) else os.path.abspath(split_url(target)[1])
     source, place = place_of(settings.log), place_of(log)
@@ -290,10 +290,10 @@ def diff(registry: Registry, first: str, second: str, limit: int, as_json: bool)
     places = _log_place(registry, first), _log_place(registry, second)
     if places[0].key == places[1].key:
         raise click.UsageError(f"{first} and {second} are the same log, in {places[0].where}")
-    from coordinator.cli.log_diff import diff_lines, diff_values
-    from coordinator.cli.progress import progress_bar
-    from coordinator.log import open_reader
-    from replay.log_diff import diff_logs
+    from immortal.coordinator.cli.log_diff import diff_lines, diff_values
+    from immortal.coordinator.cli.progress import progress_bar
+    from immortal.coordinator.log import open_reader
+    from immortal.replay.log_diff import diff_logs
 
     with open_reader(places[0]) as ours, open_reader(places[1]) as theirs:
         with progress_bar("comparing") as progress:
@@ -308,7 +308,7 @@ def diff(registry: Registry, first: str, second: str, limit: int, as_json: bool)
 
 def _log_place(registry: Registry, name_or_log: str) -> Place:
     """The log of an instance, or the one that a folder or URL names. A registered name comes first."""
-    from coordinator.log.open import place_of
+    from immortal.coordinator.log.open import place_of
 
     if name_or_log not in registry.names():
         place = place_of(name_or_log)
@@ -337,8 +337,8 @@ def key(registry: Registry, name: str, rotate: bool, accept: bool, off: bool, ye
     if rotate + accept + off > 1:
         raise click.UsageError("--rotate, --accept and --off go one at a time")
     settings = registry.load(name)
-    from coordinator.instances import own_logs
-    from coordinator.operator import control
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.operator import control
 
     if rotate:
         own_logs.add_key(settings)
@@ -365,8 +365,8 @@ def _confirm(yes: bool, what: str) -> None:
 
 
 def _show_key(settings: InstanceSettings, as_json: bool) -> None:
-    from coordinator.instances import own_logs
-    from coordinator.log import log_exists, open_reader
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log import log_exists, open_reader
 
     ids = [one.id for one in own_logs.read_keys(settings)]
     marker = None
@@ -406,6 +406,6 @@ def migrate(registry: Registry, name: str) -> None:
 
     Programs of before refuse it from then on: all instances with a log there are to be stopped first.
     """
-    from coordinator.log.open import place_of
+    from immortal.coordinator.log.open import place_of
 
     echo(place_of(registry.load(name).log).migrate())

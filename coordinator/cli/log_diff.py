@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from coordinator.cli.records import describe_record, record_lines, time_text
-from coordinator.core.interfaces import CheckpointHeader
-from coordinator.log import LoggedValue, LogReader
-from protocol.command_line import counted
-from replay.log_diff import DAMAGE, LogDiff, RecordDifference
+from immortal.coordinator.cli.records import describe_record, record_lines, time_text
+from immortal.coordinator.core.interfaces import CheckpointHeader
+from immortal.coordinator.log import LoggedValue, LogReader
+from immortal.protocol.command_line import counted
+from immortal.replay.log_diff import DAMAGE, LogDiff, RecordDifference
 
 Pair = tuple[str, str]
 

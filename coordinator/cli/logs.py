@@ -9,10 +9,10 @@ from pathlib import Path
 
 import click
 
-from coordinator.cli.common import complete_instance, instance_name
-from coordinator.cli.project_options import project_of, project_option
-from coordinator.core.notices import Level
-from protocol.command_line import FailedError
+from immortal.coordinator.cli.common import complete_instance, instance_name
+from immortal.coordinator.cli.project_options import project_of, project_option
+from immortal.coordinator.core.notices import Level
+from immortal.protocol.command_line import FailedError
 
 _POLL_S = 0.2
 
@@ -32,8 +32,8 @@ def logs(ctx: click.Context, names: tuple[str, ...], follow: bool, count: int | 
 
     Times are UTC. The last 40 MiB of each are kept, in HOME/NAME/output.log and the files before it.
     """
-    from coordinator.project.console import Console
-    from coordinator.project.log_files import Tail, in_order
+    from immortal.coordinator.project.console import Console
+    from immortal.coordinator.project.log_files import Tail, in_order
 
     project, registry = project_of(ctx, path)
     known = [*dict.fromkeys([*project.names(), *registry.names()])]

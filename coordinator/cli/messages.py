@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from appsdk.handlers.definition import Definition, definition_of
-from appsdk.running.runner import load_or_say
-from pipeline.arguments import ArgumentDecoder
-from protocol import decoding
-from protocol.client import decode_caller
-from protocol.command_line import FailedError, echo
-from protocol.errors import ImmortalError
-from protocol.messages import (
+from immortal.appsdk.handlers.definition import Definition, definition_of
+from immortal.appsdk.running.runner import load_or_say
+from immortal.pipeline.arguments import ArgumentDecoder
+from immortal.protocol import decoding
+from immortal.protocol.client import decode_caller
+from immortal.protocol.command_line import FailedError, echo
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.messages import (
     IncomingRpc,
     MessageType,
     RpcKind,

@@ -6,12 +6,12 @@ import time
 
 import click
 
-from coordinator.cli.common import name_argument, operator_name, pass_registry
-from coordinator.instances.registry import Registry
-from coordinator.log.open import place_of
-from coordinator.operator import control
-from protocol.command_line import FailedError, echo, echo_json, json_option
-from protocol.shown import printable
+from immortal.coordinator.cli.common import name_argument, operator_name, pass_registry
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.operator import control
+from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
+from immortal.protocol.shown import printable
 
 TIMEOUT_S = 10.0
 POLL_S = 0.02

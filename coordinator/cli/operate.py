@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import app_name, name_argument, pass_registry
-from coordinator.cli.status import unsaved_in_words
-from coordinator.config import InstanceSettings
-from coordinator.instances import upgrade_mark
-from coordinator.instances.registry import Registry
-from coordinator.instances.upgrade_mark import UpgradeMark
-from coordinator.operator import control
-from protocol.command_line import FailedError, echo, echo_json, json_option
+from immortal.coordinator.cli.common import app_name, name_argument, pass_registry
+from immortal.coordinator.cli.status import unsaved_in_words
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import upgrade_mark
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.instances.upgrade_mark import UpgradeMark
+from immortal.coordinator.operator import control
+from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
 
 POLL_S = 0.05
 CHECKPOINT_TIMEOUT_S = 60.0
@@ -135,8 +135,8 @@ def _state(settings: InstanceSettings) -> str:
 
 def _version(settings: InstanceSettings) -> int | None:
     """The version that the log is of; None before the first start."""
-    from coordinator.instances import own_logs
-    from coordinator.log import log_exists
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log import log_exists
 
     if not log_exists(settings.log):
         return None

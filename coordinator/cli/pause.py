@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import name_argument, operator_name, pass_registry
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
-from protocol.command_line import FailedError, echo, echo_json, json_option
-from protocol.shown import printable
+from immortal.coordinator.cli.common import name_argument, operator_name, pass_registry
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
+from immortal.protocol.shown import printable
 
 Values = dict[str, Any]
 
@@ -74,6 +74,6 @@ def resumed_in_words(answer: Values) -> str:
 
 
 def _by_and_since(paused: Values) -> str:
-    from coordinator.cli.records import time_text
+    from immortal.coordinator.cli.records import time_text
 
     return f"{paused['by']} since {time_text(paused['since_ns'])}"

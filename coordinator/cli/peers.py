@@ -9,11 +9,11 @@ import click
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from coordinator.cli.common import instance_name, name_argument, pass_registry
-from coordinator.config import InstanceSettings
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
-from protocol.command_line import (
+from immortal.coordinator.cli.common import instance_name, name_argument, pass_registry
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.protocol.command_line import (
     Commands,
     FailedError,
     echo,
@@ -23,10 +23,10 @@ from protocol.command_line import (
     print_table,
     size_text,
 )
-from protocol.shown import printable
+from immortal.protocol.shown import printable
 
 if TYPE_CHECKING:
-    from coordinator.core.interfaces import LogSummary
+    from immortal.coordinator.core.interfaces import LogSummary
 
 Peer = dict[str, Any]
 
@@ -206,8 +206,8 @@ def _reset_live(settings: InstanceSettings, peer: str) -> bool:
 
 
 def _reset_stopped(settings: InstanceSettings, peer: str) -> None:
-    from coordinator.core.streams.reset import reset_transaction
-    from coordinator.instances import own_logs
+    from immortal.coordinator.core.streams.reset import reset_transaction
+    from immortal.coordinator.instances import own_logs
 
     store = own_logs.open_log(settings)
     try:
@@ -228,8 +228,8 @@ def _reclaim_live(settings: InstanceSettings) -> bool:
 
 
 def _reclaim_stopped(settings: InstanceSettings) -> None:
-    from coordinator.core.streams.reset import reclaim_transaction
-    from coordinator.log import open_log
+    from immortal.coordinator.core.streams.reset import reclaim_transaction
+    from immortal.coordinator.log import open_log
 
     store = open_log(settings.log, settings.name)
     try:
@@ -250,10 +250,10 @@ def live_peers(settings: InstanceSettings) -> dict[str, Peer] | None:
 
 
 def _stopped_peers(settings: InstanceSettings, registry: Registry) -> dict[str, Peer]:
-    from coordinator.core.interfaces import IMPULSES, ONESELF
-    from coordinator.instances import own_logs
-    from coordinator.log import log_exists
-    from coordinator.peers.discovery import Discovery, Routes
+    from immortal.coordinator.core.interfaces import IMPULSES, ONESELF
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log import log_exists
+    from immortal.coordinator.peers.discovery import Discovery, Routes
 
     if not log_exists(settings.log):
         return {}

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from coordinator.cli.common import Function
-from coordinator.instances.registry import Registry, RegistryError
-from protocol.shared_home import is_url
+from immortal.coordinator.cli.common import Function
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.protocol.shared_home import is_url
 
 if TYPE_CHECKING:
-    from coordinator.project.project import Project
+    from immortal.coordinator.project.project import Project
 
 
 def project_option(function: Function) -> Function:
@@ -27,7 +27,7 @@ def project_option(function: Function) -> Function:
 
 def project_of(ctx: click.Context, path: Path | None) -> tuple[Project, Registry]:
     """The project that is meant, and its registry: that of --home where it is given. Raises ProjectError."""
-    from coordinator.project.project import find_project
+    from immortal.coordinator.project.project import find_project
 
     main = ctx.find_root()
     if is_url(main.params["home"]):

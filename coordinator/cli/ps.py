@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.project_options import project_of, project_option
-from coordinator.instances.registry import Registry
-from protocol.command_line import echo, echo_json, json_option, print_table
+from immortal.coordinator.cli.project_options import project_of, project_option
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol.command_line import echo, echo_json, json_option, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +27,7 @@ _STATES = {"normal": "running", "taking a checkpoint": "running"}
 @click.pass_context
 def ps(ctx: click.Context, path: Path | None, as_json: bool) -> None:
     """Show all services of a project: what runs, since when, and what does not."""
-    from coordinator.project.keeping import keeper
+    from immortal.coordinator.project.keeping import keeper
 
     project, registry = project_of(ctx, path)
     found = keeper(project.home)
@@ -45,9 +45,9 @@ def ps(ctx: click.Context, path: Path | None, as_json: bool) -> None:
 
 
 def _row(registry: Registry, name: str, states: Mapping[str, str]) -> dict[str, Any]:
-    from coordinator.cli.status import instance_status
-    from coordinator.instances.registry import UnknownInstanceError
-    from coordinator.operator import control
+    from immortal.coordinator.cli.status import instance_status
+    from immortal.coordinator.instances.registry import UnknownInstanceError
+    from immortal.coordinator.operator import control
 
     try:
         settings = registry.load(name)

@@ -7,13 +7,13 @@ from typing import Any
 
 import click
 
-from appsdk.client import CallRaised, CallRefused, CallTimeout, connect
-from coordinator.cli.common import name_argument, pass_registry
-from coordinator.cli.records import time_text
-from coordinator.instances.registry import Registry
-from protocol import decoding
-from protocol.command_line import Commands, FailedError, counted, echo, echo_json, json_option, print_table
-from protocol.shown import printable, printable_json
+from immortal.appsdk.client import CallRaised, CallRefused, CallTimeout, connect
+from immortal.coordinator.cli.common import name_argument, pass_registry
+from immortal.coordinator.cli.records import time_text
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol import decoding
+from immortal.protocol.command_line import Commands, FailedError, counted, echo, echo_json, json_option, print_table
+from immortal.protocol.shown import printable, printable_json
 
 STATES = ("waiting", "delayed", "running", "done", "dead", "dropped")
 TIMEOUT_S = 30.0
@@ -102,7 +102,9 @@ def _ask(registry: Registry, name: str, method: str, *arguments: Any) -> Any:
         except CallRaised as error:
             raise FailedError(" ".join(map(str, error.arguments))) from None
         except CallRefused:
-            raise FailedError(f"{name!r} is no queue: it runs another app than appsdk.patterns.queue:Queue") from None
+            raise FailedError(
+                f"{name!r} is no queue: it runs another app than immortal.appsdk.patterns.queue:Queue"
+            ) from None
         except CallTimeout as error:
             raise FailedError(error.reason) from None
 

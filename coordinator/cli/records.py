@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from appsdk.state.tree import to_json, tree
-from coordinator.core.words import Methods, RpcWords, method_name
-from coordinator.log import LoggedValue, verify_value
-from protocol import decoding
-from protocol.batch import decode_batch, decode_replayable_batch
-from protocol.errors import ImmortalError
-from protocol.extensions import decode_record_time
-from protocol.messages import (
+from immortal.appsdk.state.tree import to_json, tree
+from immortal.coordinator.core.words import Methods, RpcWords, method_name
+from immortal.coordinator.log import LoggedValue, verify_value
+from immortal.protocol import decoding
+from immortal.protocol.batch import decode_batch, decode_replayable_batch
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.extensions import decode_record_time
+from immortal.protocol.messages import (
     IncomingRpc,
     MessageType,
     RpcKind,
@@ -23,9 +23,9 @@ from protocol.messages import (
     decode_messages,
     decode_outgoing_rpc,
 )
-from protocol.record import HEADER_SIZE_BYTES
-from protocol.shown import printable
-from protocol.trailer import BatchKind
+from immortal.protocol.record import HEADER_SIZE_BYTES
+from immortal.protocol.shown import printable
+from immortal.protocol.trailer import BatchKind
 
 ARGUMENTS_SHOWN_BYTES_MAX = 48
 

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 import click
 from msgspec.structs import asdict
 
-from coordinator.cli.common import name_argument, pass_registry, settings_with_log
-from coordinator.config import InstanceSettings
-from coordinator.core.errors import LogLockedError
-from coordinator.core.interfaces import IMPULSES, ONESELF, is_outside
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
-from protocol.client import CLIENTS
-from protocol.command_line import echo, echo_json, json_option
+from immortal.coordinator.cli.common import name_argument, pass_registry, settings_with_log
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.errors import LogLockedError
+from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, is_outside
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.command_line import echo, echo_json, json_option
 
 if TYPE_CHECKING:
-    from coordinator.log.cut import LogCutter
-    from coordinator.log.cut_plan import CutPlan, LostMessages
-    from coordinator.log.verify import LogVerification
+    from immortal.coordinator.log.cut import LogCutter
+    from immortal.coordinator.log.cut_plan import CutPlan, LostMessages
+    from immortal.coordinator.log.verify import LogVerification
 
 FINDINGS_SHOWN_MAX = 20
 
@@ -64,8 +64,8 @@ def recover(
 
 
 def _check(settings: InstanceSettings, as_json: bool, *, tries: bool) -> int:
-    from coordinator.cli.saving import look_at_state
-    from coordinator.instances import own_logs
+    from immortal.coordinator.cli.saving import look_at_state
+    from immortal.coordinator.instances import own_logs
 
     verification = own_logs.verify(settings)
     findings = list(verification.findings())
@@ -134,9 +134,9 @@ def _verdict(name: str, verification: LogVerification) -> str:
 
 
 def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
-    from coordinator.instances import own_logs
-    from coordinator.log.cut import LogCutter
-    from coordinator.log.cut_plan import CutRefusedError
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log.cut import LogCutter
+    from immortal.coordinator.log.cut_plan import CutRefusedError
 
     stop = _stop(verification)
     if stop is None or verification.identity is None:
@@ -164,8 +164,8 @@ def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
 
 
 def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool, as_json: bool) -> None:
-    from coordinator.instances import own_logs
-    from coordinator.log.cut import LogCutter
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log.cut import LogCutter
 
     control.refuse_running(settings.folder)
     with LogCutter(settings.log, settings.name, own_logs.read_keys(settings)) as cutter:
@@ -188,7 +188,7 @@ def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool
 
 def _judged(cutter: LogCutter, name: str, sequence_id: int, *, force: bool) -> CutPlan:
     """Raises CutRefusedError; where --force would help, it says what that would do."""
-    from coordinator.log.cut_plan import CutRefusedError
+    from immortal.coordinator.log.cut_plan import CutRefusedError
 
     try:
         return cutter.plan(sequence_id, force=force)

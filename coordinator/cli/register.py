@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import name_argument, pass_registry
-from coordinator.cli.setting_options import register_options, said
-from coordinator.config import AppSendMode, InstanceSettings
-from coordinator.instances.registry import Registry
-from coordinator.log_url import is_in_folder
-from protocol.command_line import echo
+from immortal.coordinator.cli.common import name_argument, pass_registry
+from immortal.coordinator.cli.setting_options import register_options, said
+from immortal.coordinator.config import AppSendMode, InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log_url import is_in_folder
+from immortal.protocol.command_line import echo
 
 
 @click.command()
@@ -22,9 +22,9 @@ from protocol.command_line import echo
 @pass_registry
 def register(registry: Registry, /, name: str, **options: Any) -> None:
     """Write the settings of a new instance, and make its keys."""
-    from coordinator.instances import own_logs
-    from coordinator.operator import unregister as without  # needs ZeroMQ, whose loading takes long
-    from coordinator.peers import keys
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.operator import unregister as without  # needs ZeroMQ, whose loading takes long
+    from immortal.coordinator.peers import keys
 
     given = said(options)
     if "app_send_mode" in given and "app_send_port" not in given:
@@ -58,7 +58,7 @@ def register(registry: Registry, /, name: str, **options: Any) -> None:
 @pass_registry
 def unregister(registry: Registry, name: str, delete_log: bool) -> None:
     """Remove an instance's settings; its log stays unless --delete-log is given."""
-    from coordinator.operator import unregister as without  # needs ZeroMQ, whose loading takes long
+    from immortal.coordinator.operator import unregister as without  # needs ZeroMQ, whose loading takes long
 
     log = without.unregister(registry, name, delete_log=delete_log)
     kept = ""
@@ -71,8 +71,8 @@ def unregister(registry: Registry, name: str, delete_log: bool) -> None:
 
 def _make_log(settings: InstanceSettings) -> str:
     """The log of an instance that is new, where other machines reach it; what was done. Raises LogError."""
-    from coordinator.instances import own_logs
-    from coordinator.log.open import place_of
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log.open import place_of
 
     place = place_of(settings.log)
     if not place.is_shared:

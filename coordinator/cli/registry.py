@@ -6,10 +6,10 @@ from typing import IO
 
 import click
 
-from coordinator.cli.common import name_argument, pass_registry
-from coordinator.instances.registry import Registry, RegistryError
-from protocol.command_line import Commands, FailedError, echo, echo_json, json_option
-from protocol.shared_home import Copy, is_url
+from immortal.coordinator.cli.common import name_argument, pass_registry
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.protocol.command_line import Commands, FailedError, echo, echo_json, json_option
+from immortal.protocol.shared_home import Copy, is_url
 
 
 @click.group(cls=Commands)

@@ -14,23 +14,29 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import app_or_hand, name_argument, pass_registry, settings_with_log, trust_pickle_option
-from coordinator.cli.progress import progress_bar
-from coordinator.config import InstanceSettings
-from coordinator.instances import own_logs
-from coordinator.instances.registry import Registry, RegistryError
-from coordinator.log import LogReader, open_reader
-from coordinator.log.open import place_of
-from protocol.command_line import RecordPlace, echo, echo_json, json_option
-from protocol.private_files import opener
-from protocol.shown import printable_json
-from protocol.verdicts import Verdict
-from replay import BY_HAND, AppCommand, ReplayError, ReplayPlan, ReplayResult, plan_route, run_replay
-from replay.apps import default_app
-from replay.inspection import show_state
-from replay.summary import CountingSink, summary_json, summary_lines
-from replay.verify import stretches, verify_section
-from replay.verify_report import Report
+from immortal.coordinator.cli.common import (
+    app_or_hand,
+    name_argument,
+    pass_registry,
+    settings_with_log,
+    trust_pickle_option,
+)
+from immortal.coordinator.cli.progress import progress_bar
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.log import LogReader, open_reader
+from immortal.coordinator.log.open import place_of
+from immortal.protocol.command_line import RecordPlace, echo, echo_json, json_option
+from immortal.protocol.private_files import opener
+from immortal.protocol.shown import printable_json
+from immortal.protocol.verdicts import Verdict
+from immortal.replay import BY_HAND, AppCommand, ReplayError, ReplayPlan, ReplayResult, plan_route, run_replay
+from immortal.replay.apps import default_app
+from immortal.replay.inspection import show_state
+from immortal.replay.summary import CountingSink, summary_json, summary_lines
+from immortal.replay.verify import stretches, verify_section
+from immortal.replay.verify_report import Report
 
 DIVERGED = 3
 

@@ -6,11 +6,11 @@ import time
 
 from msgspec import Struct
 
-from coordinator.cli.progress import Advance, progress_bar
-from coordinator.config import InstanceSettings
-from coordinator.instances import own_logs
-from coordinator.operator import control
-from protocol.errors import ImmortalError
+from immortal.coordinator.cli.progress import Advance, progress_bar
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.operator import control
+from immortal.protocol.errors import ImmortalError
 
 STILL_S_MAX = 60.0
 
@@ -26,7 +26,7 @@ class StateLook(Struct, frozen=True):
 
 def _patient(advance: Advance) -> Advance:
     """As ``advance``, for a replay that may stand still for STILL_S_MAX: a handler may loop. Raises ReplayError."""
-    from replay.errors import ReplayError
+    from immortal.replay.errors import ReplayError
 
     seen, since_s = -1, time.monotonic()
 
@@ -43,10 +43,10 @@ def _patient(advance: Advance) -> Advance:
 
 def look_at_state(settings: InstanceSettings) -> StateLook:
     """Raises nothing: what stands in the way is a note, but where nobody knows which app it is."""
-    from replay import AppCommand, ReplayPlan, run_replay
-    from replay.apps import default_app
-    from replay.errors import ReplayError, StateUnsavedError
-    from replay.result import Sink
+    from immortal.replay import AppCommand, ReplayPlan, run_replay
+    from immortal.replay.apps import default_app
+    from immortal.replay.errors import ReplayError, StateUnsavedError
+    from immortal.replay.result import Sink
 
     try:
         if control.running(settings.folder) is not None:

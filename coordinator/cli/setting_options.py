@@ -1,4 +1,4 @@
-"""Options for settings: type, range, default and help as :mod:`coordinator.config.schema` says them."""
+"""Options for settings: type, range, default and help as :mod:`immortal.coordinator.config.schema` says them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import click
 
-from coordinator.config import InstanceSettings
-from coordinator.config.app_hosts import UNIX
-from coordinator.config.setting import Setting, settings_of
-from coordinator.config.values import WrongValueError
-from coordinator.log_url import is_in_folder
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.config.app_hosts import UNIX
+from immortal.coordinator.config.setting import Setting, settings_of
+from immortal.coordinator.config.values import WrongValueError
+from immortal.coordinator.log_url import is_in_folder
 
 _SETTING = re.compile(r"(?<![/\w])[a-z]+(_[a-z]+)+")  # in a text; options have names of their own
 _Function = TypeVar("_Function", bound=Callable[..., Any])

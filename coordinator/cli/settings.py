@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import click
 from msgspec import Struct
 
-from coordinator.config import InstanceSettings
-from coordinator.config.setting import Setting, settings_of
-from protocol.command_line import echo
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.config.setting import Setting, settings_of
+from immortal.protocol.command_line import echo
 
 _HEADINGS = ("setting", "what it must be", "without it", "what it is for")
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from coordinator.cli.common import message_id, name_argument, operator_name, pass_registry, settings_with_log
-from coordinator.config import InstanceSettings
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
-from protocol.command_line import FailedError, echo
+from immortal.coordinator.cli.common import message_id, name_argument, operator_name, pass_registry, settings_with_log
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.protocol.command_line import FailedError, echo
 
 if TYPE_CHECKING:
-    from coordinator.core.interfaces import LogStore, LogSummary
-    from protocol.verdicts import Verdict
+    from immortal.coordinator.core.interfaces import LogStore, LogSummary
+    from immortal.protocol.verdicts import Verdict
 
 
 @click.command()
@@ -32,7 +32,7 @@ def skip(registry: Registry, name: str, message: tuple[int, int], reason: str, h
     saved was handled, and what was said then stays: a running instance knows, for a stopped one say --handled.
     Where it is the answer to a call, or the result of an effect, whoever waits for it gets a failure in its place.
     """
-    from protocol.verdicts import TEXT_CHARACTERS_MAX
+    from immortal.protocol.verdicts import TEXT_CHARACTERS_MAX
 
     settings = settings_with_log(registry, name)
     if not reason.strip() or len(reason) > TEXT_CHARACTERS_MAX:
@@ -66,10 +66,10 @@ def _skip_live(settings: InstanceSettings, sequence_id: int, index: int, reason:
 def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reason: str, *, handled: bool) -> None:
     from msgspec.structs import replace
 
-    from coordinator.cli.saving import look_at_state
-    from coordinator.core.interfaces import AuditEntry, Transaction
-    from coordinator.instances import own_logs
-    from protocol.verdicts import VerdictKind
+    from immortal.coordinator.cli.saving import look_at_state
+    from immortal.coordinator.core.interfaces import AuditEntry, Transaction
+    from immortal.coordinator.instances import own_logs
+    from immortal.protocol.verdicts import VerdictKind
 
     if handled and (state := look_at_state(settings)).message != (sequence_id, index):
         known = state.problem or state.note or "its state can be saved"
@@ -92,10 +92,10 @@ def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reas
 
 def _verdict(store: LogStore, name: str, sequence_id: int, index: int, reason: str) -> Verdict:
     """Raises FailedError where that message can't be skipped."""
-    from coordinator.cli.messages import rpc_of, waiting_caller
-    from coordinator.log.contents import batches, message_at, record_of
-    from protocol.messages import MessageType, RpcKind
-    from protocol.verdicts import LETTER_SIZE_BYTES_MAX, Verdict, VerdictKind
+    from immortal.coordinator.cli.messages import rpc_of, waiting_caller
+    from immortal.coordinator.log.contents import batches, message_at, record_of
+    from immortal.protocol.messages import MessageType, RpcKind
+    from immortal.protocol.verdicts import LETTER_SIZE_BYTES_MAX, Verdict, VerdictKind
 
     summary = store.summary()
     _require_replayed(summary, name, sequence_id)

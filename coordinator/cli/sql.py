@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.common import complete_instance, instance_name, pass_registry, trust_pickle_option
-from coordinator.cli.moments import Moment, Time
-from coordinator.config import InstanceSettings
-from coordinator.instances import own_logs
-from coordinator.instances.registry import Registry, RegistryError
-from coordinator.log import log_exists
-from protocol.command_line import FailedError, counted, echo, echo_json, print_table
-from protocol.shown import printable
+from immortal.coordinator.cli.common import complete_instance, instance_name, pass_registry, trust_pickle_option
+from immortal.coordinator.cli.moments import Moment, Time
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.log import log_exists
+from immortal.protocol.command_line import FailedError, counted, echo, echo_json, print_table
+from immortal.protocol.shown import printable
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-    from coordinator.core.words import Methods
-    from pipeline.arguments import ArgumentDecoder
-    from sight.sql.database import Database, Decode, Log
+    from immortal.coordinator.core.words import Methods
+    from immortal.pipeline.arguments import ArgumentDecoder
+    from immortal.sight.sql.database import Database, Decode, Log
 
 ROWS_SHOWN_MAX = 1_000  # as a table, for people
 _ROWS_AT_ONCE = 1_000
@@ -97,7 +97,7 @@ def opened(
     try:
         import duckdb  # noqa: F401
 
-        from sight.sql.database import open_database
+        from immortal.sight.sql.database import open_database
     except ImportError as error:
         raise FailedError(f"queries need the extra sql, pip install 'immortal[sql]': {error}") from None
     with ExitStack() as stack:
@@ -112,8 +112,8 @@ def opened(
 def _logs(
     registry: Registry, names: Sequence[str], at: int | Time | None, stack: ExitStack, *, trust_pickle: bool
 ) -> list[Log]:
-    from pipeline.moments import first_record_at
-    from sight.sql.database import Log
+    from immortal.pipeline.moments import first_record_at
+    from immortal.sight.sql.database import Log
 
     found = [registry.load(name) for name in names or registry.names()]
     if names and (missing := [one for one in found if not log_exists(one.log)]):
@@ -139,7 +139,7 @@ def _logs(
 
 @functools.cache
 def _methods(app: str | None) -> Methods:
-    from coordinator.cli.log import methods_of
+    from immortal.coordinator.cli.log import methods_of
 
     return methods_of(app, None) or {}
 
@@ -149,8 +149,8 @@ def _decode(settings: dict[str, InstanceSettings]) -> Decode:
     decoders: dict[str, ArgumentDecoder | None] = {}
 
     def decode(instance: str, rpc_kind: str, rpc_type: str, method_id: int, arguments: bytes) -> str | None:
-        from coordinator.cli.messages import decoder_for
-        from pipeline.plain import RPC_KIND_NAMES, RPC_TYPE_NAMES
+        from immortal.coordinator.cli.messages import decoder_for
+        from immortal.pipeline.plain import RPC_KIND_NAMES, RPC_TYPE_NAMES
 
         if instance not in decoders:
             decoders[instance] = decoder_for(None, settings[instance].app)
@@ -212,7 +212,7 @@ def wrong_query(error: Exception) -> FailedError:
     """What DuckDB says of a query; where it knows no such table, also which there are."""
     import duckdb
 
-    from sight.sql.database import OUR_TABLES
+    from immortal.sight.sql.database import OUR_TABLES
 
     more = f"\nthere are {', '.join(OUR_TABLES)}; and NAME and NAME.ATTRIBUTE of each instance"
     return FailedError(f"{error}{more if isinstance(error, duckdb.CatalogException) else ''}")

@@ -1,4 +1,4 @@
-"""``python -m coordinator.cli.sql_tables``: tables of `immortal sql` as Parquet files, all of one moment.
+"""``python -m immortal.coordinator.cli.sql_tables``: tables of `immortal sql` as Parquet files, all of one moment.
 
 For other programs; :mod:`pipeline.views` runs it. Its order is JSON on stdin, with ``tables`` by name, and ``folder``,
 which gets a file for each: NAME.parquet. Status 1 with a line on stderr: it could not be done.
@@ -12,12 +12,12 @@ from pathlib import Path
 import click
 import msgspec
 
-from coordinator.cli.moments import Moment, Time
-from coordinator.cli.sql import opened, wrong_query
-from coordinator.instances.registry import Registry
-from protocol import decoding
-from protocol.command_line import FailedError
-from protocol.errors import ImmortalError
+from immortal.coordinator.cli.moments import Moment, Time
+from immortal.coordinator.cli.sql import opened, wrong_query
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol import decoding
+from immortal.protocol.command_line import FailedError
+from immortal.protocol.errors import ImmortalError
 
 
 class Order(msgspec.Struct, frozen=True):

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import asdict
 
-from coordinator.cli.common import complete_instance, instance_name, pass_registry
-from coordinator.config import InstanceSettings
-from coordinator.instances import upgrade_mark
-from coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME, Registry
-from coordinator.operator import control
-from protocol.client import CLIENTS
-from protocol.command_line import counted, echo, echo_json, json_option, number_text, print_table, size_text
-from protocol.errors import ImmortalError
-from protocol.shown import printable
+from immortal.coordinator.cli.common import complete_instance, instance_name, pass_registry
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import upgrade_mark
+from immortal.coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME, Registry
+from immortal.coordinator.operator import control
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.command_line import counted, echo, echo_json, json_option, number_text, print_table, size_text
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.shown import printable
 
 if TYPE_CHECKING:
-    from coordinator.core.interfaces import LogSummary
+    from immortal.coordinator.core.interfaces import LogSummary
 
 NOT_STARTED = "not started yet"
 STOPPED = "stopped"
@@ -85,7 +85,7 @@ def multicasts(settings: InstanceSettings) -> dict[str, Any]:
         found = control.query(settings.folder, "handlers", APP_TIMEOUT_S).get("multicasts")
     except (ImmortalError, OSError):
         return {}
-    from coordinator.cli.handlers import with_times
+    from immortal.coordinator.cli.handlers import with_times
 
     return {"multicasts": [with_times(one) for one in found]} if found else {}
 
@@ -94,7 +94,7 @@ def _keys(folder: Path) -> dict[str, Any]:
     """What is due with the keys of an instance, or of a client."""
     if not (folder / PUBLIC_KEYS_FILE_NAME).exists():
         return {}
-    from coordinator.peers import keys  # needs ZeroMQ, whose loading takes long
+    from immortal.coordinator.peers import keys  # needs ZeroMQ, whose loading takes long
 
     try:
         file = keys.read_public_file(folder)
@@ -121,9 +121,9 @@ def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
 
 
 def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
-    from coordinator.core.interfaces import IMPULSES, ONESELF
-    from coordinator.instances import own_logs
-    from coordinator.log.open import log_exists, place_of
+    from immortal.coordinator.core.interfaces import IMPULSES, ONESELF
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log.open import log_exists, place_of
 
     if not log_exists(settings.log):
         return {"name": settings.name, "phase": NOT_STARTED}
@@ -257,12 +257,12 @@ def problems(row: dict[str, Any]) -> list[str]:
             f"{row['name']}: its app is held up: too much waits for {', '.join(row['held_up_for'])} ({limits})"
         )
     if paused := row.get("paused"):
-        from coordinator.cli.records import time_text
+        from immortal.coordinator.cli.records import time_text
 
         by = f"paused by {paused['by']} since {time_text(paused['since_ns'])}"
         found.append(f"{row['name']}: {by}; what comes in is logged, and waits ('immortal resume {row['name']}')")
     for one in row.get("multicasts", ()):
-        from coordinator.cli.handlers import waits_in_words
+        from immortal.coordinator.cli.handlers import waits_in_words
 
         found.append(f"{row['name']}: {waits_in_words(one)}")
     if unsaved := unsaved_in_words(row):

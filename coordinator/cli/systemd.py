@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from coordinator.cli.project_options import project_of, project_option
-from protocol.command_line import echo
+from immortal.coordinator.cli.project_options import project_of, project_option
+from immortal.protocol.command_line import echo
 
 
 @click.command()
@@ -20,8 +20,8 @@ def systemd(ctx: click.Context, path: Path | None, output: Path | None, for_user
 
     What is not registered is registered. Files that are there are written over.
     """
-    from coordinator.project.registering import register
-    from coordinator.project.units import units
+    from immortal.coordinator.project.registering import register
+    from immortal.coordinator.project.units import units
 
     project, registry = project_of(ctx, path)
     services = project.services()

@@ -13,16 +13,16 @@ from typing import IO, TYPE_CHECKING, cast
 
 import click
 
-from coordinator.cli.common import complete_instance, instance_name, pass_registry, settings_with_log
-from coordinator.cli.moments import Moment, Time
-from coordinator.instances import own_logs
-from coordinator.instances.registry import Registry
-from protocol.command_line import Commands, FailedError, counted, echo
-from protocol.timing_files import FOLDER_NAME
+from immortal.coordinator.cli.common import complete_instance, instance_name, pass_registry, settings_with_log
+from immortal.coordinator.cli.moments import Moment, Time
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol.command_line import Commands, FailedError, counted, echo
+from immortal.protocol.timing_files import FOLDER_NAME
 
 if TYPE_CHECKING:
-    from sight.trace.causes import ReplayedCauses
-    from sight.trace.messages import Source
+    from immortal.sight.trace.causes import ReplayedCauses
+    from immortal.sight.trace.messages import Source
 
 _PROBLEMS_SHOWN_MAX = 10
 
@@ -63,11 +63,11 @@ def export(
         raise click.UsageError("give one of --perfetto FILE and --otlp FILE|URL")
     if len(names) > 1 and (isinstance(first, int) or isinstance(last, int)):
         raise click.UsageError("record numbers are each log's own: with several NAMEs, --from and --to take times")
-    from sight.trace import otlp as otlp_form
-    from sight.trace import perfetto as perfetto_form
-    from sight.trace.messages import by_time
-    from sight.trace.spans import Spans
-    from sight.trace.timings import Timings
+    from immortal.sight.trace import otlp as otlp_form
+    from immortal.sight.trace import perfetto as perfetto_form
+    from immortal.sight.trace.messages import by_time
+    from immortal.sight.trace.spans import Spans
+    from immortal.sight.trace.timings import Timings
 
     with ExitStack() as stack:
         sources = [_source(registry, name, first, last, stack) for name in names]
@@ -102,9 +102,9 @@ def export(
 def _source(
     registry: Registry, name: str, first: int | Time | None, last: int | Time | None, stack: ExitStack
 ) -> Source:
-    from coordinator.cli.log import methods_of
-    from pipeline.moments import first_record_at
-    from sight.trace.messages import Source
+    from immortal.coordinator.cli.log import methods_of
+    from immortal.pipeline.moments import first_record_at
+    from immortal.sight.trace.messages import Source
 
     settings = settings_with_log(registry, name)
     methods = methods_of(settings.app, None)
@@ -117,7 +117,7 @@ def _source(
 
 
 def _causes(registry: Registry, sources: list[Source], stack: ExitStack) -> ReplayedCauses:
-    from sight.trace.causes import ReplayedCauses
+    from immortal.sight.trace.causes import ReplayedCauses
 
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-trace-"))
     found = ReplayedCauses(Path(folder))
@@ -160,9 +160,9 @@ def follow(
     """
     if len(names) > 1 and isinstance(first, int):
         raise click.UsageError("record numbers are each log's own: with several NAMEs, --from takes a time")
-    from sight.trace.follow import Follower, LiveFollower, Positions
-    from sight.trace.live import LiveLog
-    from sight.trace.otlp import to_endpoint
+    from immortal.sight.trace.follow import Follower, LiveFollower, Positions
+    from immortal.sight.trace.live import LiveLog
+    from immortal.sight.trace.otlp import to_endpoint
 
     over = threading.Event()
     with ExitStack() as stack:

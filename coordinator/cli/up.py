@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from coordinator.cli.project_options import project_of, project_option
-from protocol.command_line import FailedError, echo
+from immortal.coordinator.cli.project_options import project_of, project_option
+from immortal.protocol.command_line import FailedError, echo
 
 if TYPE_CHECKING:
-    from coordinator.instances.registry import Registry
-    from coordinator.project.keeping import Keeper
-    from coordinator.project.project import Project
+    from immortal.coordinator.instances.registry import Registry
+    from immortal.coordinator.project.keeping import Keeper
+    from immortal.coordinator.project.project import Project
 
 TIMEOUT_S = 60.0
 OWN_LOG_NAME = ".project.log"
@@ -67,8 +67,8 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, keep: bool) -> N
 
 
 def _keep(project: Project, registry: Registry) -> None:
-    from coordinator.project.background import COMMAND, LOOK_SIGNAL, Background
-    from coordinator.project.keeping import kept
+    from immortal.coordinator.project.background import COMMAND, LOOK_SIGNAL, Background
+    from immortal.coordinator.project.keeping import kept
 
     signal.signal(LOOK_SIGNAL, signal.SIG_IGN)  # until it is understood: the first look is still to come
     with kept(project.home, COMMAND):
@@ -77,10 +77,10 @@ def _keep(project: Project, registry: Registry) -> None:
 
 def _begin(project: Project, timeout_s: float) -> int:
     """Start the process in the background, or let it look again; how often it had looked before."""
-    from coordinator.project.background import COMMAND, LOOK_SIGNAL
-    from coordinator.project.keeping import keeper
-    from coordinator.service.commands import PYTHON
-    from protocol.private_files import make_folder, opener
+    from immortal.coordinator.project.background import COMMAND, LOOK_SIGNAL
+    from immortal.coordinator.project.keeping import keeper
+    from immortal.coordinator.service.commands import PYTHON
+    from immortal.protocol.private_files import make_folder, opener
 
     found = keeper(project.home)
     if found is not None:
@@ -89,7 +89,7 @@ def _begin(project: Project, timeout_s: float) -> int:
         os.kill(found.pid, LOOK_SIGNAL)
         return found.looks
     make_folder(project.home)
-    argv = [*PYTHON, "-m", "coordinator", "--home", str(project.home), "up", str(project.file), "--keep"]
+    argv = [*PYTHON, "-m", "immortal.coordinator", "--home", str(project.home), "up", str(project.file), "--keep"]
     with open(project.home / OWN_LOG_NAME, "w", opener=opener) as log:
         process = subprocess.Popen(
             argv, cwd=project.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -105,7 +105,7 @@ def _begin(project: Project, timeout_s: float) -> int:
 
 def _keeper_of(project: Project) -> Keeper:
     """Raises FailedError where it is gone."""
-    from coordinator.project.keeping import keeper
+    from immortal.coordinator.project.keeping import keeper
 
     deadline_s = time.monotonic() + _PATIENCE_S
     while (found := keeper(project.home)) is None:
@@ -117,8 +117,8 @@ def _keeper_of(project: Project) -> Keeper:
 
 def _elsewhere(registry: Registry, name: str) -> str:
     """Of one that is not ours."""
-    from coordinator.instances.registry import RegistryError
-    from coordinator.operator import control
+    from immortal.coordinator.instances.registry import RegistryError
+    from immortal.coordinator.operator import control
 
     with contextlib.suppress(RegistryError):
         found = control.supervisor(registry.load(name).folder) or control.running(registry.load(name).folder)
@@ -137,9 +137,9 @@ def down(ctx: click.Context, path: Path | None, timeout_s: float) -> None:
     Whoever runs them is asked: the process of 'immortal up', an 'immortal dev', an 'immortal run' of one of them. Where
     nothing runs, that is well: status 0.
     """
-    from coordinator.cli.lifecycle import checkpoint_at_stop, stop
-    from coordinator.operator import control
-    from coordinator.project.keeping import keeper
+    from immortal.coordinator.cli.lifecycle import checkpoint_at_stop, stop
+    from immortal.coordinator.operator import control
+    from immortal.coordinator.project.keeping import keeper
 
     project, registry = project_of(ctx, path)
     names = sorted({*project.names(), *registry.names()} & {*registry.names()})
@@ -160,7 +160,7 @@ def down(ctx: click.Context, path: Path | None, timeout_s: float) -> None:
 
 def _end(found: Keeper, timeout_s: float) -> None:
     """Raises FailedError where it does not end in time."""
-    from protocol.process_file import is_living
+    from immortal.protocol.process_file import is_living
 
     try:
         os.kill(found.pid, signal.SIGTERM)

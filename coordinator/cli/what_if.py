@@ -9,19 +9,25 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import app_or_hand, name_argument, pass_registry, settings_with_log, trust_pickle_option
-from coordinator.cli.progress import progress_bar
-from coordinator.cli.what_if_report import Report
-from coordinator.core.output_check import Divergence, OutputDivergenceError
-from coordinator.instances import own_logs
-from coordinator.instances.registry import Registry
-from coordinator.log import LogReader
-from protocol.command_line import FailedError, counted, echo, echo_json, json_option
-from replay import OWN_VERSION, AppCommand
-from replay.apps import default_app
-from replay.compare import Kind, Side
-from replay.findings import POSITIONS_MAX
-from replay.what_if import WhatIf, plan_what_if, run_what_if
+from immortal.coordinator.cli.common import (
+    app_or_hand,
+    name_argument,
+    pass_registry,
+    settings_with_log,
+    trust_pickle_option,
+)
+from immortal.coordinator.cli.progress import progress_bar
+from immortal.coordinator.cli.what_if_report import Report
+from immortal.coordinator.core.output_check import Divergence, OutputDivergenceError
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log import LogReader
+from immortal.protocol.command_line import FailedError, counted, echo, echo_json, json_option
+from immortal.replay import OWN_VERSION, AppCommand
+from immortal.replay.apps import default_app
+from immortal.replay.compare import Kind, Side
+from immortal.replay.findings import POSITIONS_MAX
+from immortal.replay.what_if import WhatIf, plan_what_if, run_what_if
 
 
 class _Version(click.ParamType):  # type: ignore[type-arg]
@@ -128,8 +134,8 @@ def what_if(
 
 
 def cone_of(registry: Registry, name: str, outcome: WhatIf, reader: LogReader) -> dict[str, Any]:
-    """What followed from the calls that differ, as :func:`sight.cone.values`."""
-    from sight.cone import follow, values
+    """What followed from the calls that differ, as :func:`immortal.sight.cone.values`."""
+    from immortal.sight.cone import follow, values
 
     findings = outcome.findings
     found = follow(registry, name, findings.positions, reader)

@@ -10,19 +10,19 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from coordinator.core.errors import LogError
-from coordinator.core.words import Methods, RpcWords, call_in_words, counted_method_in_words, method_name
-from coordinator.log.contents import message_at, record_of
-from protocol.command_line import counted, table_lines
-from protocol.shown import printable_lines
-from replay import AppCommand, RecordSource, ReplayError, ReplayResult
-from replay.code import Code, code_values
-from replay.compare import Key, Kind, Side
-from replay.fates import Fate, Fates, failure_in_words, place_in_words, verdict_values
-from replay.findings import Finding
-from replay.inspection import diff_states, unanswered
-from replay.unknown import Unknown, not_worked_out
-from replay.what_if import WhatIf
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.core.words import Methods, RpcWords, call_in_words, counted_method_in_words, method_name
+from immortal.coordinator.log.contents import message_at, record_of
+from immortal.protocol.command_line import counted, table_lines
+from immortal.protocol.shown import printable_lines
+from immortal.replay import AppCommand, RecordSource, ReplayError, ReplayResult
+from immortal.replay.code import Code, code_values
+from immortal.replay.compare import Key, Kind, Side
+from immortal.replay.fates import Fate, Fates, failure_in_words, place_in_words, verdict_values
+from immortal.replay.findings import Finding
+from immortal.replay.inspection import diff_states, unanswered
+from immortal.replay.unknown import Unknown, not_worked_out
+from immortal.replay.what_if import WhatIf
 
 SAME, FAILED, DIFFERENT = 0, 1, 3  # exit statuses
 INITIAL_METHOD_ID = -1
@@ -36,7 +36,7 @@ _FATE_WORDS = {Fate.WORKS: "would not fail", Fate.FAILS: "would fail", Fate.DIFF
 
 class Report:
     """``blob_paths``: the states at the end. ``reader``: the log, for the inputs of the differences that are shown.
-    ``cone``: as :func:`sight.cone.values` has it, if it was asked for.
+    ``cone``: as :func:`immortal.sight.cone.values` has it, if it was asked for.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class Report:
             yield ""
             yield from self._state_lines()
         if self._cone is not None:
-            from sight.cone import lines as cone_lines
+            from immortal.sight.cone import lines as cone_lines
 
             yield ""
             yield from cone_lines(self._cone)

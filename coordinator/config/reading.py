@@ -10,14 +10,14 @@ from typing import Any
 
 from msgspec import Struct
 
-from coordinator.config.app_hosts import LOCALHOST, is_loopback
-from coordinator.config.schema import AppAuth, Checkpoints, InstanceSettings
-from coordinator.config.setting import Setting, setting_of, settings_of
-from coordinator.config.values import ConfigError, WrongValueError, check_instance_name
-from coordinator.core.limits import ReplayCheck
-from coordinator.core.permissions import ANYTHING
-from coordinator.log_url import is_in_folder, own_log
-from protocol.shown import near_miss
+from immortal.coordinator.config.app_hosts import LOCALHOST, is_loopback
+from immortal.coordinator.config.schema import AppAuth, Checkpoints, InstanceSettings
+from immortal.coordinator.config.setting import Setting, setting_of, settings_of
+from immortal.coordinator.config.values import ConfigError, WrongValueError, check_instance_name
+from immortal.coordinator.core.limits import ReplayCheck
+from immortal.coordinator.core.permissions import ANYTHING
+from immortal.coordinator.log_url import is_in_folder, own_log
+from immortal.protocol.shown import near_miss
 
 
 class Source(Struct, frozen=True):

@@ -13,9 +13,9 @@ from typing import Annotated
 
 from msgspec import Struct, field
 
-from coordinator.config.app_hosts import LOCALHOST, SOCKET_FILE_NAME, UNIX, host_port
-from coordinator.config.socket_paths import socket_path
-from coordinator.config.values import (
+from immortal.coordinator.config.app_hosts import LOCALHOST, SOCKET_FILE_NAME, UNIX, host_port
+from immortal.coordinator.config.socket_paths import socket_path
+from immortal.coordinator.config.values import (
     App,
     AppSocket,
     Callers,
@@ -33,9 +33,14 @@ from coordinator.config.values import (
     says,
     whole,
 )
-from coordinator.core.limits import ReplayCheck
-from coordinator.core.permissions import Permission
-from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, ARGUMENTS_SIZE_MIB_MAX, NESTING_MAX, NESTING_MAX_DEFAULT
+from immortal.coordinator.core.limits import ReplayCheck
+from immortal.coordinator.core.permissions import Permission
+from immortal.protocol.limits import (
+    ARGUMENTS_SIZE_MIB_DEFAULT,
+    ARGUMENTS_SIZE_MIB_MAX,
+    NESTING_MAX,
+    NESTING_MAX_DEFAULT,
+)
 
 
 class AppSendMode(enum.StrEnum):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from msgspec import NODEFAULT, Meta, Struct, convert, structs, to_builtins
 
-from coordinator.config.values import WrongValueError
+from immortal.coordinator.config.values import WrongValueError
 
 
 class Setting(Struct, frozen=True, kw_only=True):

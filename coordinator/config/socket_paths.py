@@ -12,7 +12,7 @@ import os
 import stat
 from pathlib import Path
 
-from protocol.private_files import make_folder
+from immortal.protocol.private_files import make_folder
 
 UNIX_PATH_SIZE_BYTES_MAX = 107
 SHORT_FOLDERS = Path("/tmp")  # noqa: S108 (secure_folder looks whose it is) not TMPDIR: each command has its own

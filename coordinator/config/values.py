@@ -27,12 +27,12 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from coordinator.config.app_hosts import UNIX
-from coordinator.config.socket_paths import UNIX_PATH_SIZE_BYTES_MAX
-from coordinator.core.permissions import ALL_METHODS, EVERYTHING, Permission
-from coordinator.log_url import is_in_folder, split_url
-from protocol.errors import ImmortalError
-from protocol.extensions import GROUP_MARK, NO_ROLES, QUERIES
+from immortal.coordinator.config.app_hosts import UNIX
+from immortal.coordinator.config.socket_paths import UNIX_PATH_SIZE_BYTES_MAX
+from immortal.coordinator.core.permissions import ALL_METHODS, EVERYTHING, Permission
+from immortal.coordinator.log_url import is_in_folder, split_url
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.extensions import GROUP_MARK, NO_ROLES, QUERIES
 
 INSTANCE_NAME_SIZE_MAX = 64  # characters; the name is a file name, and part of each message between coordinators
 CALLS_MAX = 1_000_000_000  # in a second, or open: what is meant beyond this is no limit

@@ -9,12 +9,12 @@ from typing import Any
 
 from msgspec import Struct
 
-from coordinator.config.reading import check_settings, default_app_auth, line_of
-from coordinator.config.schema import InstanceSettings
-from coordinator.config.setting import settings_of
-from coordinator.core.permissions import ALL_METHODS, ANYTHING, Permission
-from coordinator.fault_points import FaultPoint, reach
-from protocol.private_files import FILE_MODE, open_beside
+from immortal.coordinator.config.reading import check_settings, default_app_auth, line_of
+from immortal.coordinator.config.schema import InstanceSettings
+from immortal.coordinator.config.setting import settings_of
+from immortal.coordinator.core.permissions import ALL_METHODS, ANYTHING, Permission
+from immortal.coordinator.fault_points import FaultPoint, reach
+from immortal.protocol.private_files import FILE_MODE, open_beside
 
 
 def override(settings: InstanceSettings, **changes: object) -> InstanceSettings:

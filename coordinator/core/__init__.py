@@ -1,5 +1,5 @@
 """The state machines: events in, effects out. No I/O, no clock, no randomness, no thread."""
 
-from protocol.compiled import CORE
+from immortal.protocol.compiled import CORE
 
 CORE.install()

@@ -16,20 +16,20 @@ from enum import Enum
 
 from msgspec.structs import replace
 
-from coordinator.core import events as ev
-from coordinator.core import notices
-from coordinator.core.checkpointing import Checkpointing
-from coordinator.core.effects import AskStandby, CheckCheckpoint, DropAsked
-from coordinator.core.epoch import Epoch
-from coordinator.core.failing import Failing
-from coordinator.core.group_commit import GroupCommit
-from coordinator.core.interfaces import CheckpointHeader, Offer
-from coordinator.core.limits import Limits
-from coordinator.core.session import WORKS, AppSession
-from coordinator.core.streams.peers import Peers
-from coordinator.core.turn import Turn
-from coordinator.core.versions import Versions
-from coordinator.core.wakes import Wakes
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.checkpointing import Checkpointing
+from immortal.coordinator.core.effects import AskStandby, CheckCheckpoint, DropAsked
+from immortal.coordinator.core.epoch import Epoch
+from immortal.coordinator.core.failing import Failing
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.interfaces import CheckpointHeader, Offer
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.session import WORKS, AppSession
+from immortal.coordinator.core.streams.peers import Peers
+from immortal.coordinator.core.turn import Turn
+from immortal.coordinator.core.versions import Versions
+from immortal.coordinator.core.wakes import Wakes
 
 
 class Stage(Enum):

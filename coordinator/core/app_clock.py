@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from coordinator.core.clock import STEPS_MAX
-from coordinator.core.events import ClockMoved
-from coordinator.core.session import AppSession
-from protocol.extensions import AppTime, encode_app_time
-from protocol.messages import MessageType
+from immortal.coordinator.core.clock import STEPS_MAX
+from immortal.coordinator.core.events import ClockMoved
+from immortal.coordinator.core.session import AppSession
+from immortal.protocol.extensions import AppTime, encode_app_time
+from immortal.protocol.messages import MessageType
 
 
 class AppClock:

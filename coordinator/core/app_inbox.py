@@ -5,32 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from coordinator.core import events as ev
-from coordinator.core.app_messages import CALLS, late_hello, read_calls, refuse_too_large
-from coordinator.core.app_outbox import AppOutbox
-from coordinator.core.checkpoint_taking import CheckpointTaking
-from coordinator.core.clients import Clients
-from coordinator.core.dead_letters import Operator
-from coordinator.core.effects import CloseApp, OpenPeer
-from coordinator.core.errors import AppProtocolError
-from coordinator.core.failing import Failing
-from coordinator.core.handlers import Handlers
-from coordinator.core.impulses import Impulses
-from coordinator.core.lifecycle import Lifecycle
-from coordinator.core.log_room import LogRoom
-from coordinator.core.notices import AppBrokeProtocol
-from coordinator.core.queries import Queries
-from coordinator.core.session import SENDS_IMPULSES, AppSession, Phase
-from coordinator.core.stopping import Stopping
-from coordinator.core.streams.intake import Intake
-from coordinator.core.streams.peers import Peers
-from coordinator.core.turn import Turn
-from coordinator.core.upgrades import Upgrades
-from protocol.client import CLIENTS
-from protocol.errors import RemoteProtocolError
-from protocol.extensions import REPORTS, decode_app_description
-from protocol.messages import MessageType, decode_attach_to
-from protocol.readers import BlobStart, Message, TooLargeRpc
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.app_messages import CALLS, late_hello, read_calls, refuse_too_large
+from immortal.coordinator.core.app_outbox import AppOutbox
+from immortal.coordinator.core.checkpoint_taking import CheckpointTaking
+from immortal.coordinator.core.clients import Clients
+from immortal.coordinator.core.dead_letters import Operator
+from immortal.coordinator.core.effects import CloseApp, OpenPeer
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.failing import Failing
+from immortal.coordinator.core.handlers import Handlers
+from immortal.coordinator.core.impulses import Impulses
+from immortal.coordinator.core.lifecycle import Lifecycle
+from immortal.coordinator.core.log_room import LogRoom
+from immortal.coordinator.core.notices import AppBrokeProtocol
+from immortal.coordinator.core.queries import Queries
+from immortal.coordinator.core.session import SENDS_IMPULSES, AppSession, Phase
+from immortal.coordinator.core.stopping import Stopping
+from immortal.coordinator.core.streams.intake import Intake
+from immortal.coordinator.core.streams.peers import Peers
+from immortal.coordinator.core.turn import Turn
+from immortal.coordinator.core.upgrades import Upgrades
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.extensions import REPORTS, decode_app_description
+from immortal.protocol.messages import MessageType, decode_attach_to
+from immortal.protocol.readers import BlobStart, Message, TooLargeRpc
 
 LOGGED_EXTENSIONS = frozenset({MessageType.RECORD_TIME, MessageType.INSTANCE_NAME})
 """Extensions that change what the log holds: an app must ask for the same ones all its life."""

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-from coordinator.core.errors import AppProtocolError
-from coordinator.core.interfaces import ONESELF
-from coordinator.core.notices import CallTooLarge
-from coordinator.core.session import SENDS_CALLS, SENDS_IMPULSES, AppSession
-from protocol.batch import decode_batch
-from protocol.client import CLIENTS
-from protocol.errors import LimitExceededError
-from protocol.extensions import decode_app_batch
-from protocol.limits import RPC_FRONT_SIZE_BYTES_MAX
-from protocol.messages import (
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.interfaces import ONESELF
+from immortal.coordinator.core.notices import CallTooLarge
+from immortal.coordinator.core.session import SENDS_CALLS, SENDS_IMPULSES, AppSession
+from immortal.protocol.batch import decode_batch
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.errors import LimitExceededError
+from immortal.protocol.extensions import decode_app_batch
+from immortal.protocol.limits import RPC_FRONT_SIZE_BYTES_MAX
+from immortal.protocol.messages import (
     MessageType,
     OutgoingRpc,
     RpcType,
@@ -28,8 +28,8 @@ from protocol.messages import (
     decode_outgoing_rpc,
     encode_message,
 )
-from protocol.peer import PAYLOAD_SIZE_BYTES_MAX
-from protocol.readers import Message, TooLargeRpc
+from immortal.protocol.peer import PAYLOAD_SIZE_BYTES_MAX
+from immortal.protocol.readers import Message, TooLargeRpc
 
 CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
 _DEMULTIPLEXED = frozenset({MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.core.effects import SendToApp
-from coordinator.core.session import AppSession, Phase
-from coordinator.core.turn import Turn
-from protocol.extensions import encode_impulses_accepted
-from protocol.messages import MessageType, encode_message
-from protocol.trailer import BatchSource
+from immortal.coordinator.core.effects import SendToApp
+from immortal.coordinator.core.session import AppSession, Phase
+from immortal.coordinator.core.turn import Turn
+from immortal.protocol.extensions import encode_impulses_accepted
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.trailer import BatchSource
 
 
 class AppOutbox:

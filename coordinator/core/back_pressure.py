@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from coordinator.core import notices
-from coordinator.core.checkpointing import Checkpointing
-from coordinator.core.effects import PauseApp, Report, ResumeApp
-from coordinator.core.group_commit import GroupCommit
-from coordinator.core.impulses import Impulses
-from coordinator.core.interfaces import ONESELF
-from coordinator.core.limits import MIB, Limits
-from coordinator.core.pausing import Pausing
-from coordinator.core.session import AppSession, Phase
-from coordinator.core.stopping import Stopping
-from coordinator.core.streams.output_stream import OutputStream, StreamState
-from coordinator.core.streams.peers import Peers
-from coordinator.core.turn import Turn
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.checkpointing import Checkpointing
+from immortal.coordinator.core.effects import PauseApp, Report, ResumeApp
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.impulses import Impulses
+from immortal.coordinator.core.interfaces import ONESELF
+from immortal.coordinator.core.limits import MIB, Limits
+from immortal.coordinator.core.pausing import Pausing
+from immortal.coordinator.core.session import AppSession, Phase
+from immortal.coordinator.core.stopping import Stopping
+from immortal.coordinator.core.streams.output_stream import OutputStream, StreamState
+from immortal.coordinator.core.streams.peers import Peers
+from immortal.coordinator.core.turn import Turn
 
 CALM_NS = 10_000_000_000  # a peer's state is told as better only when it has been so for this long
 

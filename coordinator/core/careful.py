@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, Suspect
-from protocol.client import CLIENTS
-from protocol.verdicts import RECORD, Careful, Handling, Verdict, VerdictKind
+from immortal.coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, Suspect
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.verdicts import RECORD, Careful, Handling, Verdict, VerdictKind
 
 KILLED_TYPE = "ProcessEnded"
 """In place of an exception's type, of a message that ended the app's process."""

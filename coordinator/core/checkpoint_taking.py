@@ -8,30 +8,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.core import notices
-from coordinator.core.adopting import Adopting
-from coordinator.core.app_outbox import AppOutbox
-from coordinator.core.checkpointing import Checkpointing
-from coordinator.core.effects import Trim
-from coordinator.core.errors import AppProtocolError
-from coordinator.core.failing import Failing
-from coordinator.core.group_commit import Group, GroupCommit
-from coordinator.core.interfaces import ONESELF, CheckpointHeader, VersionStart
-from coordinator.core.lifecycle import BEHIND, Lifecycle, Proof
-from coordinator.core.log_access import LogAccess
-from coordinator.core.offering import Offering
-from coordinator.core.saving import Saving
-from coordinator.core.session import AWAITING_CHECKPOINT, AppSession, Phase, Step
-from coordinator.core.stopping import Stopping
-from coordinator.core.streams.intake import Intake
-from coordinator.core.streams.peers import Peers
-from coordinator.core.turn import Turn
-from coordinator.core.upgrades import Upgrades
-from coordinator.core.wakes import Wakes
-from protocol.messages import MessageType, encode_message
-from protocol.readers import BlobData, Message
-from protocol.trailer import BatchKind, BatchSource
-from protocol.verdicts import decode_unsaved, decode_verdict
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.adopting import Adopting
+from immortal.coordinator.core.app_outbox import AppOutbox
+from immortal.coordinator.core.checkpointing import Checkpointing
+from immortal.coordinator.core.effects import Trim
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.failing import Failing
+from immortal.coordinator.core.group_commit import Group, GroupCommit
+from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader, VersionStart
+from immortal.coordinator.core.lifecycle import BEHIND, Lifecycle, Proof
+from immortal.coordinator.core.log_access import LogAccess
+from immortal.coordinator.core.offering import Offering
+from immortal.coordinator.core.saving import Saving
+from immortal.coordinator.core.session import AWAITING_CHECKPOINT, AppSession, Phase, Step
+from immortal.coordinator.core.stopping import Stopping
+from immortal.coordinator.core.streams.intake import Intake
+from immortal.coordinator.core.streams.peers import Peers
+from immortal.coordinator.core.turn import Turn
+from immortal.coordinator.core.upgrades import Upgrades
+from immortal.coordinator.core.wakes import Wakes
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.readers import BlobData, Message
+from immortal.protocol.trailer import BatchKind, BatchSource
+from immortal.protocol.verdicts import decode_unsaved, decode_verdict
 
 
 @dataclass(slots=True, eq=False, repr=False)

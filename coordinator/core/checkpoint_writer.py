@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from coordinator.core.effects import WriteCheckpointChunk
-from coordinator.core.interfaces import CheckpointHeader, OutputBatch, OutputMark
-from protocol.checksum import crc64
+from immortal.coordinator.core.effects import WriteCheckpointChunk
+from immortal.coordinator.core.interfaces import CheckpointHeader, OutputBatch, OutputMark
+from immortal.protocol.checksum import crc64
 
 
 class CheckpointWriter:

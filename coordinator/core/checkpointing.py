@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from coordinator.core.checkpoint_writer import CheckpointWriter
-from coordinator.core.effects import WriteCheckpointChunk
-from coordinator.core.errors import require
-from coordinator.core.interfaces import CheckpointHeader, OutputBatch, OutputMark
-from coordinator.core.limits import Limits
-from coordinator.core.recovery import without_outputs
+from immortal.coordinator.core.checkpoint_writer import CheckpointWriter
+from immortal.coordinator.core.effects import WriteCheckpointChunk
+from immortal.coordinator.core.errors import require
+from immortal.coordinator.core.interfaces import CheckpointHeader, OutputBatch, OutputMark
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.recovery import without_outputs
 
 
 class Checkpointing:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from coordinator.core.allowance import Allowance
-from coordinator.core.client_table import REPLY_OVERHEAD_BYTES, Client, ClientTable
-from coordinator.core.effects import Effect, ReplyToClient
-from coordinator.core.interfaces import Token
-from coordinator.core.limits import Limits
-from protocol.client import ClientCode, ClientFrame, ClientFrameType, Reply, encode_replies
+from immortal.coordinator.core.allowance import Allowance
+from immortal.coordinator.core.client_table import REPLY_OVERHEAD_BYTES, Client, ClientTable
+from immortal.coordinator.core.effects import Effect, ReplyToClient
+from immortal.coordinator.core.interfaces import Token
+from immortal.coordinator.core.limits import Limits
+from immortal.protocol.client import ClientCode, ClientFrame, ClientFrameType, Reply, encode_replies
 
 REPLY_FRAME_SIZE_BYTES = 1 << 20  # replies to one client are joined up to this
 REPLY_FRONT_SIZE_BYTES = 16  # number, kind and size, at most

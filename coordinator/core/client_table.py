@@ -3,7 +3,7 @@
     a number    not taken --its record--> open --the app's answer--> kept --acknowledged, or beyond the window--> gone
 
 The log has the same: each change goes into the open transaction. Beside a number is its identity, as long as a request
-with that number could come again: another call under it is refused (:mod:`protocol.identity`).
+with that number could come again: another call under it is refused (:mod:`immortal.protocol.identity`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
 
-from coordinator.core.allowance import Allowance
-from coordinator.core.clock import RunningTime
-from coordinator.core.group_commit import GroupCommit
-from coordinator.core.interfaces import ClientPosition, StoredClients, Token, Transaction
-from coordinator.core.limits import Limits
-from protocol.client import Reply, ReplyKind
+from immortal.coordinator.core.allowance import Allowance
+from immortal.coordinator.core.clock import RunningTime
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.interfaces import ClientPosition, StoredClients, Token, Transaction
+from immortal.coordinator.core.limits import Limits
+from immortal.protocol.client import Reply, ReplyKind
 
 FORGOTTEN_PER_REQUEST = 2  # so that a request's cost stays small; more than one, so that they do become fewer
 REPLY_OVERHEAD_BYTES = 200  # of its identity and Python's objects around a reply, or around one that is gone

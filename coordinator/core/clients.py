@@ -18,15 +18,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from coordinator.core.client_answers import ClientAnswers
-from coordinator.core.client_table import Client, ClientTable
-from coordinator.core.clock import RunningTime
-from coordinator.core.effects import Effect
-from coordinator.core.group_commit import GroupCommit
-from coordinator.core.interfaces import ONESELF, OutputBatch, StoredClients, Token
-from coordinator.core.limits import Limits
-from coordinator.core.streams.delivery import Delivery
-from protocol.client import (
+from immortal.coordinator.core.client_answers import ClientAnswers
+from immortal.coordinator.core.client_table import Client, ClientTable
+from immortal.coordinator.core.clock import RunningTime
+from immortal.coordinator.core.effects import Effect
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.interfaces import ONESELF, OutputBatch, StoredClients, Token
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.streams.delivery import Delivery
+from immortal.protocol.client import (
     CLIENTS,
     KEY_PREFIX,
     KNOWN_TO_COORDINATORS,
@@ -41,12 +41,12 @@ from protocol.client import (
     encode_methods,
     logged_calls,
 )
-from protocol.errors import ProtocolError
-from protocol.extensions import QUERIES, AppDescription
-from protocol.identity import CLIENT_ADVICE, KEY_ADVICE, IdentityConflict, call_in_words, method_of_identity
-from protocol.messages import decode_messages
-from protocol.trace_context import is_trace_context, split_name
-from protocol.trailer import BatchKind, BatchSource
+from immortal.protocol.errors import ProtocolError
+from immortal.protocol.extensions import QUERIES, AppDescription
+from immortal.protocol.identity import CLIENT_ADVICE, KEY_ADVICE, IdentityConflict, call_in_words, method_of_identity
+from immortal.protocol.messages import decode_messages
+from immortal.protocol.trace_context import is_trace_context, split_name
+from immortal.protocol.trailer import BatchKind, BatchSource
 
 CONFLICTS_TOLD_MAX = 16  # of one frame, as each is far larger than a call may be; the rest comes again, and so on
 _FROM_CLIENTS = (ClientFrameType.HELLO, ClientFrameType.REQUEST, ClientFrameType.PING, ClientFrameType.QUERY)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coordinator.core.events import ClockMoved
+from immortal.coordinator.core.events import ClockMoved
 
 TOLERANCE_NS = 1_000_000_000
 """More is a jump. Leap seconds, and small corrections of a clock that is set by NTP, are less."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from coordinator.core import events as ev
-from coordinator.core import notices
-from coordinator.core.effects import Commit, ReadCheckpointChunk, Trim
-from coordinator.core.errors import FencedError
-from coordinator.core.parts import Parts
-from coordinator.core.session import WORKS, Phase
-from protocol.client import CLIENTS
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.effects import Commit, ReadCheckpointChunk, Trim
+from immortal.coordinator.core.errors import FencedError
+from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.session import WORKS, Phase
+from immortal.protocol.client import CLIENTS
 
 
 class Committing:

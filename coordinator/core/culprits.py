@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 
-from coordinator.core.limits import Limits
+from immortal.coordinator.core.limits import Limits
 
 KNOWN_MAX = 10_000  # callers, and queries; beyond it the oldest are forgotten
 FREE_DEATHS = 2  # that a caller may cause before it is held off

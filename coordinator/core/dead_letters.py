@@ -11,24 +11,24 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from coordinator.core import events as ev
-from coordinator.core import notices
-from coordinator.core.effects import CloseApp, OperatorAnswered, ReadLetters
-from coordinator.core.errors import AppProtocolError
-from coordinator.core.failing import Failing
-from coordinator.core.group_commit import Group
-from coordinator.core.impulses import Impulses
-from coordinator.core.interfaces import ONESELF, AuditEntry, Letter, Transaction
-from coordinator.core.log_room import LogRoom
-from coordinator.core.saving import Saving
-from coordinator.core.session import Phase
-from coordinator.core.turn import Turn
-from coordinator.core.verdicts import Verdicts
-from coordinator.core.versions import Versions
-from coordinator.core.words import counted_method_in_words
-from protocol.client import split_caller
-from protocol.errors import ImmortalError, RemoteProtocolError
-from protocol.messages import (
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.effects import CloseApp, OperatorAnswered, ReadLetters
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.failing import Failing
+from immortal.coordinator.core.group_commit import Group
+from immortal.coordinator.core.impulses import Impulses
+from immortal.coordinator.core.interfaces import ONESELF, AuditEntry, Letter, Transaction
+from immortal.coordinator.core.log_room import LogRoom
+from immortal.coordinator.core.saving import Saving
+from immortal.coordinator.core.session import Phase
+from immortal.coordinator.core.turn import Turn
+from immortal.coordinator.core.verdicts import Verdicts
+from immortal.coordinator.core.versions import Versions
+from immortal.coordinator.core.words import counted_method_in_words
+from immortal.protocol.client import split_caller
+from immortal.protocol.errors import ImmortalError, RemoteProtocolError
+from immortal.protocol.messages import (
     IncomingRpc,
     MessageType,
     RpcKind,
@@ -37,7 +37,7 @@ from protocol.messages import (
     decode_message,
     encode_incoming_rpc,
 )
-from protocol.verdicts import LETTER_SIZE_BYTES_MAX, Cause, MessageKey, Verdict, VerdictKind
+from immortal.protocol.verdicts import LETTER_SIZE_BYTES_MAX, Cause, MessageKey, Verdict, VerdictKind
 
 NAMED_MAX = 20  # letters that one entry of the audit names
 _VERSION_CAUSES = (Cause.METHOD, Cause.ARGUMENTS)  # of a refusal that another version may not repeat

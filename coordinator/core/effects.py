@@ -22,12 +22,12 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from coordinator.core.interfaces import CheckpointHeader, Offer, Token, Transaction
-from coordinator.core.notices import Notice
-from protocol.client import ClientFrame
-from protocol.errors import ImmortalError
-from protocol.peer import PeerFrame
-from protocol.verdicts import MessageKey
+from immortal.coordinator.core.interfaces import CheckpointHeader, Offer, Token, Transaction
+from immortal.coordinator.core.notices import Notice
+from immortal.protocol.client import ClientFrame
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.peer import PeerFrame
+from immortal.protocol.verdicts import MessageKey
 
 
 class SendToApp(Struct):

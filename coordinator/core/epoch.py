@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.core.group_commit import GroupCommit
-from coordinator.core.turn import Turn
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.turn import Turn
 
 
 class Epoch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from protocol.errors import ImmortalError, RemoteProtocolError
+from immortal.protocol.errors import ImmortalError, RemoteProtocolError
 
 
 class LogError(ImmortalError):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from coordinator.core.effects import (
+from immortal.coordinator.core.effects import (
     CheckCheckpoint,
     Commit,
     LoadLog,
@@ -17,13 +17,13 @@ from coordinator.core.effects import (
     ReadTail,
     WriteCheckpointChunk,
 )
-from coordinator.core.errors import LogError
-from coordinator.core.interfaces import Letter, LogSpace, LogSummary, Offer, OutputBatch, StoredClients, Token
-from coordinator.core.permissions import Permission
-from protocol.client import ClientFrame
-from protocol.handlers import Order
-from protocol.peer import PeerFrame
-from protocol.verdicts import MessageKey
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.core.interfaces import Letter, LogSpace, LogSummary, Offer, OutputBatch, StoredClients, Token
+from immortal.coordinator.core.permissions import Permission
+from immortal.protocol.client import ClientFrame
+from immortal.protocol.handlers import Order
+from immortal.protocol.peer import PeerFrame
+from immortal.protocol.verdicts import MessageKey
 
 
 class Started(Struct):
@@ -69,7 +69,7 @@ class ClientFrameReceived(Struct):
 
 
 class PermissionsChanged(Struct):
-    """The settings give callers other permissions; see :class:`coordinator.core.permissions.Permissions`.
+    """The settings give callers other permissions; see :class:`immortal.coordinator.core.permissions.Permissions`.
 
     ``has_keys``: callers prove their names.
     """

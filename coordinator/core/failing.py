@@ -12,23 +12,23 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from coordinator.core import notices
-from coordinator.core.careful import Watch, message_in_words
-from coordinator.core.checkpointing import Checkpointing
-from coordinator.core.culprits import KNOWN_MAX, Culprits
-from coordinator.core.effects import CloseApp, Effect, Report, SendToApp
-from coordinator.core.errors import AppProtocolError
-from coordinator.core.group_commit import Group, GroupCommit
-from coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, LogSummary, Suspect, Transaction
-from coordinator.core.limits import Limits
-from coordinator.core.right import Right
-from coordinator.core.session import SENDS_CALLS, WORKS, AppSession
-from coordinator.core.streams.peers import Peers
-from coordinator.core.verdicts import OVERRULING, Verdicts
-from coordinator.core.words import Methods
-from protocol.messages import MessageType
-from protocol.readers import Message
-from protocol.verdicts import (
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.careful import Watch, message_in_words
+from immortal.coordinator.core.checkpointing import Checkpointing
+from immortal.coordinator.core.culprits import KNOWN_MAX, Culprits
+from immortal.coordinator.core.effects import CloseApp, Effect, Report, SendToApp
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.group_commit import Group, GroupCommit
+from immortal.coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, LogSummary, Suspect, Transaction
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.right import Right
+from immortal.coordinator.core.session import SENDS_CALLS, WORKS, AppSession
+from immortal.coordinator.core.streams.peers import Peers
+from immortal.coordinator.core.verdicts import OVERRULING, Verdicts
+from immortal.coordinator.core.words import Methods
+from immortal.protocol.messages import MessageType
+from immortal.protocol.readers import Message
+from immortal.protocol.verdicts import (
     LETTER_SIZE_BYTES_MAX,
     TEXT_CHARACTERS_MAX,
     TRACE_CHARACTERS_MAX,

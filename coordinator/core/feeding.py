@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.core import events as ev
-from coordinator.core.app_outbox import AppOutbox
-from coordinator.core.effects import ReadRecords
-from coordinator.core.group_commit import Group, GroupCommit
-from coordinator.core.lifecycle import BEHIND, Lifecycle
-from coordinator.core.limits import Limits
-from coordinator.core.pausing import Pausing
-from coordinator.core.recovery import Recovery
-from coordinator.core.right import Right
-from coordinator.core.session import GETS_RECORDS, RECOVERED, RECOVERING, REPLAYS, WORKS, AppSession, Phase, Step
-from coordinator.core.stopping import Stopping
-from coordinator.core.streams.intake import Intake
-from coordinator.core.streams.peers import Peers
-from coordinator.core.turn import Turn
-from coordinator.core.versions import Versions
-from protocol.record import decode_header
-from protocol.trailer import decode_trailer
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.app_outbox import AppOutbox
+from immortal.coordinator.core.effects import ReadRecords
+from immortal.coordinator.core.group_commit import Group, GroupCommit
+from immortal.coordinator.core.lifecycle import BEHIND, Lifecycle
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.pausing import Pausing
+from immortal.coordinator.core.recovery import Recovery
+from immortal.coordinator.core.right import Right
+from immortal.coordinator.core.session import (
+    GETS_RECORDS,
+    RECOVERED,
+    RECOVERING,
+    REPLAYS,
+    WORKS,
+    AppSession,
+    Phase,
+    Step,
+)
+from immortal.coordinator.core.stopping import Stopping
+from immortal.coordinator.core.streams.intake import Intake
+from immortal.coordinator.core.streams.peers import Peers
+from immortal.coordinator.core.turn import Turn
+from immortal.coordinator.core.versions import Versions
+from immortal.protocol.record import decode_header
+from immortal.protocol.trailer import decode_trailer
 
 
 @dataclass(slots=True, eq=False, repr=False)

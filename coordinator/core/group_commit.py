@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from coordinator.core.errors import fail
-from coordinator.core.interfaces import LogSummary, OutputMark, Transaction
-from protocol.extensions import encode_record_time
-from protocol.messages import MessageType
-from protocol.record import encode_header
-from protocol.trailer import BatchSource, OutputMarkEntry, Trailer, encode_trailer
+from immortal.coordinator.core.errors import fail
+from immortal.coordinator.core.interfaces import LogSummary, OutputMark, Transaction
+from immortal.protocol.extensions import encode_record_time
+from immortal.protocol.messages import MessageType
+from immortal.protocol.record import encode_header
+from immortal.protocol.trailer import BatchSource, OutputMarkEntry, Trailer, encode_trailer
 
 COMMITS_ON_THEIR_WAY_MAX = 16
 """Full groups handed over at once: enough to keep a slow disk busy, few enough to bound what waits behind it. Whoever

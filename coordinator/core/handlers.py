@@ -10,19 +10,19 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coordinator.core import events as ev
-from coordinator.core.app_outbox import AppOutbox
-from coordinator.core.effects import OperatorAnswered
-from coordinator.core.errors import AppProtocolError
-from coordinator.core.impulses import Impulses
-from coordinator.core.interfaces import AuditEntry, Token
-from coordinator.core.log_room import LogRoom
-from coordinator.core.pausing import Pausing
-from coordinator.core.session import WORKS, AppSession
-from coordinator.core.turn import Turn
-from protocol.handlers import HandlersQuestion, decode_answer, encode_order, encode_question
-from protocol.messages import MessageType
-from protocol.readers import Message
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.app_outbox import AppOutbox
+from immortal.coordinator.core.effects import OperatorAnswered
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.impulses import Impulses
+from immortal.coordinator.core.interfaces import AuditEntry, Token
+from immortal.coordinator.core.log_room import LogRoom
+from immortal.coordinator.core.pausing import Pausing
+from immortal.coordinator.core.session import WORKS, AppSession
+from immortal.coordinator.core.turn import Turn
+from immortal.protocol.handlers import HandlersQuestion, decode_answer, encode_order, encode_question
+from immortal.protocol.messages import MessageType
+from immortal.protocol.readers import Message
 
 OPEN_MAX = 64  # questions and orders that are not answered: an app that is busy for long is asked no more
 

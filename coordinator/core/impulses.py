@@ -5,15 +5,15 @@ To oneself they are logged input like any; to others they take their place in th
 
 from __future__ import annotations
 
-from coordinator.core.app_messages import Calls
-from coordinator.core.epoch import Epoch
-from coordinator.core.errors import AppProtocolError
-from coordinator.core.group_commit import Group, GroupCommit
-from coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary, SourcePosition
-from coordinator.core.limits import Limits
-from coordinator.core.streams.peers import Peers
-from coordinator.core.turn import Turn
-from protocol.trailer import BatchKind, BatchSource
+from immortal.coordinator.core.app_messages import Calls
+from immortal.coordinator.core.epoch import Epoch
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.group_commit import Group, GroupCommit
+from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary, SourcePosition
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.streams.peers import Peers
+from immortal.coordinator.core.turn import Turn
+from immortal.protocol.trailer import BatchKind, BatchSource
 
 HELD_OVERHEAD_BYTES = 300  # of Python's objects around a batch that is held
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct, field
 
-from coordinator.core.errors import LogError, require
-from protocol.client import CLIENTS
-from protocol.verdicts import RECORD, MessageKey, Verdict
+from immortal.coordinator.core.errors import LogError, require
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.verdicts import RECORD, MessageKey, Verdict
 
 Token: TypeAlias = Any
 """By which a driver finds who waits for an answer. The core looks at none."""

@@ -12,29 +12,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from coordinator.core import events as ev
-from coordinator.core import notices
-from coordinator.core.app_clock import AppClock
-from coordinator.core.app_outbox import AppOutbox
-from coordinator.core.checkpointing import Checkpointing
-from coordinator.core.clients import Clients
-from coordinator.core.effects import CloseApp, LoadLog
-from coordinator.core.epoch import Epoch
-from coordinator.core.errors import FencedError, FollowerError
-from coordinator.core.failing import Failing
-from coordinator.core.group_commit import GroupCommit
-from coordinator.core.interfaces import CheckpointHeader, LogSummary, Transaction
-from coordinator.core.limits import Limits
-from coordinator.core.recovery import Recovery
-from coordinator.core.replay_check import ReplayPolicy
-from coordinator.core.right import Right
-from coordinator.core.session import REPLAYS, AppSession, Phase, Step
-from coordinator.core.streams.intake import Intake
-from coordinator.core.streams.peers import Peers
-from coordinator.core.turn import Turn
-from coordinator.core.upgrades import Upgrades
-from protocol.messages import MessageType, encode_checkpoint
-from protocol.record import CHECKPOINT_SEQUENCE_ID, encode_record
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.app_clock import AppClock
+from immortal.coordinator.core.app_outbox import AppOutbox
+from immortal.coordinator.core.checkpointing import Checkpointing
+from immortal.coordinator.core.clients import Clients
+from immortal.coordinator.core.effects import CloseApp, LoadLog
+from immortal.coordinator.core.epoch import Epoch
+from immortal.coordinator.core.errors import FencedError, FollowerError
+from immortal.coordinator.core.failing import Failing
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary, Transaction
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.recovery import Recovery
+from immortal.coordinator.core.replay_check import ReplayPolicy
+from immortal.coordinator.core.right import Right
+from immortal.coordinator.core.session import REPLAYS, AppSession, Phase, Step
+from immortal.coordinator.core.streams.intake import Intake
+from immortal.coordinator.core.streams.peers import Peers
+from immortal.coordinator.core.turn import Turn
+from immortal.coordinator.core.upgrades import Upgrades
+from immortal.protocol.messages import MessageType, encode_checkpoint
+from immortal.protocol.record import CHECKPOINT_SEQUENCE_ID, encode_record
 
 
 class Proof(Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, NESTING_MAX_DEFAULT
+from immortal.protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, NESTING_MAX_DEFAULT
 
 MIB = 1 << 20
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from coordinator.core import notices
-from coordinator.core.effects import Commit, ReadTail, WriteCheckpointChunk
-from coordinator.core.errors import require
-from coordinator.core.events import Asked, LogFailed, TailRead
-from coordinator.core.group_commit import GroupCommit
-from coordinator.core.limits import Limits
-from coordinator.core.turn import Turn
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.effects import Commit, ReadTail, WriteCheckpointChunk
+from immortal.coordinator.core.errors import require
+from immortal.coordinator.core.events import Asked, LogFailed, TailRead
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.turn import Turn
 
 Write = Commit | WriteCheckpointChunk
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.core.interfaces import CheckpointHeader, LogSpace
-from coordinator.core.limits import MIB, Limits
+from immortal.coordinator.core.interfaces import CheckpointHeader, LogSpace
+from immortal.coordinator.core.limits import MIB, Limits
 
 CHECKPOINTS_IN_ONE_PLACE_MAX = 2  # of two that are kept, both must be new before old records can go
 

@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coordinator.core import events as ev
-from coordinator.core import notices
-from coordinator.core.committing import Committing
-from coordinator.core.effects import Effect, Stop
-from coordinator.core.lifecycle import BEHIND
-from coordinator.core.parts import Parts
-from coordinator.core.session import NORMAL, RECOVERED, WORKS, Phase, Step
-from coordinator.core.view import View
-from protocol.client import CLIENTS, ClientFrameType
-from protocol.errors import ImmortalError, RemoteProtocolError
-from protocol.messages import MessageType
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.committing import Committing
+from immortal.coordinator.core.effects import Effect, Stop
+from immortal.coordinator.core.lifecycle import BEHIND
+from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.session import NORMAL, RECOVERED, WORKS, Phase, Step
+from immortal.coordinator.core.view import View
+from immortal.protocol.client import CLIENTS, ClientFrameType
+from immortal.protocol.errors import ImmortalError, RemoteProtocolError
+from immortal.protocol.messages import MessageType
 
 
 class Machine:

@@ -17,25 +17,25 @@ from enum import Enum
 
 from msgspec.structs import replace
 
-from coordinator.core import events as ev
-from coordinator.core import notices
-from coordinator.core.app_outbox import AppOutbox
-from coordinator.core.checkpoint_writer import CheckpointWriter
-from coordinator.core.checkpointing import Checkpointing
-from coordinator.core.effects import OfferCheckpoint, OfferChunk
-from coordinator.core.failing import Failing
-from coordinator.core.group_commit import GroupCommit
-from coordinator.core.interfaces import Offer
-from coordinator.core.limits import Limits
-from coordinator.core.replay_check import ReplayPolicy
-from coordinator.core.right import Right
-from coordinator.core.session import AppSession, Phase
-from coordinator.core.streams.followed import Cut
-from coordinator.core.streams.intake import Intake
-from coordinator.core.streams.peers import Peers
-from coordinator.core.turn import Turn
-from coordinator.core.versions import Versions
-from protocol.messages import MessageType
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.app_outbox import AppOutbox
+from immortal.coordinator.core.checkpoint_writer import CheckpointWriter
+from immortal.coordinator.core.checkpointing import Checkpointing
+from immortal.coordinator.core.effects import OfferCheckpoint, OfferChunk
+from immortal.coordinator.core.failing import Failing
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.interfaces import Offer
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.replay_check import ReplayPolicy
+from immortal.coordinator.core.right import Right
+from immortal.coordinator.core.session import AppSession, Phase
+from immortal.coordinator.core.streams.followed import Cut
+from immortal.coordinator.core.streams.intake import Intake
+from immortal.coordinator.core.streams.peers import Peers
+from immortal.coordinator.core.turn import Turn
+from immortal.coordinator.core.versions import Versions
+from immortal.protocol.messages import MessageType
 
 
 class Stage(Enum):

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from coordinator.core.permissions import Permission
-from protocol.client import decode_answered_number, decode_caller
-from protocol.messages import decode_messages
+from immortal.coordinator.core.permissions import Permission
+from immortal.protocol.client import decode_answered_number, decode_caller
+from immortal.protocol.messages import decode_messages
 
 
 class _Open:

@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from coordinator.core.errors import DivergenceError
-from coordinator.core.interfaces import OutputBatch, OutputMark
-from protocol.batch import offset_after
-from protocol.checksum import crc64
-from protocol.messages import decode_incoming_rpc, decode_message, decode_messages
+from immortal.coordinator.core.errors import DivergenceError
+from immortal.coordinator.core.interfaces import OutputBatch, OutputMark
+from immortal.protocol.batch import offset_after
+from immortal.protocol.checksum import crc64
+from immortal.protocol.messages import decode_incoming_rpc, decode_message, decode_messages
 
 KEPT_SIZE_BYTES_MAX = 8 << 20  # of messages that no mark has confirmed: beyond it a report shows fewer, none is missed
 SHOWN_MESSAGES_MAX = 20

@@ -5,11 +5,11 @@ It is kept in memory, so it ends with this process. To the rest of the machine t
 
 from __future__ import annotations
 
-from coordinator.core import events as ev
-from coordinator.core import notices
-from coordinator.core.effects import OperatorAnswered
-from coordinator.core.session import WORKS, AppSession
-from coordinator.core.turn import Turn
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.effects import OperatorAnswered
+from immortal.coordinator.core.session import WORKS, AppSession
+from immortal.coordinator.core.turn import Turn
 
 
 class Pausing:

@@ -16,20 +16,20 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from protocol import decoding
-from protocol.errors import RemoteProtocolError
-from protocol.extensions import ANYBODYS, GROUP_MARK, INSTANCES, OWNERS, QUERIES, AppDescription
-from protocol.handlers import CANCEL_CALL_METHOD_ID
-from protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_messages
-from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
-from protocol.ordering import (
+from immortal.protocol import decoding
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.extensions import ANYBODYS, GROUP_MARK, INSTANCES, OWNERS, QUERIES, AppDescription
+from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID
+from immortal.protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_messages
+from immortal.protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
+from immortal.protocol.ordering import (
     FENCING_METHOD_ID,
     FENCING_METHODS,
     ORDERED_METHOD_ID,
     ORDERING_METHOD_ID,
     ordered_method,
 )
-from protocol.varint import decode_zigzag_int
+from immortal.protocol.varint import decode_zigzag_int
 
 
 class Permission(Struct, frozen=True):
@@ -227,7 +227,7 @@ class Permissions:
         """How many of the ``count`` packed RPC messages may be taken now, and where they end; they count as taken.
 
         ``open_count``: calls of a client that are not answered yet. None: of a peer, whose open calls hold nothing back
-        (:mod:`coordinator.core.open_calls`).
+        (:mod:`immortal.coordinator.core.open_calls`).
         """
         bucket, concurrent = self._buckets.get(caller), None
         if open_count is None:

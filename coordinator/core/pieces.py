@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.core.errors import require
-from coordinator.core.interfaces import OutputBatch
-from protocol.batch import offset_after
+from immortal.coordinator.core.errors import require
+from immortal.coordinator.core.interfaces import OutputBatch
+from immortal.protocol.batch import offset_after
 
 
 def cut(batch: OutputBatch, count: int) -> tuple[OutputBatch, OutputBatch]:

@@ -15,23 +15,23 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 
-from coordinator.core import notices
-from coordinator.core.app_outbox import AppOutbox
-from coordinator.core.clients import Clients
-from coordinator.core.culprits import digest_of
-from coordinator.core.errors import AppProtocolError
-from coordinator.core.failing import Failing
-from coordinator.core.interfaces import Token
-from coordinator.core.limits import Limits
-from coordinator.core.session import WORKS, AppSession
-from coordinator.core.streams.intake import Intake
-from coordinator.core.streams.peers import Peers
-from coordinator.core.turn import Turn
-from protocol.client import ClientCode, ClientFrame, Reply, ReplyKind, decode_query_call
-from protocol.errors import ProtocolError
-from protocol.messages import MessageType
-from protocol.queries import QueryQuestion, decode_query_answer, encode_query
-from protocol.readers import Message
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.app_outbox import AppOutbox
+from immortal.coordinator.core.clients import Clients
+from immortal.coordinator.core.culprits import digest_of
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.failing import Failing
+from immortal.coordinator.core.interfaces import Token
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.session import WORKS, AppSession
+from immortal.coordinator.core.streams.intake import Intake
+from immortal.coordinator.core.streams.peers import Peers
+from immortal.coordinator.core.turn import Turn
+from immortal.protocol.client import ClientCode, ClientFrame, Reply, ReplyKind, decode_query_call
+from immortal.protocol.errors import ProtocolError
+from immortal.protocol.messages import MessageType
+from immortal.protocol.queries import QueryQuestion, decode_query_answer, encode_query
+from immortal.protocol.readers import Message
 
 Key = tuple[str, str, int]  # caller, client ID, its number of the query
 ROOM_MIN = 2  # one is answered, one is on its way

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from coordinator.core.effects import CheckCheckpoint, ReadCheckpointChunk
-from coordinator.core.errors import LogError, require
-from coordinator.core.interfaces import CheckpointHeader, LogSummary
+from immortal.coordinator.core.effects import CheckCheckpoint, ReadCheckpointChunk
+from immortal.coordinator.core.errors import LogError, require
+from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary
 
 
 def without_outputs(header: CheckpointHeader) -> CheckpointHeader:

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, MutableSequence, Sequence
 
-from coordinator.core.effects import Effect, Report
-from coordinator.core.errors import DivergenceError
-from coordinator.core.interfaces import ONESELF, OutputBatch
-from coordinator.core.limits import Limits, ReplayCheck
-from coordinator.core.notices import Diverged
-from coordinator.core.output_check import Divergence, OutputDivergenceError
-from coordinator.core.session import AppSession
-from coordinator.core.words import divergence_in_words
-from protocol.batch import decode_batch
-from protocol.errors import ImmortalError
-from protocol.messages import MessageType, decode_message
-from protocol.record import HEADER_SIZE_BYTES
-from protocol.trailer import BatchKind, BatchSource
+from immortal.coordinator.core.effects import Effect, Report
+from immortal.coordinator.core.errors import DivergenceError
+from immortal.coordinator.core.interfaces import ONESELF, OutputBatch
+from immortal.coordinator.core.limits import Limits, ReplayCheck
+from immortal.coordinator.core.notices import Diverged
+from immortal.coordinator.core.output_check import Divergence, OutputDivergenceError
+from immortal.coordinator.core.session import AppSession
+from immortal.coordinator.core.words import divergence_in_words
+from immortal.protocol.batch import decode_batch
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.messages import MessageType, decode_message
+from immortal.protocol.record import HEADER_SIZE_BYTES
+from immortal.protocol.trailer import BatchKind, BatchSource
 
 _INPUT = (MessageType.RPC, MessageType.RPC_BATCH, MessageType.COUNT_REPLAYABLE_RPC_BATCH, MessageType.INITIAL_MESSAGE)
 

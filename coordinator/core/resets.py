@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from coordinator.core import events as ev
-from coordinator.core import notices
-from coordinator.core.effects import PeerResetDone
-from coordinator.core.epoch import Epoch
-from coordinator.core.group_commit import GroupCommit
-from coordinator.core.interfaces import Token
-from coordinator.core.streams.peers import Peers
-from coordinator.core.streams.reset import RECLAIM_EPOCHS
-from coordinator.core.turn import Turn
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.effects import PeerResetDone
+from immortal.coordinator.core.epoch import Epoch
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.interfaces import Token
+from immortal.coordinator.core.streams.peers import Peers
+from immortal.coordinator.core.streams.reset import RECLAIM_EPOCHS
+from immortal.coordinator.core.turn import Turn
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from coordinator.core import notices
-from coordinator.core.app_outbox import AppOutbox
-from coordinator.core.careful import message_in_words
-from coordinator.core.checkpointing import Checkpointing
-from coordinator.core.effects import OperatorAnswered
-from coordinator.core.errors import AppProtocolError
-from coordinator.core.group_commit import Group
-from coordinator.core.interfaces import AuditEntry
-from coordinator.core.limits import Limits
-from coordinator.core.log_room import LogRoom
-from coordinator.core.session import AppSession
-from coordinator.core.streams.peers import Peers
-from coordinator.core.turn import Turn
-from coordinator.core.verdicts import Verdicts
-from protocol.messages import MessageType
-from protocol.verdicts import MessageKey, Unsaved, Verdict, VerdictKind, encode_verdict
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.app_outbox import AppOutbox
+from immortal.coordinator.core.careful import message_in_words
+from immortal.coordinator.core.checkpointing import Checkpointing
+from immortal.coordinator.core.effects import OperatorAnswered
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.group_commit import Group
+from immortal.coordinator.core.interfaces import AuditEntry
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.log_room import LogRoom
+from immortal.coordinator.core.session import AppSession
+from immortal.coordinator.core.streams.peers import Peers
+from immortal.coordinator.core.turn import Turn
+from immortal.coordinator.core.verdicts import Verdicts
+from immortal.protocol.messages import MessageType
+from immortal.protocol.verdicts import MessageKey, Unsaved, Verdict, VerdictKind, encode_verdict
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -20,16 +20,16 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 
-from coordinator.core.errors import require
-from coordinator.core.interfaces import ONESELF
-from protocol.batch import CallRules
-from protocol.extensions import ALL_EXTENSIONS, AppDescription, Hello, decode_hello, encode_sources
-from protocol.limits import RPC_SIZE_BYTES_MAX
-from protocol.messages import MessageType, encode_message
-from protocol.readers import Message, MessageReader
-from protocol.record import CONTROL_SEQUENCE_ID, encode_record
-from protocol.senders import from_app
-from protocol.trailer import BatchKind, BatchSource
+from immortal.coordinator.core.errors import require
+from immortal.coordinator.core.interfaces import ONESELF
+from immortal.protocol.batch import CallRules
+from immortal.protocol.extensions import ALL_EXTENSIONS, AppDescription, Hello, decode_hello, encode_sources
+from immortal.protocol.limits import RPC_SIZE_BYTES_MAX
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.readers import Message, MessageReader
+from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
+from immortal.protocol.senders import from_app
+from immortal.protocol.trailer import BatchKind, BatchSource
 
 INTRODUCED = frozenset({MessageType.RECORD_TIME, MessageType.VERDICTS})
 """Who has asked for these always says Hello, and its calls that wait for an answer say who waits (WIRE.md, 4.1)."""

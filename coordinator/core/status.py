@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from coordinator.core.back_pressure import BackPressure
-from coordinator.core.client_table import ClientTable
-from coordinator.core.group_commit import GroupCommit
-from coordinator.core.interfaces import ONESELF, CheckpointHeader
-from coordinator.core.limits import Limits
-from coordinator.core.log_access import LogAccess
-from coordinator.core.log_room import LogRoom
-from coordinator.core.right import Right
-from coordinator.core.session import GETS_RECORDS, AppSession, Phase
-from coordinator.core.streams.peers import Peers
-from protocol.client import CLIENTS
+from immortal.coordinator.core.back_pressure import BackPressure
+from immortal.coordinator.core.client_table import ClientTable
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.log_access import LogAccess
+from immortal.coordinator.core.log_room import LogRoom
+from immortal.coordinator.core.right import Right
+from immortal.coordinator.core.session import GETS_RECORDS, AppSession, Phase
+from immortal.coordinator.core.streams.peers import Peers
+from immortal.protocol.client import CLIENTS
 
 CLIENTS_TOLD_MAX = 200
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from coordinator.core.app_outbox import AppOutbox
-from coordinator.core.effects import CloseApp
-from coordinator.core.turn import Turn
-from protocol.messages import MessageType
+from immortal.coordinator.core.app_outbox import AppOutbox
+from immortal.coordinator.core.effects import CloseApp
+from immortal.coordinator.core.turn import Turn
+from immortal.protocol.messages import MessageType
 
 
 class Stage(IntEnum):

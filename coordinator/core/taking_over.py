@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coordinator.core import events as ev
-from coordinator.core import notices
-from coordinator.core.effects import AcquireRight, LoadLog
-from coordinator.core.epoch import Epoch
-from coordinator.core.errors import LogLockedError
-from coordinator.core.group_commit import GroupCommit
-from coordinator.core.interfaces import LogSummary, StoredClients
-from coordinator.core.lifecycle import Lifecycle
-from coordinator.core.right import Right, Role
-from coordinator.core.session import AppSession, Phase
-from coordinator.core.turn import Turn
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.effects import AcquireRight, LoadLog
+from immortal.coordinator.core.epoch import Epoch
+from immortal.coordinator.core.errors import LogLockedError
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.interfaces import LogSummary, StoredClients
+from immortal.coordinator.core.lifecycle import Lifecycle
+from immortal.coordinator.core.right import Right, Role
+from immortal.coordinator.core.session import AppSession, Phase
+from immortal.coordinator.core.turn import Turn
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.core.effects import Effect, Report
-from coordinator.core.notices import Notice
+from immortal.coordinator.core.effects import Effect, Report
+from immortal.coordinator.core.notices import Notice
 
 
 class Turn:

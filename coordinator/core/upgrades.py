@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.core import notices
-from coordinator.core.app_outbox import AppOutbox
-from coordinator.core.dead_letters import Operator
-from coordinator.core.effects import CloseApp, UpgradeEnded
-from coordinator.core.epoch import Epoch
-from coordinator.core.errors import AppProtocolError, DivergenceError
-from coordinator.core.interfaces import VersionStart
-from coordinator.core.session import UPGRADES, AppSession, Phase, Step
-from coordinator.core.turn import Turn
-from coordinator.core.versions import Versions
-from protocol.extensions import encode_version
-from protocol.messages import MessageType, encode_message
-from protocol.readers import Message
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.app_outbox import AppOutbox
+from immortal.coordinator.core.dead_letters import Operator
+from immortal.coordinator.core.effects import CloseApp, UpgradeEnded
+from immortal.coordinator.core.epoch import Epoch
+from immortal.coordinator.core.errors import AppProtocolError, DivergenceError
+from immortal.coordinator.core.interfaces import VersionStart
+from immortal.coordinator.core.session import UPGRADES, AppSession, Phase, Step
+from immortal.coordinator.core.turn import Turn
+from immortal.coordinator.core.versions import Versions
+from immortal.protocol.extensions import encode_version
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.readers import Message
 
 
 @dataclass(slots=True, eq=False, repr=False)

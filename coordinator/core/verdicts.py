@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from coordinator.core.group_commit import Group, GroupCommit
-from coordinator.core.interfaces import LogSummary, Transaction
-from coordinator.core.limits import Limits
-from protocol.verdicts import MessageKey, Verdict, VerdictKind
+from immortal.coordinator.core.group_commit import Group, GroupCommit
+from immortal.coordinator.core.interfaces import LogSummary, Transaction
+from immortal.coordinator.core.limits import Limits
+from immortal.protocol.verdicts import MessageKey, Verdict, VerdictKind
 
 FRONT_SIZE_BYTES = 64  # of a verdict, beside its texts: about
 OVERRULING = (VerdictKind.KILLED, VerdictKind.SKIPPED)  # also what runs again at each replay, and is found to kill

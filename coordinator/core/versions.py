@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from coordinator.core.interfaces import CheckpointHeader, VersionStart
+from immortal.coordinator.core.interfaces import CheckpointHeader, VersionStart
 
 FIRST_VERSION = 1
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from coordinator.core.parts import Parts
-from coordinator.core.session import WORKS
-from coordinator.core.status import describe, describe_clients, describe_flow, describe_peers, describe_right
-from protocol.verdicts import MessageKey
+from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.session import WORKS
+from immortal.coordinator.core.status import describe, describe_clients, describe_flow, describe_peers, describe_right
+from immortal.protocol.verdicts import MessageKey
 
 
 class View:

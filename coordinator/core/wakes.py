@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coordinator.core.effects import Effect, WakeAt
-from coordinator.core.limits import Limits
-from coordinator.core.streams.peers import Peers
+from immortal.coordinator.core.effects import Effect, WakeAt
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.streams.peers import Peers
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.core.output_check import Divergence
-from protocol import decoding
-from protocol.errors import ImmortalError
-from protocol.handlers import CANCEL_CALL_METHOD_ID
-from protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
-from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
-from protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
-from protocol.shown import shown
+from immortal.coordinator.core.output_check import Divergence
+from immortal.protocol import decoding
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID
+from immortal.protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
+from immortal.protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
+from immortal.protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from immortal.protocol.shown import shown
 
 Methods = Mapping[tuple[str, int], str]
 """(destination, method ID) to a name, as an app's AppDescription gives them."""

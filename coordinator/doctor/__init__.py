@@ -3,7 +3,7 @@
 Each module looks at one of them and yields findings. They read, and measure; they change nothing.
 """
 
-from coordinator.doctor.examination import examine, examine_instance
-from coordinator.doctor.finding import Area, Finding, Level
+from immortal.coordinator.doctor.examination import examine, examine_instance
+from immortal.coordinator.doctor.finding import Area, Finding, Level
 
 __all__ = ["Area", "Finding", "Level", "examine", "examine_instance"]

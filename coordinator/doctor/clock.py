@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from coordinator.doctor.finding import Area, Finding, note, ok, problem
+from immortal.coordinator.doctor.finding import Area, Finding, note, ok, problem
 
 AREA = Area.CLOCK
 AHEAD_S_MAX = 5.0  # file times and the clock are of one machine; other machines' files may be a little ahead

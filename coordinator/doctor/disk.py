@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from coordinator.doctor.finding import Area, Finding, note, ok, problem
-from protocol.command_line import size_text
+from immortal.coordinator.doctor.finding import Area, Finding, note, ok, problem
+from immortal.protocol.command_line import size_text
 
 AREA = Area.DISK
 BLOCK_SIZE_BYTES = 4096  # as one of the log's journal

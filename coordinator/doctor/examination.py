@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from coordinator.config import ConfigError, InstanceSettings
-from coordinator.doctor import clock, disk, home, installation, limits
-from coordinator.doctor.finding import Finding
-from coordinator.instances.registry import Registry, RegistryError
-from coordinator.log_url import is_in_folder, split_url
+from immortal.coordinator.config import ConfigError, InstanceSettings
+from immortal.coordinator.doctor import clock, disk, home, installation, limits
+from immortal.coordinator.doctor.finding import Finding
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.log_url import is_in_folder, split_url
 
 
 def examine(registry: Registry) -> Iterator[Finding]:

@@ -10,23 +10,23 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from coordinator.app.secret import FILE_NAME as APP_SECRET_FILE_NAME
-from coordinator.config import ConfigError, InstanceSettings
-from coordinator.config.app_hosts import SOCKET_FILE_NAME as APP_SOCKET_FILE_NAME
-from coordinator.config.socket_paths import SHORT_FOLDERS, socket_path
-from coordinator.core.errors import LogError
-from coordinator.doctor import installation
-from coordinator.doctor.finding import Area, Finding, note, ok, problem
-from coordinator.instances.own_logs import FOLDER_NAME as KEYS_FOLDER_NAME
-from coordinator.instances.own_logs import OWN_LOGS_FILE_NAME
-from coordinator.instances.registry import Registry, RegistryError
-from coordinator.log.open import place_of
-from coordinator.log_url import is_in_folder, split_url
-from coordinator.operator import control
-from coordinator.operator.control import SOCKET_FILE_NAME as CONTROL_SOCKET_FILE_NAME
-from protocol.command_line import counted
-from protocol.private_files import openness
-from protocol.process_file import COORDINATOR_FILE_NAME, ProcessFile, read_living
+from immortal.coordinator.app.secret import FILE_NAME as APP_SECRET_FILE_NAME
+from immortal.coordinator.config import ConfigError, InstanceSettings
+from immortal.coordinator.config.app_hosts import SOCKET_FILE_NAME as APP_SOCKET_FILE_NAME
+from immortal.coordinator.config.socket_paths import SHORT_FOLDERS, socket_path
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.doctor import installation
+from immortal.coordinator.doctor.finding import Area, Finding, note, ok, problem
+from immortal.coordinator.instances.own_logs import FOLDER_NAME as KEYS_FOLDER_NAME
+from immortal.coordinator.instances.own_logs import OWN_LOGS_FILE_NAME
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log_url import is_in_folder, split_url
+from immortal.coordinator.operator import control
+from immortal.coordinator.operator.control import SOCKET_FILE_NAME as CONTROL_SOCKET_FILE_NAME
+from immortal.protocol.command_line import counted
+from immortal.protocol.private_files import openness
+from immortal.protocol.process_file import COORDINATOR_FILE_NAME, ProcessFile, read_living
 
 AREA = Area.HOME
 LOG_FOLDER_NAME = "log"

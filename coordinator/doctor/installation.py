@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from coordinator.doctor.finding import Area, Finding, note, ok, problem
-from protocol import compiled
+from immortal.coordinator.doctor.finding import Area, Finding, note, ok, problem
+from immortal.protocol import compiled
 
 AREA = Area.INSTALLATION
 PACKAGE = "immortal"

@@ -6,8 +6,8 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from coordinator.doctor.finding import Area, Finding, note, ok, problem
-from protocol.command_line import counted, size_text
+from immortal.coordinator.doctor.finding import Area, Finding, note, ok, problem
+from immortal.protocol.command_line import counted, size_text
 
 LIMITS, MEMORY = Area.LIMITS, Area.MEMORY
 DESCRIPTORS_BASE = 64  # a coordinator with one peer and its app has 45

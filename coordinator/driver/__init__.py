@@ -3,4 +3,4 @@
 In service, in the simulation, in the environment of users' tests: always this one.
 """
 
-import coordinator.core  # which says whether turn.py runs compiled  # noqa: F401
+import immortal.coordinator.core  # which says whether turn.py runs compiled  # noqa: F401

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.interfaces import LogStore
-from coordinator.driver.ports import Offered, Read, Write
-from coordinator.driver.reads import answer
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.interfaces import LogStore
+from immortal.coordinator.driver.ports import Offered, Read, Write
+from immortal.coordinator.driver.reads import answer
 
 
 class PlainApp:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from coordinator.core import effects as ef
-from coordinator.core.events import Event
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core.events import Event
 
 Write = ef.Commit | ef.WriteCheckpointChunk
 Offered = ef.OfferChunk | ef.OfferCheckpoint

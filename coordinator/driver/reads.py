@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import DamagedLogError, LogError, LogUnavailableError
-from coordinator.core.interfaces import CheckpointHeader, LogStore
-from coordinator.driver.ports import StoreRead
-from protocol.checksum import crc64
-from protocol.verdicts import MessageKey
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import DamagedLogError, LogError, LogUnavailableError
+from immortal.coordinator.core.interfaces import CheckpointHeader, LogStore
+from immortal.coordinator.driver.ports import StoreRead
+from immortal.protocol.checksum import crc64
+from immortal.protocol.verdicts import MessageKey
 
 
 def answer(store: LogStore, asked: StoreRead) -> ev.Event:

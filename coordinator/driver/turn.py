@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coordinator.core import effects as ef
-from coordinator.core.events import Event, Started
-from coordinator.core.machine import Machine
-from coordinator.driver.ports import AppPort, ClockPort, HostPort, LogPort, PeerPort
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core.events import Event, Started
+from immortal.coordinator.core.machine import Machine
+from immortal.coordinator.driver.ports import AppPort, ClockPort, HostPort, LogPort, PeerPort
 
 Action = Callable[[Any], None]
 Observer = Callable[[ef.Effect], None]

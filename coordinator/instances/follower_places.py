@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from coordinator.config import InstanceSettings
-from protocol.errors import ImmortalError
-from protocol.file_lock import open_lock, take
-from protocol.private_files import make_folder
+from immortal.coordinator.config import InstanceSettings
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.file_lock import open_lock, take
+from immortal.protocol.private_files import make_folder
 
 FOLDER_NAME = "followers"
 LOCK_FILE_NAME = "lock"

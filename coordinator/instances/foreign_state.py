@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from coordinator.core.errors import DamagedCheckpointError, LogError
-from protocol.state_envelope import PICKLE, serializer_of
+from immortal.coordinator.core.errors import DamagedCheckpointError, LogError
+from immortal.protocol.state_envelope import PICKLE, serializer_of
 
 if TYPE_CHECKING:
-    from coordinator.log.source import RecordSource
+    from immortal.coordinator.log.source import RecordSource
 
 
 class PickleRefusedError(LogError):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from coordinator.config.values import is_endpoint
-from coordinator.log.backend import Watching
-from coordinator.log.open import place_of
-from coordinator.log_url import is_in_folder
-from protocol.errors import ImmortalError
+from immortal.coordinator.config.values import is_endpoint
+from immortal.coordinator.log.backend import Watching
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log_url import is_in_folder
+from immortal.protocol.errors import ImmortalError
 
 
 class LeasedPlaces:

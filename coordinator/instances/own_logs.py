@@ -14,21 +14,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coordinator.config import LOG_KEY_FILE, InstanceSettings, write_atomically
-from coordinator.core.interfaces import LogStore
-from coordinator.instances.foreign_state import refuse_pickle_in
-from coordinator.log import LogIdentity, RowLogStore, create_log, log_exists
-from coordinator.log import open_log as open_log_folder
-from coordinator.log import open_reader as open_folder_reader
-from coordinator.log.authentication import KEY_SIZE_BYTES, LogKey, LogKeyError, not_authenticated
-from coordinator.log.backend import Place
+from immortal.coordinator.config import LOG_KEY_FILE, InstanceSettings, write_atomically
+from immortal.coordinator.core.interfaces import LogStore
+from immortal.coordinator.instances.foreign_state import refuse_pickle_in
+from immortal.coordinator.log import LogIdentity, RowLogStore, create_log, log_exists
+from immortal.coordinator.log import open_log as open_log_folder
+from immortal.coordinator.log import open_reader as open_folder_reader
+from immortal.coordinator.log.authentication import KEY_SIZE_BYTES, LogKey, LogKeyError, not_authenticated
+from immortal.coordinator.log.backend import Place
 
 if TYPE_CHECKING:
-    from coordinator.log import LogReader
-    from coordinator.log.verify import LogVerification
+    from immortal.coordinator.log import LogReader
+    from immortal.coordinator.log.verify import LogVerification
 
-COLUMNS_FOLDER_NAME = "columns"  # in an instance's folder: what queries made of its log (sight.sql.extract)
-FOLDER_NAME = "keys"  # with the pairs of coordinator.peers.keys
+COLUMNS_FOLDER_NAME = "columns"  # in an instance's folder: what queries made of its log (immortal.sight.sql.extract)
+FOLDER_NAME = "keys"  # with the pairs of immortal.coordinator.peers.keys
 KEY_FILE_NAME = "log_key"
 OWN_LOGS_FILE_NAME = "own_logs"
 _AUTHENTICATED = "authenticated"
@@ -230,8 +230,10 @@ def open_reader(settings: InstanceSettings, *, trust_pickle: bool = False, check
 
 
 def verify(settings: InstanceSettings) -> LogVerification:
-    """As :func:`coordinator.log.verify.verify_log`, with the instance's keys."""
-    from coordinator.log.verify import verify_log  # here, since a coordinator, which opens its log with us, never does
+    """As :func:`immortal.coordinator.log.verify.verify_log`, with the instance's keys."""
+    from immortal.coordinator.log.verify import (
+        verify_log,  # here, since a coordinator, which opens its log with us, never does
+    )
 
     own = OwnLogs(settings.folder)
     return verify_log(settings.log, settings.name, keys=read_keys(settings), must_be_authentic=own.any_authenticated)

@@ -1,5 +1,5 @@
 """The registry: a folder with one settings file per instance, and a folder beside each for its log and runtime files.
-That of many machines is in a database, and the folder of each a copy of it (protocol.shared_home).
+That of many machines is in a database, and the folder of each a copy of it (immortal.protocol.shared_home).
 
 <home>/counter.toml     the settings
 <home>/counter/         log/, and what a running coordinator says about itself (coordinator.json,
@@ -19,23 +19,23 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from coordinator.config import AppAuth, ConfigError, InstanceSettings, check_instance_name, split_tcp
-from coordinator.config.app_hosts import LOCALHOST, hosts_of
-from coordinator.config.reading import check_settings, log_of, read_settings
-from coordinator.config.values import check_app
-from coordinator.config.writing import file_values, settings_text, text_with, write_atomically
-from coordinator.core.errors import LogError
-from coordinator.log_url import is_in_folder, own_log, split_url
-from protocol import shared_home
-from protocol.errors import ImmortalError
-from protocol.file_lock import holder_of, open_lock, take
-from protocol.private_files import PUBLIC_FILE_MODE, make_folder, openness
-from protocol.shown import near_miss
+from immortal.coordinator.config import AppAuth, ConfigError, InstanceSettings, check_instance_name, split_tcp
+from immortal.coordinator.config.app_hosts import LOCALHOST, hosts_of
+from immortal.coordinator.config.reading import check_settings, log_of, read_settings
+from immortal.coordinator.config.values import check_app
+from immortal.coordinator.config.writing import file_values, settings_text, text_with, write_atomically
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.log_url import is_in_folder, own_log, split_url
+from immortal.protocol import shared_home
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.file_lock import holder_of, open_lock, take
+from immortal.protocol.private_files import PUBLIC_FILE_MODE, make_folder, openness
+from immortal.protocol.shown import near_miss
 
 HOME_VARIABLE = shared_home.HOME_VARIABLE
 HOME_DEFAULT = shared_home.HOME_DEFAULT
 _LOCK_FILE_NAME = ".lock"
-PUBLIC_KEYS_FILE_NAME = "public_keys"  # here, as coordinator.peers.keys needs ZeroMQ, whose loading takes long
+PUBLIC_KEYS_FILE_NAME = "public_keys"  # here, as immortal.coordinator.peers.keys needs ZeroMQ, whose loading takes long
 LOCK_TIMEOUT_S = 60.0  # a change takes milliseconds, and hundreds of instances may start at once
 PORTS_VARIABLE = "IMMORTAL_PORTS"  # "7000-7099": from where free ports are taken, such as what a firewall lets through
 _PORT_LOWEST = 15000  # below are the ports that well-known services take
@@ -360,7 +360,7 @@ def _share(path: Path, text: str | None) -> bool:
 
 def _make_schema(url: str) -> None:
     """The registry's tables, where the database has none yet. Raises RegistryError."""
-    from coordinator.log.open import place_of
+    from immortal.coordinator.log.open import place_of
 
     try:
         place = place_of(url)
@@ -372,7 +372,7 @@ def _make_schema(url: str) -> None:
 
 def _require_backend(url: str) -> None:
     """Raises RegistryError for a log of which no backend is known."""
-    from coordinator.log.open import place_of
+    from immortal.coordinator.log.open import place_of
 
     try:
         place_of(url)

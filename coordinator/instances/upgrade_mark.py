@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.instances.registry import remove_file, write_text
-from protocol import decoding
-from protocol.errors import ImmortalError
-from protocol.private_files import FILE_MODE, make_folder
+from immortal.coordinator.instances.registry import remove_file, write_text
+from immortal.protocol import decoding
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.private_files import FILE_MODE, make_folder
 
 _FILE_NAME = "upgrade.json"
 

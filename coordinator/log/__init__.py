@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from coordinator.log.meta import LogIdentity
-from coordinator.log.open import create_log, is_locked, log_exists, open_log, open_reader
-from coordinator.log.store import RowLogStore
-from coordinator.log.values import check_value, verify_value
+from immortal.coordinator.log.meta import LogIdentity
+from immortal.coordinator.log.open import create_log, is_locked, log_exists, open_log, open_reader
+from immortal.coordinator.log.store import RowLogStore
+from immortal.coordinator.log.values import check_value, verify_value
 
 if TYPE_CHECKING:
-    from coordinator.log.reader import LoggedValue, LogReader, TrimmedError
+    from immortal.coordinator.log.reader import LoggedValue, LogReader, TrimmedError
 
 __all__ = [
     "LogIdentity",
@@ -43,7 +43,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """A running coordinator reads its log through its store: the reader is not in its memory."""
     if name in ("LogReader", "LoggedValue", "TrimmedError"):
-        from coordinator.log import reader
+        from immortal.coordinator.log import reader
 
         return getattr(reader, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
-from coordinator.log import format as log_format
-from coordinator.log import reading
-from coordinator.log.backend import View
-from coordinator.log.format import (
+from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log import reading
+from immortal.coordinator.log.backend import View
+from immortal.coordinator.log.format import (
     CHUNK_KEY,
     MAC_SIZE_BYTES,
     META_AUTHENTICATED,
@@ -27,9 +27,9 @@ from coordinator.log.format import (
     META_SEAL,
     SEQUENCE_KEY,
 )
-from coordinator.log.meta import LogIdentity, first_and_last_sequence_id, meta_value
-from protocol import decoding
-from protocol.varint import Readable
+from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id, meta_value
+from immortal.protocol import decoding
+from immortal.protocol.varint import Readable
 
 KEY_SIZE_BYTES = 32
 _ROW_MAC_SIZE_BYTES = 32  # they are added up: the sum has to be as hard to forge
@@ -232,7 +232,7 @@ def forged_record(sequence_id: int) -> ForgedLogError:
 
 
 def read_chunk(view: View, macs: Macs | None, checkpoint_id: int, index: int) -> bytes:
-    """As :func:`coordinator.log.reading.read_chunk`; one that is not authentic is damaged."""
+    """As :func:`immortal.coordinator.log.reading.read_chunk`; one that is not authentic is damaged."""
     data = reading.read_chunk(view, checkpoint_id, index)
     if macs is None:
         return data

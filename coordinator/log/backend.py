@@ -14,12 +14,12 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
-from coordinator.core.errors import LogError, fail
-from coordinator.core.interfaces import Standby
-from coordinator.fault_points import FaultPoint
-from coordinator.log.findings import Finding
-from coordinator.log.meta import LogIdentity
-from protocol.varint import Readable
+from immortal.coordinator.core.errors import LogError, fail
+from immortal.coordinator.core.interfaces import Standby
+from immortal.coordinator.fault_points import FaultPoint
+from immortal.coordinator.log.findings import Finding
+from immortal.coordinator.log.meta import LogIdentity
+from immortal.protocol.varint import Readable
 
 LEASE_S = 3.0
 Row: TypeAlias = tuple[str, bytes, Readable]  # table, key, value

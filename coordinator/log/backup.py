@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from coordinator.core.errors import LogError
-from coordinator.log.authentication import LogKey
-from coordinator.log.findings import Severity
-from coordinator.log.meta import first_and_last_sequence_id
-from coordinator.log.open import Log, open_reader, place_of
-from coordinator.log.reading import stored_headers
-from coordinator.log.verify import LogVerification, verify_log
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.log.authentication import LogKey
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.meta import first_and_last_sequence_id
+from immortal.coordinator.log.open import Log, open_reader, place_of
+from immortal.coordinator.log.reading import stored_headers
+from immortal.coordinator.log.verify import LogVerification, verify_log
 
 
 class Backup(Struct, frozen=True):

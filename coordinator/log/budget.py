@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from coordinator.log.backend import Span, View
-from coordinator.log.format import SEQUENCE_KEY
+from immortal.coordinator.log.backend import Span, View
+from immortal.coordinator.log.format import SEQUENCE_KEY
 
 STEP_ROWS_MAX = 1024  # a millisecond or two
 STEP_SIZE_BYTES_MAX = 16 << 20

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from coordinator.core.errors import require
-from coordinator.core.interfaces import CheckpointHeader
-from coordinator.log import format as log_format
-from coordinator.log import reading
-from coordinator.log.backend import Span, View
-from coordinator.log.budget import Budget
-from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
-from coordinator.log.rows import Changes
-from protocol.checksum import crc64
-from protocol.varint import Readable
+from immortal.coordinator.core.errors import require
+from immortal.coordinator.core.interfaces import CheckpointHeader
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log import reading
+from immortal.coordinator.log.backend import Span, View
+from immortal.coordinator.log.budget import Budget
+from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
+from immortal.coordinator.log.rows import Changes
+from immortal.protocol.checksum import crc64
+from immortal.protocol.varint import Readable
 
 
 class PendingBlob(Struct):

@@ -9,9 +9,15 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from protocol.batch import decode_batch, decode_replayable_batch, encode_batch, encode_replayable_batch, offset_after
-from protocol.errors import ImmortalError, RemoteProtocolError
-from protocol.messages import (
+from immortal.protocol.batch import (
+    decode_batch,
+    decode_replayable_batch,
+    encode_batch,
+    encode_replayable_batch,
+    offset_after,
+)
+from immortal.protocol.errors import ImmortalError, RemoteProtocolError
+from immortal.protocol.messages import (
     IncomingRpc,
     MessageType,
     RpcType,
@@ -19,8 +25,8 @@ from protocol.messages import (
     decode_message,
     decode_messages,
 )
-from protocol.readers import Record
-from protocol.record import HEADER_SIZE_BYTES, decode_header, encode_record
+from immortal.protocol.readers import Record
+from immortal.protocol.record import HEADER_SIZE_BYTES, decode_header, encode_record
 
 _NO_INPUT = (MessageType.RECORD_TIME, MessageType.INSTANCE_NAME)  # in front of the batches, and not counted
 

@@ -9,17 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from coordinator.core.errors import LogError, LogFullError
-from coordinator.log import format as log_format
-from coordinator.log.authentication import LogKey, Macs, find_key, read_marker, record_mac
-from coordinator.log.backend import Append, Backend, Row, Span, View
-from coordinator.log.cut_plan import CutPlan, plan_cut
-from coordinator.log.findings import Finding
-from coordinator.log.format import META_AUTHENTICATED, META_CUT, META_FORMAT, META_SEAL, META_TRIMMED, SEQUENCE_KEY
-from coordinator.log.meta import first_and_last_sequence_id, meta_row
-from coordinator.log.open import Log, place_of
-from coordinator.log.removal import cut_checkpoint_ids, cut_spans, removal
-from coordinator.log.sealing import seal_after
+from immortal.coordinator.core.errors import LogError, LogFullError
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.authentication import LogKey, Macs, find_key, read_marker, record_mac
+from immortal.coordinator.log.backend import Append, Backend, Row, Span, View
+from immortal.coordinator.log.cut_plan import CutPlan, plan_cut
+from immortal.coordinator.log.findings import Finding
+from immortal.coordinator.log.format import (
+    META_AUTHENTICATED,
+    META_CUT,
+    META_FORMAT,
+    META_SEAL,
+    META_TRIMMED,
+    SEQUENCE_KEY,
+)
+from immortal.coordinator.log.meta import first_and_last_sequence_id, meta_row
+from immortal.coordinator.log.open import Log, place_of
+from immortal.coordinator.log.removal import cut_checkpoint_ids, cut_spans, removal
+from immortal.coordinator.log.sealing import seal_after
 
 _COPIED_WHOLE = ("sources", "acknowledged", "peers", "clients", "replies", "versions", "meta")
 _NOT_OF_THE_PART = (META_CUT, META_AUTHENTICATED, META_SEAL)

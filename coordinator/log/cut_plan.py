@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct, field
 
-from coordinator.core.errors import DamagedLogError, LogError
-from coordinator.core.interfaces import IMPULSES, LogSummary
-from coordinator.log.authentication import LogKey
-from coordinator.log.findings import Finding, Severity
-from coordinator.log.open import Log, open_reader
-from coordinator.log.reader import LoggedValue, LogReader
-from coordinator.log.values import verify_value
-from coordinator.log.verify import LogVerification, verify_log
-from protocol.trailer import BatchKind
+from immortal.coordinator.core.errors import DamagedLogError, LogError
+from immortal.coordinator.core.interfaces import IMPULSES, LogSummary
+from immortal.coordinator.log.authentication import LogKey
+from immortal.coordinator.log.findings import Finding, Severity
+from immortal.coordinator.log.open import Log, open_reader
+from immortal.coordinator.log.reader import LoggedValue, LogReader
+from immortal.coordinator.log.values import verify_value
+from immortal.coordinator.log.verify import LogVerification, verify_log
+from immortal.protocol.trailer import BatchKind
 
 
 class CutRefusedError(LogError):

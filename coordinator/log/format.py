@@ -10,18 +10,12 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from coordinator.core.errors import DamagedLogError, fail
-from coordinator.core.interfaces import (
-    CheckpointHeader,
-    ClientPosition,
-    OutputBatch,
-    OutputMark,
-    VersionStart,
-)
-from protocol import decoding
-from protocol.checksum import crc64
-from protocol.limits import NAME_SIZE_BYTES_MAX
-from protocol.varint import Readable
+from immortal.coordinator.core.errors import DamagedLogError, fail
+from immortal.coordinator.core.interfaces import CheckpointHeader, ClientPosition, OutputBatch, OutputMark, VersionStart
+from immortal.protocol import decoding
+from immortal.protocol.checksum import crc64
+from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
+from immortal.protocol.varint import Readable
 
 FORMAT_VERSION = 5
 AUTHENTICATED_VERSION = 6  # of a log with a key: an older program would write what has no MAC

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from coordinator.core.errors import LogError
-from coordinator.core.interfaces import AuditEntry
-from coordinator.log import verdicts
-from coordinator.log.backends.memory import MemoryBackend, MemoryTables
-from coordinator.log.format import CHUNK_KEY, CRC_SIZE_BYTES, FORMAT_VERSION, SEQUENCE_KEY
-from coordinator.log.meta import LogIdentity
-from coordinator.log.removal import cut_checkpoint_ids, removal
-from coordinator.log.store import RowLogStore
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.core.interfaces import AuditEntry
+from immortal.coordinator.log import verdicts
+from immortal.coordinator.log.backends.memory import MemoryBackend, MemoryTables
+from immortal.coordinator.log.format import CHUNK_KEY, CRC_SIZE_BYTES, FORMAT_VERSION, SEQUENCE_KEY
+from immortal.coordinator.log.meta import LogIdentity
+from immortal.coordinator.log.removal import cut_checkpoint_ids, removal
+from immortal.coordinator.log.store import RowLogStore
 
 NAME = "memory"
 

@@ -8,12 +8,12 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from coordinator.core.errors import LogFormatError, LogIdentityError
-from coordinator.log import format as log_format
-from coordinator.log.format import SEQUENCE_KEY
-from protocol import decoding
-from protocol.checksum import crc64
-from protocol.varint import Readable
+from immortal.coordinator.core.errors import LogFormatError, LogIdentityError
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.protocol import decoding
+from immortal.protocol.checksum import crc64
+from immortal.protocol.varint import Readable
 
 _IDENTITY = struct.Struct("<QQ")  # committer ID, when the log was made
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from coordinator.core.errors import LogError
-from coordinator.core.interfaces import Offer
-from coordinator.log import format as log_format
-from coordinator.log.format import CHUNK_KEY
-from protocol import decoding
-from protocol.varint import Readable
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.core.interfaces import Offer
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.format import CHUNK_KEY
+from immortal.protocol import decoding
+from immortal.protocol.varint import Readable
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = decoding.Decoder(Offer).decode

@@ -3,7 +3,7 @@
 ``lmdb:PATH``, or a path alone, is a log in a folder, ``postgresql://...#NAME`` one in a database. ``memory:NAME`` is
 one in this process, for tests. ``s3://...#NAME`` and the like are archives, which are only read. What another package
 brings it registers as an entry point of the group ``immortal.log_backends``: its name is the scheme, its value
-(``module:Class``) a :class:`coordinator.log.backend.Place`. docs/decisions/0027 has the reasons.
+(``module:Class``) a :class:`immortal.coordinator.log.backend.Place`. docs/decisions/0027 has the reasons.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from coordinator.core.errors import LogError, require
-from coordinator.log import format as log_format
-from coordinator.log.authentication import LogKey
-from coordinator.log.backend import LEASE_S, Backend, Options, Place
-from coordinator.log.meta import LogIdentity, meta_row
-from coordinator.log.store import RowLogStore
-from coordinator.log_url import FOLDERS, split_url
+from immortal.coordinator.core.errors import LogError, require
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.authentication import LogKey
+from immortal.coordinator.log.backend import LEASE_S, Backend, Options, Place
+from immortal.coordinator.log.meta import LogIdentity, meta_row
+from immortal.coordinator.log.store import RowLogStore
+from immortal.coordinator.log_url import FOLDERS, split_url
 
 if TYPE_CHECKING:
-    from coordinator.log.reader import LogReader
+    from immortal.coordinator.log.reader import LogReader
 
 BACKENDS = {
-    "lmdb": "coordinator.log.backends.lmdb:LmdbPlace",
-    "memory": "coordinator.log.backends.memory:MemoryPlace",
-    "postgresql": "coordinator.log.backends.postgres:PostgresPlace",
+    "lmdb": "immortal.coordinator.log.backends.lmdb:LmdbPlace",
+    "memory": "immortal.coordinator.log.backends.memory:MemoryPlace",
+    "postgresql": "immortal.coordinator.log.backends.postgres:PostgresPlace",
 }
 ARCHIVES = {
-    "s3": "coordinator.archive.place:S3Archive",
-    "gs": "coordinator.archive.place:GoogleArchive",
-    "az": "coordinator.archive.place:AzureArchive",
-    "file": "coordinator.archive.place:FolderArchive",
+    "s3": "immortal.coordinator.archive.place:S3Archive",
+    "gs": "immortal.coordinator.archive.place:GoogleArchive",
+    "az": "immortal.coordinator.archive.place:AzureArchive",
+    "file": "immortal.coordinator.archive.place:FolderArchive",
 }
 ENTRY_POINTS = "immortal.log_backends"
 
@@ -176,7 +176,7 @@ def open_reader(
     Raises LogKeyError and ForgedLogError as :func:`open_log`, LogFormatError, LogIdentityError, DamagedLogError,
     LogLockedError when this process has it open already.
     """
-    from coordinator.log.reader import LogReader  # here, as in coordinator.log
+    from immortal.coordinator.log.reader import LogReader  # here, as in immortal.coordinator.log
 
     reader = LogReader(place_of(log).open_reader(instance_name))
     try:

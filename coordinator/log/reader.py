@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 
 from msgspec import Struct
 
-from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
-from coordinator.core.interfaces import AuditEntry, Letter, LogSummary, OutputBatch
-from coordinator.log import reading, verdicts
-from coordinator.log.authentication import (
+from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
+from immortal.coordinator.core.interfaces import AuditEntry, Letter, LogSummary, OutputBatch
+from immortal.coordinator.log import reading, verdicts
+from immortal.coordinator.log.authentication import (
     LogKey,
     Macs,
     Marker,
@@ -22,13 +22,13 @@ from coordinator.log.authentication import (
     read_chunk,
     read_marker,
 )
-from coordinator.log.backend import ReadBackend, View
-from coordinator.log.findings import Finding
-from coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY, StoredHeader, decode_header
-from coordinator.log.meta import first_and_last_sequence_id, meta_value
-from coordinator.log.values import check_value, checked_prefix
-from protocol.checksum import crc64
-from protocol.verdicts import MessageKey, Verdict
+from immortal.coordinator.log.backend import ReadBackend, View
+from immortal.coordinator.log.findings import Finding
+from immortal.coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY, StoredHeader, decode_header
+from immortal.coordinator.log.meta import first_and_last_sequence_id, meta_value
+from immortal.coordinator.log.values import check_value, checked_prefix
+from immortal.protocol.checksum import crc64
+from immortal.protocol.verdicts import MessageKey, Verdict
 
 # One view covers at most this much: what is freed while it is open cannot be used again by the writer.
 SCAN_ROWS_MAX = 4096
@@ -52,7 +52,7 @@ class LoggedValue(Struct, frozen=True):
 
 
 class LogReader:
-    """Made by :func:`coordinator.log.open_reader`. For one thread; no view stays open between calls."""
+    """Made by :func:`immortal.coordinator.log.open_reader`. For one thread; no view stays open between calls."""
 
     def __init__(self, backend: ReadBackend) -> None:
         self.where = backend.where

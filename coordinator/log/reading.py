@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from coordinator.core.errors import DamagedCheckpointError, DamagedLogError
-from coordinator.core.interfaces import (
+from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError
+from immortal.coordinator.core.interfaces import (
     CheckpointHeader,
     ClientPosition,
     ImpulseBatch,
@@ -18,15 +18,15 @@ from coordinator.core.interfaces import (
     StreamStart,
     VersionStart,
 )
-from coordinator.log import format as log_format
-from coordinator.log import spilled, verdicts
-from coordinator.log.backend import View
-from coordinator.log.format import CHUNK_KEY, IMPULSES_TABLE, SEQUENCE_KEY, StoredHeader
-from coordinator.log.meta import first_and_last_sequence_id, meta_value
-from coordinator.log.values import logged_time_ns
-from protocol import decoding
-from protocol.checksum import crc64
-from protocol.client import ReplyKind
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log import spilled, verdicts
+from immortal.coordinator.log.backend import View
+from immortal.coordinator.log.format import CHUNK_KEY, IMPULSES_TABLE, SEQUENCE_KEY, StoredHeader
+from immortal.coordinator.log.meta import first_and_last_sequence_id, meta_value
+from immortal.coordinator.log.values import logged_time_ns
+from immortal.protocol import decoding
+from immortal.protocol.checksum import crc64
+from immortal.protocol.client import ReplyKind
 
 IMPULSES_LOADED_SIZE_BYTES_MAX = 16 << 20  # for each destination; memory has room for that
 LoadOutputs = Callable[[StoredHeader], dict[str, list[OutputBatch]]]

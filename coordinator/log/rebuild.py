@@ -10,16 +10,16 @@ from collections.abc import Collection, Iterator
 
 from msgspec import Struct
 
-from coordinator.core.errors import DamagedLogError
-from coordinator.core.interfaces import IMPULSES, ONESELF, SourcePosition
-from coordinator.log import format as log_format
-from coordinator.log import reading
-from coordinator.log.backend import Span, View
-from coordinator.log.format import SEQUENCE_KEY
-from coordinator.log.meta import meta_value
-from coordinator.log.rows import Changes
-from coordinator.log.values import verify_value
-from protocol.trailer import BatchKind
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, SourcePosition
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log import reading
+from immortal.coordinator.log.backend import Span, View
+from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.coordinator.log.meta import meta_value
+from immortal.coordinator.log.rows import Changes
+from immortal.coordinator.log.values import verify_value
+from immortal.protocol.trailer import BatchKind
 
 _TABLE = b"sources"
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from coordinator.core.errors import DamagedLogError
-from coordinator.log import format as log_format
-from coordinator.log.backend import Span, View
-from coordinator.log.checkpoint_store import checkpoint_spans
-from coordinator.log.format import INT, INTS, META_CUT, META_CUTS, META_SUSPECT, SEQUENCE_KEY, record_key
-from coordinator.log.meta import meta_row, meta_value
-from coordinator.log.reading import stored_headers
-from coordinator.log.rows import Changes
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.backend import Span, View
+from immortal.coordinator.log.checkpoint_store import checkpoint_spans
+from immortal.coordinator.log.format import INT, INTS, META_CUT, META_CUTS, META_SUSPECT, SEQUENCE_KEY, record_key
+from immortal.coordinator.log.meta import meta_row, meta_value
+from immortal.coordinator.log.reading import stored_headers
+from immortal.coordinator.log.rows import Changes
 
 
 def cut_spans(sequence_id: int, checkpoint_ids: list[int]) -> list[Span]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from coordinator.core.errors import require
-from coordinator.core.interfaces import SpilledBatch, Transaction, VersionStart
-from coordinator.log import format as log_format
-from coordinator.log import reading, spilled, verdicts
-from coordinator.log.backend import Row, Span, View
-from coordinator.log.format import IMPULSES_TABLE, MESSAGE_KEY, SEQUENCE_KEY, SPILLED_TABLE
-from coordinator.log.meta import meta_row
+from immortal.coordinator.core.errors import require
+from immortal.coordinator.core.interfaces import SpilledBatch, Transaction, VersionStart
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log import reading, spilled, verdicts
+from immortal.coordinator.log.backend import Row, Span, View
+from immortal.coordinator.log.format import IMPULSES_TABLE, MESSAGE_KEY, SEQUENCE_KEY, SPILLED_TABLE
+from immortal.coordinator.log.meta import meta_row
 
 
 class Changes(Struct):

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct, field
 
-from coordinator.core.errors import require
-from coordinator.log import format as log_format
-from coordinator.log.authentication import (
+from immortal.coordinator.core.errors import require
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.authentication import (
     NONCE_SIZE_BYTES,
     SUM_MODULUS,
     SUMMED_TABLES,
@@ -21,8 +21,8 @@ from coordinator.log.authentication import (
     is_summed,
     summed_rows,
 )
-from coordinator.log.backend import Append, ReadBackend, Row, Span, View
-from coordinator.log.format import (
+from immortal.coordinator.log.backend import Append, ReadBackend, Row, Span, View
+from immortal.coordinator.log.format import (
     CHUNK_KEY,
     MAC_SIZE_BYTES,
     META_AUTHENTICATED,
@@ -30,8 +30,8 @@ from coordinator.log.format import (
     META_SEAL,
     SEQUENCE_KEY,
 )
-from coordinator.log.meta import LogIdentity, first_and_last_sequence_id, meta_row
-from protocol.varint import Readable
+from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id, meta_row
+from immortal.protocol.varint import Readable
 
 # Of these the MACs are at hand: most appends change nothing else, so that nothing is read for them.
 _KEPT_TABLES = frozenset(("sources", "acknowledged", "verdicts", "letters", "meta"))

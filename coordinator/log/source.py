@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from coordinator.core.interfaces import LogSummary
-from coordinator.log.meta import LogIdentity
+from immortal.coordinator.core.interfaces import LogSummary
+from immortal.coordinator.log.meta import LogIdentity
 
 
 class RecordSource(Protocol):
-    """A log open for reading: :class:`coordinator.log.LogReader` is one."""
+    """A log open for reading: :class:`immortal.coordinator.log.LogReader` is one."""
 
     identity: LogIdentity
     problems: list[str]

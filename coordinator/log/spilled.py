@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from coordinator.core.errors import DamagedLogError
-from coordinator.core.interfaces import OutputBatch, SpilledBatch, SpilledExtent
-from coordinator.core.pieces import cut
-from coordinator.log import format as log_format
-from coordinator.log.backend import Span, View
-from coordinator.log.budget import Budget
-from coordinator.log.format import SPILLED_TABLE
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.coordinator.core.interfaces import OutputBatch, SpilledBatch, SpilledExtent
+from immortal.coordinator.core.pieces import cut
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.backend import Span, View
+from immortal.coordinator.log.budget import Budget
+from immortal.coordinator.log.format import SPILLED_TABLE
 
 EXTENT_SIZE_BYTES = 1 << 20  # rows are told as one up to this: there may be very many
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from coordinator.core.errors import (
+from immortal.coordinator.core.errors import (
     DamagedCheckpointError,
     DamagedLogError,
     LogError,
@@ -18,7 +18,7 @@ from coordinator.core.errors import (
     fail,
     require,
 )
-from coordinator.core.interfaces import (
+from immortal.coordinator.core.interfaces import (
     Letter,
     LogSpace,
     LogSummary,
@@ -28,9 +28,9 @@ from coordinator.core.interfaces import (
     StoredClients,
     Transaction,
 )
-from coordinator.fault_points import FaultPoint, reach
-from coordinator.log import reading, spilled, trim, verdicts
-from coordinator.log.authentication import (
+from immortal.coordinator.fault_points import FaultPoint, reach
+from immortal.coordinator.log import reading, spilled, trim, verdicts
+from immortal.coordinator.log.authentication import (
     LogKey,
     LogKeyError,
     Macs,
@@ -41,20 +41,20 @@ from coordinator.log.authentication import (
     read_chunk,
     read_marker,
 )
-from coordinator.log.backend import Append, Backend
-from coordinator.log.budget import Budget
-from coordinator.log.checkpoint_store import CheckpointWriter, half_written
-from coordinator.log.format import StoredHeader
-from coordinator.log.meta import first_and_last_sequence_id
-from coordinator.log.offers import decode_offer
-from coordinator.log.rebuild import rebuilding
-from coordinator.log.rows import Changes, add_dependent, changes_of, depends_on_log
-from coordinator.log.values import checked_prefix
-from protocol.varint import Readable
-from protocol.verdicts import MessageKey
+from immortal.coordinator.log.backend import Append, Backend
+from immortal.coordinator.log.budget import Budget
+from immortal.coordinator.log.checkpoint_store import CheckpointWriter, half_written
+from immortal.coordinator.log.format import StoredHeader
+from immortal.coordinator.log.meta import first_and_last_sequence_id
+from immortal.coordinator.log.offers import decode_offer
+from immortal.coordinator.log.rebuild import rebuilding
+from immortal.coordinator.log.rows import Changes, add_dependent, changes_of, depends_on_log
+from immortal.coordinator.log.values import checked_prefix
+from immortal.protocol.varint import Readable
+from immortal.protocol.verdicts import MessageKey
 
 if TYPE_CHECKING:
-    from coordinator.log.sealing import Change, Sealer
+    from immortal.coordinator.log.sealing import Change, Sealer
 
 _RECORD_HEADER = struct.Struct("<iiQq")
 
@@ -69,7 +69,7 @@ class _Begun(NamedTuple):
 
 
 class RowLogStore:
-    """The log of one instance, open for writing. Made by :func:`coordinator.log.open_log` or ``create_log``.
+    """The log of one instance, open for writing. Made by :func:`immortal.coordinator.log.open_log` or ``create_log``.
 
     commit, write_checkpoint_chunk and trim may run in one thread while read, read_checkpoint_chunk and summary
     run in another. After a LogFullError, LogSyncError or FencedError every call but :meth:`close` raises it again: what
@@ -79,7 +79,7 @@ class RowLogStore:
     def __init__(
         self, backend: Backend, keys: Sequence[LogKey] = (), *, adopt: bool = False, accept: bool = False
     ) -> None:
-        """``keys``, ``adopt``, ``accept``: as :func:`coordinator.log.open_log`, with its errors."""
+        """``keys``, ``adopt``, ``accept``: as :func:`immortal.coordinator.log.open_log`, with its errors."""
         self.backend = backend
         self.identity = backend.identity
         self.macs: Macs | None = None  # None: the log is not authenticated
@@ -156,7 +156,7 @@ class RowLogStore:
 
     def _authenticate(self, macs: Macs) -> None:
         """Raises ForgedLogError, DamagedLogError."""
-        from coordinator.log.sealing import Sealer  # here, as below: few logs have a key
+        from immortal.coordinator.log.sealing import Sealer  # here, as below: few logs have a key
 
         with self.backend.view() as view:
             self._sealer = Sealer(macs, view, self.identity.instance_name)
@@ -165,7 +165,7 @@ class RowLogStore:
 
     def _give_key(self, key: LogKey, first_sequence_id: int | None) -> None:
         """Authenticate all that is in the log as it is now; ``first_sequence_id``: as it was with another key."""
-        from coordinator.log import sealing
+        from immortal.coordinator.log import sealing
 
         self._sealer = None
         with self.backend.view() as view:
@@ -176,7 +176,7 @@ class RowLogStore:
 
     def forget_key(self) -> None:
         """Make it a log without authentication, as far as the disk goes: close it then."""
-        from coordinator.log import sealing
+        from immortal.coordinator.log import sealing
 
         self._sealer = None
         self._append(sealing.unsealed(self._last_sequence_id))

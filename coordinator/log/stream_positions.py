@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from coordinator.core.interfaces import IMPULSES
-from coordinator.log.findings import Finding, Severity
-from protocol.client import CLIENTS
-from protocol.trailer import BatchKind, Trailer
+from immortal.coordinator.core.interfaces import IMPULSES
+from immortal.coordinator.log.findings import Finding, Severity
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.trailer import BatchKind, Trailer
 
 _CUT_OFF = "what was between was cut off by hand"
 

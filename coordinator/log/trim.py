@@ -7,16 +7,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
-from coordinator.core.errors import DamagedLogError, require
-from coordinator.core.interfaces import CheckpointHeader
-from coordinator.log import format as log_format
-from coordinator.log import spilled
-from coordinator.log.backend import View
-from coordinator.log.budget import Budget
-from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
-from coordinator.log.meta import meta_row
-from coordinator.log.reading import acknowledged_positions
-from coordinator.log.rows import Changes
+from immortal.coordinator.core.errors import DamagedLogError, require
+from immortal.coordinator.core.interfaces import CheckpointHeader
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log import spilled
+from immortal.coordinator.log.backend import View
+from immortal.coordinator.log.budget import Budget
+from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
+from immortal.coordinator.log.meta import meta_row
+from immortal.coordinator.log.reading import acknowledged_positions
+from immortal.coordinator.log.rows import Changes
 
 
 class Retention(Struct, frozen=True):

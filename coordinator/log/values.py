@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from coordinator.core.errors import DamagedLogError
-from protocol.errors import DamagedRecordError, RemoteProtocolError
-from protocol.record import RecordHeader, verify_record
-from protocol.trailer import Trailer, check_trailer, decode_trailer
-from protocol.varint import Readable
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.protocol.errors import DamagedRecordError, RemoteProtocolError
+from immortal.protocol.record import RecordHeader, verify_record
+from immortal.protocol.trailer import Trailer, check_trailer, decode_trailer
+from immortal.protocol.varint import Readable
 
 
 def verify_value(value: Readable, expected_sequence_id: int, committer_id: int) -> tuple[RecordHeader, Trailer]:

@@ -8,15 +8,15 @@ from typing import Annotated
 
 import msgspec
 
-from coordinator.core.errors import DamagedLogError
-from coordinator.core.interfaces import NO_SUSPECT, AuditEntry, Letter, Suspect
-from coordinator.log import format as log_format
-from coordinator.log.backend import Row, View
-from coordinator.log.format import MESSAGE_KEY, META_SUSPECT, SEQUENCE_KEY
-from coordinator.log.meta import meta_row
-from protocol import decoding
-from protocol.varint import Readable
-from protocol.verdicts import MessageKey, Verdict
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.coordinator.core.interfaces import NO_SUSPECT, AuditEntry, Letter, Suspect
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.backend import Row, View
+from immortal.coordinator.log.format import MESSAGE_KEY, META_SUSPECT, SEQUENCE_KEY
+from immortal.coordinator.log.meta import meta_row
+from immortal.protocol import decoding
+from immortal.protocol.varint import Readable
+from immortal.protocol.verdicts import MessageKey, Verdict
 
 _VERDICT = decoding.Decoder(Verdict)
 _LETTER = decoding.Decoder(tuple[int, Verdict])

@@ -6,21 +6,21 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct, field
 
-from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogLockedError
-from coordinator.core.interfaces import ClientPosition
-from coordinator.log import format as log_format
-from coordinator.log import reading, spilled, verdicts
-from coordinator.log.authentication import ForgedLogError, LogKey, LogKeyError, not_authenticated
-from coordinator.log.backend import Place, View
-from coordinator.log.findings import Finding, Severity
-from coordinator.log.format import StoredHeader
-from coordinator.log.meta import LogIdentity, first_and_last_sequence_id, meta_value
-from coordinator.log.open import Log, open_reader, place_of
-from coordinator.log.reader import LogReader, TrimmedError
-from coordinator.log.rebuild import plan_rebuilding
-from coordinator.log.stream_positions import StreamPositions
-from coordinator.log.values import verify_value
-from protocol.client import caller_of
+from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogLockedError
+from immortal.coordinator.core.interfaces import ClientPosition
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log import reading, spilled, verdicts
+from immortal.coordinator.log.authentication import ForgedLogError, LogKey, LogKeyError, not_authenticated
+from immortal.coordinator.log.backend import Place, View
+from immortal.coordinator.log.findings import Finding, Severity
+from immortal.coordinator.log.format import StoredHeader
+from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id, meta_value
+from immortal.coordinator.log.open import Log, open_reader, place_of
+from immortal.coordinator.log.reader import LogReader, TrimmedError
+from immortal.coordinator.log.rebuild import plan_rebuilding
+from immortal.coordinator.log.stream_positions import StreamPositions
+from immortal.coordinator.log.values import verify_value
+from immortal.protocol.client import caller_of
 
 _READ_SIZE_BYTES = 1 << 20
 _READ_SIZE_BYTES_MIN = 4096  # to name the place

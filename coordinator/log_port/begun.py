@@ -12,8 +12,8 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from coordinator.core.effects import Commit
-from coordinator.core.interfaces import LogStore
+from immortal.coordinator.core.effects import Commit
+from immortal.coordinator.core.interfaces import LogStore
 
 
 class Finished(NamedTuple):

@@ -11,20 +11,20 @@ import select
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from coordinator.clock import InstanceClock
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import LogError, LogUnavailableError, fail
-from coordinator.core.interfaces import LogStore, Standby
-from coordinator.driver.ports import Offered, Read, StoreRead, Write
-from coordinator.driver.reads import answer, failed, problem_of
-from coordinator.fault_points import FaultPoint, reach
-from coordinator.log_port.reads import LogReads
-from coordinator.log_port.writer import LogWriter
-from coordinator.notices import Notices
+from immortal.coordinator.clock import InstanceClock
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import LogError, LogUnavailableError, fail
+from immortal.coordinator.core.interfaces import LogStore, Standby
+from immortal.coordinator.driver.ports import Offered, Read, StoreRead, Write
+from immortal.coordinator.driver.reads import answer, failed, problem_of
+from immortal.coordinator.fault_points import FaultPoint, reach
+from immortal.coordinator.log_port.reads import LogReads
+from immortal.coordinator.log_port.writer import LogWriter
+from immortal.coordinator.notices import Notices
 
 if TYPE_CHECKING:
-    from coordinator.log_port.follower import LogFollower
+    from immortal.coordinator.log_port.follower import LogFollower
 
 CHECKED_AT_ONCE_SIZE_BYTES_MAX = 256 << 10
 """A checkpoint of this size takes some 0.3 ms to read whole and to check; a thread takes as long to be woken."""

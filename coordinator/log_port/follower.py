@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import DamagedLogError, LogError, LogLockedError, LogUnavailableError
-from coordinator.core.interfaces import LogStore, LogSummary
-from coordinator.driver.ports import Offered, StoreRead
-from coordinator.driver.reads import failed, problem_of
-from coordinator.log.backend import Asked, Following
-from coordinator.log.offers import encode_offer, sealed_chunk
-from coordinator.log_port.mailbox import Mailbox
-from protocol.errors import ImmortalError
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import DamagedLogError, LogError, LogLockedError, LogUnavailableError
+from immortal.coordinator.core.interfaces import LogStore, LogSummary
+from immortal.coordinator.driver.ports import Offered, StoreRead
+from immortal.coordinator.driver.reads import failed, problem_of
+from immortal.coordinator.log.backend import Asked, Following
+from immortal.coordinator.log.offers import encode_offer, sealed_chunk
+from immortal.coordinator.log_port.mailbox import Mailbox
+from immortal.protocol.errors import ImmortalError
 
 LOOK_S = 0.01
 IDLE_LOOK_S = 0.05  # once nothing was new for a second: 0.5 % of a processor, where LOOK_S takes 2 %

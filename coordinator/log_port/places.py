@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from coordinator.config import InstanceSettings
-from coordinator.instances import own_logs
-from coordinator.log import RowLogStore
-from coordinator.log.backend import Following, Options
-from coordinator.log.open import place_of
-from coordinator.notices import Notices
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.log import RowLogStore
+from immortal.coordinator.log.backend import Following, Options
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.notices import Notices
 
 if TYPE_CHECKING:
-    from coordinator.log.reader import LogReader
+    from immortal.coordinator.log.reader import LogReader
 
 NAMED_S = 1.0  # who holds a lock is read from a list of all locks: not at each look whether it is free
 

@@ -10,8 +10,8 @@ import queue
 import threading
 from collections.abc import Callable
 
-from coordinator.core.events import Event
-from coordinator.log_port.mailbox import Mailbox
+from immortal.coordinator.core.events import Event
+from immortal.coordinator.log_port.mailbox import Mailbox
 
 Work = Callable[[], Event | None]
 

@@ -22,15 +22,15 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from coordinator.core.effects import Commit, ReadTail, WriteCheckpointChunk
-from coordinator.core.errors import FencedError, LogError, LogUnavailableError
-from coordinator.core.events import ChunkWritten, Committed, Event, Fenced, LogFailed, TailRead
-from coordinator.core.interfaces import LogStore, Transaction
-from coordinator.fault_points import FaultPoint, armed, reach
-from coordinator.log_port.begun import BegunCommits
-from coordinator.log_port.mailbox import Mailbox
-from coordinator.notices import Sink
-from coordinator.notices.timed import CommitTimed
+from immortal.coordinator.core.effects import Commit, ReadTail, WriteCheckpointChunk
+from immortal.coordinator.core.errors import FencedError, LogError, LogUnavailableError
+from immortal.coordinator.core.events import ChunkWritten, Committed, Event, Fenced, LogFailed, TailRead
+from immortal.coordinator.core.interfaces import LogStore, Transaction
+from immortal.coordinator.fault_points import FaultPoint, armed, reach
+from immortal.coordinator.log_port.begun import BegunCommits
+from immortal.coordinator.log_port.mailbox import Mailbox
+from immortal.coordinator.notices import Sink
+from immortal.coordinator.notices.timed import CommitTimed
 
 JOINED_SIZE_BYTES_MAX = 8 << 20
 """Commits that wait are joined up to this: a sync costs the same for one and for many. With 4 MiB, one-way traffic that

@@ -4,7 +4,7 @@
 ever reports "sent".
 """
 
-from coordinator.messenger.errors import (
+from immortal.coordinator.messenger.errors import (
     AlreadyRepliedError,
     EndpointError,
     EndpointInUseError,
@@ -13,13 +13,13 @@ from coordinator.messenger.errors import (
     MessengerError,
     PendingFullError,
 )
-from coordinator.messenger.listener import ClientLoop, ClientRoute, Received, ServerLoop
-from coordinator.messenger.messenger import Messenger
-from coordinator.messenger.outbox import ReplyCallback, RetryPolicy
-from coordinator.messenger.room import PendingLimits
-from coordinator.messenger.security import KeyPair, Role, Security
-from coordinator.messenger.sockets import Counters
-from coordinator.messenger.turns import Answer, AnswerCallback, Outcome
+from immortal.coordinator.messenger.listener import ClientLoop, ClientRoute, Received, ServerLoop
+from immortal.coordinator.messenger.messenger import Messenger
+from immortal.coordinator.messenger.outbox import ReplyCallback, RetryPolicy
+from immortal.coordinator.messenger.room import PendingLimits
+from immortal.coordinator.messenger.security import KeyPair, Role, Security
+from immortal.coordinator.messenger.sockets import Counters
+from immortal.coordinator.messenger.turns import Answer, AnswerCallback, Outcome
 
 __all__ = [
     "AlreadyRepliedError",

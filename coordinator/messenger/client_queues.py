@@ -12,13 +12,13 @@ from collections.abc import Callable
 import zmq
 from msgspec import Struct, field
 
-from coordinator.messenger.limits import (
+from immortal.coordinator.messenger.limits import (
     CLIENT_QUEUED_SIZE_BYTES_MAX,
     CLIENT_SHARE_SIZE_BYTES,
     CLIENTS_QUEUED_SIZE_BYTES_MAX,
     LARGE_PART_SIZE_BYTES,
 )
-from coordinator.messenger.sockets import NOBLOCK
+from immortal.coordinator.messenger.sockets import NOBLOCK
 
 
 class _Queue(Struct, eq=False):

@@ -19,7 +19,7 @@ from enum import IntEnum
 
 from msgspec import Struct
 
-from coordinator.messenger.limits import SPAN_MAX
+from immortal.coordinator.messenger.limits import SPAN_MAX
 
 
 class Sighting(IntEnum):

@@ -50,7 +50,7 @@ from struct import Struct
 from struct import error as struct_error
 from typing import NamedTuple
 
-from coordinator.messenger.errors import EnvelopeError, UnknownEnvelopeError
+from immortal.coordinator.messenger.errors import EnvelopeError, UnknownEnvelopeError
 
 VERSION = 2
 NOOP = 0  # the callback ID of nobody

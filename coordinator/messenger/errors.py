@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.errors import ImmortalError, LimitExceededError, RemoteProtocolError
+from immortal.protocol.errors import ImmortalError, LimitExceededError, RemoteProtocolError
 
 
 class MessengerError(ImmortalError):

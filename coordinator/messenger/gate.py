@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 import zmq
 from zmq.utils import z85
 
-from coordinator.messenger.errors import MessengerError
-from coordinator.messenger.sockets import Context, Socket, Warnings, receive_parts
-from coordinator.messenger.wake import Wake
+from immortal.coordinator.messenger.errors import MessengerError
+from immortal.coordinator.messenger.sockets import Context, Socket, Warnings, receive_parts
+from immortal.coordinator.messenger.wake import Wake
 
 ENDPOINT = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"

@@ -21,15 +21,15 @@ from struct import Struct
 
 import zmq
 
-from coordinator.messenger.limits import (
+from immortal.coordinator.messenger.limits import (
     HANDSHAKE_LOOK_MS,
     HANDSHAKE_PLAIN_GRACE_MS,
     HANDSHAKE_SIZE_BYTES_MAX,
     HANDSHAKE_TIMEOUT_MS,
     HANDSHAKES_MAX,
 )
-from coordinator.messenger.sockets import Context, Socket, Warnings, monitored_events, open_monitor
-from coordinator.messenger.wake import Wake
+from immortal.coordinator.messenger.sockets import Context, Socket, Warnings, monitored_events, open_monitor
+from immortal.coordinator.messenger.wake import Wake
 
 _ACCEPTED = int(zmq.EVENT_ACCEPTED)
 _SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)

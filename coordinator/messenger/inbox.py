@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 from msgspec import Struct, field
 
-from coordinator.messenger.duplicates import DuplicateTracker, OrderedTracker, Sighting
-from coordinator.messenger.envelope import NOOP, REPLY, REPLY_EXPIRED
-from coordinator.messenger.limits import (
+from immortal.coordinator.messenger.duplicates import DuplicateTracker, OrderedTracker, Sighting
+from immortal.coordinator.messenger.envelope import NOOP, REPLY, REPLY_EXPIRED
+from immortal.coordinator.messenger.limits import (
     CALLBACK_OVERHEAD_BYTES,
     CALLBACKS_MAX,
     CONVERSATIONS_MAX,

@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from coordinator.messenger.sockets import Context
+from immortal.coordinator.messenger.sockets import Context
 
 Watcher = Callable[[bool], None]
 """Told True when there is a listener, False when it goes; in the listener's thread, so it only takes note."""

@@ -7,7 +7,7 @@ from functools import partial
 
 import zmq
 
-from coordinator.messenger.envelope import (
+from immortal.coordinator.messenger.envelope import (
     CALLBACK_UNKNOWN,
     ENVELOPE_SIZE_BYTES,
     MESSAGES,
@@ -21,9 +21,9 @@ from coordinator.messenger.envelope import (
     decode_parts,
     encode_message,
 )
-from coordinator.messenger.errors import EndpointError, EnvelopeError
-from coordinator.messenger.inproc import Watcher, is_inproc, unwatch, watch
-from coordinator.messenger.limits import (
+from immortal.coordinator.messenger.errors import EndpointError, EnvelopeError
+from immortal.coordinator.messenger.inproc import Watcher, is_inproc, unwatch, watch
+from immortal.coordinator.messenger.limits import (
     CLOSE_LINGER_MS,
     CONNECT_HANDSHAKE_TIMEOUT_MS,
     CONNECT_TIMEOUT_MS,
@@ -36,10 +36,10 @@ from coordinator.messenger.limits import (
     RECONNECT_REFUSED_NS,
     SENT_PER_LOOK,
 )
-from coordinator.messenger.outbox import Outbox, PendingMessage, ReplyCallback
-from coordinator.messenger.room import Room
-from coordinator.messenger.security import KeyPair, connect_with
-from coordinator.messenger.sockets import (
+from immortal.coordinator.messenger.outbox import Outbox, PendingMessage, ReplyCallback
+from immortal.coordinator.messenger.room import Room
+from immortal.coordinator.messenger.security import KeyPair, connect_with
+from immortal.coordinator.messenger.sockets import (
     EVENTS,
     NOBLOCK,
     NOBLOCK_MORE,
@@ -57,7 +57,7 @@ from coordinator.messenger.sockets import (
     receive_parts,
     send_parts,
 )
-from coordinator.messenger.turns import Answer, Outcome, Turn
+from immortal.coordinator.messenger.turns import Answer, Outcome, Turn
 
 _OUTCOMES = {
     REPLY: Outcome.REPLIED,

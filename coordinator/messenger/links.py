@@ -6,15 +6,15 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from coordinator.messenger.envelope import NOOP
-from coordinator.messenger.link import Link
-from coordinator.messenger.outbox import Outbox, ReplyCallback
-from coordinator.messenger.readiness import Readiness
-from coordinator.messenger.room import Room
-from coordinator.messenger.security import Security
-from coordinator.messenger.sockets import Shared
-from coordinator.messenger.turns import Turn
-from coordinator.messenger.wake import Wake
+from immortal.coordinator.messenger.envelope import NOOP
+from immortal.coordinator.messenger.link import Link
+from immortal.coordinator.messenger.outbox import Outbox, ReplyCallback
+from immortal.coordinator.messenger.readiness import Readiness
+from immortal.coordinator.messenger.room import Room
+from immortal.coordinator.messenger.security import Security
+from immortal.coordinator.messenger.sockets import Shared
+from immortal.coordinator.messenger.turns import Turn
+from immortal.coordinator.messenger.wake import Wake
 
 
 class Links:

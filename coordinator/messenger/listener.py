@@ -10,9 +10,9 @@ from typing import NamedTuple
 import zmq
 from msgspec import Struct
 
-from coordinator.messenger.client_queues import ClientQueues
-from coordinator.messenger.duplicates import Sighting
-from coordinator.messenger.envelope import (
+from immortal.coordinator.messenger.client_queues import ClientQueues
+from immortal.coordinator.messenger.duplicates import Sighting
+from immortal.coordinator.messenger.envelope import (
     CALLBACK_UNKNOWN,
     KNOWN,
     MESSAGES,
@@ -26,17 +26,17 @@ from coordinator.messenger.envelope import (
     encode_parts,
     encode_reply,
 )
-from coordinator.messenger.errors import (
+from immortal.coordinator.messenger.errors import (
     AlreadyRepliedError,
     EndpointInUseError,
     EnvelopeError,
     MessageTooLargeError,
     UnknownEnvelopeError,
 )
-from coordinator.messenger.handshakes import Handshakes
-from coordinator.messenger.inbox import Conversation, Inbox
-from coordinator.messenger.inproc import is_inproc, telling
-from coordinator.messenger.limits import (
+from immortal.coordinator.messenger.handshakes import Handshakes
+from immortal.coordinator.messenger.inbox import Conversation, Inbox
+from immortal.coordinator.messenger.inproc import is_inproc, telling
+from immortal.coordinator.messenger.limits import (
     HANDSHAKE_TIMEOUT_MS,
     LARGE_PART_SIZE_BYTES,
     PART_SIZE_BYTES_MAX,
@@ -48,8 +48,8 @@ from coordinator.messenger.limits import (
     SPAN_MAX,
     TOLD_ROUTES_MAX,
 )
-from coordinator.messenger.security import Role, Security, serve_with
-from coordinator.messenger.sockets import (
+from immortal.coordinator.messenger.security import Role, Security, serve_with
+from immortal.coordinator.messenger.sockets import (
     EVENTS,
     NOBLOCK,
     NOBLOCK_MORE,
@@ -65,7 +65,7 @@ from coordinator.messenger.sockets import (
     receive_identified,
     receive_parts,
 )
-from protocol.client import is_client_frame
+from immortal.protocol.client import is_client_frame
 
 FIRST, REFUSED, EARLY = Sighting.FIRST, Sighting.REFUSED, Sighting.EARLY
 _monitor_numbers = itertools.count()

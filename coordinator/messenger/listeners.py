@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from coordinator.messenger.gate import Gate
-from coordinator.messenger.listener import ClientLoop, ClientReply, Listener, Reply, ServerLoop
-from coordinator.messenger.posted import Posted
-from coordinator.messenger.readiness import Readiness
-from coordinator.messenger.security import Security
-from coordinator.messenger.sockets import Counters, Shared
+from immortal.coordinator.messenger.gate import Gate
+from immortal.coordinator.messenger.listener import ClientLoop, ClientReply, Listener, Reply, ServerLoop
+from immortal.coordinator.messenger.posted import Posted
+from immortal.coordinator.messenger.readiness import Readiness
+from immortal.coordinator.messenger.security import Security
+from immortal.coordinator.messenger.sockets import Counters, Shared
 
 CALLBACK_ID_MAX = 2**64 - 1
 

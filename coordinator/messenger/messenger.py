@@ -21,23 +21,23 @@ from typing import TypeVar
 
 import zmq
 
-from coordinator.messenger.envelope import NOOP
-from coordinator.messenger.errors import MessengerClosedError, MessengerError
-from coordinator.messenger.limits import IN_FLIGHT_MAX, IO_THREADS, SPAN_MAX, TURNS_MAX
-from coordinator.messenger.link import Link
-from coordinator.messenger.links import Links
-from coordinator.messenger.listener import ClientLoop, Listener, ServerLoop
-from coordinator.messenger.listeners import CALLBACK_ID_MAX, Listeners
-from coordinator.messenger.outbox import Outbox, ReplyCallback, RetryPolicy
-from coordinator.messenger.posted import Posted
-from coordinator.messenger.readiness import Readiness
-from coordinator.messenger.room import PENDING_LIMITS, PendingLimits, Room
-from coordinator.messenger.security import Security
-from coordinator.messenger.sockets import Context, Counters, Shared
-from coordinator.messenger.threaded import OwnerThread
-from coordinator.messenger.turns import AnswerCallback, Turn
-from coordinator.messenger.wake import Wake
-from protocol.forks import text_after_fork, watch
+from immortal.coordinator.messenger.envelope import NOOP
+from immortal.coordinator.messenger.errors import MessengerClosedError, MessengerError
+from immortal.coordinator.messenger.limits import IN_FLIGHT_MAX, IO_THREADS, SPAN_MAX, TURNS_MAX
+from immortal.coordinator.messenger.link import Link
+from immortal.coordinator.messenger.links import Links
+from immortal.coordinator.messenger.listener import ClientLoop, Listener, ServerLoop
+from immortal.coordinator.messenger.listeners import CALLBACK_ID_MAX, Listeners
+from immortal.coordinator.messenger.outbox import Outbox, ReplyCallback, RetryPolicy
+from immortal.coordinator.messenger.posted import Posted
+from immortal.coordinator.messenger.readiness import Readiness
+from immortal.coordinator.messenger.room import PENDING_LIMITS, PendingLimits, Room
+from immortal.coordinator.messenger.security import Security
+from immortal.coordinator.messenger.sockets import Context, Counters, Shared
+from immortal.coordinator.messenger.threaded import OwnerThread
+from immortal.coordinator.messenger.turns import AnswerCallback, Turn
+from immortal.coordinator.messenger.wake import Wake
+from immortal.protocol.forks import text_after_fork, watch
 
 Result = TypeVar("Result")
 

@@ -17,13 +17,13 @@ from collections.abc import Callable
 
 from msgspec import Struct, field
 
-from coordinator.messenger.limits import (
+from immortal.coordinator.messenger.limits import (
     IN_FLIGHT_MAX,
     IN_FLIGHT_SIZE_BYTES_MAX,
     SILENCE_DOUBLINGS_MAX,
     SILENCE_NS,
 )
-from coordinator.messenger.turns import Turn
+from immortal.coordinator.messenger.turns import Turn
 
 ReplyCallback = Callable[[list[bytes]], None]
 LOOKS_PER_DELAY = 2  # how often what is due is looked for, at most, in the shortest delay

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Sequence
 
-from coordinator.messenger.errors import MessengerClosedError
-from coordinator.messenger.listener import ClientReply, Reply
-from coordinator.messenger.outbox import ReplyCallback
-from coordinator.messenger.room import Room
-from coordinator.messenger.sockets import check_destination, message_parts
-from coordinator.messenger.threaded import OwnerThread
-from coordinator.messenger.turns import Turn
-from coordinator.messenger.wake import Wake
+from immortal.coordinator.messenger.errors import MessengerClosedError
+from immortal.coordinator.messenger.listener import ClientReply, Reply
+from immortal.coordinator.messenger.outbox import ReplyCallback
+from immortal.coordinator.messenger.room import Room
+from immortal.coordinator.messenger.sockets import check_destination, message_parts
+from immortal.coordinator.messenger.threaded import OwnerThread
+from immortal.coordinator.messenger.turns import Turn
+from immortal.coordinator.messenger.wake import Wake
 
 
 class Posted:

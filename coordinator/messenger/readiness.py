@@ -12,10 +12,10 @@ from __future__ import annotations
 import select
 from collections.abc import Sequence
 
-from coordinator.messenger.limits import PATIENCE_NS
-from coordinator.messenger.link import Link
-from coordinator.messenger.listener import Listener
-from coordinator.messenger.wake import Wake
+from immortal.coordinator.messenger.limits import PATIENCE_NS
+from immortal.coordinator.messenger.link import Link
+from immortal.coordinator.messenger.listener import Listener
+from immortal.coordinator.messenger.wake import Wake
 
 Source = Link | Listener
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from coordinator.messenger.errors import MessengerError, PendingFullError
-from coordinator.messenger.limits import PENDING_MAX, PENDING_SIZE_BYTES_MAX
+from immortal.coordinator.messenger.errors import MessengerError, PendingFullError
+from immortal.coordinator.messenger.limits import PENDING_MAX, PENDING_SIZE_BYTES_MAX
 
 
 class PendingLimits(Struct, frozen=True):

@@ -13,7 +13,7 @@ from enum import StrEnum
 import zmq
 from msgspec import Struct, field
 
-from coordinator.messenger.sockets import Socket
+from immortal.coordinator.messenger.sockets import Socket
 
 ZAP_DOMAIN = b"immortal"
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 import zmq
 from msgspec import Struct, field
 
-from coordinator.messenger.errors import EndpointError, EndpointInUseError, MessageTooLargeError
-from coordinator.messenger.limits import (
+from immortal.coordinator.messenger.errors import EndpointError, EndpointInUseError, MessageTooLargeError
+from immortal.coordinator.messenger.limits import (
     KEEPALIVE_COUNT,
     KEEPALIVE_S,
     LARGE_PART_SIZE_BYTES,
@@ -24,9 +24,9 @@ from coordinator.messenger.limits import (
     RECEIVED_PARTS_MAX,
     WARNING_INTERVAL_NS,
 )
-from protocol.rate_limit import RateLimit
+from immortal.protocol.rate_limit import RateLimit
 
-logger = logging.getLogger("coordinator.messenger")
+logger = logging.getLogger("immortal.coordinator.messenger")
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]

@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from coordinator.messenger.errors import MessengerClosedError, MessengerError
-from coordinator.messenger.wake import Wake
+from immortal.coordinator.messenger.errors import MessengerClosedError, MessengerError
+from immortal.coordinator.messenger.wake import Wake
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-logger = logging.getLogger("coordinator.messenger")
+logger = logging.getLogger("immortal.coordinator.messenger")
 Result = TypeVar("Result")
 
 

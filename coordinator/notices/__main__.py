@@ -1,4 +1,4 @@
-"""``python -m coordinator.notices``: the tables of docs/guide/notices.md, notices and then metrics."""
+"""``python -m immortal.coordinator.notices``: the tables of docs/guide/notices.md, notices and then metrics."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 
 from msgspec.structs import fields
 
-from coordinator.core.notices import Notice
-from coordinator.notices.execution_wait import EXECUTION_WAIT, HANDLER
-from coordinator.notices.lines import LOG_LEVELS
-from coordinator.notices.metrics import NOTICES, PHASE, STATUS, TIMES, UP
-from coordinator.notices.sink import Line
-from coordinator.notices.timed import Timed
+from immortal.coordinator.core.notices import Notice
+from immortal.coordinator.notices.execution_wait import EXECUTION_WAIT, HANDLER
+from immortal.coordinator.notices.lines import LOG_LEVELS
+from immortal.coordinator.notices.metrics import NOTICES, PHASE, STATUS, TIMES, UP
+from immortal.coordinator.notices.sink import Line
+from immortal.coordinator.notices.timed import Timed
 
 
 def notices() -> list[type[Notice]]:

@@ -6,11 +6,11 @@ import logging
 import sys
 from typing import TextIO
 
-from coordinator.core.notices import Level
-from coordinator.notices.limited import Limited
-from coordinator.notices.lines import Lines
-from coordinator.notices.sink import ErrorLine, Line, Notices, Sink, WarningLine
-from coordinator.notices.text_lines import TextLines
+from immortal.coordinator.core.notices import Level
+from immortal.coordinator.notices.limited import Limited
+from immortal.coordinator.notices.lines import Lines
+from immortal.coordinator.notices.sink import ErrorLine, Line, Notices, Sink, WarningLine
+from immortal.coordinator.notices.text_lines import TextLines
 
 LOG_FORMATS = ("human", "json")
 
@@ -21,7 +21,7 @@ def configure(
     """One line on ``stream`` (stderr) for each notice, also for what modules log that know of no instance."""
     lines: Lines
     if log_format == "json":
-        from coordinator.notices.json_lines import JsonLines
+        from immortal.coordinator.notices.json_lines import JsonLines
 
         lines = JsonLines(instance, stream or sys.stderr, level)
     else:

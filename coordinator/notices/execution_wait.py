@@ -3,7 +3,7 @@
 To time each message would cost each of them. Instead the app is asked a question that it answers in its turn, behind
 what it was given before: when the answer comes, all that was durable at the question's time is executed. So what is
 measured is what a message would have waited that became durable then. The question is the one for handler times: the
-answer has how long some messages took since the last one (:mod:`appsdk.dispatch.times`).
+answer has how long some messages took since the last one (:mod:`immortal.appsdk.dispatch.times`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from protocol.errors import ImmortalError
-from protocol.handlers import OTHER_MESSAGES, TIMES_TASK
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.handlers import OTHER_MESSAGES, TIMES_TASK
 
 INTERVAL_S = 1.0
 PAUSE_FACTOR = 200  # as many times what asking took: of an instance whose status is large

@@ -9,10 +9,10 @@ from __future__ import annotations
 from structlog.processors import JSONRenderer, TimeStamper, add_log_level
 from structlog.typing import Processor
 
-from coordinator.core.notices import Notice
-from coordinator.notices.lines import Lines
-from coordinator.notices.sink import Line
-from protocol.shown import printable_json
+from immortal.coordinator.core.notices import Notice
+from immortal.coordinator.notices.lines import Lines
+from immortal.coordinator.notices.sink import Line
+from immortal.protocol.shown import printable_json
 
 _PROCESSORS: tuple[Processor, ...] = (
     add_log_level,

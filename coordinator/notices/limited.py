@@ -7,9 +7,9 @@ from collections.abc import Hashable
 
 from msgspec.structs import replace
 
-from coordinator.core.notices import Notice
-from coordinator.notices.sink import Sink
-from protocol.rate_limit import BURST, RateLimit
+from immortal.coordinator.core.notices import Notice
+from immortal.coordinator.notices.sink import Sink
+from immortal.protocol.rate_limit import BURST, RateLimit
 
 LINES_MAX = BURST  # of one kind at once
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from typing import TextIO
 
-from coordinator.core.notices import Level, Notice
+from immortal.coordinator.core.notices import Level, Notice
 
 LOG_LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
 

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
-from coordinator.core.notices import CheckpointBegan, CheckpointTaken, Notice, Recovered, Recovering
-from coordinator.notices.timed import CommitTimed, SyncTimed, Timed
-from protocol.errors import ImmortalError
+from immortal.coordinator.core.notices import CheckpointBegan, CheckpointTaken, Notice, Recovered, Recovering
+from immortal.coordinator.notices.timed import CommitTimed, SyncTimed, Timed
+from immortal.protocol.errors import ImmortalError
 
 Metric = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily
 INSTANCE = "instance_name"  # a label of all

@@ -19,10 +19,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from coordinator.config import split_tcp
-from coordinator.config.app_hosts import IPV4_LOOPBACK, LOCALHOST, host_port, is_loopback
-from coordinator.notices.sink import Notices
-from protocol.errors import ImmortalError
+from immortal.coordinator.config import split_tcp
+from immortal.coordinator.config.app_hosts import IPV4_LOOPBACK, LOCALHOST, host_port, is_loopback
+from immortal.coordinator.notices.sink import Notices
+from immortal.protocol.errors import ImmortalError
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

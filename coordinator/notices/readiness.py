@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from coordinator.core.notices import CheckpointTaken, Notice, Recovered
+from immortal.coordinator.core.notices import CheckpointTaken, Notice, Recovered
 
 
 class Readiness:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol
 
-from coordinator.core.notices import Notice
+from immortal.coordinator.core.notices import Notice
 
 
 class Sink(Protocol):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 
-from coordinator.core.notices import Notice
-from coordinator.notices.lines import Lines
-from protocol.shown import printable, printable_json
+from immortal.coordinator.core.notices import Notice
+from immortal.coordinator.notices.lines import Lines
+from immortal.protocol.shown import printable, printable_json
 
 
 class TextLines(Lines):

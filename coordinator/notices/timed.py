@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.core.notices import Notice
+from immortal.coordinator.core.notices import Notice
 
 
 class Timed(Notice):

@@ -1,8 +1,8 @@
 """Asking a running coordinator: where it says how it is reached, and one question and its answer.
 
 A coordinator writes <folder>/coordinator.json when it is ready to answer, and `immortal run` <folder>/supervisor.json
-when it can be told to stop and to restart (protocol.process_file). It answers at a Unix socket, <folder>/control.sock,
-to its own user and to root (coordinator.operator.control_server).
+when it can be told to stop and to restart (process_file.py). It answers at a Unix socket, <folder>/control.sock,
+to its own user and to root (immortal.coordinator.operator.control_server).
 
 Question and answer are JSON behind a size of 4 bytes, little endian. Each connection carries one of each.
 
@@ -21,12 +21,12 @@ from typing import Any
 
 import msgspec
 
-from coordinator.config import socket_paths, write_atomically
-from protocol import decoding, process_file
-from protocol.errors import ImmortalError
-from protocol.private_files import PUBLIC_FILE_MODE, make_folder
-from protocol.process_file import COORDINATOR_FILE_NAME, SUPERVISOR_FILE_NAME, ProcessFile
-from protocol.shared_home import last_holder
+from immortal.coordinator.config import socket_paths, write_atomically
+from immortal.protocol import decoding, process_file
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.private_files import PUBLIC_FILE_MODE, make_folder
+from immortal.protocol.process_file import COORDINATOR_FILE_NAME, SUPERVISOR_FILE_NAME, ProcessFile
+from immortal.protocol.shared_home import last_holder
 
 QUERY_TIMEOUT_S = 5.0
 ENDING_TIMEOUT_S = 0.5  # for a process whose sockets are closed already

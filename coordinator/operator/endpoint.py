@@ -7,20 +7,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coordinator.app.side import AppSide
-from coordinator.audit.auditor import READ_ONLY, Auditor
-from coordinator.clock import InstanceClock
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import LogError, fail
-from coordinator.core.machine import Machine
-from coordinator.fault_points import FaultPoint, reach
-from coordinator.log_port.endpoint import LogEndpoint
-from coordinator.operator import verbs as operator_verbs
-from coordinator.operator.control_server import Asked
-from coordinator.operator.hand_over import HandOverError, heir_of
-from coordinator.operator.verbs import VerbError
-from coordinator.peers.endpoint import PeerEndpoint
+from immortal.coordinator.app.side import AppSide
+from immortal.coordinator.audit.auditor import READ_ONLY, Auditor
+from immortal.coordinator.clock import InstanceClock
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import LogError, fail
+from immortal.coordinator.core.machine import Machine
+from immortal.coordinator.fault_points import FaultPoint, reach
+from immortal.coordinator.log_port.endpoint import LogEndpoint
+from immortal.coordinator.operator import verbs as operator_verbs
+from immortal.coordinator.operator.control_server import Asked
+from immortal.coordinator.operator.hand_over import HandOverError, heir_of
+from immortal.coordinator.operator.verbs import VerbError
+from immortal.coordinator.peers.endpoint import PeerEndpoint
 
 
 class OperatorEndpoint:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.core.interfaces import Standby
-from protocol.errors import ImmortalError
+from immortal.coordinator.core.interfaces import Standby
+from immortal.protocol.errors import ImmortalError
 
 
 class HandOverError(ImmortalError):

@@ -24,12 +24,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from coordinator.core import events as ev
-from coordinator.core.interfaces import LogStore
-from protocol import decoding
-from protocol.errors import ImmortalError, RemoteProtocolError
-from protocol.handlers import REASON_CHARACTERS_MAX, Order
-from protocol.verdicts import MessageKey
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.interfaces import LogStore
+from immortal.protocol import decoding
+from immortal.protocol.errors import ImmortalError, RemoteProtocolError
+from immortal.protocol.handlers import REASON_CHARACTERS_MAX, Order
+from immortal.protocol.verdicts import MessageKey
 
 VERBS = (
     "letters-drop",
@@ -168,7 +168,7 @@ def heir_wished(argument: bytes | str) -> str:
 
 def _message(store: LogStore, sequence_id: int, message_index: int) -> bytes | None:
     """The message as it is in the log; None if there is none. Raises VerbError, LogError."""
-    from coordinator.log.contents import message_at, record_of  # replays are no part of a coordinator's start
+    from immortal.coordinator.log.contents import message_at, record_of  # replays are no part of a coordinator's start
 
     summary = store.summary()
     if message_index < 0 or not summary.first_sequence_id <= sequence_id <= summary.last_sequence_id:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
-from coordinator.config import ConfigError, InstanceSettings, check_instance_name
-from coordinator.config.values import NAME_PLACE, is_endpoint, is_log_url
-from coordinator.instances.leased import LeasedPlaces
-from coordinator.instances.registry import Registry, UnknownInstanceError
-from protocol.errors import ImmortalError
+from immortal.coordinator.config import ConfigError, InstanceSettings, check_instance_name
+from immortal.coordinator.config.values import NAME_PLACE, is_endpoint, is_log_url
+from immortal.coordinator.instances.leased import LeasedPlaces
+from immortal.coordinator.instances.registry import Registry, UnknownInstanceError
+from immortal.protocol.errors import ImmortalError
 
 LOOK_NS = 2_000_000_000  # between two looks while all is well: a few stats for each peer
 LOOK_LEASED_NS = 100_000_000  # while leases are watched, which tell at once where a peer has gone

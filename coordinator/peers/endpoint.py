@@ -6,22 +6,22 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 
-from coordinator.audit.auditor import Auditor
-from coordinator.config import InstanceSettings
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.permissions import Permission
-from coordinator.earliest import earliest
-from coordinator.fault_points import FaultPoint, reach
-from coordinator.instances.registry import Registry
-from coordinator.messenger import ClientRoute, Messenger, Received
-from coordinator.notices import Notices
-from coordinator.peers.discovery import Discovery, Routes
-from coordinator.peers.retries import PeerRetries
-from coordinator.peers.security import PeerSecurity
-from protocol.client import decode_client_frame, encode_client_frame
-from protocol.errors import RemoteProtocolError
-from protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
+from immortal.coordinator.audit.auditor import Auditor
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.permissions import Permission
+from immortal.coordinator.earliest import earliest
+from immortal.coordinator.fault_points import FaultPoint, reach
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.messenger import ClientRoute, Messenger, Received
+from immortal.coordinator.notices import Notices
+from immortal.coordinator.peers.discovery import Discovery, Routes
+from immortal.coordinator.peers.retries import PeerRetries
+from immortal.coordinator.peers.security import PeerSecurity
+from immortal.protocol.client import decode_client_frame, encode_client_frame
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
 
 
 class PeerEndpoint:

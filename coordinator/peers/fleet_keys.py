@@ -22,16 +22,16 @@ from typing import Annotated
 
 from msgspec import Struct
 
-from coordinator.config import ConfigError, write_atomically
-from coordinator.config.reading import read_table, read_toml
-from coordinator.config.values import Callers, kind, says, whole
-from coordinator.config.writing import text_with_allow
-from coordinator.core.permissions import ANYTHING, Permission
-from coordinator.instances.registry import HOME_DEFAULT, Registry, UnknownInstanceError, tell_all
-from coordinator.messenger import Role
-from coordinator.peers import keys
-from coordinator.peers.keys import KeysError, PublicFile
-from protocol.shown import near_miss
+from immortal.coordinator.config import ConfigError, write_atomically
+from immortal.coordinator.config.reading import read_table, read_toml
+from immortal.coordinator.config.values import Callers, kind, says, whole
+from immortal.coordinator.config.writing import text_with_allow
+from immortal.coordinator.core.permissions import ANYTHING, Permission
+from immortal.coordinator.instances.registry import HOME_DEFAULT, Registry, UnknownInstanceError, tell_all
+from immortal.coordinator.messenger import Role
+from immortal.coordinator.peers import keys
+from immortal.coordinator.peers.keys import KeysError, PublicFile
+from immortal.protocol.shown import near_miss
 
 _Home = Annotated[str, kind("FOLDER", "a path"), says("Its registry folder, relative to the fleet's file.")]
 _Days = Annotated[int, whole(1, 36_500, "days")]

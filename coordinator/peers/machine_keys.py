@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from coordinator.config import InstanceSettings
-from coordinator.instances.own_logs import OwnLogs
-from coordinator.instances.registry import Registry, RegistryError
-from coordinator.log import log_exists
-from coordinator.log_url import is_in_folder
-from coordinator.peers import keys
-from protocol.shared_home import SharedHomeError
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.own_logs import OwnLogs
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.log import log_exists
+from immortal.coordinator.log_url import is_in_folder
+from immortal.coordinator.peers import keys
+from immortal.protocol.shared_home import SharedHomeError
 
 
 def make_own(settings: InstanceSettings, registry: Registry) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 
-from coordinator.core.effects import SendToPeer
+from immortal.coordinator.core.effects import SendToPeer
 
 DELAY_NS_MIN = 100_000_000  # before the second time that a frame is sent again
 DELAY_NS_MAX = 5_000_000_000

@@ -13,14 +13,14 @@ from datetime import date
 
 from msgspec import structs
 
-from coordinator.config import InstanceSettings, split_tcp
-from coordinator.config.app_hosts import is_loopback
-from coordinator.core.permissions import Permission
-from coordinator.instances.registry import Registry
-from coordinator.messenger import KeyPair, Role, Security
-from coordinator.peers import keys
-from coordinator.peers.keys import KeysError, PublicFile
-from protocol.errors import ImmortalError
+from immortal.coordinator.config import InstanceSettings, split_tcp
+from immortal.coordinator.config.app_hosts import is_loopback
+from immortal.coordinator.core.permissions import Permission
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.messenger import KeyPair, Role, Security
+from immortal.coordinator.peers import keys
+from immortal.coordinator.peers.keys import KeysError, PublicFile
+from immortal.protocol.errors import ImmortalError
 
 LOOK_NS = 1_000_000_000  # between two looks
 FILES_A_LOOK = 32  # public files that each look has a glance at: what it costs does not grow with the registry

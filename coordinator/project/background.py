@@ -11,15 +11,15 @@ import contextlib
 import signal
 import sys
 
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
-from coordinator.project import keeping
-from coordinator.project.fleet import Member, stop_all
-from coordinator.project.log_files import LogFiles
-from coordinator.project.project import Project
-from coordinator.project.registering import register
-from coordinator.service.stop_requests import StopRequests
-from protocol.errors import ImmortalError
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.coordinator.project import keeping
+from immortal.coordinator.project.fleet import Member, stop_all
+from immortal.coordinator.project.log_files import LogFiles
+from immortal.coordinator.project.project import Project
+from immortal.coordinator.project.registering import register
+from immortal.coordinator.service.stop_requests import StopRequests
+from immortal.protocol.errors import ImmortalError
 
 COMMAND = "immortal up"
 LOOK_SIGNAL = signal.SIGHUP

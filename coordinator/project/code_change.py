@@ -23,16 +23,16 @@ from typing import Any
 
 from msgspec import Struct
 
-from coordinator.config import InstanceSettings
-from coordinator.instances import own_logs, upgrade_mark
-from coordinator.instances.registry import Registry
-from coordinator.instances.upgrade_mark import UpgradeMark
-from coordinator.log import log_exists
-from coordinator.operator import control
-from coordinator.operator.unregister import delete_log_of
-from coordinator.project.project import PlannedService, Project
-from coordinator.service.commands import PYTHON
-from protocol.errors import ImmortalError
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import own_logs, upgrade_mark
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.instances.upgrade_mark import UpgradeMark
+from immortal.coordinator.log import log_exists
+from immortal.coordinator.operator import control
+from immortal.coordinator.operator.unregister import delete_log_of
+from immortal.coordinator.project.project import PlannedService, Project
+from immortal.coordinator.service.commands import PYTHON
+from immortal.protocol.errors import ImmortalError
 
 CHECKPOINT_TIMEOUT_S = 30.0
 RESET_TIMEOUT_S = 15.0  # of a peer that stops or starts meanwhile
@@ -155,7 +155,7 @@ class CodeChange:
         process = await asyncio.create_subprocess_exec(
             *PYTHON,
             "-m",
-            "coordinator",
+            "immortal.coordinator",
             "--home",
             str(self._project.home),
             *arguments,

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
-from coordinator.core.notices import Level
-from protocol.shown import printable
+from immortal.coordinator.core.notices import Level
+from immortal.protocol.shown import printable
 
 LINES_HELD_MAX = 10_000  # while a question is open; then the oldest go
 _COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)

@@ -9,20 +9,20 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from coordinator.config import ConfigError
-from coordinator.core.notices import Level
-from coordinator.instances.registry import Registry
-from coordinator.log import log_exists
-from coordinator.operator import control
-from coordinator.project.code_change import ChangeError, CodeChange, Found, Outcome
-from coordinator.project.console import Console
-from coordinator.project.fleet import Member, State, stop_all
-from coordinator.project.listing import ListingError
-from coordinator.project.project import PlannedService, Project
-from coordinator.project.registering import register
-from coordinator.project.source_files import LOOK_INTERVAL_S, SourceFiles, python_files
-from coordinator.service.stop_requests import StopRequests
-from protocol.errors import ImmortalError
+from immortal.coordinator.config import ConfigError
+from immortal.coordinator.core.notices import Level
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log import log_exists
+from immortal.coordinator.operator import control
+from immortal.coordinator.project.code_change import ChangeError, CodeChange, Found, Outcome
+from immortal.coordinator.project.console import Console
+from immortal.coordinator.project.fleet import Member, State, stop_all
+from immortal.coordinator.project.listing import ListingError
+from immortal.coordinator.project.project import PlannedService, Project
+from immortal.coordinator.project.registering import register
+from immortal.coordinator.project.source_files import LOOK_INTERVAL_S, SourceFiles, python_files
+from immortal.coordinator.service.stop_requests import StopRequests
+from immortal.protocol.errors import ImmortalError
 
 OWN = "immortal"  # as the name of what this says itself
 _SETTLED = (State.READY, State.STOPPED, State.FAILED)

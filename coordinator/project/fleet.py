@@ -19,10 +19,10 @@ from typing import IO, Protocol
 
 import msgspec
 
-from coordinator.core.notices import Level
-from coordinator.project.project import PlannedService, Project
-from coordinator.service.commands import PYTHON
-from coordinator.service.parent_death import die_with_parent
+from immortal.coordinator.core.notices import Level
+from immortal.coordinator.project.project import PlannedService, Project
+from immortal.coordinator.service.commands import PYTHON
+from immortal.coordinator.service.parent_death import die_with_parent
 
 LINE_SIZE_BYTES_MAX = 64 << 10  # what is longer comes in pieces
 EFFECTS_VARIABLE = "IMMORTAL_EFFECTS"  # of the app: appsdk/running/options.py
@@ -94,7 +94,16 @@ class Member:
 
     def start(self) -> None:
         """Raises OSError."""
-        argv = [*PYTHON, "-m", "coordinator", "--home", str(self._project.home), "run", self.name, self.service.app]
+        argv = [
+            *PYTHON,
+            "-m",
+            "immortal.coordinator",
+            "--home",
+            str(self._project.home),
+            "run",
+            self.name,
+            self.service.app,
+        ]
         argv += ["--restart", "--interactive" if self._interactive else "--no-interactive"]
         environment = {**self._project.environment(self.service.environment), "PYTHONUNBUFFERED": "1"}
         if self._stands_in and self.service.effects:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.config import write_atomically
-from protocol import process_file
-from protocol.errors import ImmortalError
-from protocol.file_lock import open_lock, take
-from protocol.private_files import make_folder
-from protocol.process_file import ProcessFile
+from immortal.coordinator.config import write_atomically
+from immortal.protocol import process_file
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.file_lock import open_lock, take
+from immortal.protocol.private_files import make_folder
+from immortal.protocol.process_file import ProcessFile
 
 FILE_NAME = ".project.json"
 _LOCK_FILE_NAME = ".project.lock"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from protocol import decoding
-from protocol.errors import ImmortalError
+from immortal.protocol import decoding
+from immortal.protocol.errors import ImmortalError
 
 
 class ListingError(ImmortalError):
@@ -34,7 +34,7 @@ class Listing(msgspec.Struct, frozen=True):
 
 def list_module(module: str, folder: Path, environment: Mapping[str, str]) -> Listing:
     """Import ``module`` of ``folder`` in a process with ``environment``. Raises ListingError."""
-    argv = [sys.executable, "-P", "-m", "appsdk.running.listing", module]
+    argv = [sys.executable, "-P", "-m", "immortal.appsdk.running.listing", module]
     done = subprocess.run(
         argv, cwd=folder, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, check=False
     )

@@ -18,9 +18,9 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO
 
-from coordinator.core.notices import Level
-from protocol.private_files import make_folder, opener
-from protocol.shown import printable
+from immortal.coordinator.core.notices import Level
+from immortal.protocol.private_files import make_folder, opener
+from immortal.protocol.shown import printable
 
 FILE_NAME = "output.log"
 SIZE_BYTES_MAX = 10 << 20  # of one file

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from protocol.errors import ImmortalError
+from immortal.protocol.errors import ImmortalError
 
 _FOLDER = Path(__file__).parent / "templates"
 _COMMON = "common"  # in all projects

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from coordinator.config import ConfigError, check_instance_name
-from coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE
-from coordinator.project.listing import Listing, list_module
-from coordinator.project.schema import FILE_NAME, GivenService, read_project
+from immortal.coordinator.config import ConfigError, check_instance_name
+from immortal.coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE
+from immortal.coordinator.project.listing import Listing, list_module
+from immortal.coordinator.project.schema import FILE_NAME, GivenService, read_project
 
 
 class ProjectError(ConfigError):
@@ -81,7 +81,7 @@ class Project:
                 given = GivenService(_instance_name(class_name), f"{module}:{class_name}", str(self.file))
                 planned += _planned(given, module, class_name, found)
         if not planned:
-            raise ProjectError(f"{self.file} has no service: a class below appsdk.Immortal")
+            raise ProjectError(f"{self.file} has no service: a class below immortal.Immortal")
         return planned
 
     def names(self) -> list[str]:

@@ -6,13 +6,13 @@ import stat
 from collections.abc import Mapping
 from typing import Any
 
-from coordinator.config import ConfigError, check_settings, split_tcp, write_atomically
-from coordinator.config.reading import read_toml
-from coordinator.instances import own_logs
-from coordinator.instances.registry import Registry
-from coordinator.peers import keys
-from coordinator.project.project import PlannedService
-from coordinator.project.schema import PEER_DEFAULT
+from immortal.coordinator.config import ConfigError, check_settings, split_tcp, write_atomically
+from immortal.coordinator.config.reading import read_toml
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.peers import keys
+from immortal.coordinator.project.project import PlannedService
+from immortal.coordinator.project.schema import PEER_DEFAULT
 
 
 def register(registry: Registry, service: PlannedService) -> str:

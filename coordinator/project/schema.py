@@ -19,10 +19,10 @@ from typing import Annotated, Any
 
 from msgspec import Struct, field
 
-from coordinator.config.reading import Source, read_table, read_toml
-from coordinator.config.schema import InstanceSettings
-from coordinator.config.setting import settings_of
-from coordinator.config.values import (
+from immortal.coordinator.config.reading import Source, read_table, read_toml
+from immortal.coordinator.config.schema import InstanceSettings
+from immortal.coordinator.config.setting import settings_of
+from immortal.coordinator.config.values import (
     ConfigError,
     Log,
     Name,

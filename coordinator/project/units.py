@@ -8,10 +8,10 @@ from __future__ import annotations
 import getpass
 from collections.abc import Sequence
 
-from coordinator.project.project import PlannedService, Project
-from coordinator.service.commands import PYTHON
-from coordinator.service.deaths import STATUS_FENCED, STATUS_HANDLER_FAILED
-from coordinator.service.supervisor import CLEAN_STOP_S, STOP_GRACE_S
+from immortal.coordinator.project.project import PlannedService, Project
+from immortal.coordinator.service.commands import PYTHON
+from immortal.coordinator.service.deaths import STATUS_FENCED, STATUS_HANDLER_FAILED
+from immortal.coordinator.service.supervisor import CLEAN_STOP_S, STOP_GRACE_S
 
 _STOP_TIMEOUT_S = round(CLEAN_STOP_S + 2 * STOP_GRACE_S + 5)  # what a supervisor takes at most, and a little
 _FOR_GOOD = (STATUS_FENCED, STATUS_HANDLER_FAILED)  # a start would end in the same
@@ -33,7 +33,17 @@ def _target(name: str, *, for_user: bool) -> str:
 
 
 def _service(project: Project, service: PlannedService, target: str, *, for_user: bool) -> str:
-    argv = [*PYTHON, "-m", "coordinator", "--home", str(project.home), "run", service.name, service.app, "--restart"]
+    argv = [
+        *PYTHON,
+        "-m",
+        "immortal.coordinator",
+        "--home",
+        str(project.home),
+        "run",
+        service.name,
+        service.app,
+        "--restart",
+    ]
     environment = {"PYTHONUNBUFFERED": "1", **service.environment}
     lines = [
         "[Unit]",

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from coordinator.app import secret as app_secret
-from coordinator.config import AppAuth, InstanceSettings, override
-from protocol.limits import NESTING_MAX_DEFAULT
-from protocol.timing_files import FOLDER_NAME
+from immortal.coordinator.app import secret as app_secret
+from immortal.coordinator.config import AppAuth, InstanceSettings, override
+from immortal.protocol.limits import NESTING_MAX_DEFAULT
+from immortal.protocol.timing_files import FOLDER_NAME
 
 NESTING_VARIABLE = "IMMORTAL_NESTING_MAX"  # for handlers, which send nothing that is nested more deeply
 APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
@@ -58,7 +58,7 @@ def coordinator_command(
 ) -> Command:
     """``place``: the folder of a follower; None: it is none."""
     home = str(settings.folder.parent)
-    argv = [*PYTHON, "-m", "coordinator", "--home", home, "coordinator", settings.name]
+    argv = [*PYTHON, "-m", "immortal.coordinator", "--home", home, "coordinator", settings.name]
     argv += ["--peer", settings.peer, "--app-auth", settings.app_auth.value]
     if settings.insecure:
         argv.append("--insecure")
@@ -95,4 +95,4 @@ def app_command(
         environment[APP_TIMINGS_VARIABLE] = f"{settings.timings_limit_mb << 19}:{settings.folder / FOLDER_NAME}"
     if settings.app_auth is not AppAuth.NONE:
         environment[app_secret.SECRET_FILE_VARIABLE] = str(app_secret.path(settings.folder))
-    return Command([*PYTHON, "-m", "appsdk", app, *(["--strict"] if strict else [])], environment)
+    return Command([*PYTHON, "-m", "immortal.appsdk", app, *(["--strict"] if strict else [])], environment)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from coordinator.service.commands import Role
+from immortal.coordinator.service.commands import Role
 
 STATUS_HANDLER_FAILED = 70
 STATUS_UPGRADE_FAILED = 71

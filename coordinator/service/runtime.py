@@ -17,15 +17,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from coordinator.app.endpoint import AppEndpoint
-from coordinator.app.side import AppSide
-from coordinator.audit.audit_log import AuditLog
-from coordinator.audit.auditor import Auditor
-from coordinator.clock import LOOK_NS, InstanceClock
-from coordinator.config import Checkpoints, InstanceSettings
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import (
+from immortal.coordinator.app.endpoint import AppEndpoint
+from immortal.coordinator.app.side import AppSide
+from immortal.coordinator.audit.audit_log import AuditLog
+from immortal.coordinator.audit.auditor import Auditor
+from immortal.coordinator.clock import LOOK_NS, InstanceClock
+from immortal.coordinator.config import Checkpoints, InstanceSettings
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import (
     DamagedLogError,
     DivergenceError,
     FencedError,
@@ -34,40 +34,40 @@ from coordinator.core.errors import (
     LogLockedError,
     LogLostError,
 )
-from coordinator.core.interfaces import LogStore
-from coordinator.core.limits import MIB, Limits
-from coordinator.core.machine import Machine
-from coordinator.core.parts import Parts
-from coordinator.driver.turn import Driver
-from coordinator.earliest import earliest
-from coordinator.fault_points import FaultPoint, reach
-from coordinator.instances import upgrade_mark
-from coordinator.instances.foreign_state import PickleRefusedError
-from coordinator.instances.registry import Registry
-from coordinator.log import RowLogStore
-from coordinator.log.authentication import LogKeyError
-from coordinator.log_port.endpoint import LogEndpoint
-from coordinator.log_port.places import LogPlaces
-from coordinator.log_port.writer import LogWriter
-from coordinator.notices import Notices, Sink
-from coordinator.notices.limited import Limited
-from coordinator.notices.readiness import Readiness
-from coordinator.notices.timed import SyncTimed
-from coordinator.operator import control
-from coordinator.operator.control_server import ControlServer
-from coordinator.operator.endpoint import OperatorEndpoint
-from coordinator.peers.endpoint import PeerEndpoint
-from coordinator.peers.machine_keys import make_own
-from coordinator.peers.security import insecurity
-from coordinator.service import descriptors
-from coordinator.service.stop_requests import StopRequests
-from protocol import compiled
-from protocol.allocator import give_back_freed_memory, keep_freed_memory
-from protocol.errors import ImmortalError
+from immortal.coordinator.core.interfaces import LogStore
+from immortal.coordinator.core.limits import MIB, Limits
+from immortal.coordinator.core.machine import Machine
+from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.driver.turn import Driver
+from immortal.coordinator.earliest import earliest
+from immortal.coordinator.fault_points import FaultPoint, reach
+from immortal.coordinator.instances import upgrade_mark
+from immortal.coordinator.instances.foreign_state import PickleRefusedError
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log import RowLogStore
+from immortal.coordinator.log.authentication import LogKeyError
+from immortal.coordinator.log_port.endpoint import LogEndpoint
+from immortal.coordinator.log_port.places import LogPlaces
+from immortal.coordinator.log_port.writer import LogWriter
+from immortal.coordinator.notices import Notices, Sink
+from immortal.coordinator.notices.limited import Limited
+from immortal.coordinator.notices.readiness import Readiness
+from immortal.coordinator.notices.timed import SyncTimed
+from immortal.coordinator.operator import control
+from immortal.coordinator.operator.control_server import ControlServer
+from immortal.coordinator.operator.endpoint import OperatorEndpoint
+from immortal.coordinator.peers.endpoint import PeerEndpoint
+from immortal.coordinator.peers.machine_keys import make_own
+from immortal.coordinator.peers.security import insecurity
+from immortal.coordinator.service import descriptors
+from immortal.coordinator.service.stop_requests import StopRequests
+from immortal.protocol import compiled
+from immortal.protocol.allocator import give_back_freed_memory, keep_freed_memory
+from immortal.protocol.errors import ImmortalError
 
 if TYPE_CHECKING:
-    from coordinator.log_port.follower import LogFollower, Places
-    from coordinator.service.timing_notes import TimingNotes
+    from immortal.coordinator.log_port.follower import LogFollower, Places
+    from immortal.coordinator.service.timing_notes import TimingNotes
 
 STOP_TIMEOUT_S = 25.0  # for the last checkpoint; the supervisor waits 30
 FAREWELL_TIMEOUT_S = 1.0  # for the last bytes to the app
@@ -258,7 +258,7 @@ class Coordinator:
         limit_mb = self._settings.timings_limit_mb
         if not limit_mb:
             return None
-        from coordinator.service.timing_notes import TimingNotes
+        from immortal.coordinator.service.timing_notes import TimingNotes
 
         return TimingNotes(self._settings.folder, limit_mb * MIB // 2, self._log.warning)
 
@@ -466,7 +466,7 @@ def _pending(settings: InstanceSettings) -> int | None:
 
 
 def _follower(places: Places) -> LogFollower:
-    from coordinator.log_port.follower import LogFollower  # here: who follows nobody holds no reader of logs
+    from immortal.coordinator.log_port.follower import LogFollower  # here: who follows nobody holds no reader of logs
 
     return LogFollower(places)
 
@@ -478,8 +478,8 @@ class Metrics:
         try:
             from prometheus_client import CollectorRegistry
 
-            from coordinator.notices.execution_wait import ExecutionWait
-            from coordinator.notices.metrics import NoticeMetrics, StatusCollector
+            from immortal.coordinator.notices.execution_wait import ExecutionWait
+            from immortal.coordinator.notices.metrics import NoticeMetrics, StatusCollector
         except ModuleNotFoundError:
             raise ImmortalError("metrics need prometheus-client: pip install 'immortal[metrics]'") from None
         self._settings = settings
@@ -494,7 +494,7 @@ class Metrics:
 
     def serve(self, log: Notices) -> None:
         """Raises MetricsError."""
-        from coordinator.notices.metrics_server import Access, serve_metrics
+        from immortal.coordinator.notices.metrics_server import Access, serve_metrics
 
         settings = self._settings
         access = Access(

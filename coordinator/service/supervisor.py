@@ -23,10 +23,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import FrameType
 
-from coordinator.notices import Notices
-from coordinator.operator.control import READY_VARIABLE
-from coordinator.service.commands import Command, Role
-from coordinator.service.deaths import (
+from immortal.coordinator.notices import Notices
+from immortal.coordinator.operator.control import READY_VARIABLE
+from immortal.coordinator.service.commands import Command, Role
+from immortal.coordinator.service.deaths import (
     OWN_DEATHS,
     STATUS_FENCED,
     STATUS_HANDLER_FAILED,
@@ -38,8 +38,8 @@ from coordinator.service.deaths import (
     judge,
     who_died_first,
 )
-from coordinator.service.stop_requests import StopRequests
-from coordinator.service.terminal import Background
+from immortal.coordinator.service.stop_requests import StopRequests
+from immortal.coordinator.service.terminal import Background
 
 STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL
 LEAVE_S = 1.0  # for one to end by itself after the other has ended well

@@ -17,7 +17,7 @@ import termios
 from collections.abc import Callable
 from typing import Any, TypedDict
 
-from coordinator.service.parent_death import die_with_parent
+from immortal.coordinator.service.parent_death import die_with_parent
 
 
 class Placing(TypedDict):

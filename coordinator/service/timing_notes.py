@@ -13,15 +13,15 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from protocol.client import CLIENTS, ClientFrameType
-from protocol.errors import ProtocolError
-from protocol.peer import FrameType
-from protocol.record import HEADER_SIZE_BYTES, decode_header
-from protocol.timing_files import COORDINATOR, FOLDER_NAME, Noting, SegmentWriter
-from protocol.timings import TimingKind, TimingRow
-from protocol.trailer import BatchKind, decode_trailer
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.protocol.client import CLIENTS, ClientFrameType
+from immortal.protocol.errors import ProtocolError
+from immortal.protocol.peer import FrameType
+from immortal.protocol.record import HEADER_SIZE_BYTES, decode_header
+from immortal.protocol.timing_files import COORDINATOR, FOLDER_NAME, Noting, SegmentWriter
+from immortal.protocol.timings import TimingKind, TimingRow
+from immortal.protocol.trailer import BatchKind, decode_trailer
 
 RECORDS_MAX = 10_000  # that the app has not been given: of the oldest beyond it is not noted when it is
 SOURCES_MAX = 10_000

@@ -7,13 +7,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from coordinator.cli.peers import consequences, live_peers
-from coordinator.config import InstanceSettings
-from coordinator.web.actions import ACTIONS, Action, do
-from coordinator.web.errors import WebError
-from coordinator.web.rendering import page
-from coordinator.web.requests import form_of, settings_of, site_of, text_of
-from protocol.errors import ImmortalError
+from immortal.coordinator.cli.peers import consequences, live_peers
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.web.actions import ACTIONS, Action, do
+from immortal.coordinator.web.errors import WebError
+from immortal.coordinator.web.rendering import page
+from immortal.coordinator.web.requests import form_of, settings_of, site_of, text_of
+from immortal.protocol.errors import ImmortalError
 
 
 def routes() -> list[Route]:

@@ -7,15 +7,15 @@ from typing import Any
 
 from msgspec import Struct
 
-from coordinator.cli.common import operator_name
-from coordinator.cli.handlers import retry_problem
-from coordinator.cli.pause import paused_in_words, resumed_in_words
-from coordinator.config import InstanceSettings
-from coordinator.operator import control
-from coordinator.web.errors import WebError
-from protocol import decoding
-from protocol.command_line import counted
-from protocol.handlers import REASON_CHARACTERS_MAX
+from immortal.coordinator.cli.common import operator_name
+from immortal.coordinator.cli.handlers import retry_problem
+from immortal.coordinator.cli.pause import paused_in_words, resumed_in_words
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.operator import control
+from immortal.coordinator.web.errors import WebError
+from immortal.protocol import decoding
+from immortal.protocol.command_line import counted
+from immortal.protocol.handlers import REASON_CHARACTERS_MAX
 
 ANSWER_S = 30.0
 

@@ -13,10 +13,10 @@ from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from coordinator.config import ConfigError
-from coordinator.instances.registry import UnknownInstanceError
-from coordinator.operator.control import NotRunningError, RefusedError
-from coordinator.web import (
+from immortal.coordinator.config import ConfigError
+from immortal.coordinator.instances.registry import UnknownInstanceError
+from immortal.coordinator.operator.control import NotRunningError, RefusedError
+from immortal.coordinator.web import (
     action_pages,
     fleet_pages,
     instance_pages,
@@ -28,12 +28,12 @@ from coordinator.web import (
     travel_pages,
     what_if_pages,
 )
-from coordinator.web.errors import WebError
-from coordinator.web.guard import STATIC_PATH, Guard
-from coordinator.web.rendering import page
-from coordinator.web.site import Site
-from protocol.errors import ImmortalError
-from replay import ReplayError
+from immortal.coordinator.web.errors import WebError
+from immortal.coordinator.web.guard import STATIC_PATH, Guard
+from immortal.coordinator.web.rendering import page
+from immortal.coordinator.web.site import Site
+from immortal.protocol.errors import ImmortalError
+from immortal.replay import ReplayError
 
 STATIC = Path(__file__).with_name("static")
 ROUTES = [
@@ -60,7 +60,7 @@ class _Static(StaticFiles):
 
 
 def make_app(site: Site, hosts: Collection[str], scheme: str) -> ASGIApp:
-    """``hosts``: as :class:`coordinator.web.guard.Guard`; ``scheme``: "http" or "https"."""
+    """``hosts``: as :class:`immortal.coordinator.web.guard.Guard`; ``scheme``: "http" or "https"."""
     app = Starlette(
         routes=[*ROUTES, Mount(STATIC_PATH.rstrip("/"), _Static(directory=STATIC))],
         exception_handlers={ImmortalError: _failed, OSError: _failed, HTTPException: _failed, Exception: _broken},

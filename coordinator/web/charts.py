@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from coordinator.web.rendering import render
+from immortal.coordinator.web.rendering import render
 
 WIDTH, HEIGHT, LEFT, TOP = 960, 200, 8, 8
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from coordinator.cli.common import pass_registry
-from coordinator.instances.registry import Registry
-from protocol.command_line import FailedError, echo
+from immortal.coordinator.cli.common import pass_registry
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol.command_line import FailedError, echo
 
 LOOPBACK = "127.0.0.1"
 
@@ -56,8 +56,8 @@ def web(
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise FailedError(f"the page needs {error.name}: install immortal[web]") from None
-    from coordinator.web.serving import serve
-    from coordinator.web.token import new_token, read_token
+    from immortal.coordinator.web.serving import serve
+    from immortal.coordinator.web.token import new_token, read_token
 
     token = new_token() if token_file is None else read_token(token_file)
     tls = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.errors import ImmortalError
+from immortal.protocol.errors import ImmortalError
 
 
 class WebError(ImmortalError):

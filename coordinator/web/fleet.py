@@ -11,13 +11,13 @@ from typing import Any
 
 from markupsafe import Markup
 
-from coordinator.cli.status import NOT_STARTED, STOPPED, age_text, instance_status, problems
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
-from coordinator.web.logs import Logs
-from coordinator.web.rendering import render
-from protocol.command_line import size_text
-from protocol.errors import ImmortalError
+from immortal.coordinator.cli.status import NOT_STARTED, STOPPED, age_text, instance_status, problems
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.coordinator.web.logs import Logs
+from immortal.coordinator.web.rendering import render
+from immortal.protocol.command_line import size_text
+from immortal.protocol.errors import ImmortalError
 
 FRESH_S = 1.0
 STOPPED_FRESH_S = 15.0  # what does not run is read from its log, and changes when it is started

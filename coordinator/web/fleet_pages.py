@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from coordinator.web.fleet import Row
-from coordinator.web.guard import LOGIN_PATH, cookie_name, origin_of
-from coordinator.web.live import LOOK_S, stream
-from coordinator.web.rendering import page, render
-from coordinator.web.requests import site_of, text_of
-from coordinator.web.site import Site
-from coordinator.web.token import COOKIE_AGE_S
+from immortal.coordinator.web.fleet import Row
+from immortal.coordinator.web.guard import LOGIN_PATH, cookie_name, origin_of
+from immortal.coordinator.web.live import LOOK_S, stream
+from immortal.coordinator.web.rendering import page, render
+from immortal.coordinator.web.requests import site_of, text_of
+from immortal.coordinator.web.site import Site
+from immortal.coordinator.web.token import COOKIE_AGE_S
 
 WARM_UP_S = 1.0  # for the first look at all instances, before the page says where it is
 

@@ -21,8 +21,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.web.connections import PLACE
-from coordinator.web.token import Token
+from immortal.coordinator.web.connections import PLACE
+from immortal.coordinator.web.token import Token
 
 VISITOR = "immortal.visitor"
 """Under this name the scope of a request has its Visitor, or None."""

@@ -12,20 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from coordinator.cli.handlers import (
-    caller_in_words,
-    place_in_words,
-    wait_in_words,
-    what_ends,
-    with_times,
-)
-from coordinator.config import InstanceSettings
-from coordinator.operator import control
-from coordinator.operator.control import ControlError
-from coordinator.web.live import stream
-from coordinator.web.rendering import page, render
-from coordinator.web.requests import settings_of, site_of
-from coordinator.web.site import Site
+from immortal.coordinator.cli.handlers import caller_in_words, place_in_words, wait_in_words, what_ends, with_times
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.operator import control
+from immortal.coordinator.operator.control import ControlError
+from immortal.coordinator.web.live import stream
+from immortal.coordinator.web.rendering import page, render
+from immortal.coordinator.web.requests import settings_of, site_of
+from immortal.coordinator.web.site import Site
 
 ASK_S = 1.5  # an app that is busy for longer is said to be
 HANDLERS_SHOWN_MAX = 200

@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from coordinator.config import write_atomically
-from coordinator.web.errors import WebError
-from coordinator.web.notes import FOLDER_NAME
-from coordinator.web.what_if_job import Order
-from protocol import decoding
-from protocol.private_files import make_folder
+from immortal.coordinator.config import write_atomically
+from immortal.coordinator.web.errors import WebError
+from immortal.coordinator.web.notes import FOLDER_NAME
+from immortal.coordinator.web.what_if_job import Order
+from immortal.protocol import decoding
+from immortal.protocol.private_files import make_folder
 
 AT_ONCE_MAX = 2  # each runs two apps beside one another
 KEPT_MAX = 200
@@ -55,7 +55,7 @@ class Jobs:
             if len(self._running) >= AT_ONCE_MAX:
                 raise WebError(f"{AT_ONCE_MAX} what-ifs run already: wait for one of them, or cancel it", 409)
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "coordinator.web.what_if_job"],
+                [sys.executable, "-P", "-m", "immortal.coordinator.web.what_if_job"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -6,10 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from coordinator.cli.dead_letters import letter_rows
-from coordinator.operator import control
-from coordinator.web.rendering import page
-from coordinator.web.requests import settings_of, site_of
+from immortal.coordinator.cli.dead_letters import letter_rows
+from immortal.coordinator.operator import control
+from immortal.coordinator.web.rendering import page
+from immortal.coordinator.web.requests import settings_of, site_of
 
 LETTERS_SHOWN_MAX = 200
 

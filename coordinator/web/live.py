@@ -12,7 +12,7 @@ from anyio import to_thread
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 
-from coordinator.web.guard import VISITOR
+from immortal.coordinator.web.guard import VISITOR
 
 LOOK_S = 1.0
 Pieces = Iterable[tuple[str, str]]

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from coordinator.config import InstanceSettings
-from coordinator.core.words import Methods
-from coordinator.instances import own_logs
-from coordinator.log import log_exists
-from coordinator.web.errors import WebError
-from replay import ReplayError
-from replay.inspection import method_names
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.words import Methods
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.log import log_exists
+from immortal.coordinator.web.errors import WebError
+from immortal.replay import ReplayError
+from immortal.replay.inspection import method_names
 
 if TYPE_CHECKING:
-    from coordinator.log import LogReader
+    from immortal.coordinator.log import LogReader
 
 WAIT_S = 20.0
 """For another request that reads the same log. Each reads a bounded part of it."""

@@ -14,18 +14,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from coordinator.config import InstanceSettings
-from coordinator.instances.registry import Registry
-from coordinator.web import scan
-from coordinator.web.errors import WebError
-from coordinator.web.messages import LIMIT_MAX, At, Message, Page, Times, Wanted, message_at, source_in_words
-from coordinator.web.rendering import page
-from coordinator.web.requests import checked_pattern, number_of, place_in, settings_of, site_of, text_of
-from coordinator.web.site import Site
-from protocol import decoding
-from protocol.timing_files import FOLDER_NAME
-from sight.trace.spans import handler_id
-from sight.trace.timings import Timings
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.web import scan
+from immortal.coordinator.web.errors import WebError
+from immortal.coordinator.web.messages import LIMIT_MAX, At, Message, Page, Times, Wanted, message_at, source_in_words
+from immortal.coordinator.web.rendering import page
+from immortal.coordinator.web.requests import checked_pattern, number_of, place_in, settings_of, site_of, text_of
+from immortal.coordinator.web.site import Site
+from immortal.protocol import decoding
+from immortal.protocol.timing_files import FOLDER_NAME
+from immortal.sight.trace.spans import handler_id
+from immortal.sight.trace.timings import Timings
 
 LIMIT = 100
 SHOWN_CHARACTERS_MAX = 20_000  # of the arguments on a page; all of them are a link
@@ -211,7 +211,7 @@ def _as_test(settings: InstanceSettings, one: Message) -> str:
     name = settings.name.replace("-", "_")
     return (
         f"# immortal checkpoint {settings.name}; immortal log export {settings.name} tests/{settings.name}.log\n"
-        f"from appsdk.testing import assert_replays\n"
+        f"from immortal.appsdk.testing import assert_replays\n"
         f"from {module} import {cls}\n\n\n"
         f"def test_{name}_does_what_it_did() -> None:\n"
         f"    # with record {one.sequence_id}, message {one.index}: {one.method}\n"
@@ -231,7 +231,7 @@ def _as_calls(settings: InstanceSettings, one: Message) -> dict[str, str]:
     given = "".join(f" {shlex.quote(json.dumps(value, ensure_ascii=False))}" for value in values)
     return {
         "client": (
-            f"from appsdk.client import connect\n\n"
+            f"from immortal.appsdk.client import connect\n\n"
             f'with connect("{settings.name}") as instance:\n'
             f"    instance.{handler}({called})\n"
         ),

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, structs
 
-from coordinator.cli.records import describe_record
-from coordinator.core.words import Methods
-from coordinator.log.format import SEQUENCE_KEY
-from coordinator.log.values import logged_time_ns, verify_value
-from protocol.client import CLIENTS
-from protocol.trailer import BatchKind, BatchSource
+from immortal.coordinator.cli.records import describe_record
+from immortal.coordinator.core.words import Methods
+from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.coordinator.log.values import logged_time_ns, verify_value
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.trailer import BatchKind, BatchSource
 
 if TYPE_CHECKING:
-    from coordinator.log import LogReader
+    from immortal.coordinator.log import LogReader
 
 LIMIT_MAX = 500
 SCAN_S = 1.0  # for one page; then it says how far it came
@@ -29,7 +29,7 @@ BACK_RECORDS = 4  # read at once on the way back, at first; then twice as many e
 BACK_RECORDS_MAX = 4096
 FIND_RECORDS_MAX = 2000  # between two records with messages of one stream, in a search
 WORDS_CHARACTERS = 400  # of a message in a list
-_NO_INPUT = ("RECORD_TIME", "INSTANCE_NAME")  # not counted as messages: coordinator.log.contents
+_NO_INPUT = ("RECORD_TIME", "INSTANCE_NAME")  # not counted as messages: immortal.coordinator.log.contents
 
 At = tuple[int, int]
 """A record, and a message in it, both counted from 0."""

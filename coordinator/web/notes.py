@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.web.errors import WebError
-from protocol import decoding
-from protocol.private_files import make_folder
+from immortal.coordinator.web.errors import WebError
+from immortal.protocol import decoding
+from immortal.protocol.private_files import make_folder
 
 FOLDER_NAME = ".web"  # in the home, where no instance can have this name
 NOTES_MAX = 1000  # of one instance

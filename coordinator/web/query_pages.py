@@ -10,15 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from appsdk.client import CallRaised, ClientError, connect
-from coordinator.config import InstanceSettings
-from coordinator.web.errors import WebError
-from coordinator.web.rendering import page
-from coordinator.web.requests import form_of, settings_of, site_of
-from coordinator.web.site import Site
-from protocol import decoding
-from protocol.extensions import QUERIES
-from protocol.shown import printable_json_text
+from immortal.appsdk.client import CallRaised, ClientError, connect
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.web.errors import WebError
+from immortal.coordinator.web.rendering import page
+from immortal.coordinator.web.requests import form_of, settings_of, site_of
+from immortal.coordinator.web.site import Site
+from immortal.protocol import decoding
+from immortal.protocol.extensions import QUERIES
+from immortal.protocol.shown import printable_json_text
 
 ANSWER_S = 10.0
 SHOWN_CHARACTERS_MAX = 20_000

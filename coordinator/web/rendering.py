@@ -12,10 +12,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from starlette.responses import HTMLResponse
 
-from coordinator.cli.records import time_text
-from coordinator.cli.status import age_text
-from protocol.command_line import size_text
-from protocol.shown import printable
+from immortal.coordinator.cli.records import time_text
+from immortal.coordinator.cli.status import age_text
+from immortal.protocol.command_line import size_text
+from immortal.protocol.shown import printable
 
 CLIPPED_CHARACTERS = 160
 
@@ -64,7 +64,7 @@ def duration(duration_ns: int) -> str:
 
 def _environment() -> Environment:
     environment = Environment(
-        loader=PackageLoader("coordinator.web"),
+        loader=PackageLoader("immortal.coordinator.web"),
         autoescape=True,
         finalize=_finalize,
         undefined=StrictUndefined,

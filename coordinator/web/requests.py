@@ -7,10 +7,10 @@ from urllib.parse import parse_qsl
 
 from starlette.requests import ClientDisconnect, Request
 
-from coordinator.config import InstanceSettings
-from coordinator.web.errors import WebError
-from coordinator.web.guard import BODY_SIZE_BYTES_MAX, VISITOR
-from coordinator.web.site import Site
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.web.errors import WebError
+from immortal.coordinator.web.guard import BODY_SIZE_BYTES_MAX, VISITOR
+from immortal.coordinator.web.site import Site
 
 CSRF_FIELD = "csrf"
 TOKEN_FIELD = "token"  # noqa: S105 (its name)

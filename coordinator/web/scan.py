@@ -1,4 +1,4 @@
-"""``python -m coordinator.web.scan``: messages that match a regular expression, found in a process of its own.
+"""``python -m immortal.coordinator.web.scan``: messages that match a regular expression, found in a process of its own.
 
 An expression may take longer than anybody waits, and holds up the whole process meanwhile. So this one is ended.
 """
@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from coordinator.config import InstanceSettings
-from coordinator.instances.registry import Registry
-from coordinator.web.errors import WebError
-from coordinator.web.logs import Logs
-from coordinator.web.messages import At, Page, Wanted, page_before, page_from
-from coordinator.web.timeline import Range, lanes_of
-from protocol import decoding
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.web.errors import WebError
+from immortal.coordinator.web.logs import Logs
+from immortal.coordinator.web.messages import At, Page, Wanted, page_before, page_from
+from immortal.coordinator.web.timeline import Range, lanes_of
+from immortal.protocol import decoding
 
 SCAN_S_MAX = 4.0
 
@@ -42,12 +42,12 @@ def scan(request: Request) -> Page:
 
 
 def lanes(home: str, asked: Range) -> list[dict[str, Any]]:
-    """As :func:`coordinator.web.timeline.lanes_of`. Raises WebError where it takes too long."""
+    """As :func:`immortal.coordinator.web.timeline.lanes_of`. Raises WebError where it takes too long."""
     return decoding.decode_json(_asked(Lanes(home, asked), asked.wanted.pattern), type=list[dict[str, Any]])
 
 
 def _asked(request: Request | Lanes, pattern: str) -> bytes:
-    command = [sys.executable, "-P", "-m", "coordinator.web.scan"]
+    command = [sys.executable, "-P", "-m", "immortal.coordinator.web.scan"]
     try:
         done = subprocess.run(
             command, input=msgspec.json.encode(request), capture_output=True, timeout=SCAN_S_MAX, check=False

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import uvicorn
 
-from coordinator.instances.registry import Registry
-from coordinator.web.app import make_app
-from coordinator.web.connections import HEADERS_SIZE_BYTES_MAX, Connection, Listener
-from coordinator.web.errors import WebError
-from coordinator.web.fleet_pages import warm_up
-from coordinator.web.site import Site
-from coordinator.web.token import Token
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.web.app import make_app
+from immortal.coordinator.web.connections import HEADERS_SIZE_BYTES_MAX, Connection, Listener
+from immortal.coordinator.web.errors import WebError
+from immortal.coordinator.web.fleet_pages import warm_up
+from immortal.coordinator.web.site import Site
+from immortal.coordinator.web.token import Token
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 SWITCH_INTERVAL_S = 0.0005  # an answer is not to wait for all threads that look at instances, 5 ms for each

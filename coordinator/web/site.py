@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from coordinator.config import InstanceSettings
-from coordinator.instances.registry import Registry
-from coordinator.web.fleet import Fleet
-from coordinator.web.jobs import Jobs
-from coordinator.web.logs import Logs
-from coordinator.web.notes import Notes
-from coordinator.web.sql_runs import SqlRuns
-from coordinator.web.token import Token
-from replay.travel.sessions import Sessions
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.web.fleet import Fleet
+from immortal.coordinator.web.jobs import Jobs
+from immortal.coordinator.web.logs import Logs
+from immortal.coordinator.web.notes import Notes
+from immortal.coordinator.web.sql_runs import SqlRuns
+from immortal.coordinator.web.token import Token
+from immortal.replay.travel.sessions import Sessions
 
 
 class Site:

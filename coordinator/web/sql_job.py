@@ -1,4 +1,4 @@
-"""``python -m coordinator.web.sql_job``: one query of `immortal sql`, in a process of its own.
+"""``python -m immortal.coordinator.web.sql_job``: one query of `immortal sql`, in a process of its own.
 
 Its order is JSON on stdin. What comes out is one line of JSON: {"found": {...}} or {"error": TEXT}.
 """
@@ -13,11 +13,11 @@ from typing import Any
 import click
 import msgspec
 
-from coordinator.cli.moments import Moment, Time
-from coordinator.cli.sql import cell, opened, wrong_query
-from coordinator.instances.registry import Registry
-from protocol import decoding
-from protocol.errors import ImmortalError
+from immortal.coordinator.cli.moments import Moment, Time
+from immortal.coordinator.cli.sql import cell, opened, wrong_query
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol import decoding
+from immortal.protocol.errors import ImmortalError
 
 ROWS_SHOWN_MAX = 500
 CELL_CHARACTERS_MAX = 300

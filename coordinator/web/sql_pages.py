@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from coordinator.web.errors import WebError
-from coordinator.web.rendering import page
-from coordinator.web.requests import form_of, site_of
-from coordinator.web.site import Site
-from coordinator.web.sql_job import Found, Order
+from immortal.coordinator.web.errors import WebError
+from immortal.coordinator.web.rendering import page
+from immortal.coordinator.web.requests import form_of, site_of
+from immortal.coordinator.web.site import Site
+from immortal.coordinator.web.sql_job import Found, Order
 
 QUERY_CHARACTERS_MAX = 20_000
 

@@ -11,9 +11,9 @@ import threading
 
 import msgspec
 
-from coordinator.web.errors import WebError
-from coordinator.web.sql_job import Found, Order
-from protocol import decoding
+from immortal.coordinator.web.errors import WebError
+from immortal.coordinator.web.sql_job import Found, Order
+from immortal.protocol import decoding
 
 AT_ONCE_MAX = 2  # each may replay several services
 ANSWER_S = 120.0  # the first query of a large log writes its columns
@@ -52,7 +52,7 @@ class SqlRuns:
 
     def _ask(self, order: Order) -> _Answer:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "coordinator.web.sql_job"],
+            [sys.executable, "-P", "-m", "immortal.coordinator.web.sql_job"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

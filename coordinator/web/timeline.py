@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from coordinator.cli.records import describe_record
-from coordinator.config import InstanceSettings
-from coordinator.core.words import Methods
-from coordinator.web.logs import Logs
-from coordinator.web.messages import Filter, Message, Times, Wanted, messages_of
-from protocol.errors import ImmortalError
+from immortal.coordinator.cli.records import describe_record
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.words import Methods
+from immortal.coordinator.web.logs import Logs
+from immortal.coordinator.web.messages import Filter, Message, Times, Wanted, messages_of
+from immortal.protocol.errors import ImmortalError
 
 if TYPE_CHECKING:
-    from coordinator.log import LogReader
+    from immortal.coordinator.log import LogReader
 
 BUCKETS = 160
 MESSAGES_MAX = 4000  # of all lanes together, of one answer

@@ -6,13 +6,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from coordinator.web import scan, timeline
-from coordinator.web.errors import WebError
-from coordinator.web.messages import Wanted
-from coordinator.web.rendering import page
-from coordinator.web.requests import checked_pattern, number_of, settings_of, site_of, text_of
-from coordinator.web.site import Site
-from protocol.errors import ImmortalError
+from immortal.coordinator.web import scan, timeline
+from immortal.coordinator.web.errors import WebError
+from immortal.coordinator.web.messages import Wanted
+from immortal.coordinator.web.rendering import page
+from immortal.coordinator.web.requests import checked_pattern, number_of, settings_of, site_of, text_of
+from immortal.coordinator.web.site import Site
+from immortal.protocol.errors import ImmortalError
 
 LANES_MAX = 24
 US = 1000  # ns

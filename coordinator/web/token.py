@@ -11,7 +11,7 @@ import os
 import secrets
 from pathlib import Path
 
-from coordinator.web.errors import WebError
+from immortal.coordinator.web.errors import WebError
 
 COOKIE_AGE_S = 12 * 3600
 TOKEN_CHARACTERS_MIN = 16

@@ -14,17 +14,17 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from coordinator.config import InstanceSettings
-from coordinator.log import log_exists
-from coordinator.web.charts import chart
-from coordinator.web.errors import WebError
-from coordinator.web.messages import find_position, message_at, source_in_words
-from coordinator.web.rendering import page, render
-from coordinator.web.requests import form_of, number_of, place_in, place_of, settings_of, site_of, text_of
-from coordinator.web.site import Site
-from protocol.client import CLIENTS
-from protocol.errors import ImmortalError
-from replay import ReplayError
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.log import log_exists
+from immortal.coordinator.web.charts import chart
+from immortal.coordinator.web.errors import WebError
+from immortal.coordinator.web.messages import find_position, message_at, source_in_words
+from immortal.coordinator.web.rendering import page, render
+from immortal.coordinator.web.requests import form_of, number_of, place_in, place_of, settings_of, site_of, text_of
+from immortal.coordinator.web.site import Site
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.errors import ImmortalError
+from immortal.replay import ReplayError
 
 LINKED_MAX = 20  # messages that one message made, that are looked for in other logs
 WATCH_RECORDS = 2000

@@ -1,4 +1,4 @@
-"""``python -m coordinator.web.what_if_job``: one what-if, in a process of its own.
+"""``python -m immortal.coordinator.web.what_if_job``: one what-if, in a process of its own.
 
 Its order is JSON on stdin. A line of JSON says how far it is, {"progress": [DONE, TOTAL]}; the last one what came out,
 {"report": {...}} or {"error": TEXT}.
@@ -15,17 +15,17 @@ from typing import Any
 
 import msgspec
 
-from coordinator.cli.what_if import cone_of
-from coordinator.cli.what_if_report import Report
-from coordinator.core.output_check import OutputDivergenceError
-from coordinator.instances import own_logs
-from coordinator.instances.registry import Registry
-from protocol import decoding
-from protocol.errors import ImmortalError
-from replay import OWN_VERSION, AppCommand
-from replay.apps import default_app
-from replay.compare import Side
-from replay.what_if import plan_what_if, run_what_if
+from immortal.coordinator.cli.what_if import cone_of
+from immortal.coordinator.cli.what_if_report import Report
+from immortal.coordinator.core.output_check import OutputDivergenceError
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol import decoding
+from immortal.protocol.errors import ImmortalError
+from immortal.replay import OWN_VERSION, AppCommand
+from immortal.replay.apps import default_app
+from immortal.replay.compare import Side
+from immortal.replay.what_if import plan_what_if, run_what_if
 
 PROGRESS_S = 0.2
 

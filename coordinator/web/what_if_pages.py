@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from coordinator.config import ConfigError
-from coordinator.config.values import check_app
-from coordinator.web.errors import WebError
-from coordinator.web.live import stream
-from coordinator.web.rendering import page, render
-from coordinator.web.requests import form_of, place_in, settings_of, site_of
-from coordinator.web.what_if_job import Order
+from immortal.coordinator.config import ConfigError
+from immortal.coordinator.config.values import check_app
+from immortal.coordinator.web.errors import WebError
+from immortal.coordinator.web.live import stream
+from immortal.coordinator.web.rendering import page, render
+from immortal.coordinator.web.requests import form_of, place_in, settings_of, site_of
+from immortal.coordinator.web.what_if_job import Order
 
 
 def routes() -> list[Route]:

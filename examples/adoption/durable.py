@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from appsdk import Immortal, rpc
-from appsdk.client import connect
-from appsdk.embedded import start
+from immortal import Immortal, rpc
+from immortal.client import connect
+from immortal.embedded import start
 
 # --- the index --------------------------------------------------------------------------------------------------------
 

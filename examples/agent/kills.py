@@ -25,8 +25,8 @@ from pathlib import Path
 from pydantic_ai import ModelMessagesTypeAdapter
 from trips import Airline, Travel
 
-from appsdk.client import connect
-from coordinator.instances.registry import HOME_VARIABLE, Registry
+from immortal.client import connect
+from immortal.coordinator.instances.registry import HOME_VARIABLE, Registry
 
 HERE = Path(__file__).parent
 STEPS_OF_A_TRIP = 5  # three requests and two tools outside the handlers
@@ -40,7 +40,7 @@ class Instance:
     """The supervised pair; which processes it has is in its log lines."""
 
     def __init__(self, name: str, app: str, environment: dict[str, str], log: Path) -> None:
-        command = [sys.executable, "-m", "coordinator", "run", name, app, "--restart", "--log-format", "json"]
+        command = [sys.executable, "-m", "immortal.coordinator", "run", name, app, "--restart", "--log-format", "json"]
         self.process = subprocess.Popen(
             command, cwd=HERE, env=environment, stderr=subprocess.PIPE, text=True, process_group=0
         )

@@ -20,8 +20,8 @@ from pydantic_ai import Agent, RunContext
 from pydantic_ai.messages import ModelMessage, ModelResponse, TextPart, ToolCallPart, ToolReturnPart
 from pydantic_ai.models.function import AgentInfo, FunctionModel
 
-from appsdk import Immortal, effect_context, peer, query, rpc
-from appsdk.integrations.pydantic_ai import ImmortalDurability, in_handler, run_agent
+from immortal import Immortal, effect_context, peer, query, rpc
+from immortal.integrations.pydantic_ai import ImmortalDurability, in_handler, run_agent
 
 STEP_S = 0.1  # a model takes its time
 

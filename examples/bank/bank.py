@@ -19,7 +19,7 @@ import random
 import time
 from typing import NamedTuple
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
+from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 
 BANKS = ("north", "south", "west")
 ACCOUNTS = 100  # of each bank, numbered from 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bank
 
-from appsdk import rpc
+from immortal import rpc
 
 FEE = 1
 

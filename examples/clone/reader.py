@@ -9,7 +9,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from appsdk.patterns.clone import connect
+from immortal.patterns.clone import connect
 
 
 def main(table: str, *publishers: str) -> None:

@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from appsdk.client import connect as connect_client
-from appsdk.patterns.clone import Table, connect
+from immortal.client import connect as connect_client
+from immortal.patterns.clone import Table, connect
 
 NAME = "prices"
 KEYS = 200
@@ -127,13 +127,15 @@ class Writers:
 
 def storm(folder: Path, options: argparse.Namespace) -> int:
     home = folder / "home"
-    register = [sys.executable, "-m", "coordinator", "--home", str(home), "register", NAME]
+    register = [sys.executable, "-m", "immortal.coordinator", "--home", str(home), "register", NAME]
     subprocess.run([*register, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=subprocess.DEVNULL)
-    table = Service(folder, "coordinator", "--home", str(home), "run", NAME, "appsdk.patterns.clone:Table", "--restart")
+    table = Service(
+        folder, "immortal.coordinator", "--home", str(home), "run", NAME, "immortal.patterns.clone:Table", "--restart"
+    )
     readers: list[Reader] = []
     started = [table]
     try:
-        forwarder = Service(folder, "appsdk.patterns.clone", "forward", NAME)
+        forwarder = Service(folder, "immortal.patterns.clone", "forward", NAME)
         started.append(forwarder)
         place = forwarder.first_line().split()[-1]
         forwarder._command += ["--listen", place]  # the same place when it is started again

@@ -1,4 +1,4 @@
-"""What the workers do: ``python -m appsdk.patterns.harmony work NAME collatz:steps`` is one."""
+"""What the workers do: ``python -m immortal.patterns.harmony work NAME collatz:steps`` is one."""
 
 from __future__ import annotations
 

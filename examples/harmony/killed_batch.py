@@ -24,18 +24,18 @@ from pathlib import Path
 
 import collatz
 
-from appsdk.patterns.harmony import Ventilator, connect
+from immortal.patterns.harmony import Ventilator, connect
 
 HERE = Path(__file__).parent
 PATIENCE_S = 300.0  # of each call: a busy machine takes long to start or recover an instance
-CLASSES = {"cluster": "appsdk.patterns.harmony:Cluster", "steps": "appsdk.patterns.harmony:Collector"}
+CLASSES = {"cluster": "immortal.patterns.harmony:Cluster", "steps": "immortal.patterns.harmony:Collector"}
 
 
 class Service:
     """One ``immortal run``, and the processes that it has started."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        coordinator = [sys.executable, "-m", "coordinator", "--home", str(folder)]
+        coordinator = [sys.executable, "-m", "immortal.coordinator", "--home", str(folder)]
         subprocess.run(
             [*coordinator, "register", name, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=subprocess.DEVNULL
         )
@@ -62,7 +62,7 @@ class Workers:
         self._processes = [self._start() for _ in range(count)]
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "appsdk.patterns.harmony", "work", "cluster", "collatz:steps"]
+        command = [sys.executable, "-m", "immortal.patterns.harmony", "work", "cluster", "collatz:steps"]
         return subprocess.Popen(command, cwd=HERE, env=self._environment)
 
     def kill_one(self, chance: random.Random) -> None:

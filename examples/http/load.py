@@ -32,8 +32,8 @@ from pathlib import Path
 import aiohttp
 from shop import STOCK
 
-from appsdk.client import connect
-from coordinator.instances.registry import HOME_VARIABLE, Registry
+from immortal.client import connect
+from immortal.coordinator.instances.registry import HOME_VARIABLE, Registry
 
 HERE = Path(__file__).parent
 NAME = "shop"
@@ -65,7 +65,17 @@ class Shop:
     """The supervised pair; which processes it has is in its log lines."""
 
     def __init__(self, environment: dict[str, str], log: Path) -> None:
-        command = [sys.executable, "-m", "coordinator", "run", NAME, "shop:Shop", "--restart", "--log-format", "json"]
+        command = [
+            sys.executable,
+            "-m",
+            "immortal.coordinator",
+            "run",
+            NAME,
+            "shop:Shop",
+            "--restart",
+            "--log-format",
+            "json",
+        ]
         self.process = subprocess.Popen(
             command, cwd=HERE, env=environment, stderr=subprocess.PIPE, text=True, process_group=0
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 
 STOCK = 1_000_000_000  # of each item, at first
 

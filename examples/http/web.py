@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from appsdk.integrations.asgi import ImmortalMiddleware, Service
+from immortal.integrations.asgi import ImmortalMiddleware, Service
 
 shop = Service(Shop, "shop", timeout=20.0)  # a crash of the shop in the middle is well within
 

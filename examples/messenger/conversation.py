@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from coordinator.messenger import Answer, Messenger, Received
+from immortal.messenger import Answer, Messenger, Received
 
 SEAT_PRICE = 30
 

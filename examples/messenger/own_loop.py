@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import time
 
-from coordinator.messenger import Messenger, Received
+from immortal.messenger import Messenger, Received
 
 arrived: list[bytes] = []
 replies: list[bytes] = []

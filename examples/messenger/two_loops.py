@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from coordinator.messenger import Messenger, Received
+from immortal.messenger import Messenger, Received
 
 RECORDS = 1000
 

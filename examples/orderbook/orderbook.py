@@ -10,7 +10,7 @@ import os
 from heapq import heappop, heappush
 from zlib import crc32
 
-from appsdk import Immortal, initial, peer, rpc
+from immortal import Immortal, initial, peer, rpc
 
 ORDERS = int(os.environ.get("ORDERBOOK_ORDERS", "1000"))  # of each trader
 NAME = os.environ.get("ORDERBOOK_TRADER", "trader")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import vault
 
-from appsdk.patterns.pirate import Policy, connect
+from immortal.patterns.pirate import Policy, connect
 
 SERVERS = 3
 LIVES_REPLIES_MAX = 30  # a server dies at one of its first replies, up to this one

@@ -12,7 +12,7 @@ import os
 import signal
 from collections.abc import Iterable
 
-from appsdk.patterns.pirate import Answer, Request, Server
+from immortal.patterns.pirate import Answer, Request, Server
 
 BALANCE = 1_000_000  # of each account, at first
 

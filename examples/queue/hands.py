@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from appsdk.patterns.queue import work
+from immortal.patterns.queue import work
 
 STALL_S = 1.0
 P = ParamSpec("P")

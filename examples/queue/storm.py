@@ -22,9 +22,9 @@ from pathlib import Path
 
 import hands
 
-from appsdk.client import NotConnectable
-from appsdk.client import connect as connect_client
-from appsdk.patterns.queue import Queue, TaskFailed, connect
+from immortal.client import NotConnectable
+from immortal.client import connect as connect_client
+from immortal.patterns.queue import Queue, TaskFailed, connect
 
 NAME = "jobs"
 TIMEOUT_S = 0.5  # of a try: below a stall
@@ -79,13 +79,13 @@ class Broker:
     """The queue's instance, under a supervisor."""
 
     def __init__(self, home: Path) -> None:
-        self._command = [sys.executable, "-m", "coordinator", "--home", str(home)]
+        self._command = [sys.executable, "-m", "immortal.coordinator", "--home", str(home)]
         self._log = (home.parent / "queue.log").open("wb")
         subprocess.run([*self._command, "register", NAME, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=self._log)
         self.start()
 
     def start(self) -> None:
-        command = [*self._command, "run", NAME, "appsdk.patterns.queue:Queue", "--restart"]
+        command = [*self._command, "run", NAME, "immortal.patterns.queue:Queue", "--restart"]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
 
     def kill(self) -> None:

@@ -36,12 +36,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from appsdk.state import decode_envelope
-from coordinator.instances.registry import Registry
-from coordinator.log import open_reader
-from coordinator.operator import control
-from coordinator.peers import keys
-from protocol.errors import ImmortalError
+from immortal.appsdk.state import decode_envelope
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.coordinator.peers import keys
+from immortal.log import open_reader
+from immortal.protocol.errors import ImmortalError
 
 LINES_WANTED = 600_000  # of the default input
 POLL_S = 0.05
@@ -124,7 +124,7 @@ class Instance:
         self.output = (home.parent / f"{self.name}.log").open("w")
         self.last_lines: deque[str] = deque(maxlen=12)
         self.pids: dict[str, int] = {}
-        command = [sys.executable, "-m", "coordinator", "--home", str(home), "run", self.name, APPS[self.name]]
+        command = [sys.executable, "-m", "immortal.coordinator", "--home", str(home), "run", self.name, APPS[self.name]]
         command += ["--restart", "--log-format", "json"]
         self.supervisor = subprocess.Popen(
             command if self.networks is None else self.networks.inside(SIDES[self.name], command),

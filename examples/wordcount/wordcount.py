@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
+from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 
 
 def input_files() -> list[Path]:

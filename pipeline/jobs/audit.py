@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from pipeline.jobs.evidence import LOG, MARK, Row
-from pipeline.jobs.judgement import Result, judge
-from pipeline.jobs.log_audit import LogReport
-from pipeline.jobs.ordering import ordered_results
-from pipeline.jobs.reports import AuditReport
-from pipeline.jobs.sources import Fleet, rows_of
-from pipeline.jobs.stream_audit import Mark, Part, StreamAudit
+from immortal.pipeline.jobs.evidence import LOG, MARK, Row
+from immortal.pipeline.jobs.judgement import Result, judge
+from immortal.pipeline.jobs.log_audit import LogReport
+from immortal.pipeline.jobs.ordering import ordered_results
+from immortal.pipeline.jobs.reports import AuditReport
+from immortal.pipeline.jobs.sources import Fleet, rows_of
+from immortal.pipeline.jobs.stream_audit import Mark, Part, StreamAudit
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -6,8 +6,8 @@ import heapq
 from collections import defaultdict
 from collections.abc import Mapping
 
-from pipeline.jobs.reports import Violation
-from pipeline.jobs.stream_audit import Needs
+from immortal.pipeline.jobs.reports import Violation
+from immortal.pipeline.jobs.stream_audit import Needs
 
 
 def impossible_orders(needs: Mapping[tuple[str, str], list[Needs]], known: set[str]) -> list[Violation]:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from coordinator.core.interfaces import IMPULSES
-from coordinator.log import verify_value
-from pipeline.decode import (
+from immortal.coordinator.core.interfaces import IMPULSES
+from immortal.coordinator.log import verify_value
+from immortal.pipeline.decode import (
     PADDING,
     Batches,
     Marks,
@@ -30,15 +30,15 @@ from pipeline.decode import (
     decode_trailers,
     verify_checks,
 )
-from pipeline.jobs.stream_audit import count_impulses
-from pipeline.lockstep import Longs, binaries, ordinals
-from pipeline.reading import Gap, LogRange, read_range
-from protocol.batch import check_batch, decode_batch, decode_replayable_batch
-from protocol.errors import ImmortalError, RemoteProtocolError
-from protocol.messages import MessageType, RpcType
-from protocol.messages import decode_messages as decode_top_level
-from protocol.record import HEADER_SIZE_BYTES
-from protocol.trailer import BatchKind, BatchSource, Trailer
+from immortal.pipeline.jobs.stream_audit import count_impulses
+from immortal.pipeline.lockstep import Longs, binaries, ordinals
+from immortal.pipeline.reading import Gap, LogRange, read_range
+from immortal.protocol.batch import check_batch, decode_batch, decode_replayable_batch
+from immortal.protocol.errors import ImmortalError, RemoteProtocolError
+from immortal.protocol.messages import MessageType, RpcType
+from immortal.protocol.messages import decode_messages as decode_top_level
+from immortal.protocol.record import HEADER_SIZE_BYTES
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer
 
 MARK, BATCH, LOG = 0, 1, 2
 WHOLE_LOG = ""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from coordinator.core.interfaces import is_outside
-from pipeline.jobs.causality import impossible_orders
-from pipeline.jobs.log_audit import LogReport
-from pipeline.jobs.ordering import ORDERED, OrderingAudit
-from pipeline.jobs.reports import AuditReport, StreamReport, Violation
-from pipeline.jobs.sources import LogState
-from pipeline.jobs.stream_audit import KINDS, Finding, Needs, StreamFigures, in_words
-from protocol import decoding
+from immortal.coordinator.core.interfaces import is_outside
+from immortal.pipeline.jobs.causality import impossible_orders
+from immortal.pipeline.jobs.log_audit import LogReport
+from immortal.pipeline.jobs.ordering import ORDERED, OrderingAudit
+from immortal.pipeline.jobs.reports import AuditReport, StreamReport, Violation
+from immortal.pipeline.jobs.sources import LogState
+from immortal.pipeline.jobs.stream_audit import KINDS, Finding, Needs, StreamFigures, in_words
+from immortal.protocol import decoding
 
 _BY_MARKS = ("content", "causality")
 """What is found with the sender's marks: their numbers are others where the stream was reset."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.jobs.evidence import Row
+from immortal.pipeline.jobs.evidence import Row
 
 DAMAGES_PER_LOG_MAX = 10_000
 """Of these each is kept in words; of more only the count."""

@@ -11,16 +11,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from appsdk.ordering.messages import Proposed
-from appsdk.ordering.multicasts import decode_executed, decode_of_ordering, decode_propose
-from appsdk.ordering.sending import RUNS_IN_FLIGHT_MAX
-from pipeline.jobs.evidence import Row
-from pipeline.jobs.reports import Violation
-from protocol import decoding
-from protocol.errors import ProtocolError
-from protocol.messages import MessageType, RpcKind, decode_incoming_rpc, decode_messages
-from protocol.ordering import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
-from protocol.varint import encode_zigzag
+from immortal.appsdk.ordering.messages import Proposed
+from immortal.appsdk.ordering.multicasts import decode_executed, decode_of_ordering, decode_propose
+from immortal.appsdk.ordering.sending import RUNS_IN_FLIGHT_MAX
+from immortal.pipeline.jobs.evidence import Row
+from immortal.pipeline.jobs.reports import Violation
+from immortal.protocol import decoding
+from immortal.protocol.errors import ProtocolError
+from immortal.protocol.messages import MessageType, RpcKind, decode_incoming_rpc, decode_messages
+from immortal.protocol.ordering import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from immortal.protocol.varint import encode_zigzag
 
 ORDERED = "ordered"
 """What results of this kind are called among those of the workers."""

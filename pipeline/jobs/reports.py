@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipeline.jobs.log_audit import LogReport
+from immortal.pipeline.jobs.log_audit import LogReport
 
 
 @dataclass(frozen=True, slots=True)

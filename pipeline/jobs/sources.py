@@ -15,17 +15,17 @@ import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 from pyspark.sql.types import StructType
 
-from coordinator.core.interfaces import ONESELF, LogSummary
-from coordinator.log import LogIdentity, is_locked, open_reader
-from pipeline.errors import SourceError
-from pipeline.jobs.evidence import EVIDENCE_SPARK, evidence_of_log, evidence_of_raw
-from pipeline.paths import log_folders
-from pipeline.reading import LogRange, close_shared, whole_range
-from pipeline.schema import SCHEMAS
-from pipeline.source import PARTITION_SIZE_BYTES, split
-from pipeline.times import first_at
-from protocol import decoding
-from protocol.private_files import opener
+from immortal.coordinator.core.interfaces import ONESELF, LogSummary
+from immortal.coordinator.log import LogIdentity, is_locked, open_reader
+from immortal.pipeline.errors import SourceError
+from immortal.pipeline.jobs.evidence import EVIDENCE_SPARK, evidence_of_log, evidence_of_raw
+from immortal.pipeline.paths import log_folders
+from immortal.pipeline.reading import LogRange, close_shared, whole_range
+from immortal.pipeline.schema import SCHEMAS
+from immortal.pipeline.source import PARTITION_SIZE_BYTES, split
+from immortal.pipeline.times import first_at
+from immortal.protocol import decoding
+from immortal.protocol.private_files import opener
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -124,7 +124,7 @@ class Fleet(ABC):
 
     @abstractmethod
     def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT_NS) -> DataFrame:
-        """The rows of pipeline.jobs.evidence, in no order; of the records between two times, both included."""
+        """The rows of immortal.pipeline.jobs.evidence, in no order; of the records between two times, both included."""
 
 
 class LogFleet(Fleet):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.jobs.sources import Fleet
+from immortal.pipeline.jobs.sources import Fleet
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession

@@ -14,12 +14,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from coordinator.core.errors import InvariantError
-from coordinator.core.interfaces import IMPULSES
-from protocol.batch import offset_after
-from protocol.checksum import crc64
-from protocol.messages import RpcType, decode_message
-from protocol.varint import decode_zigzag_int
+from immortal.coordinator.core.errors import InvariantError
+from immortal.coordinator.core.interfaces import IMPULSES
+from immortal.protocol.batch import offset_after
+from immortal.protocol.checksum import crc64
+from immortal.protocol.messages import RpcType, decode_message
+from immortal.protocol.varint import decode_zigzag_int
 
 KINDS = ("lost", "duplicate", "order", "content", "invented", "causality", "identity", "damage")
 """What can be wrong, in the order of reports."""

@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from coordinator.core.interfaces import is_outside
-from pipeline.errors import PipelineError
-from pipeline.jobs.evidence import BATCH, MARK
-from pipeline.jobs.sources import Fleet, Wanted, rows_of
+from immortal.coordinator.core.interfaces import is_outside
+from immortal.pipeline.errors import PipelineError
+from immortal.pipeline.jobs.evidence import BATCH, MARK
+from immortal.pipeline.jobs.sources import Fleet, Wanted, rows_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from coordinator.core.errors import LogError
-from pipeline.jobs.audit import results_of
-from pipeline.jobs.evidence import LOG
-from pipeline.jobs.log_audit import LogReport
-from pipeline.jobs.sources import ExportFleet, Fleet, LogFleet, open_fleet
-from pipeline.paths import log_folders
-from protocol import decoding
+from immortal.coordinator.core.errors import LogError
+from immortal.pipeline.jobs.audit import results_of
+from immortal.pipeline.jobs.evidence import LOG
+from immortal.pipeline.jobs.log_audit import LogReport
+from immortal.pipeline.jobs.sources import ExportFleet, Fleet, LogFleet, open_fleet
+from immortal.pipeline.paths import log_folders
+from immortal.protocol import decoding
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

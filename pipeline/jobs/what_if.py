@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from pipeline.errors import PipelineError
-from pipeline.jobs.sources import log_states, rows_of
-from pipeline.paths import log_folders
-from protocol import decoding
+from immortal.pipeline.errors import PipelineError
+from immortal.pipeline.jobs.sources import log_states, rows_of
+from immortal.pipeline.paths import log_folders
+from immortal.protocol import decoding
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -192,7 +192,19 @@ def _run(
     instance: str, app: str, home: str, folder: str, code: str | None, options: Sequence[str], timeout_s: float
 ) -> tuple[int, str | None, str | None]:
     """(status, its JSON, or else what went wrong)."""
-    command = [sys.executable, "-P", "-m", "coordinator", "--home", home, "what-if", instance, "--app", app, "--json"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "immortal.coordinator",
+        "--home",
+        home,
+        "what-if",
+        instance,
+        "--app",
+        app,
+        "--json",
+    ]
     command += [] if code is None else ["--code", code]
     process = subprocess.Popen(
         [*command, *options],

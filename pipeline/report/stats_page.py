@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 
 from jinja2 import Environment, PackageLoader
 
-from pipeline.jobs.stats import Figures, Stats
-from pipeline.report.charts import SERIES_MAX, bars, matrix, over_time
-from protocol.shown import printable
+from immortal.pipeline.jobs.stats import Figures, Stats
+from immortal.pipeline.report.charts import SERIES_MAX, bars, matrix, over_time
+from immortal.protocol.shown import printable
 
 _ROWS_MAX = 200
 _SIZES = {"MB": 1_000_000, "kB": 1_000, "bytes": 1}
@@ -28,7 +28,7 @@ def stats_page(stats: Stats) -> str:
     times = [time for service in stats.services for time in (service.first_ns, service.last_ns) if time]
     span = f"{time_text(min(times))} to {time_text(max(times))}" if times else "nothing logged"
     busiest = [service.instance for service in sorted(stats.services, key=lambda each: -each.figures.calls)]
-    pages = Environment(loader=PackageLoader("pipeline.report", ""), autoescape=True)
+    pages = Environment(loader=PackageLoader("immortal.pipeline.report", ""), autoescape=True)
     pages.filters["printable"] = printable
     return pages.get_template("stats_page.html").render(
         services=len(stats.services),

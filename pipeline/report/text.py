@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator.core.interfaces import IMPULSES
-from pipeline.jobs.export import ExportReport
-from pipeline.jobs.reports import AuditReport, StreamReport
-from pipeline.jobs.stats import Figures, Stats
-from pipeline.jobs.verify import VerifyReport
-from pipeline.jobs.what_if import FleetResult
-from protocol.command_line import counted, table_lines
+from immortal.coordinator.core.interfaces import IMPULSES
+from immortal.pipeline.jobs.export import ExportReport
+from immortal.pipeline.jobs.reports import AuditReport, StreamReport
+from immortal.pipeline.jobs.stats import Figures, Stats
+from immortal.pipeline.jobs.verify import VerifyReport
+from immortal.pipeline.jobs.what_if import FleetResult
+from immortal.protocol.command_line import counted, table_lines
 
 
 def export_lines(report: ExportReport, folder: Path) -> Iterator[str]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from matplotlib.figure import Figure
 
-from pipeline.jobs.trace import Node, Trace
-from pipeline.report.charts import styled, svg_of
-from protocol.shown import printable
+from immortal.pipeline.jobs.trace import Node, Trace
+from immortal.pipeline.report.charts import styled, svg_of
+from immortal.protocol.shown import printable
 
 LABELS_MAX = 60
 """With more nodes the picture shows the shape only: text would cover it."""

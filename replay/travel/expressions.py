@@ -8,9 +8,9 @@ from __future__ import annotations
 from types import CodeType
 from typing import Any
 
-from protocol import decoding
-from protocol.messages import IncomingRpc, RpcKind, RpcType
-from replay.errors import ReplayError
+from immortal.protocol import decoding
+from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType
+from immortal.replay.errors import ReplayError
 
 
 def compiled(text: str) -> CodeType:

@@ -6,8 +6,8 @@ import ast
 import re
 from typing import Any, Final
 
-from appsdk.state.tree import Fields, Tree, canonical, tree
-from replay.errors import ReplayError
+from immortal.appsdk.state.tree import Fields, Tree, canonical, tree
+from immortal.replay.errors import ReplayError
 
 MISSING: Final = object()
 Step = tuple[str, Any]

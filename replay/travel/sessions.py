@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from protocol import decoding
-from replay.app import code_environment
-from replay.errors import ReplayError
-from replay.travel.worker import MEMORY_VARIABLE
+from immortal.protocol import decoding
+from immortal.replay.app import code_environment
+from immortal.replay.errors import ReplayError
+from immortal.replay.travel.worker import MEMORY_VARIABLE
 
 SESSIONS_MAX = 4
 IDLE_S = 300.0
@@ -93,7 +93,7 @@ class _Session:
         environment |= code_environment(None)
         environment.setdefault(MEMORY_VARIABLE, str(MEMORY_MB))
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "replay.travel.worker", str(home), name],
+            [sys.executable, "-P", "-m", "immortal.replay.travel.worker", str(home), name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

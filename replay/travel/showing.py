@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from appsdk.state.tree import Fields, Members, Tree, to_json
-from replay.travel.paths import MISSING, step_text
+from immortal.appsdk.state.tree import Fields, Members, Tree, to_json
+from immortal.replay.travel.paths import MISSING, step_text
 
 NODES_MAX = 1500
 ITEMS_MAX = 100  # of one container

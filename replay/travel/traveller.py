@@ -8,25 +8,25 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from appsdk.handlers.definition import Definition, definition_of
-from appsdk.handlers.proxy import all_method_names
-from appsdk.running.runner import load_or_say
-from appsdk.state.diff import differences
-from appsdk.state.tree import Fields, Tree, tree
-from coordinator.core.interfaces import CheckpointHeader
-from coordinator.core.words import call_in_words
-from coordinator.log.contents import batches, message_at, record_of
-from coordinator.log.source import RecordSource
-from protocol.messages import IncomingRpc, decode_messages
-from protocol.verdicts import Verdict
-from replay.errors import ReplayError
-from replay.fates import failure_in_words
-from replay.plan import usable_checkpoints
-from replay.travel.expressions import compiled, evaluate
-from replay.travel.paths import MISSING, Step, part_of, same, steps_of, value_at
-from replay.travel.showing import shown, text_of
-from replay.travel.walk import Walk
-from replay.travel.watching import Each, name_of
+from immortal.appsdk.handlers.definition import Definition, definition_of
+from immortal.appsdk.handlers.proxy import all_method_names
+from immortal.appsdk.running.runner import load_or_say
+from immortal.appsdk.state.diff import differences
+from immortal.appsdk.state.tree import Fields, Tree, tree
+from immortal.coordinator.core.interfaces import CheckpointHeader
+from immortal.coordinator.core.words import call_in_words
+from immortal.coordinator.log.contents import batches, message_at, record_of
+from immortal.coordinator.log.source import RecordSource
+from immortal.protocol.messages import IncomingRpc, decode_messages
+from immortal.protocol.verdicts import Verdict
+from immortal.replay.errors import ReplayError
+from immortal.replay.fates import failure_in_words
+from immortal.replay.plan import usable_checkpoints
+from immortal.replay.travel.expressions import compiled, evaluate
+from immortal.replay.travel.paths import MISSING, Step, part_of, same, steps_of, value_at
+from immortal.replay.travel.showing import shown, text_of
+from immortal.replay.travel.walk import Walk
+from immortal.replay.travel.watching import Each, name_of
 
 At = tuple[int, int]
 Values = dict[str, Any]

@@ -7,24 +7,24 @@ from typing import Any
 
 from msgspec import Struct
 
-from appsdk.calls.context import SEED_SIZE_BYTES
-from appsdk.handlers.definition import Definition
-from appsdk.running.inspection import shown_state
-from appsdk.running.local_app import LocalApp
-from appsdk.state.tree import Fields
-from coordinator.core.errors import require
-from coordinator.core.interfaces import CheckpointHeader
-from coordinator.instances.foreign_state import refuse_pickle
-from coordinator.log.source import RecordSource
-from protocol.extensions import Origin
-from protocol.record import decode_header
-from protocol.trailer import decode_trailer
-from protocol.verdicts import Verdict
-from replay.errors import ReplayError
-from replay.plan import ReplayPlan, plan_route
-from replay.positions import Outputs
-from replay.session import Ended, Event, ReplaySession, VerdictGiven
-from replay.travel.watching import Eyes, NoWatcher, Watcher
+from immortal.appsdk.calls.context import SEED_SIZE_BYTES
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.running.inspection import shown_state
+from immortal.appsdk.running.local_app import LocalApp
+from immortal.appsdk.state.tree import Fields
+from immortal.coordinator.core.errors import require
+from immortal.coordinator.core.interfaces import CheckpointHeader
+from immortal.coordinator.instances.foreign_state import refuse_pickle
+from immortal.coordinator.log.source import RecordSource
+from immortal.protocol.extensions import Origin
+from immortal.protocol.record import decode_header
+from immortal.protocol.trailer import decode_trailer
+from immortal.protocol.verdicts import Verdict
+from immortal.replay.errors import ReplayError
+from immortal.replay.plan import ReplayPlan, plan_route
+from immortal.replay.positions import Outputs
+from immortal.replay.session import Ended, Event, ReplaySession, VerdictGiven
+from immortal.replay.travel.watching import Eyes, NoWatcher, Watcher
 
 
 class Made(Struct, frozen=True):

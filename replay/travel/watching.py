@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from appsdk.calls.context import Context
-from appsdk.dispatch.delivery import Delivery
-from appsdk.handlers.definition import Definition
-from coordinator.core.words import Methods, method_name
-from protocol.errors import ImmortalError
-from protocol.messages import IncomingRpc, MessageType, decode_incoming_rpc, decode_message
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.dispatch.delivery import Delivery
+from immortal.appsdk.handlers.definition import Definition
+from immortal.coordinator.core.words import Methods, method_name
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.messages import IncomingRpc, MessageType, decode_incoming_rpc, decode_message
 
 
 class Watcher(Protocol):

@@ -17,14 +17,14 @@ from typing import IO, Any
 
 import msgspec
 
-from appsdk.errors import AppError
-from coordinator.config import InstanceSettings
-from coordinator.instances import own_logs
-from coordinator.instances.registry import Registry
-from protocol import decoding
-from protocol.errors import ImmortalError
-from replay.apps import default_app
-from replay.travel.traveller import Traveller
+from immortal.appsdk.errors import AppError
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol import decoding
+from immortal.protocol.errors import ImmortalError
+from immortal.replay.apps import default_app
+from immortal.replay.travel.traveller import Traveller
 
 CPU_S_MAX = 3600
 MEMORY_VARIABLE = "IMMORTAL_TRAVEL_MEMORY_MB"

@@ -13,7 +13,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bench.processes import BenchError
+from immortal.bench.processes import BenchError
 from scripts.benchmarks.context import ROOT, Amounts, Context, prepare_environment
 from scripts.benchmarks.run import FORMAT_VERSION, PARTS, run_suite
 from scripts.benchmarks.table import show

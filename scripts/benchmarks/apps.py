@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import time
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, query, rpc
-from bench.apps import course, say
-from bench.call_apps import Caller
+from immortal import Immortal, Impulses, impulse, on_primary, peer, query, rpc
+from immortal.bench.apps import course, say
+from immortal.bench.call_apps import Caller
 from scripts.benchmarks.rivals.steps import STEPS, step
 
 HOLD_AT_ONCE = 500
@@ -16,7 +16,7 @@ HOLD_AT_ONCE = 500
 class Relay(Immortal):
     """Passes a call on, and its answer back."""
 
-    next = peer("bench.call_apps:Callee", "relay-1")
+    next = peer("immortal.bench.call_apps:Callee", "relay-1")
 
     @rpc(id=1)
     async def echo(self, data: bytes) -> bytes:
@@ -29,7 +29,7 @@ class Relay1(Relay):
 
 
 class Relay2(Relay):
-    next = peer("bench.call_apps:Callee", "relay-3")
+    next = peer("immortal.bench.call_apps:Callee", "relay-3")
 
 
 class EffectSteps(Immortal):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from bench.call_workload import Measured
-from bench.calls import Caller, run_for, warm_up
-from bench.processes import BenchError
+from immortal.bench.call_workload import Measured
+from immortal.bench.calls import Caller, run_for, warm_up
+from immortal.bench.processes import BenchError
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import IMMORTAL, Figure, Target
 

@@ -20,11 +20,11 @@ from contextlib import suppress
 
 import zmq
 
-from appsdk.client import connect
-from appsdk.patterns.clone import Table
-from appsdk.patterns.clone.places import Access, Places
-from appsdk.patterns.clone.replica import Options, Replica
-from appsdk.patterns.clone.subscriber import Subscriber
+from immortal.appsdk.patterns.clone.places import Access, Places
+from immortal.appsdk.patterns.clone.replica import Options, Replica
+from immortal.appsdk.patterns.clone.subscriber import Subscriber
+from immortal.client import connect
+from immortal.patterns.clone import Table
 
 
 class Swarm:

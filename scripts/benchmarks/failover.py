@@ -39,8 +39,8 @@ from typing import Any
 
 import psycopg
 
-from appsdk.client import connect, start
-from coordinator.instances.registry import free_port
+from immortal.client import connect, start
+from immortal.coordinator.instances.registry import free_port
 from scripts.benchmarks.context import ROOT, prepare_environment
 from scripts.benchmarks.failover_report import histogram, put, section, share_ms
 from scripts.benchmarks.machine import describe, load_average
@@ -60,7 +60,7 @@ class Machine:
         self.process: subprocess.Popen[bytes] | None = None
 
     def immortal(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "coordinator", "--home", str(self.home), *arguments]
+        command = [sys.executable, "-m", "immortal.coordinator", "--home", str(self.home), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         if done.returncode:
             raise SystemExit(f"{' '.join(arguments)}: {done.stderr}")
@@ -70,7 +70,7 @@ class Machine:
         command = [
             sys.executable,
             "-m",
-            "coordinator",
+            "immortal.coordinator",
             "--home",
             str(self.home),
             "run",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from appsdk import Immortal, peer, rpc, upgrades
+from immortal import Immortal, peer, rpc, upgrades
 
 PIECE_SIZE_BYTES = 1 << 20
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from coordinator.messenger import Messenger, Received, RetryPolicy
+from immortal.messenger import Messenger, Received, RetryPolicy
 from tests.helpers.lossy import LossyNetwork
 from tests.helpers.proxy import FaultProxy
 

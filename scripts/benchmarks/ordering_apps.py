@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from statistics import median
 
-from appsdk import Immortal, peer, query, rpc
+from immortal import Immortal, peer, query, rpc
 
 DESTINATIONS_MAX = 16
 

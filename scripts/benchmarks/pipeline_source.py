@@ -22,15 +22,15 @@ import click
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
-from coordinator.core.interfaces import CheckpointHeader, Transaction
-from coordinator.log import RowLogStore, create_log, open_reader
-from pipeline.session import session
-from protocol.batch import encode_batch
-from protocol.checksum import crc64
-from protocol.extensions import encode_record_time
-from protocol.messages import RpcType, encode_incoming_rpc
-from protocol.record import encode_record
-from protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
+from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
+from immortal.log import RowLogStore, create_log, open_reader
+from immortal.pipeline.session import session
+from immortal.protocol.batch import encode_batch
+from immortal.protocol.checksum import crc64
+from immortal.protocol.extensions import encode_record_time
+from immortal.protocol.messages import RpcType, encode_incoming_rpc
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
 
 _COMMITTER_ID = 7
 _METHOD_ID = 343_311

@@ -9,7 +9,7 @@ import sys
 
 import zmq
 
-from appsdk.patterns.pirate import Request, Server
+from immortal.patterns.pirate import Request, Server
 
 ENDPOINT = "tcp://127.0.0.1:*"
 

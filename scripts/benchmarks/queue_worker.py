@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from appsdk.patterns.queue import work
+from immortal.patterns.queue import work
 
 
 def echo(body: bytes) -> bytes:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.processes import BenchError
+from immortal.bench.processes import BenchError
 from scripts.benchmarks import machine
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import Figure

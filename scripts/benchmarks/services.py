@@ -10,13 +10,13 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.processes import BenchError
-from coordinator.service.parent_death import die_with_parent
+from immortal.bench.processes import BenchError
+from immortal.coordinator.service.parent_death import die_with_parent
 
 
 def start_service(stack: ExitStack, home: Path, name: str, app: str) -> list[int]:
     """Register and run it until ``stack`` ends; the process IDs of its coordinator and its app. Raises BenchError."""
-    coordinator = [sys.executable, "-m", "coordinator", "--home", str(home)]
+    coordinator = [sys.executable, "-m", "immortal.coordinator", "--home", str(home)]
     register = [*coordinator, "register", name, "--peer", "tcp://127.0.0.1:*"]
     subprocess.run(register, check=True, stdout=subprocess.DEVNULL)
     process = subprocess.Popen(

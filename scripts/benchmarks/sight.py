@@ -27,9 +27,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from coordinator.instances.registry import Registry
-from coordinator.service.parent_death import die_with_parent
-from pipeline.fleet import Fleet, write_fleet
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.service.parent_death import die_with_parent
+from immortal.pipeline.fleet import Fleet, write_fleet
 from tests.helpers.browser import WebServer, csrf_of
 from tests.helpers.cli import HOME
 from tests.helpers.recorded import Instances, load_module
@@ -38,7 +38,7 @@ IN_A_RECORD = 500
 TIMES = 9
 NAME = "accounts"
 SOURCE = """
-from appsdk import Immortal, impulse
+from immortal import Immortal, impulse
 
 
 class Accounts(Immortal):
@@ -57,8 +57,8 @@ class Accounts(Immortal):
 _ONE = """
 import sys
 
-from appsdk import Immortal, rpc
-from appsdk.embedded import start
+from immortal import Immortal, rpc
+from immortal.embedded import start
 
 
 class Idle(Immortal):
@@ -196,7 +196,7 @@ def sql(folder: Path, messages: int) -> None:
         for name in made.names:
             registry.register(name, "tcp://127.0.0.1:*")
         print(f"the logs were made in {time.perf_counter() - begun_s:.0f} s", flush=True)
-    command = [sys.executable, "-P", "-m", "coordinator", "--home", str(home), "sql"]
+    command = [sys.executable, "-P", "-m", "immortal.coordinator", "--home", str(home), "sql"]
 
     def ask(query: str) -> str:
         return subprocess.run([*command, query, "--csv"], cwd=folder, check=True, capture_output=True, text=True).stdout

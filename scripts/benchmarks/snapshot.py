@@ -20,10 +20,10 @@ from pathlib import Path
 
 import msgspec
 
-from appsdk import Immortal, peer, rpc
-from protocol.extensions import decode_app_batch
-from protocol.messages import MessageType, decode_incoming_rpc, decode_messages
-from protocol.readers import BlobData, Message, MessageReader
+from immortal import Immortal, peer, rpc
+from immortal.protocol.extensions import decode_app_batch
+from immortal.protocol.messages import MessageType, decode_incoming_rpc, decode_messages
+from immortal.protocol.readers import BlobData, Message, MessageReader
 from tests.helpers.wire import call, control, initial_record, logged
 
 SHAPES = ("large", "small")

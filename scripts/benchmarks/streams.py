@@ -9,8 +9,8 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Protocol
 
-from bench.processes import BenchError, cpu_s, start_module
-from bench.streams import (
+from immortal.bench.processes import BenchError, cpu_s, start_module
+from immortal.bench.streams import (
     CALL_OVERHEAD_BYTES,
     ImmortalStreams,
     Load,
@@ -19,7 +19,7 @@ from bench.streams import (
     read_counted,
     write_plan,
 )
-from protocol import compiled
+from immortal.protocol import compiled
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import IMMORTAL, PURE, Target
 

@@ -16,15 +16,15 @@ from scripts.docs_site.roles import without_roles
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = {
-    "appsdk": "Services",
-    "appsdk.errors": "Errors of services",
-    "appsdk.client": "Callers from outside",
-    "appsdk.embedded": "One process",
-    "appsdk.testing": "Tests",
-    "coordinator.log": "Logs",
-    "coordinator.messenger": "The messenger",
-    "replay": "Replays",
-    "pipeline": "Pipeline",
+    "immortal": "Services",
+    "immortal.errors": "Errors of services",
+    "immortal.client": "Callers from outside",
+    "immortal.embedded": "One process",
+    "immortal.testing": "Tests",
+    "immortal.log": "Logs",
+    "immortal.messenger": "The messenger",
+    "immortal.replay": "Replays",
+    "immortal.pipeline": "Pipeline",
 }
 
 

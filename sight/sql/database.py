@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from msgspec import Struct
 
-from appsdk.state import rows as state_rows
-from coordinator.config import InstanceSettings
-from coordinator.core.words import Methods
-from coordinator.log import LogReader
-from sight.errors import SightError
-from sight.sql.cut import LogCut, make_consistent
-from sight.sql.extract import TABLES, Range, update
-from sight.sql.states import state_tables, with_instance
+from immortal.appsdk.state import rows as state_rows
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.words import Methods
+from immortal.coordinator.log import LogReader
+from immortal.sight.errors import SightError
+from immortal.sight.sql.cut import LogCut, make_consistent
+from immortal.sight.sql.extract import TABLES, Range, update
+from immortal.sight.sql.states import state_tables, with_instance
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -244,7 +244,7 @@ _INSTANCES = pa.schema(
 
 
 def _instance_row(log: Log, cut: LogCut) -> dict[str, Any]:
-    from pipeline.plain import read_record
+    from immortal.pipeline.plain import read_record
 
     summary = log.reader.summary()
     versions = [start.version for start in summary.versions if start.sequence_id < cut.last]

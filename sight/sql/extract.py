@@ -21,16 +21,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from msgspec import Struct
 
-from coordinator.instances.own_logs import COLUMNS_FOLDER_NAME
-from coordinator.log import LogReader
-from coordinator.log.format import SEQUENCE_KEY
-from pipeline import columns
-from pipeline.reading import Gap, LogRange, read_open
-from pipeline.tables import TableReader
-from protocol.file_lock import open_lock, take
-from protocol.private_files import make_folder
-from protocol.record import decode_header
-from sight.errors import SightError
+from immortal.coordinator.instances.own_logs import COLUMNS_FOLDER_NAME
+from immortal.coordinator.log import LogReader
+from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.pipeline import columns
+from immortal.pipeline.reading import Gap, LogRange, read_open
+from immortal.pipeline.tables import TableReader
+from immortal.protocol.file_lock import open_lock, take
+from immortal.protocol.private_files import make_folder
+from immortal.protocol.record import decode_header
+from immortal.sight.errors import SightError
 
 RANGE_MESSAGES_MAX = 1_000_000
 RANGE_MESSAGES_MIN = 100_000  # a last range with fewer is made again with what comes

@@ -11,14 +11,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from appsdk.state.rows import STATE
-from coordinator.config import InstanceSettings
-from coordinator.log import LogReader
-from protocol import decoding
-from replay import AppCommand, ReplayPlan, Sink, plan_route, run_replay
-from replay.apps import default_app
-from replay.inspection import write_rows
-from sight.errors import SightError
+from immortal.appsdk.state.rows import STATE
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.log import LogReader
+from immortal.protocol import decoding
+from immortal.replay import AppCommand, ReplayPlan, Sink, plan_route, run_replay
+from immortal.replay.apps import default_app
+from immortal.replay.inspection import write_rows
+from immortal.sight.errors import SightError
 
 AS_OF = "as_of_record"  # the first column of a state
 ROWS_AT_ONCE = 50_000
@@ -45,7 +45,7 @@ _TYPES = {
 
 
 def state_tables(settings: InstanceSettings, reader: LogReader, last_sequence_id: int) -> dict[str, pa.Table]:
-    """The tables of :mod:`appsdk.state.rows`, by name, as of right behind that record.
+    """The tables of :mod:`immortal.appsdk.state.rows`, by name, as of right behind that record.
 
     Raises SightError, ReplayError and what else a replay raises.
     """
@@ -144,7 +144,7 @@ _json_text = json.dumps  # ASCII
 
 
 def _plain(value: Any) -> Any:
-    """What JSON lacks, as :func:`appsdk.state.tree.to_json` writes it, is itself again."""
+    """What JSON lacks, as :func:`immortal.appsdk.state.tree.to_json` writes it, is itself again."""
     match value:
         case {"$bytes": str(digits), **rest} if not rest:
             return bytes.fromhex(digits)

@@ -15,16 +15,16 @@ from typing import BinaryIO
 
 import msgspec
 
-from coordinator.config import InstanceSettings
-from protocol import decoding
-from protocol.extensions import Origin
-from protocol.trailer import Trailer
-from replay import AppCommand, ReplayPlan, plan_route, run_replay
-from replay.apps import default_app
-from replay.result import Sink
-from sight.errors import SightError
-from sight.trace.messages import Source
-from sight.trace.waits import Drawn, Telling, Waits
+from immortal.coordinator.config import InstanceSettings
+from immortal.protocol import decoding
+from immortal.protocol.extensions import Origin
+from immortal.protocol.trailer import Trailer
+from immortal.replay import AppCommand, ReplayPlan, plan_route, run_replay
+from immortal.replay.apps import default_app
+from immortal.replay.result import Sink
+from immortal.sight.errors import SightError
+from immortal.sight.trace.messages import Source
+from immortal.sight.trace.waits import Drawn, Telling, Waits
 
 _ROW = struct.Struct("<qqi")  # from this position on: record, message; record -1: nobody knows
 _UNKNOWN = -1

@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from protocol import decoding
-from protocol.private_files import opener
-from protocol.trailer import BatchKind
-from sight.errors import SightError
-from sight.trace.live import LiveLog
-from sight.trace.messages import Executed, Source, by_time
-from sight.trace.otlp import Send, send_all
-from sight.trace.spans import Span, Spans, handler_id
-from sight.trace.waits import Waits
+from immortal.protocol import decoding
+from immortal.protocol.private_files import opener
+from immortal.protocol.trailer import BatchKind
+from immortal.sight.errors import SightError
+from immortal.sight.trace.live import LiveLog
+from immortal.sight.trace.messages import Executed, Source, by_time
+from immortal.sight.trace.otlp import Send, send_all
+from immortal.sight.trace.spans import Span, Spans, handler_id
+from immortal.sight.trace.waits import Waits
 
 POLL_S = 0.2
 GRACE_S = 5.0
@@ -175,7 +175,7 @@ class LiveFollower:
         return self._sending.sent
 
     def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
-        """As :class:`sight.trace.spans.Causes` has it."""
+        """As :class:`immortal.sight.trace.spans.Causes` has it."""
         log = self._logs.get(caller)
         cause = None if log is None else log.cause(receiver, position)[1]
         return None if log is None or cause is None else (log.committer_id, *cause)

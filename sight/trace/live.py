@@ -14,16 +14,16 @@ from collections.abc import Sequence
 
 from msgspec import Struct, field
 
-from coordinator.config import InstanceSettings
-from pipeline.plain import read_record
-from protocol.extensions import Origin
-from protocol.trailer import Trailer
-from replay import AppCommand, ReplayPlan, plan_route, run_replay
-from replay.apps import default_app
-from replay.result import Sink
-from sight.errors import SightError
-from sight.trace.messages import Executed, Source, executed
-from sight.trace.waits import Drawn, Telling, Waits
+from immortal.coordinator.config import InstanceSettings
+from immortal.pipeline.plain import read_record
+from immortal.protocol.extensions import Origin
+from immortal.protocol.trailer import Trailer
+from immortal.replay import AppCommand, ReplayPlan, plan_route, run_replay
+from immortal.replay.apps import default_app
+from immortal.replay.result import Sink
+from immortal.sight.errors import SightError
+from immortal.sight.trace.messages import Executed, Source, executed
+from immortal.sight.trace.waits import Drawn, Telling, Waits
 
 ROWS_MAX = 200_000  # of a stream: of older calls nobody knows the cause
 _UNKNOWN = -1

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import Struct, field
 
-from coordinator.core.words import Methods, method_name
-from coordinator.log import LogReader
-from pipeline.plain import PlainMessage, PlainRecord, read_record
-from protocol import decoding
-from protocol.messages import IncomingRpc, RpcKind, RpcType
-from protocol.trailer import BatchKind
-from sight.trace.timings import MessageTiming, RecordTiming, Timings
+from immortal.coordinator.core.words import Methods, method_name
+from immortal.coordinator.log import LogReader
+from immortal.pipeline.plain import PlainMessage, PlainRecord, read_record
+from immortal.protocol import decoding
+from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType
+from immortal.protocol.trailer import BatchKind
+from immortal.sight.trace.timings import MessageTiming, RecordTiming, Timings
 
 CLOCK_METHOD_ID, EFFECT_METHOD_ID = -2, -3  # of the SDK
 CLIENTS = "clients"

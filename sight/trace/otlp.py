@@ -16,8 +16,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
-from sight.errors import SightError
-from sight.trace.spans import Span
+from immortal.sight.errors import SightError
+from immortal.sight.trace.spans import Span
 
 SPANS_MAX = 512  # in a request
 TIMEOUT_S = 30.0

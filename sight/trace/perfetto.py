@@ -18,8 +18,8 @@ from typing import IO, Any
 
 import msgspec
 
-from sight.trace.messages import Executed
-from sight.trace.spans import Span, Spans
+from immortal.sight.trace.messages import Executed
+from immortal.sight.trace.spans import Span, Spans
 
 WIDTH_NS_MAX = 10_000
 BATCH_WIDTH_NS = 1_000

@@ -27,10 +27,10 @@ from urllib.parse import quote
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from protocol.trace_context import ids_of
-from sight.trace.messages import Executed
-from sight.trace.timings import MessageTiming
-from sight.trace.waits import Begun, Waits
+from immortal.protocol.trace_context import ids_of
+from immortal.sight.trace.messages import Executed
+from immortal.sight.trace.timings import MessageTiming
+from immortal.sight.trace.waits import Begun, Waits
 
 OPEN_CALLS_MAX = 100_000  # that wait for their answers; of more the oldest end without
 TRACES_KNOWN_MAX = 1_000_000  # handlers whose trace is known to what they call
@@ -52,7 +52,7 @@ class Span(Struct, frozen=True):
 
 
 class Causes(Protocol):
-    """Who made a call; see :mod:`sight.trace.causes`."""
+    """Who made a call; see :mod:`immortal.sight.trace.causes`."""
 
     def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
         """(the caller's committer ID, record, message); None where it isn't known."""

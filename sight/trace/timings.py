@@ -16,8 +16,8 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from protocol.timing_files import APP, COORDINATOR, segments
-from protocol.timings import (
+from immortal.protocol.timing_files import APP, COORDINATOR, segments
+from immortal.protocol.timings import (
     HEADER_SIZE_BYTES,
     ROW_SIZE_BYTES,
     TimingKind,

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct
 
-from protocol.numbers import Draw, decode_numbers
+from immortal.protocol.numbers import Draw, decode_numbers
 
 KNOWN_MAX = 1_000_000  # of handlers, and of effects without a result: the oldest beyond are forgotten
 _EFFECT, _TIMER = "effect ", "timer"  # what a journal calls them

@@ -20,24 +20,24 @@ import pytest
 from click.testing import CliRunner
 from msgspec import structs
 
-from appsdk.errors import ConnectError
-from appsdk.running.authenticate import authenticate
-from appsdk.running.transport import read_secret
-from coordinator.app import gate as app_gate
-from coordinator.app import secret as app_secret
-from coordinator.app.gate import GUESTS_MAX
-from coordinator.cli import main
-from coordinator.config import AppAuth, ConfigError, InstanceSettings, override
-from coordinator.config.app_hosts import is_loopback
-from coordinator.config.socket_paths import UNIX_PATH_SIZE_BYTES_MAX
-from coordinator.core import events as ev
-from coordinator.instances.registry import HOME_VARIABLE, Registry
-from coordinator.notices import Notices
-from coordinator.notices.limited import LINES_MAX, Limited
-from coordinator.operator.unregister import unregister
-from protocol.app_proof import encode_challenge
-from protocol.messages import MessageType, encode_message
-from protocol.rate_limit import INTERVAL_NS
+from immortal.appsdk.running.authenticate import authenticate
+from immortal.appsdk.running.transport import read_secret
+from immortal.coordinator.app import gate as app_gate
+from immortal.coordinator.app import secret as app_secret
+from immortal.coordinator.app.gate import GUESTS_MAX
+from immortal.coordinator.cli import main
+from immortal.coordinator.config import AppAuth, ConfigError, InstanceSettings, override
+from immortal.coordinator.config.app_hosts import is_loopback
+from immortal.coordinator.config.socket_paths import UNIX_PATH_SIZE_BYTES_MAX
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.instances.registry import HOME_VARIABLE, Registry
+from immortal.coordinator.notices import Notices
+from immortal.coordinator.notices.limited import LINES_MAX, Limited
+from immortal.coordinator.operator.unregister import unregister
+from immortal.errors import ConnectError
+from immortal.protocol.app_proof import encode_challenge
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.rate_limit import INTERVAL_NS
 from tests.helpers.app_port import (
     NONCE,
     OTHER_SECRET,
@@ -385,7 +385,7 @@ def test_an_app_at_the_unix_socket_is_not_driven_out_by_strangers(tmp_path: Path
 
 
 def test_a_socket_that_others_reach_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.app.endpoint.is_loopback", lambda host: False)  # tests stay on loopback
+    monkeypatch.setattr("immortal.coordinator.app.endpoint.is_loopback", lambda host: False)  # tests stay on loopback
     made = Endpoint(tmp_path / "home", app_host="127.0.0.1")
     made.close()
     ((_, line, _),) = made.log.lines
@@ -419,7 +419,7 @@ def test_few_lines_for_many_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the SDK ---------------------------------------------------------------------------------------------------------
 
 APP = """
-from appsdk import Immortal, Impulses, impulse, on_primary
+from immortal import Immortal, Impulses, impulse, on_primary
 
 class Counter(Immortal):
     lives: int
@@ -448,7 +448,7 @@ def folder(tmp_path: Path) -> Path:
 def start_app(folder: Path, settings: InstanceSettings, *options: str, **variables: str) -> subprocess.Popen[str]:
     environment = {key: value for key, value in os.environ.items() if key != app_secret.SECRET_FILE_VARIABLE}
     environment |= {"IMMORTAL_APP_ADDRESS": settings.app_address, **variables}
-    command = [sys.executable, "-m", "appsdk", "lives:Counter", *options]
+    command = [sys.executable, "-m", "immortal.appsdk", "lives:Counter", *options]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
 
@@ -592,7 +592,7 @@ def test_a_coordinator_that_is_told_to_ask_for_nothing(house: House) -> None:
     app_secret.make(settings.folder)  # of an earlier life
     assert override(settings, app_auth=AppAuth.NONE).app_auth is AppAuth.NONE
     environment = {**os.environ, HOME_VARIABLE: str(house.home)}
-    command = [sys.executable, "-m", "coordinator", "coordinator", "alice", "--app-auth", "none"]
+    command = [sys.executable, "-m", "immortal.coordinator", "coordinator", "alice", "--app-auth", "none"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None

@@ -13,21 +13,21 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from appsdk.errors import ConnectError
-from appsdk.running.transport import connect, read_secret
-from coordinator.app import secret as app_secret
-from coordinator.app.listener import AppListenError, listen_unix
-from coordinator.cli import main
-from coordinator.config import ConfigError, InstanceSettings
-from coordinator.config.app_hosts import SOCKET_FILE_NAME
-from coordinator.config.socket_paths import UNIX_PATH_SIZE_BYTES_MAX, secure_folder, socket_path
-from coordinator.instances.registry import Registry
-from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
+from immortal.appsdk.running.transport import connect, read_secret
+from immortal.coordinator.app import secret as app_secret
+from immortal.coordinator.app.listener import AppListenError, listen_unix
+from immortal.coordinator.cli import main
+from immortal.coordinator.config import ConfigError, InstanceSettings
+from immortal.coordinator.config.app_hosts import SOCKET_FILE_NAME
+from immortal.coordinator.config.socket_paths import UNIX_PATH_SIZE_BYTES_MAX, secure_folder, socket_path
+from immortal.coordinator.instances.registry import Registry
+from immortal.errors import ConnectError
+from immortal.protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
 from tests.helpers.cli import HOME, Run, immortal
 from tests.helpers.processes import DEADLINE_S, TOLD, CoordinatorProcess, House, SocketApp
 
 APP = """
-from appsdk import Immortal, Impulses, impulse, on_primary
+from immortal import Immortal, Impulses, impulse, on_primary
 
 class Counter(Immortal):
     lives: int
@@ -341,7 +341,7 @@ def test_a_socket_has_one_place_whatever_its_folder_is_called(tmp_path: Path) ->
 
 
 def test_a_short_folder_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.config.socket_paths.SHORT_FOLDERS", tmp_path)
+    monkeypatch.setattr("immortal.coordinator.config.socket_paths.SHORT_FOLDERS", tmp_path)
     path = socket_path(Path("/" + "deep" * 30), "app.sock")
     own = path.parent
     for _ in range(2):

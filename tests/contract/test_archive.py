@@ -11,25 +11,25 @@ pytest.importorskip("obstore")
 
 from obstore.store import MemoryStore
 
-from coordinator.archive.archive import Archive
-from coordinator.archive.archiver import Archiver
-from coordinator.archive.chain import index_of
-from coordinator.archive.ciphers import Cipher
-from coordinator.archive.errors import ArchiveError, ConflictError
-from coordinator.archive.following import Follower, Options
-from coordinator.archive.manifests import MOMENTS, Moment, moment_name
-from coordinator.archive.pruning import prune
-from coordinator.archive.restoring import restore
-from coordinator.archive.retention import Retention
-from coordinator.core.interfaces import Transaction
-from coordinator.log import RowLogStore, create_log, open_log, open_reader
-from coordinator.log.authentication import LogKey, LogKeyError
-from coordinator.log.backup import back_up
-from coordinator.log.cut import LogCutter
-from coordinator.log.format import ALL_TABLES
-from coordinator.log.open import place_of
-from coordinator.objects.errors import DamagedObjectError, StoreError
-from coordinator.objects.store import Objects, Stored, store_of
+from immortal.coordinator.archive.archive import Archive
+from immortal.coordinator.archive.archiver import Archiver
+from immortal.coordinator.archive.chain import index_of
+from immortal.coordinator.archive.ciphers import Cipher
+from immortal.coordinator.archive.errors import ArchiveError, ConflictError
+from immortal.coordinator.archive.following import Follower, Options
+from immortal.coordinator.archive.manifests import MOMENTS, Moment, moment_name
+from immortal.coordinator.archive.pruning import prune
+from immortal.coordinator.archive.restoring import restore
+from immortal.coordinator.archive.retention import Retention
+from immortal.coordinator.core.interfaces import Transaction
+from immortal.coordinator.log.authentication import LogKey, LogKeyError
+from immortal.coordinator.log.backup import back_up
+from immortal.coordinator.log.cut import LogCutter
+from immortal.coordinator.log.format import ALL_TABLES
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.objects.errors import DamagedObjectError, StoreError
+from immortal.coordinator.objects.store import Objects, Stored, store_of
+from immortal.log import RowLogStore, create_log, open_log, open_reader
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_checkpoint, put_record, write_log
 from tests.helpers.postgres import Postgres
 
@@ -229,7 +229,7 @@ def test_it_does_not_overwrite_a_log(tmp_path: Path) -> None:
 
 
 def test_a_damaged_record_is_not_archived(tmp_path: Path) -> None:
-    from coordinator.core.errors import DamagedLogError
+    from immortal.coordinator.core.errors import DamagedLogError
 
     write_log(tmp_path / "log", 20)
     path = tmp_path / "log" / "data.mdb"

@@ -14,15 +14,15 @@ pytest.importorskip("moto.server")
 from moto.server import ThreadedMotoServer
 from obstore.store import S3Store
 
-from coordinator.archive.archive import Archive
-from coordinator.archive.archiver import Archiver
-from coordinator.archive.pruning import prune
-from coordinator.archive.restoring import restore
-from coordinator.archive.retention import Retention
-from coordinator.log import open_log, open_reader
-from coordinator.log.open import place_of
-from coordinator.objects.errors import StoreError
-from coordinator.objects.store import Objects, store_of
+from immortal.coordinator.archive.archive import Archive
+from immortal.coordinator.archive.archiver import Archiver
+from immortal.coordinator.archive.pruning import prune
+from immortal.coordinator.archive.restoring import restore
+from immortal.coordinator.archive.retention import Retention
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.objects.errors import StoreError
+from immortal.coordinator.objects.store import Objects, store_of
+from immortal.log import open_log, open_reader
 from tests.faults.sample_log import NAME, put_record, read_contents, write_log
 
 pytestmark = pytest.mark.slow

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import LogFullError, LogUnavailableError
-from coordinator.core.interfaces import CheckpointHeader, Transaction
-from coordinator.log_port.writer import LogWriter
-from protocol.checksum import crc64
-from protocol.record import encode_record
-from protocol.trailer import Trailer, encode_trailer
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import LogFullError, LogUnavailableError
+from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
+from immortal.coordinator.log_port.writer import LogWriter
+from immortal.protocol.checksum import crc64
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import Trailer, encode_trailer
 from tests.helpers.far_backend import FarStore
 
 WAIT_S = 20.0

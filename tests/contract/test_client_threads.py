@@ -16,13 +16,13 @@ import msgspec
 import pytest
 import zmq
 
-from appsdk import Immortal, rpc
-from appsdk.client import CallRefused, CallTimeout, ClientClosed, connect, start, with_timeout
-from appsdk.client.lane import Call
-from appsdk.client.proxies import client_of
-from appsdk.client.results import NamedMethod
-from appsdk.client.transport import Transport
-from protocol.client import (
+from immortal import Immortal, rpc
+from immortal.appsdk.client.lane import Call
+from immortal.appsdk.client.proxies import client_of
+from immortal.appsdk.client.results import NamedMethod
+from immortal.appsdk.client.transport import Transport
+from immortal.client import CallRefused, CallTimeout, ClientClosed, connect, start, with_timeout
+from immortal.protocol.client import (
     ClientFrame,
     ClientFrameType,
     Reply,
@@ -32,7 +32,7 @@ from protocol.client import (
     encode_methods,
     encode_replies,
 )
-from protocol.messages import decode_incoming_rpc, decode_message
+from immortal.protocol.messages import decode_incoming_rpc, decode_message
 
 DEADLINE_S = 20.0
 METHODS = encode_methods({3: "Shop.echo"})

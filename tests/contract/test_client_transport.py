@@ -16,12 +16,12 @@ import zmq.auth
 from msgspec.structs import replace
 from zmq.auth.thread import ThreadAuthenticator
 
-from appsdk.client.aio import AsyncClient
-from appsdk.client.connection import Connection
-from appsdk.client.errors import ClientClosed, NotConnectable
-from appsdk.client.places import Finder, Places
-from appsdk.client.transport import Transport
-from appsdk.client.watch import Watch
+from immortal.appsdk.client.aio import AsyncClient
+from immortal.appsdk.client.connection import Connection
+from immortal.appsdk.client.errors import ClientClosed, NotConnectable
+from immortal.appsdk.client.places import Finder, Places
+from immortal.appsdk.client.transport import Transport
+from immortal.appsdk.client.watch import Watch
 
 REOPENED = 400  # one in a hundred or so was enough
 ACCEPTED_S = 10.0
@@ -78,7 +78,7 @@ class Listener:
 
 def test_where_nobody_listens_the_next_place_is_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for silence in ("SILENCE_S", "SILENCE_CALLING_S"):
-        monkeypatch.setattr(f"appsdk.client.connection.{silence}", 10 * ACCEPTED_S)
+        monkeypatch.setattr(f"immortal.appsdk.client.connection.{silence}", 10 * ACCEPTED_S)
     there = Listener(None)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
@@ -171,8 +171,8 @@ def until_heard(transport: Transport, there: Listener, never: str = "another pro
 def test_all_keys_that_it_may_have_are_tried_at_once(
     caller: Callable[..., Transport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("appsdk.client.connection.SILENCE_S", 10 * ACCEPTED_S)
-    monkeypatch.setattr("appsdk.client.transport.KEY_RETRY_S", 10 * ACCEPTED_S)
+    monkeypatch.setattr("immortal.appsdk.client.connection.SILENCE_S", 10 * ACCEPTED_S)
+    monkeypatch.setattr("immortal.appsdk.client.transport.KEY_RETRY_S", 10 * ACCEPTED_S)
     public, secret = zmq.curve_keypair()
     there = Listener(secret)
     transport = caller(there.endpoint, zmq.curve_keypair()[0], zmq.curve_keypair()[0], public)
@@ -183,8 +183,8 @@ def test_all_keys_that_it_may_have_are_tried_at_once(
 def test_when_none_of_its_keys_is_right_they_are_looked_for_again(
     caller: Callable[..., Transport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("appsdk.client.connection.SILENCE_S", 10 * ACCEPTED_S)
-    monkeypatch.setattr("appsdk.client.transport.KEY_RETRY_S", 0.05)
+    monkeypatch.setattr("immortal.appsdk.client.connection.SILENCE_S", 10 * ACCEPTED_S)
+    monkeypatch.setattr("immortal.appsdk.client.transport.KEY_RETRY_S", 0.05)
     public, secret = zmq.curve_keypair()
     there = Listener(secret)
     transport = caller(there.endpoint, zmq.curve_keypair()[0], zmq.curve_keypair()[0])
@@ -204,8 +204,8 @@ def test_who_turns_the_callers_key_away_is_shown_it_again_under_the_same_key_of_
     caller: Callable[..., Transport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is about to learn of a new caller. The key of another machine was tried meanwhile, and that was the end."""
-    monkeypatch.setattr("appsdk.client.transport.KEY_RETRY_S", 0.05)
-    monkeypatch.setattr("appsdk.client.transport.KEY_REFUSED_S", 10 * ACCEPTED_S)
+    monkeypatch.setattr("immortal.appsdk.client.transport.KEY_RETRY_S", 0.05)
+    monkeypatch.setattr("immortal.appsdk.client.transport.KEY_REFUSED_S", 10 * ACCEPTED_S)
     public, secret = zmq.curve_keypair()
     there = Listener(secret)
     there.let_in(everybody=False)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.log import create_log, open_log
-from coordinator.log import format as log_format
-from coordinator.operator import control
-from coordinator.service.runtime import STATUS_NO_RECOVERY
-from protocol.extensions import encode_app_batch
-from protocol.messages import (
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.operator import control
+from immortal.coordinator.service.runtime import STATUS_NO_RECOVERY
+from immortal.log import create_log, open_log
+from immortal.protocol.extensions import encode_app_batch
+from immortal.protocol.messages import (
     MessageType,
     RpcType,
     encode_attach_to,

@@ -11,25 +11,31 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.app.connection import AppConnection
-from coordinator.app.endpoint import AppEndpoint
-from coordinator.app.listener import AppListenError, listen
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import LogError, LogFullError, LogSyncError, LogUnavailableError
-from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, SourcePosition, Transaction, VersionStart
-from coordinator.driver.reads import problem_of
-from coordinator.instances.registry import Registry
-from coordinator.log.memory import MemoryLogStore
-from coordinator.log_port.writer import JOINED_SIZE_BYTES_MAX, LogWriter
-from coordinator.messenger import Answer, Messenger, Outcome, Received
-from coordinator.messenger.duplicates import OrderedTracker
-from coordinator.notices import Notices
-from coordinator.service.runtime import Coordinator
-from protocol.checksum import crc64
-from protocol.peer import FrameType, PeerFrame, encode_frame
-from protocol.record import encode_record
-from protocol.trailer import Trailer, encode_trailer
+from immortal.coordinator.app.connection import AppConnection
+from immortal.coordinator.app.endpoint import AppEndpoint
+from immortal.coordinator.app.listener import AppListenError, listen
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import LogError, LogFullError, LogSyncError, LogUnavailableError
+from immortal.coordinator.core.interfaces import (
+    CheckpointHeader,
+    ImpulseBatch,
+    SourcePosition,
+    Transaction,
+    VersionStart,
+)
+from immortal.coordinator.driver.reads import problem_of
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.coordinator.log_port.writer import JOINED_SIZE_BYTES_MAX, LogWriter
+from immortal.coordinator.messenger.duplicates import OrderedTracker
+from immortal.coordinator.notices import Notices
+from immortal.coordinator.service.runtime import Coordinator
+from immortal.messenger import Answer, Messenger, Outcome, Received
+from immortal.protocol.checksum import crc64
+from immortal.protocol.peer import FrameType, PeerFrame, encode_frame
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import Trailer, encode_trailer
 
 DEADLINE_S = 10.0
 
@@ -441,7 +447,7 @@ def test_the_next_app_is_accepted_only_when_the_core_knows_that_the_last_one_is_
 def test_a_peer_that_says_hello_is_connected_to_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has just been started; ZeroMQ by itself would wait for a minute."""
     for name in ("RECONNECT_MS_MIN", "RECONNECT_MS_MAX"):
-        monkeypatch.setattr(f"coordinator.messenger.link.{name}", 60_000)
+        monkeypatch.setattr(f"immortal.coordinator.messenger.link.{name}", 60_000)
     registry = Registry(tmp_path)
     settings, bob = (registry.register(name, f"ipc://{tmp_path}/{name}.peers") for name in ("alice", "bob"))
     coordinator = Coordinator(settings, registry, MemoryLogStore(), Notices("alice"))

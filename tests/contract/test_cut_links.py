@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.peers import keys
+from immortal.coordinator.peers import keys
 from tests.helpers.namespaces import ADDRESSES, Namespaces
 from tests.helpers.processes import CoordinatorProcess, House, SocketApp
 

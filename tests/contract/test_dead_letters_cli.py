@@ -14,21 +14,21 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from appsdk import Immortal, rpc
-from appsdk.handlers.decorators import method_id_of_name
-from coordinator.cli import main
-from coordinator.config import InstanceSettings
-from coordinator.core.interfaces import AuditEntry, CheckpointHeader, Suspect, Transaction
-from coordinator.instances.registry import Registry
-from coordinator.log import create_log, open_log, open_reader
-from coordinator.log import format as log_format
-from coordinator.operator import control
-from protocol.batch import encode_batch
-from protocol.checksum import crc64
-from protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc, encode_message
-from protocol.record import encode_record
-from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
-from protocol.verdicts import Cause, Verdict, VerdictKind
+from immortal import Immortal, rpc
+from immortal.appsdk.handlers.decorators import method_id_of_name
+from immortal.coordinator.cli import main
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.interfaces import AuditEntry, CheckpointHeader, Suspect, Transaction
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.operator import control
+from immortal.log import create_log, open_log, open_reader
+from immortal.protocol.batch import encode_batch
+from immortal.protocol.checksum import crc64
+from immortal.protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc, encode_message
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+from immortal.protocol.verdicts import Cause, Verdict, VerdictKind
 
 COMMITTER_ID = 77
 TIME_NS = 1_700_000_000_123_456_789

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.operator import control
-from coordinator.operator.unregister import unregister
+from immortal.coordinator.operator import control
+from immortal.coordinator.operator.unregister import unregister
 from tests.helpers.processes import CoordinatorProcess, House, SocketApp
 
 RETURN_S_MAX = 5.0  # of a machine that is busy; 0.5 is wanted, and printed

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from coordinator import clock as module
-from coordinator.clock import FILE_NAME, InstanceClock
-from coordinator.core.interfaces import CheckpointHeader
-from coordinator.log.memory import MemoryLogStore
-from coordinator.notices import Notices
+from immortal.coordinator import clock as module
+from immortal.coordinator.clock import FILE_NAME, InstanceClock
+from immortal.coordinator.core.interfaces import CheckpointHeader
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.coordinator.notices import Notices
 from tests.helpers.notices import Told
 
 S = 1_000_000_000

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.operator import control
-from protocol.checksum import crc64
-from protocol.messages import MessageType, decode_messages, encode_checkpoint
-from protocol.readers import BlobData, BlobStart, RecordReader
+from immortal.coordinator.operator import control
+from immortal.protocol.checksum import crc64
+from immortal.protocol.messages import MessageType, decode_messages, encode_checkpoint
+from immortal.protocol.readers import BlobData, BlobStart, RecordReader
 from tests.helpers.processes import FORWARD, CoordinatorProcess, House
 
 MIB = 1 << 20

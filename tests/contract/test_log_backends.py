@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.core.errors import (
+from immortal.coordinator.core.errors import (
     FencedError,
     InvariantError,
     LogError,
@@ -16,10 +16,10 @@ from coordinator.core.errors import (
     LogIdentityError,
     LogLockedError,
 )
-from coordinator.log.backend import Append, Backend, Options, Place, Span, View
-from coordinator.log.format import ALL_TABLES, FORMAT_VERSION, SEQUENCE_KEY
-from coordinator.log.meta import LogIdentity, first_and_last_sequence_id
-from coordinator.log.open import place_of
+from immortal.coordinator.log.backend import Append, Backend, Options, Place, Span, View
+from immortal.coordinator.log.format import ALL_TABLES, FORMAT_VERSION, SEQUENCE_KEY
+from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id
+from immortal.coordinator.log.open import place_of
 from tests.helpers.toy_backend import ToyPlace
 
 IDENTITY = LogIdentity(FORMAT_VERSION, "alice", 77, 1)

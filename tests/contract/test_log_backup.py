@@ -13,16 +13,17 @@ import lmdb
 import pytest
 from msgspec.structs import replace
 
-from coordinator.core.errors import LogFullError
-from coordinator.core.interfaces import Transaction
-from coordinator.log import RowLogStore, create_log, open_log, open_reader, reading
-from coordinator.log.backend import View
-from coordinator.log.backends.lmdb import copying, high_water
-from coordinator.log.backup import BackupError, back_up
-from coordinator.log.cut import LogCutter
-from coordinator.log.findings import Severity
-from coordinator.log.open import place_of
-from coordinator.log.verify import verify_log
+from immortal.coordinator.core.errors import LogFullError
+from immortal.coordinator.core.interfaces import Transaction
+from immortal.coordinator.log import reading
+from immortal.coordinator.log.backend import View
+from immortal.coordinator.log.backends.lmdb import copying, high_water
+from immortal.coordinator.log.backup import BackupError, back_up
+from immortal.coordinator.log.cut import LogCutter
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import RowLogStore, create_log, open_log, open_reader
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_checkpoint, put_record, read_contents, write_log
 
 LOOK_S = 0.02
@@ -32,7 +33,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from msgspec.structs import replace
-from coordinator.log import open_log
+from immortal.log import open_log
 from tests.faults.sample_log import NAME, put_checkpoint, put_record
 store = open_log(Path(sys.argv[1]), NAME, map_size_bytes=1 << 26)
 number = store.summary().last_sequence_id + 1

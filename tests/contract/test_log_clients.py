@@ -8,16 +8,16 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from coordinator.core.errors import DamagedLogError
-from coordinator.core.interfaces import ClientPosition, LogStore, StoredClients, Transaction
-from coordinator.log import RowLogStore, create_log, open_log
-from coordinator.log import format as log_format
-from coordinator.log.findings import Severity
-from coordinator.log.memory import MemoryLogStore
-from coordinator.log.verify import verify_log
-from protocol.client import caller_of
-from protocol.record import encode_record
-from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.coordinator.core.interfaces import ClientPosition, LogStore, StoredClients, Transaction
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import RowLogStore, create_log, open_log
+from immortal.protocol.client import caller_of
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 
 COMMITTER_ID = 77
 MAP_SIZE_BYTES = 1 << 20

@@ -10,8 +10,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from coordinator.core.errors import LogError, LogLockedError
-from coordinator.core.interfaces import (
+from immortal.coordinator.core.errors import LogError, LogLockedError
+from immortal.coordinator.core.interfaces import (
     IMPULSES,
     CheckpointHeader,
     OutputBatch,
@@ -19,19 +19,19 @@ from coordinator.core.interfaces import (
     Transaction,
     VersionStart,
 )
-from coordinator.log import RowLogStore, create_log, open_log, open_reader
-from coordinator.log import format as log_format
-from coordinator.log.backend import Append, Span
-from coordinator.log.backends.lmdb import copying
-from coordinator.log.backends.lmdb.tables import Writing
-from coordinator.log.backends.lmdb.writing import LmdbBackend
-from coordinator.log.cut import LogCutter
-from coordinator.log.cut_plan import CutPlan, CutRefusedError, LostMessages
-from coordinator.log.findings import Severity
-from coordinator.log.verify import verify_log
-from protocol.checksum import crc64
-from protocol.record import encode_record
-from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.backend import Append, Span
+from immortal.coordinator.log.backends.lmdb import copying
+from immortal.coordinator.log.backends.lmdb.tables import Writing
+from immortal.coordinator.log.backends.lmdb.writing import LmdbBackend
+from immortal.coordinator.log.cut import LogCutter
+from immortal.coordinator.log.cut_plan import CutPlan, CutRefusedError, LostMessages
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import RowLogStore, create_log, open_log, open_reader
+from immortal.protocol.checksum import crc64
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 
 COMMITTER_ID = 77
 REPOSITORY = Path(__file__).parents[2]
@@ -364,9 +364,9 @@ def test_cutting_twice(log: Path) -> None:
 
 CRASH = """
 import os, sys
-import coordinator.log.backends.lmdb.copying as copying
-import coordinator.log.backends.lmdb.writing as writing
-from coordinator.log.cut import LogCutter
+import immortal.coordinator.log.backends.lmdb.copying as copying
+import immortal.coordinator.log.backends.lmdb.writing as writing
+from immortal.coordinator.log.cut import LogCutter
 where, log = sys.argv[1:]
 def crash_behind(function):
     def crashing(*arguments):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogFormatError
-from coordinator.core.interfaces import (
+from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogFormatError
+from immortal.coordinator.core.interfaces import (
     IMPULSES,
     CheckpointHeader,
     ImpulseBatch,
@@ -22,14 +22,14 @@ from coordinator.core.interfaces import (
     StreamStart,
     Transaction,
 )
-from coordinator.log import RowLogStore, create_log, open_log, open_reader
-from coordinator.log import format as log_format
-from coordinator.log.backends.lmdb.data_file import check_data_file, structure_problems
-from coordinator.log.findings import Severity
-from coordinator.log.verify import verify_log
-from protocol.checksum import crc64
-from protocol.record import encode_record
-from protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.backends.lmdb.data_file import check_data_file, structure_problems
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import RowLogStore, create_log, open_log, open_reader
+from immortal.protocol.checksum import crc64
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
 
 COMMITTER_ID = 77
 REPOSITORY = Path(__file__).parents[2]
@@ -536,9 +536,9 @@ def test_a_file_that_is_short_by_free_pages_only(tmp_path: Path) -> None:
 
 OPEN_AND_READ = """
 import sys
-from coordinator.core.errors import LogError
-from coordinator.log import open_log
-from coordinator.log.verify import verify_log
+from immortal.coordinator.core.errors import LogError
+from immortal.log import open_log
+from immortal.coordinator.log.verify import verify_log
 folder = sys.argv[1]
 print("findings", len(list(verify_log(folder).findings())))
 """

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.interfaces import CheckpointHeader, LogStore, Transaction
-from coordinator.log.memory import MemoryLogStore
-from coordinator.log_port import endpoint as log_endpoint
-from coordinator.log_port.endpoint import LogEndpoint
-from coordinator.log_port.writer import LogWriter
-from coordinator.notices import Notices
-from protocol.checksum import crc64
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.interfaces import CheckpointHeader, LogStore, Transaction
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.coordinator.log_port import endpoint as log_endpoint
+from immortal.coordinator.log_port.endpoint import LogEndpoint
+from immortal.coordinator.log_port.writer import LogWriter
+from immortal.coordinator.notices import Notices
+from immortal.protocol.checksum import crc64
 
 BLOB = b"a state of many gigabytes"
 HEADER = CheckpointHeader(1, -1, len(BLOB), crc64(BLOB), 0)

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import FencedError, LogUnavailableError
-from coordinator.core.interfaces import CheckpointHeader, OutputBatch, Transaction
-from coordinator.instances.registry import Registry
-from coordinator.log.backend import Append
-from coordinator.log.memory import MemoryLogStore
-from coordinator.log_port.follower import LogFollower
-from coordinator.log_port.places import LogPlaces
-from coordinator.log_port.writer import LogWriter
-from coordinator.notices import Notices
-from protocol.checksum import crc64
-from protocol.record import encode_header
-from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import FencedError, LogUnavailableError
+from immortal.coordinator.core.interfaces import CheckpointHeader, OutputBatch, Transaction
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.backend import Append
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.coordinator.log_port.follower import LogFollower
+from immortal.coordinator.log_port.places import LogPlaces
+from immortal.coordinator.log_port.writer import LogWriter
+from immortal.coordinator.notices import Notices
+from immortal.protocol.checksum import crc64
+from immortal.protocol.record import encode_header
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 
 WAIT_S = 20.0
 OUTPUTS = {"b": [OutputBatch(1, 1, b"output")]}

@@ -13,25 +13,25 @@ from typing import Any
 import lmdb
 import pytest
 
-from coordinator.core.errors import DamagedLogError, LogSyncError
-from coordinator.core.interfaces import SourcePosition, Transaction
-from coordinator.log import RowLogStore, create_log, open_log, open_reader
-from coordinator.log.backend import Row
-from coordinator.log.backends.lmdb.environment import open_environment
-from coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
-from coordinator.log.backends.lmdb.journal import FILE_NAME, FILE_SIZE_BYTES, Journal
-from coordinator.log.backends.lmdb.journal_entries import BLOCK_SIZE_BYTES
-from coordinator.log.backends.lmdb.journal_reader import JournalReader
-from coordinator.log.backends.lmdb.tables import Writing
-from coordinator.log.backends.lmdb.view import JournalRows
-from coordinator.log.cut import LogCutter
-from coordinator.log.findings import Severity
-from coordinator.log.format import FORMAT_VERSION, META_FORMAT, META_JOURNAL, SEQUENCE_KEY, seal
-from coordinator.log.meta import LogIdentity
-from coordinator.log.rows import changes_of
-from coordinator.log.verify import verify_log
-from protocol.record import encode_record
-from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+from immortal.coordinator.core.errors import DamagedLogError, LogSyncError
+from immortal.coordinator.core.interfaces import SourcePosition, Transaction
+from immortal.coordinator.log.backend import Row
+from immortal.coordinator.log.backends.lmdb.environment import open_environment
+from immortal.coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
+from immortal.coordinator.log.backends.lmdb.journal import FILE_NAME, FILE_SIZE_BYTES, Journal
+from immortal.coordinator.log.backends.lmdb.journal_entries import BLOCK_SIZE_BYTES
+from immortal.coordinator.log.backends.lmdb.journal_reader import JournalReader
+from immortal.coordinator.log.backends.lmdb.tables import Writing
+from immortal.coordinator.log.backends.lmdb.view import JournalRows
+from immortal.coordinator.log.cut import LogCutter
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.format import FORMAT_VERSION, META_FORMAT, META_JOURNAL, SEQUENCE_KEY, seal
+from immortal.coordinator.log.meta import LogIdentity
+from immortal.coordinator.log.rows import changes_of
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import RowLogStore, create_log, open_log, open_reader
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 from tests.faults.sample_log import put_checkpoint
 from tests.helpers.format_4 import journal_of_format_4
 
@@ -436,7 +436,7 @@ def test_tables_are_durable_before_an_entry_follows_them(tmp_path: Path, monkeyp
         done.append("append")
         return append(self, rows)
 
-    monkeypatch.setattr("coordinator.log.backends.lmdb.writing.open_environment", watched)
+    monkeypatch.setattr("immortal.coordinator.log.backends.lmdb.writing.open_environment", watched)
     monkeypatch.setattr(Journal, "append", noted)
     store = reopened(tmp_path / "log")
     store.commit(commit(0))
@@ -515,7 +515,7 @@ def test_a_failed_write_is_never_tried_again(tmp_path: Path, monkeypatch: pytest
     def failing(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("coordinator.log.backends.lmdb.journal.os.pwrite", failing)
+    monkeypatch.setattr("immortal.coordinator.log.backends.lmdb.journal.os.pwrite", failing)
     with pytest.raises(LogSyncError, match="what is on disk is unknown"):
         store.commit(commit(1))
     monkeypatch.undo()
@@ -539,7 +539,7 @@ def test_a_file_system_that_takes_no_direct_write_gets_others(tmp_path: Path, mo
         return write(descriptor, data, offset)
 
     store = new_log(tmp_path / "log")
-    monkeypatch.setattr("coordinator.log.backends.lmdb.journal.os.pwrite", pwrite)
+    monkeypatch.setattr("immortal.coordinator.log.backends.lmdb.journal.os.pwrite", pwrite)
     store.commit(commit(0))
     store.commit(commit(1))
     monkeypatch.undo()
@@ -593,7 +593,8 @@ def test_a_disk_with_no_room_for_all_of_the_journal_gets_none(tmp_path: Path, mo
     write = os.pwrite
     store = new_log(tmp_path / "log")
     monkeypatch.setattr(
-        "coordinator.log.backends.lmdb.journal.os.pwrite", lambda *given: write(given[0], given[1][:20_000], given[2])
+        "immortal.coordinator.log.backends.lmdb.journal.os.pwrite",
+        lambda *given: write(given[0], given[1][:20_000], given[2]),
     )
     for sequence_id in range(3):
         store.commit(commit(sequence_id))

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.core.errors import DamagedLogError
-from coordinator.log import open_log, open_reader
-from coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME
-from coordinator.log.backends.lmdb.pages import PageError, check_pages
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME
+from immortal.coordinator.log.backends.lmdb.pages import PageError, check_pages
+from immortal.log import open_log, open_reader
 from tests.faults.sample_log import (
     NAMED,
     OTHER,

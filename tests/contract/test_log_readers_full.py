@@ -14,17 +14,17 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from coordinator.core.errors import LogError, LogUnavailableError
-from coordinator.log import create_log, open_log, open_reader
-from coordinator.log.backends.lmdb import environment
-from coordinator.log.reader import LogReader
-from coordinator.log.store import RowLogStore
-from coordinator.service.runtime import status_of
+from immortal.coordinator.core.errors import LogError, LogUnavailableError
+from immortal.coordinator.log.backends.lmdb import environment
+from immortal.coordinator.log.reader import LogReader
+from immortal.coordinator.log.store import RowLogStore
+from immortal.coordinator.service.runtime import status_of
+from immortal.log import create_log, open_log, open_reader
 
 TAKE = """
 import lmdb, sys, time
 from pathlib import Path
-from coordinator.log.backends.lmdb.environment import open_environment
+from immortal.coordinator.log.backends.lmdb.environment import open_environment
 log = open_environment(Path(sys.argv[1]), readonly=True, map_size_bytes=0)
 taken = []
 try:

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from coordinator.cli import main
-from coordinator.core.interfaces import CheckpointHeader, SourcePosition, Transaction
-from coordinator.instances.registry import Registry
-from coordinator.log import create_log, open_log, open_reader
-from coordinator.log import format as log_format
-from coordinator.log.findings import Severity
-from coordinator.log.verify import verify_log
-from coordinator.operator import control
-from protocol.checksum import crc64
-from protocol.record import encode_record
-from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+from immortal.coordinator.cli import main
+from immortal.coordinator.core.interfaces import CheckpointHeader, SourcePosition, Transaction
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.verify import verify_log
+from immortal.coordinator.operator import control
+from immortal.log import create_log, open_log, open_reader
+from immortal.protocol.checksum import crc64
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 from tests.helpers.processes import House
 
 COMMITTER_ID = 77

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench import trim as bench_trim
-from coordinator.cli import main
-from coordinator.core.clock import RunningTime
-from coordinator.core.interfaces import CheckpointHeader, Transaction
-from coordinator.instances.registry import Registry
-from coordinator.log import create_log, open_reader
-from coordinator.log_port.writer import LogWriter
-from protocol.checksum import crc64
-from protocol.record import encode_record
-from protocol.trailer import Trailer, encode_trailer
+from immortal.bench import trim as bench_trim
+from immortal.coordinator.cli import main
+from immortal.coordinator.core.clock import RunningTime
+from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log_port.writer import LogWriter
+from immortal.log import create_log, open_reader
+from immortal.protocol.checksum import crc64
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import Trailer, encode_trailer
 
 DEADLINE_S = 20.0
 DAY_NS = 86_400 * 10**9

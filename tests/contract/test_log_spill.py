@@ -8,8 +8,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from coordinator.core.errors import DamagedLogError, InvariantError
-from coordinator.core.interfaces import (
+from immortal.coordinator.core.errors import DamagedLogError, InvariantError
+from immortal.coordinator.core.interfaces import (
     CheckpointHeader,
     ImpulseBatch,
     LogStore,
@@ -19,13 +19,13 @@ from coordinator.core.interfaces import (
     SpilledExtent,
     Transaction,
 )
-from coordinator.fault_points import FaultPoint
-from coordinator.log import RowLogStore, create_log, open_log, open_reader
-from coordinator.log import format as log_format
-from coordinator.log import store as log_store
-from coordinator.log.memory import MemoryLogStore
-from coordinator.log.verify import verify_log
-from protocol.messages import decode_messages, encode_incoming_rpc
+from immortal.coordinator.fault_points import FaultPoint
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log import store as log_store
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import RowLogStore, create_log, open_log, open_reader
+from immortal.protocol.messages import decode_messages, encode_incoming_rpc
 
 COMMITTER_ID = 77
 LARGE = 1 << 20

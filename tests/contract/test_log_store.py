@@ -15,7 +15,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from coordinator.core.errors import (
+from immortal.coordinator.core.errors import (
     DamagedCheckpointError,
     DamagedLogError,
     InvariantError,
@@ -26,7 +26,7 @@ from coordinator.core.errors import (
     LogLockedError,
     LogSyncError,
 )
-from coordinator.core.interfaces import (
+from immortal.coordinator.core.interfaces import (
     CheckpointHeader,
     ImpulseBatch,
     LogStore,
@@ -36,25 +36,25 @@ from coordinator.core.interfaces import (
     Transaction,
     VersionStart,
 )
-from coordinator.fault_points import FaultPoint
-from coordinator.log import RowLogStore, TrimmedError, create_log, open_log, open_reader, verify_value
-from coordinator.log import budget as budget_module
-from coordinator.log import format as log_format
-from coordinator.log import reader as reader_module
-from coordinator.log.backend import Append, Options, Place
-from coordinator.log.backends import lmdb as lmdb_backend
-from coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
-from coordinator.log.backup import back_up
-from coordinator.log.cut import LogCutter
-from coordinator.log.findings import Severity
-from coordinator.log.memory import MemoryLogStore
-from coordinator.log.meta import first_and_last_sequence_id
-from coordinator.log.open import place_of
-from coordinator.log.removal import cut_checkpoint_ids, removal
-from coordinator.log.verify import verify_log
-from protocol.checksum import crc64
-from protocol.record import encode_record
-from protocol.trailer import BatchSource, Trailer, encode_trailer
+from immortal.coordinator.fault_points import FaultPoint
+from immortal.coordinator.log import budget as budget_module
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log import reader as reader_module
+from immortal.coordinator.log.backend import Append, Options, Place
+from immortal.coordinator.log.backends import lmdb as lmdb_backend
+from immortal.coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
+from immortal.coordinator.log.backup import back_up
+from immortal.coordinator.log.cut import LogCutter
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.coordinator.log.meta import first_and_last_sequence_id
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.removal import cut_checkpoint_ids, removal
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import RowLogStore, TrimmedError, create_log, open_log, open_reader, verify_value
+from immortal.protocol.checksum import crc64
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchSource, Trailer, encode_trailer
 from tests.helpers.toy_backend import ToyPlace
 
 COMMITTER_ID = 77
@@ -562,7 +562,7 @@ def send_line(process: subprocess.Popen[str]) -> None:
 
 HOLD = """
 import sys
-from coordinator.log import open_log
+from immortal.log import open_log
 store = open_log(sys.argv[1], "alice", map_size_bytes=1 << 20)
 print("open", flush=True)
 sys.stdin.readline()
@@ -599,10 +599,10 @@ def test_one_process_cannot_open_a_log_twice(tmp_path: Path) -> None:
 
 WRITE_ON_DEMAND = """
 import sys
-from coordinator.core.interfaces import Transaction
-from coordinator.log import open_log
-from protocol.record import encode_record
-from protocol.trailer import Trailer, encode_trailer
+from immortal.coordinator.core.interfaces import Transaction
+from immortal.log import open_log
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import Trailer, encode_trailer
 store = open_log(sys.argv[1], "alice", map_size_bytes=1 << 20)
 print("open", flush=True)
 for number in range(1000):
@@ -672,9 +672,9 @@ def test_a_reader_gives_values_without_a_gap(tmp_path: Path) -> None:
 
 TRIM_ON_DEMAND = """
 import sys
-from coordinator.core.interfaces import CheckpointHeader, Transaction
-from coordinator.log import open_log
-from protocol.checksum import crc64
+from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
+from immortal.log import open_log
+from immortal.protocol.checksum import crc64
 store = open_log(sys.argv[1], "alice", map_size_bytes=1 << 20)
 print("open", flush=True)
 for checkpoint_id, sequence_id in ((2, 4999), (3, 5001)):
@@ -1037,10 +1037,10 @@ def test_creating_twice_and_after_a_cut(tmp_path: Path) -> None:
 
 COMMIT_FOREVER = """
 import sys
-from coordinator.core.interfaces import SourcePosition, Transaction
-from coordinator.log import create_log
-from protocol.record import encode_record
-from protocol.trailer import BatchSource, Trailer, encode_trailer
+from immortal.coordinator.core.interfaces import SourcePosition, Transaction
+from immortal.log import create_log
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchSource, Trailer, encode_trailer
 store = create_log(sys.argv[1], "alice", committer_id=77, map_size_bytes=1 << 20)
 for number in range(1_000_000):
     record = encode_record(77, number, bytes(number * 37 % 9000))
@@ -1122,7 +1122,7 @@ def test_reads_beside_commits_that_grow_the_map(tmp_path: Path) -> None:
 def test_a_new_log_is_synced_with_the_names_of_all_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder's name is in the folder above: without a sync there a loss of power takes all that is below."""
     synced: list[Path] = []
-    monkeypatch.setattr("coordinator.log.backends.lmdb.names.sync_folder", synced.append)
+    monkeypatch.setattr("immortal.coordinator.log.backends.lmdb.names.sync_folder", synced.append)
     create_log(tmp_path / "made" / "on the way" / "log", "alice").close()
     assert synced[:4] == [
         tmp_path / "made" / "on the way" / "log",

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.core.errors import DamagedLogError
-from coordinator.core.interfaces import LogStore, SourcePosition, StreamStart, Transaction
-from coordinator.core.streams.reset import reset_transaction
-from coordinator.log import RowLogStore, create_log, open_log, open_reader
-from coordinator.log import format as log_format
-from coordinator.log.memory import MemoryLogStore
-from coordinator.log.verify import verify_log
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.coordinator.core.interfaces import LogStore, SourcePosition, StreamStart, Transaction
+from immortal.coordinator.core.streams.reset import reset_transaction
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import RowLogStore, create_log, open_log, open_reader
 
 
 @pytest.fixture(params=["memory", "lmdb"])

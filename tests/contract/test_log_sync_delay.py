@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.core.errors import LogError
-from coordinator.core.interfaces import Transaction
-from coordinator.log import create_log
-from coordinator.log.backends.lmdb.sync_delay import VARIABLE, sync_delay_s
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.core.interfaces import Transaction
+from immortal.coordinator.log.backends.lmdb.sync_delay import VARIABLE, sync_delay_s
+from immortal.log import create_log
 
 DELAY_MS = 30
 

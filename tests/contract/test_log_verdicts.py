@@ -8,8 +8,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from coordinator.core.errors import DamagedLogError
-from coordinator.core.interfaces import (
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.coordinator.core.interfaces import (
     NO_SUSPECT,
     AuditEntry,
     CheckpointHeader,
@@ -18,20 +18,20 @@ from coordinator.core.interfaces import (
     Transaction,
     VersionStart,
 )
-from coordinator.log import LogIdentity, RowLogStore, create_log, open_log, open_reader
-from coordinator.log import format as log_format
-from coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
-from coordinator.log.backends.lmdb.journal import FILE_NAME
-from coordinator.log.cut import LogCutter
-from coordinator.log.findings import Severity
-from coordinator.log.memory import MemoryLogStore
-from coordinator.log.verdicts import verdict_rows
-from coordinator.log.verify import verify_log
-from protocol.checksum import crc64
-from protocol.record import encode_record
-from protocol.trailer import Trailer, encode_trailer
-from protocol.verdicts import Cause, Verdict, VerdictKind
-from replay.recorded import RecordedLog
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
+from immortal.coordinator.log.backends.lmdb.journal import FILE_NAME
+from immortal.coordinator.log.cut import LogCutter
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.coordinator.log.verdicts import verdict_rows
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import LogIdentity, RowLogStore, create_log, open_log, open_reader
+from immortal.protocol.checksum import crc64
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import Trailer, encode_trailer
+from immortal.protocol.verdicts import Cause, Verdict, VerdictKind
+from immortal.replay.recorded import RecordedLog
 from tests.helpers.format_4 import journal_of_format_4
 
 COMMITTER_ID = 77

@@ -17,7 +17,22 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
-from coordinator.messenger import (
+from immortal.coordinator.messenger import link as messenger_link
+from immortal.coordinator.messenger import listener as messenger_listener
+from immortal.coordinator.messenger import sockets as messenger_sockets
+from immortal.coordinator.messenger.envelope import (
+    ENVELOPE_SIZE_BYTES,
+    Kind,
+    decode_envelope,
+    decode_parts,
+    encode_message,
+    encode_parts,
+    encode_reply,
+)
+from immortal.coordinator.messenger.limits import PATIENCE_NS, RECONNECT_REFUSED_NS
+from immortal.coordinator.messenger.link import Link
+from immortal.coordinator.messenger.listener import Listener
+from immortal.messenger import (
     AlreadyRepliedError,
     ClientRoute,
     EndpointError,
@@ -30,22 +45,7 @@ from coordinator.messenger import (
     RetryPolicy,
     Role,
 )
-from coordinator.messenger import link as messenger_link
-from coordinator.messenger import listener as messenger_listener
-from coordinator.messenger import sockets as messenger_sockets
-from coordinator.messenger.envelope import (
-    ENVELOPE_SIZE_BYTES,
-    Kind,
-    decode_envelope,
-    decode_parts,
-    encode_message,
-    encode_parts,
-    encode_reply,
-)
-from coordinator.messenger.limits import PATIENCE_NS, RECONNECT_REFUSED_NS
-from coordinator.messenger.link import Link
-from coordinator.messenger.listener import Listener
-from protocol.client import ClientFrame, ClientFrameType, encode_client_frame
+from immortal.protocol.client import ClientFrame, ClientFrameType, encode_client_frame
 from tests.helpers.messengers import WAIT_SECONDS, House, echo, listen_when_free
 
 
@@ -1379,7 +1379,7 @@ def test_who_is_known_to_be_there_again_is_connected_to_at_once(
 ) -> None:
     """ZeroMQ by itself would wait for a minute."""
     for name in ("RECONNECT_MS_MIN", "RECONNECT_MS_MAX"):
-        monkeypatch.setattr(f"coordinator.messenger.link.{name}", 60_000)
+        monkeypatch.setattr(f"immortal.coordinator.messenger.link.{name}", 60_000)
     first, second, sender = (networked.messenger() for _ in range(3))
     endpoint = first.listen(networked.fixed_endpoint(), echo)
     sender.send_message(endpoint, b"before")

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import zmq
 
-from coordinator.messenger import Answer, Messenger, MessengerError, Outcome, Received, RetryPolicy, ServerLoop
-from coordinator.messenger import inbox as messenger_inbox
-from coordinator.messenger import listener as messenger_listener
-from coordinator.messenger.envelope import (
+from immortal.coordinator.messenger import inbox as messenger_inbox
+from immortal.coordinator.messenger import listener as messenger_listener
+from immortal.coordinator.messenger.envelope import (
     Envelope,
     Kind,
     as_turn,
@@ -23,8 +22,9 @@ from coordinator.messenger.envelope import (
     encode_parts,
     encode_reply,
 )
-from coordinator.messenger.errors import UnknownEnvelopeError
-from coordinator.messenger.listener import Listener
+from immortal.coordinator.messenger.errors import UnknownEnvelopeError
+from immortal.coordinator.messenger.listener import Listener
+from immortal.messenger import Answer, Messenger, MessengerError, Outcome, Received, RetryPolicy, ServerLoop
 from tests.helpers.messengers import WAIT_SECONDS, House, echo, listen_when_free
 from tests.helpers.proxy import DEADLINE_S, FaultProxy
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.messenger import limits
-from coordinator.messenger.outbox import RetryPolicy
+from immortal.coordinator.messenger import limits
+from immortal.coordinator.messenger.outbox import RetryPolicy
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guide" / "messenger.md").read_text(encoding="utf-8")

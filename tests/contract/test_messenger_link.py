@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from coordinator.messenger import KeyPair, Messenger, RetryPolicy, Security
-from coordinator.messenger import link as messenger_link
-from coordinator.messenger.handshakes import Handshakes
-from coordinator.messenger.limits import RECONNECT_REFUSED_NS, SILENCE_NS
-from coordinator.messenger.link import Link
-from coordinator.messenger.outbox import Outbox
-from coordinator.messenger.sockets import Context, Shared, Warnings
+from immortal.coordinator.messenger import link as messenger_link
+from immortal.coordinator.messenger.handshakes import Handshakes
+from immortal.coordinator.messenger.limits import RECONNECT_REFUSED_NS, SILENCE_NS
+from immortal.coordinator.messenger.link import Link
+from immortal.coordinator.messenger.outbox import Outbox
+from immortal.coordinator.messenger.sockets import Context, Shared, Warnings
+from immortal.messenger import KeyPair, Messenger, RetryPolicy, Security
 
 ENDPOINT = "tcp://127.0.0.1:9"
 PAIR = KeyPair.new()
@@ -30,7 +30,7 @@ def context() -> Iterator[Context]:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.WARNING, "coordinator.messenger")
+    caplog.set_level(logging.WARNING, "immortal.messenger")
     return caplog
 
 

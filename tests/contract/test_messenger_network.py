@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from coordinator.messenger import Counters, Messenger, Received, RetryPolicy
-from coordinator.messenger import outbox as messenger_outbox
+from immortal.coordinator.messenger import outbox as messenger_outbox
+from immortal.messenger import Counters, Messenger, Received, RetryPolicy
 from tests.helpers.lossy import LossyNetwork
 from tests.helpers.proxy import DEADLINE_S, FaultProxy
 
@@ -183,7 +183,7 @@ def test_a_network_that_loses_and_changes_the_order(ordered: bool) -> None:
 
 ENDS_BADLY = """
 import sys, time, zmq
-from coordinator.messenger import Messenger, listener
+from immortal.messenger import Messenger, listener
 listener.HEARTBEAT_INTERVAL_MS = 20  # where there is one
 messenger = Messenger()
 endpoint = messenger.listen("tcp://127.0.0.1:*", lambda received: None)

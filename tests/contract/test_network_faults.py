@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.log import open_reader
-from coordinator.messenger import Messenger
-from coordinator.peers import keys
-from protocol.checksum import crc64
-from protocol.messages import encode_attach_to, encode_incoming_rpc, encode_outgoing_rpc
-from protocol.peer import FrameType, decode_frame
-from protocol.record import decode_header
-from protocol.trailer import Trailer, decode_trailer
+from immortal.coordinator.peers import keys
+from immortal.log import open_reader
+from immortal.messenger import Messenger
+from immortal.protocol.checksum import crc64
+from immortal.protocol.messages import encode_attach_to, encode_incoming_rpc, encode_outgoing_rpc
+from immortal.protocol.peer import FrameType, decode_frame
+from immortal.protocol.record import decode_header
+from immortal.protocol.trailer import Trailer, decode_trailer
 from tests.helpers.processes import TOLD, CoordinatorProcess, House, SocketApp
 from tests.helpers.proxy import FaultProxy
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.core import events as ev
-from coordinator.operator import control
-from coordinator.operator.verbs import VerbError, event_of
-from protocol.messages import encode_incoming_rpc
-from protocol.verdicts import Handling, Verdict, VerdictKind, encode_handling, encode_verdict
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.operator import control
+from immortal.coordinator.operator.verbs import VerbError, event_of
+from immortal.protocol.messages import encode_incoming_rpc
+from immortal.protocol.verdicts import Handling, Verdict, VerdictKind, encode_handling, encode_verdict
 from tests.helpers.core import Driven, rpc
 from tests.helpers.processes import CoordinatorProcess, House
 from tests.unit.test_core_verdicts import KEY, LETTER, with_letter

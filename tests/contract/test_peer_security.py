@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import zmq
 
-from coordinator.messenger import KeyPair, Messenger, MessengerError, Received, Security
-from coordinator.messenger import listener as messenger_listener
-from coordinator.messenger.envelope import encode_message
-from coordinator.messenger.security import connect_with
-from coordinator.peers import keys
-from protocol.peer import FrameType, PeerFrame, RefusedCode, decode_frame, encode_frame
+from immortal.coordinator.messenger import listener as messenger_listener
+from immortal.coordinator.messenger.envelope import encode_message
+from immortal.coordinator.messenger.security import connect_with
+from immortal.coordinator.peers import keys
+from immortal.messenger import KeyPair, Messenger, MessengerError, Received, Security
+from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode, decode_frame, encode_frame
 from tests.helpers.processes import DEADLINE_S, CoordinatorProcess, House, SocketApp
 
 # --- the messenger ----------------------------------------------------------------------------------------------------

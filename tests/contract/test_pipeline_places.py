@@ -21,21 +21,21 @@ pytest.importorskip("pyspark")
 import pyrage
 from pyspark.sql import SparkSession
 
-from coordinator.archive.archive import Archive
-from coordinator.archive.archiver import Archiver
-from coordinator.archive.ciphers import Cipher
-from coordinator.archive.place import KEY_FILE_VARIABLE
-from coordinator.core.errors import LogError
-from coordinator.log import open_log, open_reader
-from coordinator.log.backup import back_up
-from coordinator.log.open import place_of
-from coordinator.objects.store import Objects, store_of
-from pipeline.errors import LogChangedError, SourceError
-from pipeline.paths import log_folders
-from pipeline.reading import close_shared
-from pipeline.schema import SCHEMAS
-from pipeline.source import Options, RangePartition, Reader
-from pipeline.stream import StreamReader
+from immortal.coordinator.archive.archive import Archive
+from immortal.coordinator.archive.archiver import Archiver
+from immortal.coordinator.archive.ciphers import Cipher
+from immortal.coordinator.archive.place import KEY_FILE_VARIABLE
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.log.backup import back_up
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.objects.store import Objects, store_of
+from immortal.log import open_log, open_reader
+from immortal.pipeline.errors import LogChangedError, SourceError
+from immortal.pipeline.paths import log_folders
+from immortal.pipeline.reading import close_shared
+from immortal.pipeline.schema import SCHEMAS
+from immortal.pipeline.source import Options, RangePartition, Reader
+from immortal.pipeline.stream import StreamReader
 from tests.faults.sample_log import put_checkpoint
 from tests.helpers.pipeline_logs import (
     RecordSpec,
@@ -357,7 +357,7 @@ def test_without_the_extra_one_line_says_so(tmp_path: Path, package: str) -> Non
     ship(make_log(tmp_path / "log", "alice", []), url, "alice")
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"
-        "from pipeline.paths import log_folders\n"
+        "from immortal.pipeline.paths import log_folders\n"
         f"log_folders([{f'{url}#alice'!r}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import zmq
 
-from appsdk.client import CalleeFailed, CallRefused, ClientClosed, NotConnectable, OutcomeUnknown
-from appsdk.client.places import Finder
-from appsdk.patterns.pirate import GaveUp, Policy, Request, Server, ServerError, StoreError, connect
-from appsdk.patterns.pirate import server as server_module
-from appsdk.patterns.pirate.frames import Frame, Kind, decode_frame, encode_frame
-from appsdk.patterns.pirate.links import PlainLink
-from coordinator.peers import keys
+from immortal.appsdk.client.places import Finder
+from immortal.appsdk.patterns.pirate import server as server_module
+from immortal.appsdk.patterns.pirate.frames import Frame, Kind, decode_frame, encode_frame
+from immortal.appsdk.patterns.pirate.links import PlainLink
+from immortal.client import CalleeFailed, CallRefused, ClientClosed, NotConnectable, OutcomeUnknown
+from immortal.coordinator.peers import keys
+from immortal.patterns.pirate import GaveUp, Policy, Request, Server, ServerError, StoreError, connect
 
 QUICK = Policy(tries=3, try_timeout_s=0.2, heartbeat_s=0.05, silence_s=0.3, removal_s=60.0)
 DEADLINE_S = 20.0
@@ -308,7 +308,7 @@ def test_what_a_client_has_its_server_does_not_keep(tmp_path: Path) -> None:
 def test_a_store_that_can_not_be_written_ends_the_server_and_nobody_was_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("appsdk.patterns.pirate.store.MAP_SIZE_BYTES", 1 << 20)
+    monkeypatch.setattr("immortal.appsdk.patterns.pirate.store.MAP_SIZE_BYTES", 1 << 20)
 
     def fills(request: Request) -> bytes:
         return bytes(2 << 20)
@@ -332,7 +332,7 @@ def test_a_store_that_can_not_be_written_ends_the_server_and_nobody_was_answered
 
 
 def test_a_request_that_writes_too_much_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("appsdk.patterns.pirate.store.MAP_SIZE_BYTES", 1 << 20)
+    monkeypatch.setattr("immortal.appsdk.patterns.pirate.store.MAP_SIZE_BYTES", 1 << 20)
 
     def fills(request: Request) -> bytes:
         if request.body:

@@ -11,16 +11,16 @@ import pytest
 pytest.importorskip("psycopg", reason="psycopg is not installed")
 pytest.importorskip("obstore", reason="obstore is not installed")
 
-from coordinator.core.errors import DamagedCheckpointError, LogUnavailableError
-from coordinator.core.interfaces import CheckpointHeader, Transaction
-from coordinator.log import RowLogStore, create_log, open_log, open_reader
-from coordinator.log.authentication import LogKey
-from coordinator.log.backends.postgres import chunks
-from coordinator.log.backup import back_up
-from coordinator.log.findings import Severity
-from coordinator.log.open import place_of
-from coordinator.log.verify import verify_log
-from protocol.checksum import crc64
+from immortal.coordinator.core.errors import DamagedCheckpointError, LogUnavailableError
+from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
+from immortal.coordinator.log.authentication import LogKey
+from immortal.coordinator.log.backends.postgres import chunks
+from immortal.coordinator.log.backup import back_up
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import RowLogStore, create_log, open_log, open_reader
+from immortal.protocol.checksum import crc64
 from tests.contract.test_postgres_log import COMMITTER_ID, records, until
 from tests.helpers.postgres import Postgres
 
@@ -252,7 +252,7 @@ def test_a_log_with_a_key(url: str, objects: Path) -> None:
         assert reader.read_checkpoint_chunk(1, 2) == made[2]
     other = made[2].replace(b"\x01", b"\x07")
     sealed = path.read_bytes()
-    from coordinator.log.format import CHUNK_KEY, seal_chunk
+    from immortal.coordinator.log.format import CHUNK_KEY, seal_chunk
 
     path.write_bytes(seal_chunk(CHUNK_KEY.pack(1, 2), other))
     assert len(path.read_bytes()) == len(sealed)

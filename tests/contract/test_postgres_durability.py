@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.core.errors import FencedError, LogLostError, LogUnavailableError
-from coordinator.log import create_log, open_log
-from coordinator.log.open import place_of
-from coordinator.log.store import RowLogStore
+from immortal.coordinator.core.errors import FencedError, LogLostError, LogUnavailableError
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.store import RowLogStore
+from immortal.log import create_log, open_log
 from tests.contract.test_postgres_log import COMMITTER_ID, Appending, appender, begin, records, until, waits
 from tests.helpers.postgres import Postgres, binaries, user_of_servers
 
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed")
 
-from coordinator.log.backends.postgres import writing  # noqa: E402  # which needs it
-from coordinator.log.backends.postgres.durability import Durability  # noqa: E402
+from immortal.coordinator.log.backends.postgres import writing  # noqa: E402  # which needs it
+from immortal.coordinator.log.backends.postgres.durability import Durability  # noqa: E402
 
 
 @pytest.fixture

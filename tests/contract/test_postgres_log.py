@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.core.errors import (
+from immortal.coordinator.core.errors import (
     DamagedLogError,
     FencedError,
     LogError,
@@ -26,26 +26,26 @@ from coordinator.core.errors import (
     LogLockedError,
     LogUnavailableError,
 )
-from coordinator.core.interfaces import StreamStart, Transaction
-from coordinator.log import create_log, open_log, open_reader
-from coordinator.log.authentication import LogKey
-from coordinator.log.backend import Append, Options, Place, Row, Span, View
-from coordinator.log.backends.postgres import copying
-from coordinator.log.backup import BackupError, back_up
-from coordinator.log.format import FORMAT_VERSION, SEQUENCE_KEY
-from coordinator.log.meta import LogIdentity, first_and_last_sequence_id
-from coordinator.log.open import Log, place_of
-from coordinator.log.store import RowLogStore
-from protocol.record import encode_record
-from protocol.trailer import Trailer, encode_trailer
+from immortal.coordinator.core.interfaces import StreamStart, Transaction
+from immortal.coordinator.log.authentication import LogKey
+from immortal.coordinator.log.backend import Append, Options, Place, Row, Span, View
+from immortal.coordinator.log.backends.postgres import copying
+from immortal.coordinator.log.backup import BackupError, back_up
+from immortal.coordinator.log.format import FORMAT_VERSION, SEQUENCE_KEY
+from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id
+from immortal.coordinator.log.open import Log, place_of
+from immortal.coordinator.log.store import RowLogStore
+from immortal.log import create_log, open_log, open_reader
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import Trailer, encode_trailer
 from tests.faults.sample_log import NAME, read_contents, write_log
 from tests.helpers.postgres import Postgres
 
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed")
 
-from coordinator.log.backends.postgres import connecting, following, lease, schema  # noqa: E402  # which needs it
-from coordinator.log.backends.postgres import statements as written  # noqa: E402
-from coordinator.log.backends.postgres.connecting import Address  # noqa: E402
+from immortal.coordinator.log.backends.postgres import connecting, following, lease, schema  # noqa: E402  # which needs it
+from immortal.coordinator.log.backends.postgres import statements as written  # noqa: E402
+from immortal.coordinator.log.backends.postgres.connecting import Address  # noqa: E402
 
 COMMITTER_ID = 77
 WAIT_S = 20.0
@@ -708,8 +708,8 @@ def test_a_log_that_is_made_again_goes_on_with_its_epochs(postgres: Postgres) ->
 def test_a_program_without_psycopg_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['psycopg'] = None\n"
-        "from coordinator.core.errors import LogError\n"
-        "from coordinator.log.open import place_of\n"
+        "from immortal.coordinator.core.errors import LogError\n"
+        "from immortal.coordinator.log.open import place_of\n"
         "try: place_of('postgresql://localhost/db#a')\n"
         "except LogError as error: print(error)\n"
     )

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.core.errors import InvariantError, LogError
-from coordinator.core.interfaces import CheckpointHeader, Offer, OutputBatch, OutputMark, Transaction
-from coordinator.log import create_log, open_log
-from coordinator.log.backend import Asked, Following, Options
-from coordinator.log.offers import encode_offer, sealed_chunk
-from coordinator.log.open import place_of
-from coordinator.log.store import RowLogStore
-from protocol.checksum import crc64
+from immortal.coordinator.core.errors import InvariantError, LogError
+from immortal.coordinator.core.interfaces import CheckpointHeader, Offer, OutputBatch, OutputMark, Transaction
+from immortal.coordinator.log.backend import Asked, Following, Options
+from immortal.coordinator.log.offers import encode_offer, sealed_chunk
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.store import RowLogStore
+from immortal.log import create_log, open_log
+from immortal.protocol.checksum import crc64
 from tests.helpers.postgres import Postgres
 
 pytest.importorskip("psycopg", reason="psycopg is not installed")
 
-from coordinator.log.backends.postgres import lease  # which needs it
+from immortal.coordinator.log.backends.postgres import lease  # which needs it
 
 COMMITTER_ID = 77
 WAIT_S = 20.0

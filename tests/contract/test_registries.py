@@ -12,21 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from appsdk.client.errors import NotConnectable
-from appsdk.client.places import Finder
-from coordinator.config import ConfigError
-from coordinator.instances import upgrade_mark
-from coordinator.instances.own_logs import OwnLogs
-from coordinator.instances.registry import Registry, RegistryError, UnknownInstanceError
-from coordinator.instances.upgrade_mark import UpgradeMark
-from coordinator.log.open import place_of
-from coordinator.messenger import Role
-from coordinator.operator.unregister import unregister
-from coordinator.peers import keys
-from coordinator.peers.machine_keys import make_own
-from coordinator.peers.security import KeyBook
-from protocol import shared_home
-from protocol.shared_home import SharedHomeError
+from immortal.appsdk.client.errors import NotConnectable
+from immortal.appsdk.client.places import Finder
+from immortal.coordinator.config import ConfigError
+from immortal.coordinator.instances import upgrade_mark
+from immortal.coordinator.instances.own_logs import OwnLogs
+from immortal.coordinator.instances.registry import Registry, RegistryError, UnknownInstanceError
+from immortal.coordinator.instances.upgrade_mark import UpgradeMark
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.operator.unregister import unregister
+from immortal.coordinator.peers import keys
+from immortal.coordinator.peers.machine_keys import make_own
+from immortal.coordinator.peers.security import KeyBook
+from immortal.messenger import Role
+from immortal.protocol import shared_home
+from immortal.protocol.shared_home import SharedHomeError
 from tests.helpers.postgres import Postgres
 
 pytest.importorskip("psycopg", reason="psycopg is not installed")
@@ -389,7 +389,7 @@ def test_what_is_no_registry_is_said(shared: Fleet, postgres: Postgres, monkeypa
     assert shared.machine("a").names() == [], "a database without a schema has nobody"
     with pytest.raises(SharedHomeError, match="has no registry yet"):
         keys.make(shared.machine("a").home / "till", Role.CLIENT)
-    from coordinator.log.backends.postgres import schema
+    from immortal.coordinator.log.backends.postgres import schema
 
     postgres.execute("DROP SCHEMA IF EXISTS immortal CASCADE", database=DATABASE)
     old = "".join(schema.MIGRATIONS[:2]) + "UPDATE immortal.schema_version SET version = 2"

@@ -14,23 +14,23 @@ from types import ModuleType
 
 import pytest
 
-from coordinator.core.errors import AppProtocolError
-from coordinator.core.limits import Limits
-from coordinator.instances.registry import Registry
-from coordinator.log import LogReader, create_log, open_reader, verify_value
-from protocol.checksum import crc64
-from protocol.extensions import Origin
-from protocol.messages import (
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.instances.registry import Registry
+from immortal.log import LogReader, create_log, open_reader, verify_value
+from immortal.protocol.checksum import crc64
+from immortal.protocol.extensions import Origin
+from immortal.protocol.messages import (
     MessageType,
     decode_messages,
     encode_attach_to,
     encode_incoming_rpc,
     encode_outgoing_rpc,
 )
-from protocol.readers import Record, RecordReader
-from protocol.record import decode_header
-from protocol.trailer import Trailer
-from replay import (
+from immortal.protocol.readers import Record, RecordReader
+from immortal.protocol.record import decode_header
+from immortal.protocol.trailer import Trailer
+from immortal.replay import (
     BY_HAND,
     AppCommand,
     AppDiedError,
@@ -41,14 +41,14 @@ from replay import (
     Sink,
     run_replay,
 )
-from replay.inspection import diff_states, show_state
+from immortal.replay.inspection import diff_states, show_state
 from tests.helpers.core import Driven, checkpoint, first_start, records
 from tests.helpers.recorded import Instances, load_module, write_module
 
 DEADLINE_S = 30.0
 SOURCE = """
 import os
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
+from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 
 
 class Counter(Immortal):
@@ -303,7 +303,7 @@ def test_an_app_whose_looker_on_fails_is_gone(made: Made, reader: LogReader, tmp
 
 STRANGERS = """
 import os, runpy, socket, sys
-from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
+from immortal.protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
 path = sys.argv[sys.argv.index("--address") + 1].removeprefix("unix:")
 
 def stranger():
@@ -362,8 +362,8 @@ def test_following_goes_on_with_what_is_logged_meanwhile(tmp_path: Path) -> None
     follower = f"""
 import sys
 from pathlib import Path
-from coordinator.log import open_reader
-from replay import AppCommand, ReplayPlan, Sink, run_replay
+from immortal.log import open_reader
+from immortal.replay import AppCommand, ReplayPlan, Sink, run_replay
 
 class Told(Sink):
     def record(self, sequence_id, value, trailer):
@@ -475,7 +475,7 @@ def test_an_app_that_breaks_the_protocol_is_told_apart(base_log: Path) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 FOUNTAIN = """
-from appsdk import Immortal, impulse, peer, rpc
+from immortal import Immortal, impulse, peer, rpc
 
 
 class Sponge(Immortal):
@@ -493,8 +493,8 @@ class Fountain(Immortal):
 LOOKER_ON = """
 import sys
 from pathlib import Path
-from coordinator.log import open_reader
-from replay import AppCommand, ReplayPlan, Sink, run_replay
+from immortal.log import open_reader
+from immortal.replay import AppCommand, ReplayPlan, Sink, run_replay
 
 class Slow(Sink):
     made_bytes = 0

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from appsdk import Immortal, rpc
-from appsdk.calls.report import FailureReporter
-from appsdk.errors import HandlerError, RecoveryNeeded
-from appsdk.handlers.definition import definition_of
-from appsdk.running.options import RunOptions
-from appsdk.running.runner import run_connection, say
-from protocol.messages import MessageType
-from protocol.verdicts import Verdict, VerdictKind, decode_handling, decode_verdict
+from immortal import Immortal, rpc
+from immortal.appsdk.calls.report import FailureReporter
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.running.options import RunOptions
+from immortal.appsdk.running.runner import run_connection, say
+from immortal.errors import HandlerError, RecoveryNeeded
+from immortal.protocol.messages import MessageType
+from immortal.protocol.verdicts import Verdict, VerdictKind, decode_handling, decode_verdict
 from tests.helpers.sdk import GOODBYE, TAKE_FIRST, ScriptedCoordinator, coordinator, verdicts_record
 from tests.helpers.wire import AppOutput, call, checkpoint_record, control, initial_record, logged
 
@@ -150,7 +150,7 @@ def test_a_large_state_is_left_to_a_recovery_which_keeps_a_copy() -> None:
 
 PROGRAM = """
     import os, sys
-    from appsdk import Immortal, rpc
+    from immortal import Immortal, rpc
 
     class Heavy(Immortal):
         ballast: bytes

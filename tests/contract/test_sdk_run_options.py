@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from appsdk import Immortal, peer, rpc
-from appsdk.errors import EXIT_HANDLER_FAILED, EXIT_INTERRUPTED, EXIT_NOT_RUNNABLE, HandlerError
-from appsdk.handlers.definition import definition_of
-from appsdk.running.options import RunOptions
-from appsdk.running.runner import run_connection
-from protocol.extensions import decode_handler_failed, decode_origins
-from protocol.messages import MessageType
+from immortal import Immortal, peer, rpc
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.running.options import RunOptions
+from immortal.appsdk.running.runner import run_connection
+from immortal.errors import EXIT_HANDLER_FAILED, EXIT_INTERRUPTED, EXIT_NOT_RUNNABLE, HandlerError
+from immortal.protocol.extensions import decode_handler_failed, decode_origins
+from immortal.protocol.messages import MessageType
 from tests.helpers.sdk import GOODBYE, WAIT_S, ScriptedCoordinator, coordinator
 from tests.helpers.wire import call, logged
 
@@ -72,7 +72,7 @@ def test_without_a_trace_nothing_is_told() -> None:
 
 PROGRAM = """
 import time
-from appsdk import Immortal, peer, rpc
+from immortal import Immortal, peer, rpc
 
 class Total(Immortal):
     @rpc(id=1)
@@ -114,14 +114,14 @@ def run_app(
     module: str = "wordcount",
     **variables: str,
 ) -> tuple[int, str, str]:
-    """The exit status of ``python -m appsdk``, its output and what it said on stderr."""
+    """The exit status of ``python -m immortal.appsdk``, its output and what it said on stderr."""
     (folder / "wordcount.py").write_text(PROGRAM)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("IMMORTAL_")}
     environment |= {"PYTHONHASHSEED": "0", **variables}
     if script is not None:
         script.start()
         environment["IMMORTAL_APP_ADDRESS"] = script.address
-    command = [sys.executable, "-m", "appsdk", f"{module}:{target}", *options]
+    command = [sys.executable, "-m", "immortal.appsdk", f"{module}:{target}", *options]
     app = subprocess.run(
         command, cwd=folder, env=environment, input=stdin, capture_output=True, text=True, timeout=WAIT_S, check=False
     )
@@ -225,7 +225,7 @@ def test_options_that_mean_nothing(tmp_path: Path, options: list[str], variables
 
 
 ASYNC_PROGRAM = """
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 
 class Waiter(Immortal):
     @rpc(id=1)

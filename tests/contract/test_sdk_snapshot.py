@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-import appsdk.running.app_loop
-import appsdk.state.snapshot
-from appsdk import Immortal, Impulses, on_primary, peer, rpc
-from appsdk.errors import EXIT_HANDLER_FAILED, Disconnected, StateError
-from appsdk.handlers.definition import definition_of
-from appsdk.running.runner import run_connection
-from appsdk.state.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
-from protocol.errors import RemoteProtocolError
-from protocol.messages import MessageType
+import immortal.appsdk.running.app_loop
+import immortal.appsdk.state.snapshot
+from immortal import Immortal, Impulses, on_primary, peer, rpc
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.running.runner import run_connection
+from immortal.appsdk.state.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
+from immortal.errors import EXIT_HANDLER_FAILED, Disconnected, StateError
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import MessageType
 from tests.helpers.sdk import (
     GOODBYE,
     TAKE,
@@ -239,7 +239,7 @@ class HangsInChild(Own):
 
 
 def test_a_child_that_hangs_is_killed_and_the_next_checkpoint_is_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.state.snapshot, "SILENCE_S_MAX", 0.5)
+    monkeypatch.setattr(immortal.appsdk.state.snapshot, "SILENCE_S_MAX", 0.5)
 
     def script(it: ScriptedCoordinator) -> None:
         it.start_first()
@@ -263,15 +263,15 @@ def test_a_child_that_hangs_is_killed_and_the_next_checkpoint_is_in_one_piece(mo
 
 def test_a_child_that_is_not_read_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1000.0]
-    monkeypatch.setattr(appsdk.state.snapshot.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(immortal.appsdk.state.snapshot.time, "monotonic", lambda: now_s[0])
     snapshot = Snapshot(lambda: [bytes(4 << 20)])  # more than its pipe holds
     try:
-        now_s[0] += 10 * appsdk.state.snapshot.SILENCE_S_MAX
+        now_s[0] += 10 * immortal.appsdk.state.snapshot.SILENCE_S_MAX
         snapshot.not_read()
         received = 0
         while (data := snapshot.read()) != b"":
             received += len(data or b"")
-            now_s[0] += appsdk.state.snapshot.SILENCE_S_MAX / 2 if data else 0
+            now_s[0] += immortal.appsdk.state.snapshot.SILENCE_S_MAX / 2 if data else 0
             if data is None:
                 select.select([snapshot], [], [], WAIT_S)
     finally:
@@ -294,7 +294,7 @@ def test_a_child_ends_with_the_connection() -> None:
 
 WAITING_APP = """
 import threading
-from appsdk import Immortal, impulse
+from immortal import Immortal, impulse
 
 class Waiting(Immortal, checkpoint="fork"):
     started = False
@@ -332,7 +332,7 @@ def test_a_child_ends_with_an_app_that_is_killed(tmp_path: Path) -> None:
         assert ended
 
     with coordinator(script) as it:
-        command = [sys.executable, "-m", "appsdk", "waiting:Waiting", "--address", it.address]
+        command = [sys.executable, "-m", "immortal.appsdk", "waiting:Waiting", "--address", it.address]
         apps.append(subprocess.Popen(command, cwd=tmp_path))
         try:
             it.join(WAIT_S)
@@ -453,7 +453,7 @@ def test_a_coordinator_that_does_not_read_holds_up_the_child_not_the_handlers(mo
         assert relayed[0] == len(snapshot_of(it.output)) > 38 << 20
         it.send(GOODBYE)
 
-    monkeypatch.setattr(appsdk.running.app_loop, "Snapshot", Counting)
+    monkeypatch.setattr(immortal.appsdk.running.app_loop, "Snapshot", Counting)
     with coordinator(script) as it:
         run_connection(definition_of(Watched), it.address)
     assert reason_of(it.output) == ""

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-import appsdk.calls.outbox
-import appsdk.running.transport
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
-from appsdk.errors import EXIT_FAILED, EXIT_NOT_RUNNABLE, ConnectError, Disconnected, HandlerError, HookError, Refused
-from appsdk.handlers.definition import definition_of
-from appsdk.running.runner import run_connection
-from appsdk.running.transport import connect
-from protocol.messages import MessageType, RpcType
+import immortal.appsdk.calls.outbox
+import immortal.appsdk.running.transport
+from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.running.runner import run_connection
+from immortal.appsdk.running.transport import connect
+from immortal.errors import EXIT_FAILED, EXIT_NOT_RUNNABLE, ConnectError, Disconnected, HandlerError, HookError, Refused
+from immortal.protocol.messages import MessageType, RpcType
 from tests.helpers.sdk import GOODBYE, TAKE_FIRST, WAIT_S, Script, ScriptedCoordinator, coordinator
 from tests.helpers.wire import accepted, call, checkpoint_record, control, logged
 
@@ -135,7 +135,7 @@ class Sleeper(Counter):
 
 
 def test_a_timer_is_told_when_it_is_due_and_no_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.running.transport, "TIMER_WAIT_MS_MAX", int(10 * 1000 * WAIT_S))
+    monkeypatch.setattr(immortal.appsdk.running.transport, "TIMER_WAIT_MS_MAX", int(10 * 1000 * WAIT_S))
 
     def script(it: ScriptedCoordinator) -> None:
         it.start_first()
@@ -202,8 +202,8 @@ def test_a_handler_error_passes() -> None:
 
 def test_a_coordinator_that_does_not_read_stops_the_handlers_not_the_app(monkeypatch: pytest.MonkeyPatch) -> None:
     """The app's output is stuck; it goes on when the coordinator reads again, and nothing is lost."""
-    monkeypatch.setattr(appsdk.running.transport, "OUTPUT_PENDING_BYTES_MAX", 64 << 10)
-    monkeypatch.setattr(appsdk.running.transport, "INPUT_BUFFERED_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(immortal.appsdk.running.transport, "OUTPUT_PENDING_BYTES_MAX", 64 << 10)
+    monkeypatch.setattr(immortal.appsdk.running.transport, "INPUT_BUFFERED_BYTES_MAX", 1 << 20)
     handled: list[str] = []
 
     class Watched(Relay):
@@ -234,7 +234,7 @@ def test_a_coordinator_that_does_not_read_stops_the_handlers_not_the_app(monkeyp
 
 
 def test_a_goodbye_is_heard_while_output_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.running.transport, "OUTPUT_PENDING_BYTES_MAX", 64 << 10)
+    monkeypatch.setattr(immortal.appsdk.running.transport, "OUTPUT_PENDING_BYTES_MAX", 64 << 10)
 
     def script(it: ScriptedCoordinator) -> None:
         it.start_first()
@@ -248,7 +248,7 @@ def test_a_goodbye_is_heard_while_output_is_stuck(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_end_frees_a_hook_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.calls.outbox, "IMPULSES_OUTSTANDING_MAX", 5)
+    monkeypatch.setattr(immortal.appsdk.calls.outbox, "IMPULSES_OUTSTANDING_MAX", 5)
     ended: list[BaseException] = []
     done = threading.Event()
 
@@ -316,7 +316,7 @@ def test_addresses_that_are_none(address: str) -> None:
 # --- the process ------------------------------------------------------------------------------------------------------
 
 PROGRAM = """
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 
 class Counter(Immortal):
     lines: int
@@ -340,7 +340,7 @@ def start_app(folder: Path, target: str, address: str | None) -> subprocess.Pope
     environment = {name: value for name, value in os.environ.items() if name != "IMMORTAL_APP_ADDRESS"}
     if address:
         environment["IMMORTAL_APP_ADDRESS"] = address
-    command = [sys.executable, "-m", "appsdk", target]
+    command = [sys.executable, "-m", "immortal.appsdk", target]
     return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -404,8 +404,8 @@ def test_signals_end_the_app_quietly(tmp_path: Path, number: int, status: int) -
 
 AT_ITS_END = """
 import atexit, os, signal, sys
-from appsdk import Immortal
-import appsdk.running.runner
+from immortal import Immortal
+import immortal.appsdk.running.runner
 
 def terminate(*_):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -419,12 +419,12 @@ class Service(Immortal):
 print("said")
 place = os.environ["PLACE"]
 if place == "said":  # while it says what has ended it
-    appsdk.running.runner.say = terminate
+    immortal.appsdk.running.runner.say = terminate
 elif place == "swallowed":  # where Python lets no exception through
-    appsdk.running.runner.definition_of = lambda cls: Falls() and None
+    immortal.appsdk.running.runner.definition_of = lambda cls: Falls() and None
 else:  # in Python's own last steps
     atexit.register(terminate)
-appsdk.running.runner.run(Service)
+immortal.appsdk.running.runner.run(Service)
 """
 
 
@@ -445,7 +445,7 @@ def test_sigterm_ends_the_app_quietly_wherever_it_is(tmp_path: Path, place: str,
         ("wordcount", "module:Class", False),
         ("nowhere:Counter", "there is no module 'nowhere'", False),
         ("wordcount:Total", "module 'wordcount' has no 'Total' (its apps: Counter)", False),
-        ("wordcount:NoApp", "NoApp is not a class below appsdk.Immortal", False),
+        ("wordcount:NoApp", "NoApp is not a class below immortal.Immortal", False),
         ("wordcount:Counter", "no address of a coordinator: set IMMORTAL_APP_ADDRESS", False),
         ("broken:Counter", "ZeroDivisionError", True),
         ("needs:Counter", "No module named 'surely_not_there'", True),

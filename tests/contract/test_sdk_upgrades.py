@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from appsdk.errors import EXIT_HANDLER_FAILED, EXIT_UPGRADE_FAILED
-from appsdk.state import decode_envelope
-from protocol.messages import MessageType
+from immortal.appsdk.state import decode_envelope
+from immortal.errors import EXIT_HANDLER_FAILED, EXIT_UPGRADE_FAILED
+from immortal.protocol.messages import MessageType
 from tests.helpers.sdk import GOODBYE, TAKE, WAIT_S, Script, ScriptedCoordinator, coordinator, upgrade_record
 from tests.helpers.wire import call, checkpoint_record, initial_record, logged
 
 FIRST = """
-from appsdk import Immortal, peer, rpc
+from immortal import Immortal, peer, rpc
 
 class Counter(Immortal):
     sink = peer("first:Counter", "sink")
@@ -34,7 +34,7 @@ class Counter(Immortal):
 SECOND = """
 from __future__ import annotations
 import first
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc, upgrades
+from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc, upgrades
 
 @upgrades(first.Counter)
 class Counter(Immortal):
@@ -73,7 +73,7 @@ def run_app(folder: Path, target: str, script: Script) -> tuple[ScriptedCoordina
     """The coordinator after its script, the app's exit status and what it said."""
     with coordinator(script) as it:
         environment = {**os.environ, "IMMORTAL_APP_ADDRESS": it.address}
-        command = [sys.executable, "-m", "appsdk", target]
+        command = [sys.executable, "-m", "immortal.appsdk", target]
         app = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False
         )

@@ -14,7 +14,7 @@ ORDERS = """
 import os
 from datetime import timedelta
 
-from appsdk import Cancelled, Immortal, Impulses, impulse, initial, on_primary, rpc
+from immortal import Cancelled, Immortal, Impulses, impulse, initial, on_primary, rpc
 
 
 class Orders(Immortal):

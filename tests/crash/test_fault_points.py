@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.fault_points import FaultPoint
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
-from protocol.errors import ImmortalError
+from immortal.coordinator.fault_points import FaultPoint
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.protocol.errors import ImmortalError
 from tests.helpers.spilling import limit_memory
 from tests.soak.havoc import AT_A_CHECKPOINT, AT_RECOVERY, AT_START, IN_TRAFFIC
 from tests.soak.service import APP, COORDINATOR, Service, SoakError, wait_for

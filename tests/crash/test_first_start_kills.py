@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.fault_points import VARIABLE, FaultPoint
-from protocol.messages import MessageType, encode_checkpoint, encode_message
+from immortal.coordinator.fault_points import VARIABLE, FaultPoint
+from immortal.protocol.messages import MessageType, encode_checkpoint, encode_message
 from tests.helpers.processes import House
 from tests.helpers.stepping import SteppingApp
 

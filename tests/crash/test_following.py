@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.operator import control
+from immortal.coordinator.operator import control
 from tests.helpers.counting import CALLS, WAIT_S, House
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.instances.registry import Registry, free_port
-from coordinator.log import open_reader
-from coordinator.operator import control
+from immortal.coordinator.instances.registry import Registry, free_port
+from immortal.coordinator.operator import control
+from immortal.log import open_reader
 from tests.helpers.cli import Run, immortal
 from tests.helpers.counting import CALLS, WAIT_S, House
 from tests.helpers.postgres import Postgres
@@ -155,7 +155,7 @@ NEXT = """
 from __future__ import annotations
 
 import counting
-from appsdk import Immortal, peer, rpc, upgrades
+from immortal import Immortal, peer, rpc, upgrades
 
 
 @upgrades(counting.Counter)
@@ -302,7 +302,7 @@ def test_an_instance_moves_into_the_database_and_back_and_keeps_its_count(postgr
 
 
 LARGE = """
-from appsdk import Immortal, Impulses, on_primary, rpc
+from immortal import Immortal, Impulses, on_primary, rpc
 
 class Large(Immortal):
     state: bytes

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from coordinator.service.commands import Role
-from coordinator.service.deaths import Exit, RestartPause, Verdict, judge, who_died_first
-from coordinator.service.supervisor import APP_DEATHS_AT_ONCE, RESTART_SIGNAL
+from immortal.coordinator.service.commands import Role
+from immortal.coordinator.service.deaths import Exit, RestartPause, Verdict, judge, who_died_first
+from immortal.coordinator.service.supervisor import APP_DEATHS_AT_ONCE, RESTART_SIGNAL
 
 DRIVER = """
 import json, sys
-from coordinator.service.commands import Command, Role
-from coordinator.service.supervisor import Supervisor
-from coordinator.notices import configure
+from immortal.coordinator.service.commands import Command, Role
+from immortal.coordinator.service.supervisor import Supervisor
+from immortal.coordinator.notices import configure
 given = json.loads(sys.argv[1])
 commands = {Role.COORDINATOR: Command(given["coordinator"]), Role.APP: Command(given["app"], {"TEST_ROLE": "app"})}
 if given["options"].pop("broken", None):
@@ -197,7 +197,7 @@ def test_an_app_that_dies_alone_is_started_again_alone(start: Start) -> None:
 # A coordinator that tells that it is ready for each line that it is given.
 TELLS = """
 import os, signal, sys
-from coordinator.operator.control import report_ready
+from immortal.coordinator.operator.control import report_ready
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 os.write(1, b"up\\n")
 for line in open(sys.argv[1]):
@@ -377,13 +377,15 @@ def test_stop_during_the_pause(start: Start) -> None:
 
 
 def test_ready_is_told(start: Start) -> None:
-    coordinator = "from coordinator.operator.control import report_ready; report_ready(); report_ready();" + LIVES
+    coordinator = (
+        "from immortal.coordinator.operator.control import report_ready; report_ready(); report_ready();" + LIVES
+    )
     supervised = start(coordinator, LIVES)
     supervised.event("ready")
 
 
 def test_a_coordinator_that_only_dies(start: Start) -> None:
-    coordinator = "from coordinator.operator.control import report_ready; report_ready();" + LIVES
+    coordinator = "from immortal.coordinator.operator.control import report_ready; report_ready();" + LIVES
     supervised = start(coordinator, LIVES)
     supervised.event("ready")
     supervised.process.terminate()

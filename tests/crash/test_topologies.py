@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.instances.registry import free_port
+from immortal.coordinator.instances.registry import free_port
 from tests.helpers.postgres import Postgres, binaries, user_of_servers
 from tests.soak.service import SoakError, wait_for
 
@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).parents[2]
 GUIDE = REPOSITORY / "docs" / "guide" / "topologies.md"
 WAIT_S = 180.0
 SHOP = """
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 
 class Shop(Immortal):
     sold: int
@@ -52,7 +52,7 @@ class Machine:
         self.folder, self._places, self._user = folder, places, user
         folder.mkdir(mode=0o755)
         (folder / "shop.py").write_text(SHOP)
-        (folder / "immortal").write_text(f'#!/bin/sh\nexec {sys.executable} -m coordinator "$@"\n')
+        (folder / "immortal").write_text(f'#!/bin/sh\nexec {sys.executable} -m immortal.coordinator "$@"\n')
         (folder / "immortal").chmod(0o755)
         path = f"{folder}:{binaries()}:{os.environ['PATH']}"
         self.environment = {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY), **environment}

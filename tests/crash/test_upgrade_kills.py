@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.fault_points import VARIABLE, FaultPoint
-from coordinator.instances import upgrade_mark
-from coordinator.instances.upgrade_mark import UpgradeMark
-from coordinator.log import open_reader
-from protocol.messages import MessageType, RpcType, encode_checkpoint, encode_message
+from immortal.coordinator.fault_points import VARIABLE, FaultPoint
+from immortal.coordinator.instances import upgrade_mark
+from immortal.coordinator.instances.upgrade_mark import UpgradeMark
+from immortal.log import open_reader
+from immortal.protocol.messages import MessageType, RpcType, encode_checkpoint, encode_message
 from tests.helpers.processes import House
 from tests.helpers.stepping import SteppingApp
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.core.errors import LogError
-from coordinator.core.interfaces import (
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.core.interfaces import (
     IMPULSES,
     CheckpointHeader,
     ImpulseBatch,
@@ -24,12 +24,12 @@ from coordinator.core.interfaces import (
     Transaction,
     VersionStart,
 )
-from coordinator.log import RowLogStore, create_log, open_log
-from coordinator.log.authentication import LogKey
-from protocol.checksum import crc64
-from protocol.errors import ImmortalError
-from protocol.record import encode_record
-from protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
+from immortal.coordinator.log.authentication import LogKey
+from immortal.log import RowLogStore, create_log, open_log
+from immortal.protocol.checksum import crc64
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
 
 COMMITTER_ID = 77
 NAME = "alice"

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.core.errors import LogLockedError
-from coordinator.fault_points import VARIABLE, FaultPoint
-from coordinator.log import open_log
-from coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
-from coordinator.log.backends.lmdb.journal import FILE_NAME
-from coordinator.operator import control
-from protocol.errors import ImmortalError
-from protocol.messages import MessageType
+from immortal.coordinator.core.errors import LogLockedError
+from immortal.coordinator.fault_points import VARIABLE, FaultPoint
+from immortal.coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
+from immortal.coordinator.log.backends.lmdb.journal import FILE_NAME
+from immortal.coordinator.operator import control
+from immortal.log import open_log
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.messages import MessageType
 from tests.faults.clock import ShiftedClock
 from tests.faults.disk import Disk
 from tests.helpers.processes import TOLD, CoordinatorProcess, House, SocketApp
@@ -137,7 +137,7 @@ class Scene:
         self.app.close()
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "coordinator", "--home", str(self.home), *arguments]
+        command = [sys.executable, "-m", "immortal.coordinator", "--home", str(self.home), *arguments]
         return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=False)
 
     def settle_log(self) -> None:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from coordinator.core.interfaces import OutputBatch
-from coordinator.fault_points import FaultPoint
-from coordinator.log import open_reader, spilled
-from coordinator.log.backends.lmdb.journal import FILE_SIZE_BYTES
-from coordinator.log.findings import Severity
-from coordinator.log.verify import verify_log
+from immortal.coordinator.core.interfaces import OutputBatch
+from immortal.coordinator.fault_points import FaultPoint
+from immortal.coordinator.log import spilled
+from immortal.coordinator.log.backends.lmdb.journal import FILE_SIZE_BYTES
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import open_reader
 from tests.faults.clock import JUMPS
 from tests.faults.disk import Disk, read_journal, undone, without_power
 from tests.faults.matrix import Cell, Fault

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.core.interfaces import Transaction
-from coordinator.log import create_log, open_log, open_reader
-from coordinator.log.backends.lmdb.data_file import structure_problems
-from coordinator.log.backends.lmdb.environment import READERS_FILE_NAME
-from coordinator.log.backends.lmdb.pages import check_pages
-from coordinator.log.findings import Severity
-from coordinator.log.verify import verify_log
+from immortal.coordinator.core.interfaces import Transaction
+from immortal.coordinator.log.backends.lmdb.data_file import structure_problems
+from immortal.coordinator.log.backends.lmdb.environment import READERS_FILE_NAME
+from immortal.coordinator.log.backends.lmdb.pages import check_pages
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import create_log, open_log, open_reader
 from tests.faults.disk import Disk, shimmed
 from tests.faults.sample_log import COMMITTER_ID, NAME, PAGE_SIZE_BYTES, put_checkpoint, put_record
 from tests.faults.scene import Scene
@@ -33,8 +33,8 @@ Fail = Callable[[Disk, str, int], None]
 FIRST_SMALL_COMMIT = """
 import os, sys
 from pathlib import Path
-from coordinator.core.errors import LogError
-from coordinator.log import create_log
+from immortal.coordinator.core.errors import LogError
+from immortal.log import create_log
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_record
 store = create_log(Path(sys.argv[1]), NAME, committer_id=COMMITTER_ID, map_size_bytes=1 << 24)
 Path(os.environ["DISK_SHIM_CONTROL"]).write_text(sys.argv[2])

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.core.errors import DamagedLogError, LogFormatError
-from coordinator.log import create_log, log_exists, open_log
-from coordinator.log.backends.lmdb.environment import new_environment
-from coordinator.log.findings import Severity
-from coordinator.log.format import ALL_TABLES
-from coordinator.log.verify import verify_log
+from immortal.coordinator.core.errors import DamagedLogError, LogFormatError
+from immortal.coordinator.log.backends.lmdb.environment import new_environment
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.format import ALL_TABLES
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import create_log, log_exists, open_log
 from tests.faults.disk import Disk, shimmed
 from tests.faults.sample_log import COMMITTER_ID, NAME, PAGE_SIZE_BYTES, put_record
 from tests.faults.scene import Scene
@@ -27,8 +27,8 @@ DISK_PAGES = 600
 START = """
 import sys
 from pathlib import Path
-from coordinator.core.errors import LogError
-from coordinator.log import create_log, log_exists, open_log
+from immortal.coordinator.core.errors import LogError
+from immortal.log import create_log, log_exists, open_log
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_record
 folder = Path(sys.argv[1])
 try:

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from appsdk.client import connect, with_key
-from coordinator.config import ConfigError
-from coordinator.core.interfaces import IMPULSES
-from coordinator.fault_points import FaultPoint
-from coordinator.instances.registry import Registry
-from coordinator.log import format as log_format
-from coordinator.log import open_reader
-from coordinator.log.verify import verify_log
-from protocol.record import decode_header
-from protocol.trailer import decode_trailer
+from immortal.client import connect, with_key
+from immortal.coordinator.config import ConfigError
+from immortal.coordinator.core.interfaces import IMPULSES
+from immortal.coordinator.fault_points import FaultPoint
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import open_reader
+from immortal.protocol.record import decode_header
+from immortal.protocol.trailer import decode_trailer
 from tests.faults.clock import JUMPS
 from tests.faults.disk import Disk, read_journal, synced_paths, without_power
 from tests.faults.matrix import CELLS, Cell, Fault, Thing, document

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.log import open_log
-from coordinator.log.findings import Severity
-from coordinator.log.verify import verify_log
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import open_log
 from tests.faults.disk import Disk, Write, read_journal, shimmed, undone, without_power
 from tests.faults.sample_log import NAME, record
 
@@ -26,8 +26,8 @@ ALWAYS_KEPT = 30  # of the moments that were drawn, how many are looked at for e
 WRITER = """
 import os, random, sys
 from pathlib import Path
-from coordinator.core.interfaces import ImpulseBatch, Transaction
-from coordinator.log import create_log
+from immortal.coordinator.core.interfaces import ImpulseBatch, Transaction
+from immortal.log import create_log
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_checkpoint, put_record
 folder = Path(sys.argv[1])
 rng = random.Random(int(sys.argv[2]))

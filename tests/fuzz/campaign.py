@@ -19,25 +19,25 @@ from typing import Any
 
 import msgspec
 
-from appsdk import CalleeFailed, CallRefused, EffectFailed, Handle, Immortal, Node, Retry, peer, query, rpc
-from appsdk.handlers.decorators import EFFECT_METHOD_ID
-from appsdk.handlers.definition import definition_of
-from appsdk.ordering.messages import Propose
-from appsdk.patterns.clone import frames as clone_frames
-from appsdk.patterns.pirate import frames as pirate_frames
-from appsdk.patterns.queue import Queue
-from appsdk.testing import Environment
-from coordinator.driver.turn import Driver
-from coordinator.operator import control_server
-from protocol.checksum import crc64
-from protocol.client import decode_client_frame
-from protocol.decoding import DecodeError
-from protocol.errors import ProtocolError
-from protocol.handlers import CANCEL_CALL_METHOD_ID
-from protocol.messages import RpcKind, RpcType, encode_incoming_rpc
-from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
-from protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
-from protocol.peer import decode_frame
+from immortal import CalleeFailed, CallRefused, EffectFailed, Handle, Immortal, Node, Retry, peer, query, rpc
+from immortal.appsdk.handlers.decorators import EFFECT_METHOD_ID
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.ordering.messages import Propose
+from immortal.appsdk.patterns.clone import frames as clone_frames
+from immortal.appsdk.patterns.pirate import frames as pirate_frames
+from immortal.coordinator.driver.turn import Driver
+from immortal.coordinator.operator import control_server
+from immortal.patterns.queue import Queue
+from immortal.protocol.checksum import crc64
+from immortal.protocol.client import decode_client_frame
+from immortal.protocol.decoding import DecodeError
+from immortal.protocol.errors import ProtocolError
+from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID
+from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
+from immortal.protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
+from immortal.protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from immortal.protocol.peer import decode_frame
+from immortal.testing import Environment
 from tests.fuzz.structures import Structures
 from tests.helpers.hostile import HostileApp, client_says, hostile
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from coordinator.messenger.envelope import as_turn, encode_parts, encode_reply
-from coordinator.messenger.envelope import encode_message as encode_envelope
-from protocol import app_proof, extensions
-from protocol.batch import encode_batch, encode_replayable_batch
-from protocol.client import (
+from immortal.coordinator.messenger.envelope import as_turn, encode_parts, encode_reply
+from immortal.coordinator.messenger.envelope import encode_message as encode_envelope
+from immortal.protocol import app_proof, extensions
+from immortal.protocol.batch import encode_batch, encode_replayable_batch
+from immortal.protocol.client import (
     ClientCode,
     ClientFrame,
     ClientFrameType,
@@ -19,9 +19,15 @@ from protocol.client import (
     encode_replies,
     encode_request,
 )
-from protocol.messages import MessageType, encode_attach_to, encode_checkpoint, encode_message, encode_outgoing_rpc
-from protocol.peer import FrameType, PeerFrame, RefusedCode, encode_frame
-from protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, encode_record
+from immortal.protocol.messages import (
+    MessageType,
+    encode_attach_to,
+    encode_checkpoint,
+    encode_message,
+    encode_outgoing_rpc,
+)
+from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode, encode_frame
+from immortal.protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, encode_record
 from tests.helpers.core import HELLO, NOW_NS, first_start, rpc
 
 ENVELOPES = (

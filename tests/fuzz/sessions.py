@@ -11,21 +11,22 @@ from datetime import timedelta
 
 import msgspec
 
-from appsdk import Immortal, initial, peer, rpc
-from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, method_id_of_name
-from appsdk.handlers.definition import definition_of
-from appsdk.running.local_app import LocalApp
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from protocol.client import ClientFrame, ClientFrameType, ReplyKind, decode_replies, encode_numbers, encode_request
-from protocol.messages import (
-    RpcKind,
-    RpcType,
-    decode_incoming_rpc,
-    decode_messages,
-    encode_incoming_rpc,
+from immortal import Immortal, initial, peer, rpc
+from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, method_id_of_name
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.running.local_app import LocalApp
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.protocol.client import (
+    ClientFrame,
+    ClientFrameType,
+    ReplyKind,
+    decode_replies,
+    encode_numbers,
+    encode_request,
 )
-from protocol.peer import FrameType, PeerFrame
+from immortal.protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_messages, encode_incoming_rpc
+from immortal.protocol.peer import FrameType, PeerFrame
 from tests.fuzz.fields import Fields
 from tests.helpers.core import Driven
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from appsdk.types.handles import EXTENSION_CODE, MARK
+from immortal.appsdk.types.handles import EXTENSION_CODE, MARK
 
 HUGE = (0xFF, 0xFFFF, 0xFFFF_FFFF, 0x7FFF_FFFF, 1 << 24, 1 << 16, 65)
 DEPTHS = (1, 2, 30, 62, 63, 64, 65, 66, 200, 500, 900, 980, 1000, 1100, 1600, 20_000)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.messenger.duplicates import DuplicateTracker, Sighting
-from coordinator.messenger.envelope import (
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.messenger.duplicates import DuplicateTracker, Sighting
+from immortal.coordinator.messenger.envelope import (
     ENVELOPE_SIZE_BYTES,
     Kind,
     as_turn,
@@ -25,13 +25,13 @@ from coordinator.messenger.envelope import (
     encode_parts,
     encode_reply,
 )
-from coordinator.messenger.errors import EnvelopeError
-from coordinator.messenger.inbox import Inbox
-from coordinator.messenger.limits import CALLBACKS_MAX, SPAN_MAX
-from protocol import app_proof, extensions
-from protocol.batch import check_batch, decode_batch, decode_replayable_batch, offset_after
-from protocol.checksum import crc64
-from protocol.client import (
+from immortal.coordinator.messenger.errors import EnvelopeError
+from immortal.coordinator.messenger.inbox import Inbox
+from immortal.coordinator.messenger.limits import CALLBACKS_MAX, SPAN_MAX
+from immortal.protocol import app_proof, extensions
+from immortal.protocol.batch import check_batch, decode_batch, decode_replayable_batch, offset_after
+from immortal.protocol.checksum import crc64
+from immortal.protocol.client import (
     CLIENTS,
     FRAME_MARK,
     ClientFrame,
@@ -45,8 +45,8 @@ from protocol.client import (
     encode_request,
     logged_calls,
 )
-from protocol.errors import DamagedRecordError, RemoteProtocolError
-from protocol.messages import (
+from immortal.protocol.errors import DamagedRecordError, RemoteProtocolError
+from immortal.protocol.messages import (
     MessageType,
     decode_attach_to,
     decode_incoming_rpc,
@@ -57,9 +57,9 @@ from protocol.messages import (
     encode_incoming_rpc,
     encode_outgoing_rpc,
 )
-from protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
-from protocol.readers import BlobData, BlobStart, Message, MessageReader, Record, RecordReader
-from protocol.record import HEADER_SIZE_BYTES
+from immortal.protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
+from immortal.protocol.readers import BlobData, BlobStart, Message, MessageReader, Record, RecordReader
+from immortal.protocol.record import HEADER_SIZE_BYTES
 from tests.fuzz.fields import Fields
 from tests.fuzz.sessions import session
 from tests.helpers.core import HELLO, PEER_COMMITTER_ID, Driven, arguments, first_start

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.messenger.envelope import Kind, decode_envelope
-from coordinator.messenger.errors import EnvelopeError
-from protocol.errors import DamagedRecordError, LimitExceededError, RemoteProtocolError
-from protocol.limits import MESSAGE_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX
-from protocol.messages import MessageType, encode_message
-from protocol.peer import PAYLOAD_SIZE_BYTES_MAX, FrameType, decode_frame, encode_frame
-from protocol.readers import BlobData, MessageReader, RecordReader
-from protocol.record import CHECKPOINT_SEQUENCE_ID, encode_record
-from protocol.varint import encode_zigzag
+from immortal.coordinator.messenger.envelope import Kind, decode_envelope
+from immortal.coordinator.messenger.errors import EnvelopeError
+from immortal.protocol.errors import DamagedRecordError, LimitExceededError, RemoteProtocolError
+from immortal.protocol.limits import MESSAGE_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.peer import PAYLOAD_SIZE_BYTES_MAX, FrameType, decode_frame, encode_frame
+from immortal.protocol.readers import BlobData, MessageReader, RecordReader
+from immortal.protocol.record import CHECKPOINT_SEQUENCE_ID, encode_record
+from immortal.protocol.varint import encode_zigzag
 from tests.fuzz.run import CORPUS, corpus_of
 from tests.fuzz.seeds import ENVELOPES, FRAMES, FROM_APP, SEEDS, TO_APP
 from tests.fuzz.targets import TARGETS, read_all, with_check

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.operator import control
+from immortal.coordinator.operator import control
 
 
 @contextlib.contextmanager

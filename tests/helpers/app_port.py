@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from appsdk.running.transport import read_secret
-from coordinator.app import secret as app_secret
-from coordinator.app.endpoint import AppEndpoint
-from coordinator.config import AppAuth, InstanceSettings
-from coordinator.core import events as ev
-from coordinator.instances.registry import Registry
-from coordinator.notices import Notices
-from protocol.app_proof import (
+from immortal.appsdk.running.transport import read_secret
+from immortal.coordinator.app import secret as app_secret
+from immortal.coordinator.app.endpoint import AppEndpoint
+from immortal.coordinator.config import AppAuth, InstanceSettings
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.notices import Notices
+from immortal.protocol.app_proof import (
     NONCE_SIZE_BYTES,
     Answer,
     Handshake,
@@ -26,9 +26,9 @@ from protocol.app_proof import (
     encode_challenge,
     encode_proof,
 )
-from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
-from protocol.messages import MessageType, decode_messages
-from protocol.readers import Record, RecordReader
+from immortal.protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
+from immortal.protocol.messages import MessageType, decode_messages
+from immortal.protocol.readers import Record, RecordReader
 from tests.helpers.notices import Told
 from tests.helpers.processes import DEADLINE_S
 

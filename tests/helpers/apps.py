@@ -1,7 +1,7 @@
 """Sources of apps that several tests run as processes of their own."""
 
 COUNTER = """
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 
 
 class Counter(Immortal):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from appsdk import Immortal, Impulses, every, impulse, on_primary, peer, rpc, upgrades
+from immortal import Immortal, Impulses, every, impulse, on_primary, peer, rpc, upgrades
 
 
 class InsufficientFundsError(Exception):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from appsdk import Immortal, impulse, peer, rpc
-from appsdk.testing import Environment, Instance
+from immortal import Immortal, impulse, peer, rpc
+from immortal.testing import Environment, Instance
 from tests.helpers.ordering_runs import _crash, _some_steps
 
 NAMES = ("m0", "m1", "m2", "m3")

@@ -6,17 +6,17 @@ from typing import Any
 
 import msgspec
 
-from appsdk import Immortal, query, rpc
-from appsdk.client.connection import Connection
-from appsdk.client.lane import Call
-from appsdk.dispatch.dispatcher import Dispatcher
-from appsdk.handlers.definition import definition_of
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.limits import Limits
-from coordinator.core.session import Phase
-from coordinator.log.memory import MemoryLogStore
-from protocol.client import (
+from immortal import Immortal, query, rpc
+from immortal.appsdk.client.connection import Connection
+from immortal.appsdk.client.lane import Call
+from immortal.appsdk.dispatch.dispatcher import Dispatcher
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.session import Phase
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.protocol.client import (
     ClientFrame,
     ClientFrameType,
     Reply,

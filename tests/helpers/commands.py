@@ -12,7 +12,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from coordinator.cli import main
+from immortal.coordinator.cli import main
 
 DEADLINE_S = 100.0
 PYTHON = (sys.executable,)
@@ -72,7 +72,7 @@ def run(
             said += "".join(traceback.format_exception(result.exception))
         return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, said)
     return subprocess.run(
-        [*python, "-m", "coordinator", *options, *arguments],
+        [*python, "-m", "immortal.coordinator", *options, *arguments],
         cwd=folder,
         capture_output=True,
         text=True,

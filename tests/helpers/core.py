@@ -6,19 +6,19 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.limits import Limits
-from coordinator.core.machine import Machine
-from coordinator.core.parts import Parts
-from coordinator.core.permissions import Permission
-from coordinator.core.session import Phase
-from coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
-from coordinator.driver.ports import Read, Write
-from coordinator.driver.turn import Driver
-from coordinator.log.memory import MemoryLogStore
-from protocol.extensions import ALL_EXTENSIONS, Hello, decode_record_time, encode_hello
-from protocol.messages import (
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.machine import Machine
+from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.permissions import Permission
+from immortal.coordinator.core.session import Phase
+from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
+from immortal.coordinator.driver.ports import Read, Write
+from immortal.coordinator.driver.turn import Driver
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.protocol.extensions import ALL_EXTENSIONS, Hello, decode_record_time, encode_hello
+from immortal.protocol.messages import (
     MessageType,
     decode_messages,
     encode_attach_to,
@@ -27,8 +27,8 @@ from protocol.messages import (
     encode_message,
     encode_outgoing_rpc,
 )
-from protocol.peer import FrameType, PeerFrame
-from protocol.readers import BlobData, BlobStart, Record, RecordReader
+from immortal.protocol.peer import FrameType, PeerFrame
+from immortal.protocol.readers import BlobData, BlobStart, Record, RecordReader
 
 COMMITTER_ID = 0x01020304
 PEER_COMMITTER_ID = 77
@@ -376,7 +376,7 @@ def time_of(record: Record) -> int:
 
 def arguments(data: bytes) -> list[bytes]:
     """The messages of all batches and RPCs of logged records in ``data``, whole, in order."""
-    from protocol.batch import decode_batch
+    from immortal.protocol.batch import decode_batch
 
     found: list[bytes] = []
     for record in records(data):

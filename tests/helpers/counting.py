@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
 from tests.helpers import commands
 
 CALLS = 4000
@@ -24,7 +24,7 @@ POLL_S = 0.02
 SOURCE = f"""
 import time
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
+from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 
 
 class Counter(Immortal):
@@ -85,7 +85,17 @@ class Run:
     def __init__(self, home: Path, *arguments: str) -> None:
         self.home = home
         self.log = home / f"run-{len(list(home.glob('run-*')))}.log"
-        command = [sys.executable, "-m", "coordinator", "--home", str(home), "run", *arguments, "--log-format", "json"]
+        command = [
+            sys.executable,
+            "-m",
+            "immortal.coordinator",
+            "--home",
+            str(home),
+            "run",
+            *arguments,
+            "--log-format",
+            "json",
+        ]
         with open(self.log, "wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, cwd=home)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from appsdk.ordering.fences import Ready
-from appsdk.ordering.machine import Ordering
-from appsdk.ordering.messages import Cancel, Scope
+from immortal.appsdk.ordering.fences import Ready
+from immortal.appsdk.ordering.machine import Ordering
+from immortal.appsdk.ordering.messages import Cancel, Scope
 from tests.helpers.ordering_world import Message, Op, Script, Step, ViolationError, World
 
 GROUP = Scope("G", 1)

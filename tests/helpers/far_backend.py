@@ -7,10 +7,10 @@ import socket
 import threading
 from collections import deque
 
-from coordinator.core.errors import LogUnavailableError, require
-from coordinator.log.backend import Append
-from coordinator.log.backends.memory import MemoryBackend
-from coordinator.log.memory import MemoryLogStore
+from immortal.coordinator.core.errors import LogUnavailableError, require
+from immortal.coordinator.log.backend import Append
+from immortal.coordinator.log.backends.memory import MemoryBackend
+from immortal.coordinator.log.memory import MemoryLogStore
 
 ANSWER, BROKEN = b".", b"x"
 

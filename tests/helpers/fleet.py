@@ -12,22 +12,22 @@ from pathlib import Path
 import lmdb
 import pyarrow as pa
 
-from coordinator.core.interfaces import CheckpointHeader, Transaction
-from coordinator.log import open_log, open_reader, verify_value
-from coordinator.log.format import SEQUENCE_KEY
-from pipeline.fleet import Ending, Fleet, Input, PlannedRecord, write_planned
-from pipeline.jobs.audit import audit_rows
-from pipeline.jobs.evidence import Row, evidence_of_values, gap_rows
-from pipeline.jobs.judgement import judge
-from pipeline.jobs.reports import AuditReport
-from pipeline.jobs.sources import LogState, log_ranges, log_states
-from pipeline.reading import Gap, close_shared, read_range
-from protocol.batch import decode_batch
-from protocol.checksum import crc64
-from protocol.errors import ImmortalError
-from protocol.messages import MessageType, RpcType, decode_incoming_rpc, decode_messages
-from protocol.record import HEADER_SIZE_BYTES
-from protocol.trailer import BatchKind
+from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
+from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.log import open_log, open_reader, verify_value
+from immortal.pipeline.fleet import Ending, Fleet, Input, PlannedRecord, write_planned
+from immortal.pipeline.jobs.audit import audit_rows
+from immortal.pipeline.jobs.evidence import Row, evidence_of_values, gap_rows
+from immortal.pipeline.jobs.judgement import judge
+from immortal.pipeline.jobs.reports import AuditReport
+from immortal.pipeline.jobs.sources import LogState, log_ranges, log_states
+from immortal.pipeline.reading import Gap, close_shared, read_range
+from immortal.protocol.batch import decode_batch
+from immortal.protocol.checksum import crc64
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.messages import MessageType, RpcType, decode_incoming_rpc, decode_messages
+from immortal.protocol.record import HEADER_SIZE_BYTES
+from immortal.protocol.trailer import BatchKind
 
 Found = set[tuple[str, str, str, int]]
 """(kind, sender, receiver, position); for damage ("damage", "", instance, record)."""

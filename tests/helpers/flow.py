@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coordinator.instances.registry import Registry
+from immortal.coordinator.instances.registry import Registry
 from tests.helpers.recorded import Instances, load_module
 
 STATUSES = {"both": 3, "calls": 3, "nothing": 0, "state": 3}
 """What a what-if of the new code ends with."""
 
 OLD = """
-from appsdk import Immortal, peer, rpc, impulse
+from immortal import Immortal, peer, rpc, impulse
 
 
 class Store(Immortal):

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from coordinator.log import LogIdentity
-from coordinator.log.backends.lmdb.journal import FILE_SIZE_BYTES
-from coordinator.log.backends.lmdb.journal_entries import BLOCK_SIZE_BYTES
-from protocol.checksum import crc64
+from immortal.coordinator.log.backends.lmdb.journal import FILE_SIZE_BYTES
+from immortal.coordinator.log.backends.lmdb.journal_entries import BLOCK_SIZE_BYTES
+from immortal.log import LogIdentity
+from immortal.protocol.checksum import crc64
 
 
 def journal_of_format_4(

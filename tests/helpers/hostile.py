@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from appsdk.testing import Environment
-from appsdk.testing.node import Node
-from appsdk.testing.outside import OutsideApp
-from coordinator.core import events as ev
-from protocol.client import ClientFrame, ClientFrameType, encode_request
-from protocol.extensions import encode_app_batch
-from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, encode_attach_to, encode_incoming_rpc
+from immortal.appsdk.testing.node import Node
+from immortal.appsdk.testing.outside import OutsideApp
+from immortal.coordinator.core import events as ev
+from immortal.protocol.client import ClientFrame, ClientFrameType, encode_request
+from immortal.protocol.extensions import encode_app_batch
+from immortal.protocol.messages import (
+    MessageType,
+    RpcKind,
+    RpcType,
+    decode_incoming_rpc,
+    encode_attach_to,
+    encode_incoming_rpc,
+)
+from immortal.testing import Environment
 
 DEEP = b"\x91" * 1100 + b"\x01"
 """One message of 1.1 kB: 1,100 arrays in one another."""
@@ -32,7 +39,7 @@ class HostileApp(OutsideApp):
         self.output += encode_app_batch(MessageType.IMPULSE_BATCH, destination, count, messages)
 
     def _answer(self, content: bytes, start: int, end: int) -> None:
-        from protocol.client import decode_caller
+        from immortal.protocol.client import decode_caller
 
         rpc = decode_incoming_rpc(content, start, end)
         caller = decode_caller(content, start, end)

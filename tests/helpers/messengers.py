@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import zmq
 
-from coordinator.messenger import EndpointInUseError, KeyPair, Messenger, Received, Security
-from coordinator.messenger.security import connect_with
+from immortal.coordinator.messenger.security import connect_with
+from immortal.messenger import EndpointInUseError, KeyPair, Messenger, Received, Security
 
 WAIT_SECONDS = 20.0
 

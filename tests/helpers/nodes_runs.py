@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from appsdk import Handle, Immortal, Node, impulse, peer, rpc
-from appsdk.nodes.counting import Owner
-from appsdk.testing import Environment, Instance
+from immortal import Handle, Immortal, Node, impulse, peer, rpc
+from immortal.appsdk.nodes.counting import Owner
+from immortal.testing import Environment, Instance
 from tests.helpers.ordering_runs import _crash, _some_steps
 
 NAMES = ("m0", "m1", "m2", "m3")

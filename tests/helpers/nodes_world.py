@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from appsdk.nodes.counting import DESTROYED, Grant, Held, Holder, LastReleased, Owner, Stage, Tell
-from appsdk.nodes.messages import Ended, Forgotten, Passed, Released
+from immortal.appsdk.nodes.counting import DESTROYED, Grant, Held, Holder, LastReleased, Owner, Stage, Tell
+from immortal.appsdk.nodes.messages import Ended, Forgotten, Passed, Released
 
 OWNER, KEY = "o", b"k"
 COPY, END = "a copy", "its end"

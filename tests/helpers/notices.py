@@ -7,10 +7,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from coordinator.core.notices import Notice
-from coordinator.notices import Notices
-from coordinator.notices.metrics import StatusCollector
-from coordinator.notices.metrics_server import Access, serve_metrics
+from immortal.coordinator.core.notices import Notice
+from immortal.coordinator.notices import Notices
+from immortal.coordinator.notices.metrics import StatusCollector
+from immortal.coordinator.notices.metrics_server import Access, serve_metrics
 
 
 class Told:

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from appsdk import Immortal, impulse, peer, rpc
-from appsdk.testing import Environment, Instance
+from immortal import Immortal, impulse, peer, rpc
+from immortal.testing import Environment, Instance
 
 NAMES = ("m0", "m1", "m2", "m3")
 

@@ -13,10 +13,10 @@ from itertools import pairwise
 
 import msgspec
 
-from appsdk.ordering.machine import Ordering, Release, Send, Standing
-from appsdk.ordering.messages import Commit, Propose
-from appsdk.ordering.sending import Held, Run, Sending, Waiting
-from appsdk.ordering.state import State
+from immortal.appsdk.ordering.machine import Ordering, Release, Send, Standing
+from immortal.appsdk.ordering.messages import Commit, Propose
+from immortal.appsdk.ordering.sending import Held, Run, Sending, Waiting
+from immortal.appsdk.ordering.state import State
 
 Step = tuple[str, str, str]  # ("op", instance, "") or ("arrive", sender, receiver)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from appsdk import Immortal, impulse, peer, rpc
-from appsdk.handlers.decorators import method_id_of_name
+from immortal import Immortal, impulse, peer, rpc
+from immortal.appsdk.handlers.decorators import method_id_of_name
 
 
 class Store(Immortal):

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.core.interfaces import IMPULSES, SourcePosition, Transaction
-from coordinator.log import RowLogStore, create_log
-from protocol.batch import encode_batch, encode_replayable_batch
-from protocol.extensions import encode_record_time
-from protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc, encode_message
-from protocol.record import encode_record
-from protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
+from immortal.coordinator.core.interfaces import IMPULSES, SourcePosition, Transaction
+from immortal.log import RowLogStore, create_log
+from immortal.protocol.batch import encode_batch, encode_replayable_batch
+from immortal.protocol.extensions import encode_record_time
+from immortal.protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc, encode_message
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
 
 COMMITTER_ID = 77
 START_NS = 1_700_000_000_000_000_000

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from appsdk.running.authenticate import authenticate
-from coordinator.config import InstanceSettings
-from coordinator.instances.registry import HOME_VARIABLE, Registry
-from coordinator.operator import control
-from protocol.batch import decode_batch
-from protocol.extensions import ALL_EXTENSIONS, Hello, decode_impulses_accepted, encode_hello
-from protocol.messages import (
+from immortal.appsdk.running.authenticate import authenticate
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import HOME_VARIABLE, Registry
+from immortal.coordinator.operator import control
+from immortal.protocol.batch import decode_batch
+from immortal.protocol.extensions import ALL_EXTENSIONS, Hello, decode_impulses_accepted, encode_hello
+from immortal.protocol.messages import (
     MessageType,
     RpcType,
     decode_incoming_rpc,
@@ -31,7 +31,7 @@ from protocol.messages import (
     encode_message,
     encode_outgoing_rpc,
 )
-from protocol.readers import BlobData, BlobStart, RecordReader
+from immortal.protocol.readers import BlobData, BlobStart, RecordReader
 
 DEADLINE_S = 20.0
 LOOK_S = 0.02  # between two looks at what nobody tells of
@@ -44,7 +44,7 @@ class CoordinatorProcess:
 
     def __init__(self, settings: InstanceSettings, home: Path, *options: str, started: bool = True) -> None:
         self.settings = settings
-        command = [sys.executable, "-m", "coordinator", "coordinator", settings.name, *options]
+        command = [sys.executable, "-m", "immortal.coordinator", "coordinator", settings.name, *options]
         environment = {**os.environ, HOME_VARIABLE: str(home)}
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from appsdk.determinism.check import Finding, check
-from appsdk.handlers.definition import definition_of
+from immortal.appsdk.determinism.check import Finding, check
+from immortal.appsdk.handlers.definition import definition_of
 
 _numbers = itertools.count()
 
 HEAD = """
 from __future__ import annotations
 from typing import Any
-from appsdk import Immortal, Impulses, Transient, impulse, initial, on_primary, peer, rpc
+from immortal import Immortal, Impulses, Transient, impulse, initial, on_primary, peer, rpc
 """
 
 

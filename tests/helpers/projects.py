@@ -12,7 +12,7 @@ from tests.helpers import commands
 from tests.helpers.cli import DEADLINE_S
 
 SHOP = """
-from appsdk import Immortal, peer, rpc
+from immortal import Immortal, peer, rpc
 
 
 class Till(Immortal):
@@ -64,7 +64,7 @@ def make_project(folder: Path, source: str = SHOP, project: str = PROJECT) -> No
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "coordinator", *arguments]
+    return [sys.executable, "-m", "immortal.coordinator", *arguments]
 
 
 def immortal(folder: Path, *arguments: str, status: int = 0, **environment: str) -> str:

@@ -11,15 +11,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from appsdk.calls.context import SEED_SIZE_BYTES
-from appsdk.dispatch.dispatcher import Dispatcher
-from appsdk.effects.request import EffectRunner
-from appsdk.handlers.definition import definition_of
-from appsdk.handlers.proxy import Impulses
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.limits import Limits
-from coordinator.log import create_log, open_log
+from immortal.appsdk.calls.context import SEED_SIZE_BYTES
+from immortal.appsdk.dispatch.dispatcher import Dispatcher
+from immortal.appsdk.effects.request import EffectRunner
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.handlers.proxy import Impulses
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.limits import Limits
+from immortal.log import create_log, open_log
 from tests.helpers.core import Driven
 
 _modules = itertools.count(1)

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from appsdk.dispatch.dispatcher import Dispatcher
-from appsdk.dispatch.events import Event, OutputReady
-from appsdk.effects.request import EffectRunner
-from appsdk.handlers.definition import definition_of
-from protocol.extensions import encode_version
-from protocol.messages import MessageType, encode_message
-from protocol.record import CONTROL_SEQUENCE_ID, encode_record
-from protocol.verdicts import Verdict, decode_verdict, encode_verdicts
+from immortal.appsdk.dispatch.dispatcher import Dispatcher
+from immortal.appsdk.dispatch.events import Event, OutputReady
+from immortal.appsdk.effects.request import EffectRunner
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.protocol.extensions import encode_version
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
+from immortal.protocol.verdicts import Verdict, decode_verdict, encode_verdicts
 from tests.helpers.wire import COMMITTER_ID, AppOutput, checkpoint_record, control, initial_record
 
 WAIT_S = 20.0  # no test waits this long unless it fails

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coordinator.instances.registry import Registry
+from immortal.coordinator.instances.registry import Registry
 from tests.helpers.cli import HOME
 from tests.helpers.recorded import load_module, write_module
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
@@ -13,7 +13,7 @@ SOURCE = """
 from dataclasses import dataclass
 from datetime import timedelta
 
-from appsdk import Immortal, impulse, peer, rpc
+from immortal import Immortal, impulse, peer, rpc
 
 
 def rate(word: str) -> float:

@@ -8,15 +8,15 @@ from unittest.mock import patch
 
 from pyspark.sql import DataFrame, SparkSession
 
-import pipeline.session
+import immortal.pipeline.session
 
 
 @contextmanager
 def running_session() -> Iterator[SparkSession]:
     options = {"spark.sql.shuffle.partitions": "4", "spark.driver.memory": "1g"}
     # Behind all others, its workers would not start within the 10 s that Spark gives them while other tests run.
-    with patch.object(pipeline.session, "_NICENESS", 0):
-        spark = pipeline.session.session("local[2]", "immortal tests", **options)
+    with patch.object(immortal.pipeline.session, "_NICENESS", 0):
+        spark = immortal.pipeline.session.session("local[2]", "immortal tests", **options)
     try:
         yield spark
     finally:

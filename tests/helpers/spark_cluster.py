@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pyspark
 
-from pipeline.java import find_java
+from immortal.pipeline.java import find_java
 
 DEADLINE_S = 60.0
 BRIEF_JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.instances.registry import Registry
-from protocol.messages import RpcType, encode_attach_to, encode_outgoing_rpc
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol.messages import RpcType, encode_attach_to, encode_outgoing_rpc
 from tests.helpers.processes import FORWARD, TOLD, SocketApp
 
 CALL_SIZE_BYTES = 256 << 10

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 
-from protocol.extensions import ALL_EXTENSIONS, AppDescription, Hello, encode_app_description, encode_hello
-from protocol.messages import MessageType, decode_messages, encode_checkpoint
-from protocol.readers import BlobData, BlobStart, RecordReader
+from immortal.protocol.extensions import ALL_EXTENSIONS, AppDescription, Hello, encode_app_description, encode_hello
+from immortal.protocol.messages import MessageType, decode_messages, encode_checkpoint
+from immortal.protocol.readers import BlobData, BlobStart, RecordReader
 from tests.helpers.processes import DEADLINE_S, CoordinatorProcess
 
 

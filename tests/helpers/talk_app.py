@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appsdk import Immortal, impulse, peer, rpc
+from immortal import Immortal, impulse, peer, rpc
 
 
 class Asker(Immortal):

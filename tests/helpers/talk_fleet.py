@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coordinator.instances.registry import Registry
+from immortal.coordinator.instances.registry import Registry
 from tests.helpers import talk_app
 from tests.helpers.recorded import Instances, write_module
 

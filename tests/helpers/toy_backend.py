@@ -15,13 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.core.errors import FencedError, LogError, LogFormatError, LogSyncError, require
-from coordinator.fault_points import reach
-from coordinator.log.backend import Append, Backend, Options, Place, Row, Space, Span
-from coordinator.log.backends.memory import MemoryTables
-from coordinator.log.format import SEQUENCE_KEY
-from coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
-from protocol.checksum import crc64
+from immortal.coordinator.core.errors import FencedError, LogError, LogFormatError, LogSyncError, require
+from immortal.coordinator.fault_points import reach
+from immortal.coordinator.log.backend import Append, Backend, Options, Place, Row, Space, Span
+from immortal.coordinator.log.backends.memory import MemoryTables
+from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
+from immortal.protocol.checksum import crc64
 
 HEAD_SIZE_BYTES = 16  # size, CRC
 

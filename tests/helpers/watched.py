@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from datetime import date
 
-from coordinator.instances.registry import Registry
-from coordinator.peers import keys
-from coordinator.peers.security import LOOK_NS, PeerSecurity
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.peers import keys
+from immortal.coordinator.peers.security import LOOK_NS, PeerSecurity
 
 
 class Watched:

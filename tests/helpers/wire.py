@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from appsdk.calls.codec import encoder
-from protocol.batch import encode_batch
-from protocol.errors import LimitExceededError, RemoteProtocolError
-from protocol.extensions import decode_app_batch, encode_impulses_accepted, encode_record_time
-from protocol.messages import (
+from immortal.appsdk.calls.codec import encoder
+from immortal.protocol.batch import encode_batch
+from immortal.protocol.errors import LimitExceededError, RemoteProtocolError
+from immortal.protocol.extensions import decode_app_batch, encode_impulses_accepted, encode_record_time
+from immortal.protocol.messages import (
     MessageType,
     RpcKind,
     RpcType,
@@ -25,8 +25,8 @@ from protocol.messages import (
     encode_incoming_rpc,
     encode_message,
 )
-from protocol.readers import BlobData, BlobStart, Message, MessageReader
-from protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, encode_record
+from immortal.protocol.readers import BlobData, BlobStart, Message, MessageReader
+from immortal.protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, encode_record
 
 COMMITTER_ID = 7
 START_TIME_NS = 1_700_000_000_000_000_000

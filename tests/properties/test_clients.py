@@ -6,10 +6,10 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from appsdk.client.errors import OutcomeUnknown, ReplyGone
-from appsdk.client.lane import Call
-from coordinator.core.limits import Limits
-from protocol.client import Reply
+from immortal.appsdk.client.errors import OutcomeUnknown, ReplyGone
+from immortal.appsdk.client.lane import Call
+from immortal.coordinator.core.limits import Limits
+from immortal.protocol.client import Reply
 from tests.helpers.clients import World, is_conflict, value_of
 
 METHODS = ("add", "add", "refuse", "add_later")

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from appsdk.patterns.clone import limits
-from appsdk.patterns.clone.entries import Entries
-from appsdk.patterns.clone.frames import Received, decode_answer, decode_request, encode
-from appsdk.patterns.clone.publishing import Publishing
-from appsdk.patterns.clone.records import ENTITLED, Entitlement, Row
-from appsdk.patterns.clone.records import encode as encode_value
-from appsdk.patterns.clone.replica import News, Options, Replica
-from appsdk.patterns.clone.subtrees import covers
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.entries import Entries
+from immortal.appsdk.patterns.clone.frames import Received, decode_answer, decode_request, encode
+from immortal.appsdk.patterns.clone.publishing import Publishing
+from immortal.appsdk.patterns.clone.records import ENTITLED, Entitlement, Row
+from immortal.appsdk.patterns.clone.records import encode as encode_value
+from immortal.appsdk.patterns.clone.replica import News, Options, Replica
+from immortal.appsdk.patterns.clone.subtrees import covers
 
 KEYS = ["a", "a/b", "a/b/c", "ab", "b", "b/c"]
 SUBTREES = ["", "a", "a/b", "b"]

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator.core.interfaces import OutputBatch, OutputMark, SpilledBatch, Transaction
-from coordinator.core.limits import Limits
-from coordinator.core.pieces import behind, cut, fitting
-from coordinator.core.streams.output_stream import OutputStream, StreamState
-from coordinator.log.memory import MemoryLogStore
-from protocol.batch import check_batch
-from protocol.checksum import crc64
-from protocol.messages import decode_messages, encode_incoming_rpc
+from immortal.coordinator.core.interfaces import OutputBatch, OutputMark, SpilledBatch, Transaction
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.pieces import behind, cut, fitting
+from immortal.coordinator.core.streams.output_stream import OutputStream, StreamState
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.protocol.batch import check_batch
+from immortal.protocol.checksum import crc64
+from immortal.protocol.messages import decode_messages, encode_incoming_rpc
 
 LIMITS = Limits(
     peer_window_bytes=200,

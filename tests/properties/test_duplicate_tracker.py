@@ -6,8 +6,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.messenger.duplicates import DuplicateTracker, OrderedTracker, Sighting
-from coordinator.messenger.outbox import Outbox, RetryPolicy
+from immortal.coordinator.messenger.duplicates import DuplicateTracker, OrderedTracker, Sighting
+from immortal.coordinator.messenger.outbox import Outbox, RetryPolicy
 
 SPAN_MAX = 16
 

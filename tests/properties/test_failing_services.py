@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from appsdk import CalleeFailed, CallRefused, Immortal, peer, rpc, upgrades
-from appsdk.testing import Environment, Instance, ProcessDies
-from appsdk.testing.crashes import CrashPlan, Victim
-from protocol.verdicts import VerdictKind
+from immortal import CalleeFailed, CallRefused, Immortal, peer, rpc, upgrades
+from immortal.appsdk.testing.crashes import CrashPlan, Victim
+from immortal.protocol.verdicts import VerdictKind
+from immortal.testing import Environment, Instance, ProcessDies
 
 
 class Book(Immortal):

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from appsdk.patterns.harmony.dispatch import Dispatch
-from appsdk.patterns.harmony.gathered import Gathered, Kept
-from appsdk.patterns.harmony.ranges import Ranges
-from appsdk.patterns.harmony.runs import Response, Run, results
+from immortal.appsdk.patterns.harmony.dispatch import Dispatch
+from immortal.appsdk.patterns.harmony.gathered import Gathered, Kept
+from immortal.appsdk.patterns.harmony.ranges import Ranges
+from immortal.appsdk.patterns.harmony.runs import Response, Run, results
 
 NUMBERS = st.integers(0, 60)
 SILENCE_S, DEATHS_MAX, STEP_NS = 3.0, 3, 1_000_000_000

@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from appsdk import CalleeFailed
-from appsdk.testing import Environment
-from appsdk.testing.instance import Pending
+from immortal import CalleeFailed
+from immortal.appsdk.testing.instance import Pending
+from immortal.testing import Environment
 from tests.unit.test_sdk_healing import Forking, Purse, Spender, skip, status
 
 STEPS = 25

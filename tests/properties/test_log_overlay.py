@@ -9,10 +9,10 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.log.backends.lmdb.environment import open_environment
-from coordinator.log.backends.lmdb.tables import make_tables
-from coordinator.log.backends.lmdb.view import JournalRows, view_of
-from protocol.varint import Readable
+from immortal.coordinator.log.backends.lmdb.environment import open_environment
+from immortal.coordinator.log.backends.lmdb.tables import make_tables
+from immortal.coordinator.log.backends.lmdb.view import JournalRows, view_of
+from immortal.protocol.varint import Readable
 from tests.helpers.memory import in_memory
 
 KEYS = st.integers(0, 12).map(lambda number: b"%02d" % number)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from appsdk.calls.rules import OrderRules
-from appsdk.nodes.accounts import Accounts
-from appsdk.nodes.counting import Grant, Holder, Owner
-from appsdk.nodes.messages import Key
-from appsdk.nodes.nodes import Nodes
-from appsdk.ordering import multicasts
+from immortal.appsdk.calls.rules import OrderRules
+from immortal.appsdk.nodes.accounts import Accounts
+from immortal.appsdk.nodes.counting import Grant, Holder, Owner
+from immortal.appsdk.nodes.messages import Key
+from immortal.appsdk.nodes.nodes import Nodes
+from immortal.appsdk.ordering import multicasts
 from tests.helpers.nodes_runs import PASSING, BrokenHandlesError, run_seed
 
 SEEDS = 40

@@ -6,14 +6,14 @@ from itertools import count
 
 import pytest
 
-from appsdk.calls.outbox import Outbox
-from appsdk.calls.rules import OrderRules
-from appsdk.ordering import multicasts
-from appsdk.ordering.machine import Key, Ordering
-from appsdk.ordering.messages import Timestamp
-from appsdk.ordering.multicasts import Multicasts
-from appsdk.ordering.state import Filed, Sent
-from coordinator.core.errors import DivergenceError
+from immortal.appsdk.calls.outbox import Outbox
+from immortal.appsdk.calls.rules import OrderRules
+from immortal.appsdk.ordering import multicasts
+from immortal.appsdk.ordering.machine import Key, Ordering
+from immortal.appsdk.ordering.messages import Timestamp
+from immortal.appsdk.ordering.multicasts import Multicasts
+from immortal.appsdk.ordering.state import Filed, Sent
+from immortal.coordinator.core.errors import DivergenceError
 from tests.helpers import causal_runs
 from tests.helpers.ordering_runs import BrokenOrderError, run_seed
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyspark.sql.pandas.types import to_arrow_schema
 
-from coordinator.core.errors import DamagedLogError
-from coordinator.log import check_value
-from pipeline.decode import PADDING, Values
-from pipeline.schema import SCHEMAS
-from pipeline.tables import TableReader
-from protocol.checksum import crc64
-from protocol.trailer import BatchKind
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.log import check_value
+from immortal.pipeline.decode import PADDING, Values
+from immortal.pipeline.schema import SCHEMAS
+from immortal.pipeline.tables import TableReader
+from immortal.protocol.checksum import crc64
+from immortal.protocol.trailer import BatchKind
 from tests.helpers.pipeline_logs import (
     COMMITTER_ID,
     Batch,

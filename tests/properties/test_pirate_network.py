@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appsdk.patterns.pirate.pool import GiveUp, Ping, Policy, Pool, Send, State, Why
+from immortal.appsdk.patterns.pirate.pool import GiveUp, Ping, Policy, Pool, Send, State, Why
 
 POLICY = Policy(tries=3, try_timeout_s=2.0, heartbeat_s=1.0, silence_s=2.5, removal_s=20.0)
 REQUESTS = 12

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appsdk.patterns.pirate.errors import StoreError
-from appsdk.patterns.pirate.frames import Frame, Kind
-from appsdk.patterns.pirate.limits import REPLY_OVERHEAD_BYTES
-from appsdk.patterns.pirate.store import Failure, Limits, ReplyStore, Rows
+from immortal.appsdk.patterns.pirate.errors import StoreError
+from immortal.appsdk.patterns.pirate.frames import Frame, Kind
+from immortal.appsdk.patterns.pirate.limits import REPLY_OVERHEAD_BYTES
+from immortal.appsdk.patterns.pirate.store import Failure, Limits, ReplyStore, Rows
 
 ROOMY = Limits()
 

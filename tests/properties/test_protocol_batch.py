@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from protocol.batch import check_batch, offset_after
-from protocol.errors import RemoteProtocolError
-from protocol.messages import MessageType, decode_message, encode_message
+from immortal.protocol.batch import check_batch, offset_after
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import MessageType, decode_message, encode_message
 
 REFUSED = "refused"
 

@@ -11,15 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from protocol.batch import (
-    decode_batch,
-    decode_replayable_batch,
-    encode_batch,
-    encode_replayable_batch,
-)
-from protocol.checksum import crc64, crc64_reference
-from protocol.errors import DamagedRecordError, RemoteProtocolError
-from protocol.extensions import (
+from immortal.protocol.batch import decode_batch, decode_replayable_batch, encode_batch, encode_replayable_batch
+from immortal.protocol.checksum import crc64, crc64_reference
+from immortal.protocol.errors import DamagedRecordError, RemoteProtocolError
+from immortal.protocol.extensions import (
     AppBatch,
     AppDescription,
     HandlerFailure,
@@ -42,7 +37,7 @@ from protocol.extensions import (
     encode_record_time,
     encode_version,
 )
-from protocol.messages import (
+from immortal.protocol.messages import (
     IncomingRpc,
     MessageType,
     OutgoingRpc,
@@ -63,9 +58,17 @@ from protocol.messages import (
     encode_outgoing_rpc,
     encode_trim_to,
 )
-from protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
-from protocol.record import COMMITTER_ID_MAX, decode_header, encode_record, verify_record
-from protocol.varint import INT_MAX, INT_MIN, LONG_MAX, LONG_MIN, decode_zigzag_int, decode_zigzag_long, encode_zigzag
+from immortal.protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
+from immortal.protocol.record import COMMITTER_ID_MAX, decode_header, encode_record, verify_record
+from immortal.protocol.varint import (
+    INT_MAX,
+    INT_MIN,
+    LONG_MAX,
+    LONG_MIN,
+    decode_zigzag_int,
+    decode_zigzag_long,
+    encode_zigzag,
+)
 
 ints = st.integers(INT_MIN, INT_MAX)
 longs = st.integers(LONG_MIN, LONG_MAX)

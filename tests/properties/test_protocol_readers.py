@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import RemoteProtocolError
-from protocol.messages import MessageType, encode_checkpoint, encode_message
-from protocol.readers import BlobData, BlobStart, Message, MessageReader, Record, RecordReader
-from protocol.record import CHECKPOINT_SEQUENCE_ID, decode_header, encode_record
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import MessageType, encode_checkpoint, encode_message
+from immortal.protocol.readers import BlobData, BlobStart, Message, MessageReader, Record, RecordReader
+from immortal.protocol.record import CHECKPOINT_SEQUENCE_ID, decode_header, encode_record
 
 Event = Message | Record | BlobStart | BlobData
 

@@ -12,11 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from appsdk.patterns.queue import limits
-from appsdk.patterns.queue.errors import DedupConflict, NotPossible
-from appsdk.patterns.queue.lanes import rank_of
-from appsdk.patterns.queue.records import Limit, Offer, Records, Report, Submission, Task
-from appsdk.patterns.queue.scheduler import Scheduler
+from immortal.appsdk.patterns.queue import limits
+from immortal.appsdk.patterns.queue.errors import DedupConflict, NotPossible
+from immortal.appsdk.patterns.queue.lanes import rank_of
+from immortal.appsdk.patterns.queue.records import Limit, Offer, Records, Report, Submission, Task
+from immortal.appsdk.patterns.queue.scheduler import Scheduler
 
 S = limits.SECOND_NS
 FUNCTIONS = ["f", "g", "h"]

@@ -11,8 +11,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appsdk import EffectFailed, Immortal, impulse, peer, rpc
-from appsdk.effects.request import EffectRequest
+from immortal import EffectFailed, Immortal, impulse, peer, rpc
+from immortal.appsdk.effects.request import EffectRequest
 from tests.helpers.memory import in_memory
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 

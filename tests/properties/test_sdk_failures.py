@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from appsdk import CalleeFailed, Immortal, peer, rpc
-from appsdk.calls.codec import encoder
-from protocol.messages import RpcKind, RpcType, encode_incoming_rpc
-from protocol.verdicts import VerdictKind
+from immortal import CalleeFailed, Immortal, peer, rpc
+from immortal.appsdk.calls.codec import encoder
+from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
+from immortal.protocol.verdicts import VerdictKind
 from tests.helpers.sdk import TAKE, Life, first_start_with_verdicts, recover
 from tests.helpers.wire import call, initial_record, logged
 

@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appsdk import CallCancelled, Cancelled, Immortal, impulse, peer, rpc
-from coordinator.core import events as ev
-from protocol.handlers import Order
+from immortal import CallCancelled, Cancelled, Immortal, impulse, peer, rpc
+from immortal.coordinator.core import events as ev
+from immortal.protocol.handlers import Order
 from tests.helpers.memory import in_memory
 from tests.helpers.waiting import WaitingInstances
 

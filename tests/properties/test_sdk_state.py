@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appsdk import Immortal
-from appsdk.errors import StateError
-from appsdk.handlers.definition import definition_of
-from appsdk.state.schema import Envelope, decode_envelope
+from immortal import Immortal
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.state.schema import Envelope, decode_envelope
+from immortal.errors import StateError
 
 
 @dataclass

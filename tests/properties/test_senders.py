@@ -6,9 +6,9 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from protocol.batch import CallRules, check_batch
-from protocol.errors import RemoteProtocolError
-from protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_messages, encode_incoming_rpc
+from immortal.protocol.batch import CallRules, check_batch
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_messages, encode_incoming_rpc
 
 NAMES = ["", "a", "b", "bb", "~", "~web", "b" * 40, "ü" * 40]
 

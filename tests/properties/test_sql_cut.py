@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.log import open_reader
-from protocol.trailer import BatchKind
-from sight.sql.cut import LogCut, make_consistent
-from sight.sql.extract import update
+from immortal.log import open_reader
+from immortal.protocol.trailer import BatchKind
+from immortal.sight.sql.cut import LogCut, make_consistent
+from immortal.sight.sql.extract import update
 from tests.helpers.fleet import Plan, plan_fleet
 
 

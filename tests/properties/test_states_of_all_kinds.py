@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appsdk import CalleeFailed, Immortal, peer, rpc
-from appsdk.testing import Environment
+from immortal import CalleeFailed, Immortal, peer, rpc
+from immortal.testing import Environment
 
 
 class Colour(Enum):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from appsdk.testing import Environment
+from immortal.testing import Environment
 from tests.helpers.bank_apps import Bank, Teller
 
 ACTIONS = 40

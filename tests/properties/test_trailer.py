@@ -8,9 +8,9 @@ import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.checksum import crc64
-from protocol.errors import DamagedRecordError, RemoteProtocolError
-from protocol.trailer import BatchSource, OutputMarkEntry, Trailer, decode_trailer, encode_trailer
+from immortal.protocol.checksum import crc64
+from immortal.protocol.errors import DamagedRecordError, RemoteProtocolError
+from immortal.protocol.trailer import BatchSource, OutputMarkEntry, Trailer, decode_trailer, encode_trailer
 
 LONGS = st.integers(-(1 << 63), (1 << 63) - 1)
 POSITIONS = st.integers(0, (1 << 63) - 1)

@@ -7,9 +7,9 @@ from itertools import groupby
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.messages import RpcType, decode_messages, encode_incoming_rpc
-from replay.compare import Comparison, Difference, Kind, Outputs, Side
-from replay.spool import MemoryBudget, Spool
+from immortal.protocol.messages import RpcType, decode_messages, encode_incoming_rpc
+from immortal.replay.compare import Comparison, Difference, Kind, Outputs, Side
+from immortal.replay.spool import MemoryBudget, Spool
 
 Made = list[tuple[int, bytes]]  # (sequence ID, message)
 

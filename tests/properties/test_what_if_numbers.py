@@ -13,21 +13,21 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appsdk import Immortal, impulse, peer, rpc
-from appsdk.handlers.definition import definition_of
-from appsdk.running.inspection import unanswered
-from appsdk.testing.replaying import LocalReplay
-from coordinator.log import open_reader
-from coordinator.log.contents import rpcs
-from coordinator.log.source import RecordSource
-from protocol.extensions import Origin
-from protocol.messages import RpcKind, RpcType
-from protocol.numbers import Draw, decode_numbers
-from protocol.record import decode_header
-from replay.numbers import NumbersAhead
-from replay.plan import ReplayPlan
-from replay.result import Sink
-from replay.session import Event, NumbersDrawn
+from immortal import Immortal, impulse, peer, rpc
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.running.inspection import unanswered
+from immortal.appsdk.testing.replaying import LocalReplay
+from immortal.coordinator.log.contents import rpcs
+from immortal.coordinator.log.source import RecordSource
+from immortal.log import open_reader
+from immortal.protocol.extensions import Origin
+from immortal.protocol.messages import RpcKind, RpcType
+from immortal.protocol.numbers import Draw, decode_numbers
+from immortal.protocol.record import decode_header
+from immortal.replay.numbers import NumbersAhead
+from immortal.replay.plan import ReplayPlan
+from immortal.replay.result import Sink
+from immortal.replay.session import Event, NumbersDrawn
 from tests.helpers.memory import in_memory
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 

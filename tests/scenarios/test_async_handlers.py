@@ -14,7 +14,7 @@ import os
 import threading
 from datetime import timedelta
 
-from appsdk import Immortal, Impulses, Transient, impulse, initial, on_primary, peer, rpc
+from immortal import Immortal, Impulses, Transient, impulse, initial, on_primary, peer, rpc
 
 
 class Full(Exception):

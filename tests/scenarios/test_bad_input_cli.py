@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.operator import control
+from immortal.coordinator.operator import control
 from tests.helpers import commands
 
 GOOD = ("register", "counter", "--peer", "tcp://127.0.0.1:*")
@@ -193,7 +193,7 @@ def test_a_home_that_is_a_file(home: Path) -> None:
 
 def test_a_closed_pipe_is_quiet(home: Path) -> None:
     register(home)
-    command = [sys.executable, "-m", "coordinator", "--home", str(home), "status", "--json"]
+    command = [sys.executable, "-m", "immortal.coordinator", "--home", str(home), "status", "--json"]
     reader, writer = os.pipe()
     os.close(reader)
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from appsdk.testing import crash_everywhere
+from immortal.testing import crash_everywhere
 from tests.helpers.recorded import load_module
 
 FOLDER = Path(__file__).parents[2] / "examples" / "bank"

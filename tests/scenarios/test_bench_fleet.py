@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.fleet import measure_fleet
+from immortal.bench.fleet import measure_fleet
 
 RESIDENT_MIB_MAX = 40  # wanted of an idle coordinator
 PROCESSOR_PERCENT_MAX = 0.5

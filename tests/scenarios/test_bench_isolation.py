@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.isolation import OTHERS, RATE, measure_isolation
+from immortal.bench.isolation import OTHERS, RATE, measure_isolation
 
 SECONDS = 1.5
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.instances.registry import free_port
+from immortal.coordinator.instances.registry import free_port
 from tests.helpers.chart import WAIT_S, Pod, render
 from tests.helpers.cli import immortal
 from tests.helpers.postgres import Postgres
@@ -21,7 +21,7 @@ from tests.soak.service import wait_for
 pytest.importorskip("helm_python", reason="there is no Helm for this machine: helm-python-sdk renders the chart")
 
 COUNTER = """
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 
 
 class Counter(Immortal):
@@ -37,7 +37,7 @@ class Counter(Immortal):
 """
 TWICE = """
 import counting
-from appsdk import Immortal, rpc, upgrades
+from immortal import Immortal, rpc, upgrades
 
 
 @upgrades(counting.Counter)

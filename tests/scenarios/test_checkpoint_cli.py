@@ -13,7 +13,7 @@ from tests.helpers.cli import Run, immortal
 
 APP = """
 import os, threading
-from appsdk import Immortal, Impulses, impulse, on_primary
+from immortal import Immortal, Impulses, impulse, on_primary
 
 class Counter(Immortal):
     count: int

@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 
-from appsdk.client import (
+from immortal.appsdk.client.proxies import client_of
+from immortal.client import (
     CallCancelled,
     CallConflict,
     CallRaised,
@@ -37,9 +38,8 @@ from appsdk.client import (
     with_timeout,
     with_traceparent,
 )
-from appsdk.client.proxies import client_of
-from coordinator.operator import control
-from coordinator.peers import keys
+from immortal.coordinator.operator import control
+from immortal.coordinator.peers import keys
 from tests.helpers.cli import HOME, Run, immortal
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "clients.md").read_text()
@@ -52,7 +52,7 @@ import os
 import sys
 from datetime import timedelta
 
-from appsdk import Immortal, query, rpc
+from immortal import Immortal, query, rpc
 
 
 class Ledger(Immortal):
@@ -229,7 +229,7 @@ def test_a_crash_in_the_middle_is_a_slow_call(ledger: Run) -> None:
 
 def test_a_client_that_is_killed_leaves_each_request_done_once(folder: Path, ledger: Run) -> None:
     script = (
-        "from appsdk.client import connect\n"
+        "from immortal.client import connect\n"
         "with connect('ledger', client_id='script') as ledger:\n"
         "    for number in range(300):\n"
         "        ledger.add(f'entry {number}')\n"
@@ -499,7 +499,7 @@ def test_queries_with_the_class(ledger: Run, folder: Path, monkeypatch: pytest.M
 def test_a_handler_of_ones_own_that_is_called_query(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(folder))
     (folder / "asked.py").write_text(
-        "from appsdk import Immortal, query\n\n\nclass Asked(Immortal):\n"
+        "from immortal import Immortal, query\n\n\nclass Asked(Immortal):\n"
         "    @query\n    def query(self, what: str) -> str:\n        return what\n"
     )
     service = importlib.import_module("asked").Asked
@@ -527,7 +527,7 @@ def test_the_next_endpoint_is_tried(folder: Path, ledger: Run) -> None:
 
 
 def test_heartbeats_when_idle(ledger: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("appsdk.client.connection.IDLE_POLL_S", 0.05)
+    monkeypatch.setattr("immortal.appsdk.client.connection.IDLE_POLL_S", 0.05)
     with connect("ledger") as client:
         client.add("up")
         until(lambda: client_of(client).heartbeats >= 3)

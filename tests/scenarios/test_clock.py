@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from appsdk.client import ClientError, connect
+from immortal.client import ClientError, connect
 from tests.faults.clock import HOUR, JUMPS, ShiftedClock
 from tests.helpers.cli import HOME, Run, immortal
 
 TIMELY = """
 from datetime import timedelta
 
-from appsdk import Immortal, every, rpc
+from immortal import Immortal, every, rpc
 
 
 class Timely(Immortal):

@@ -14,9 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appsdk.client import CallRefused
-from appsdk.client import connect as connect_client
-from appsdk.patterns.clone import CloneError, Ended, NotEntitled, Place, Table, connect, limits
+from immortal.appsdk.patterns.clone import limits
+from immortal.client import CallRefused
+from immortal.client import connect as connect_client
+from immortal.patterns.clone import CloneError, Ended, NotEntitled, Place, Table, connect
 from tests.helpers.cli import HOME, Run, immortal
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ def environment(folder: Path) -> dict[str, str]:
 def running_table(folder: Path, *, registered: bool = False) -> Iterator[Run]:
     if not registered:
         immortal(folder, "register", "prices", "--peer", "tcp://127.0.0.1:*")
-    run = Run(folder, "prices", "appsdk.patterns.clone:Table", "--restart")
+    run = Run(folder, "prices", "immortal.patterns.clone:Table", "--restart")
     try:
         run.line("ready")
         yield run
@@ -54,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @contextmanager
 def forwarding(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process, and where it publishes."""
-    command = [sys.executable, "-m", "appsdk.patterns.clone", "forward", "prices", *options]
+    command = [sys.executable, "-m", "immortal.patterns.clone", "forward", "prices", *options]
     process = subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -106,7 +107,7 @@ def test_a_tree_of_forwarders(folder: Path) -> None:
             while "leaf" not in labels:
                 change = next(changes)
                 labels.add(change.value["label"] if change.value else "")
-            shown = run(folder, "-m", "appsdk.patterns.clone", "show", "prices", "--all").stdout
+            shown = run(folder, "-m", "immortal.patterns.clone", "show", "prices", "--all").stdout
             assert re.search(rf"forwarder at {place}: update \d+, [12] clients", shown), shown
             assert "leaf: in step, " in shown
         second.terminate()
@@ -138,7 +139,7 @@ def test_a_slow_reader_harms_nobody(folder: Path, monkeypatch: pytest.MonkeyPatc
             list(proud_changes)
         with pytest.raises(Ended, match="too slow"):
             proud.wait(number)
-        shown = run(folder, "-m", "appsdk.patterns.clone", "show", "prices").stdout
+        shown = run(folder, "-m", "immortal.patterns.clone", "show", "prices").stdout
         assert re.search(r"drop, [1-9]\d* changes dropped", shown), shown
         assert "1 ended for being slow" in shown
 
@@ -194,7 +195,7 @@ def test_with_keys_each_sees_what_it_is_entitled_to(tmp_path: Path) -> None:
             table.entitle("alice", [])
             with pytest.raises(NotEntitled, match="'alice' may see nothing"):
                 next(changes)
-            forwarded = run(tmp_path, "-m", "appsdk.patterns.clone", "forward", "prices", "--identity", "bob")
+            forwarded = run(tmp_path, "-m", "immortal.patterns.clone", "forward", "prices", "--identity", "bob")
             assert forwarded.returncode == 1
             assert "clone: 'prices' is not forwarded here: 'bob' is no forwarder here" in forwarded.stderr
             table.entitle("bob", [], relay=True)

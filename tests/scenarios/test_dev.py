@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.instances.registry import Registry
-from coordinator.project.code_change import CodeChange
-from coordinator.project.project import find_project
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.project.code_change import CodeChange
+from immortal.coordinator.project.project import find_project
 from tests.helpers.at_terminal import CTRL_C, AtTerminal
 from tests.helpers.projects import SHOP, Development, command, immortal, make_project
 
@@ -165,7 +165,8 @@ def test_only_services_that_use_the_file_start_again(tmp_path: Path, start: Star
     (tmp_path / "tills.py").write_text(till)
     (tmp_path / "prices.py").write_text("PRICE = 100\n")
     save(
-        tmp_path, f"from appsdk import Immortal, peer, rpc\nimport prices\nfrom tills import Till\n\n\nclass Shop{shop}"
+        tmp_path,
+        f"from immortal import Immortal, peer, rpc\nimport prices\nfrom tills import Till\n\n\nclass Shop{shop}",
     )
     project = (tmp_path / "immortal.toml").read_text()
     (tmp_path / "immortal.toml").write_text(project.replace("shop:Till", "tills:Till"))
@@ -192,7 +193,7 @@ def test_what_cant_be_imported_changes_nothing_until_it_can(tmp_path: Path, star
 def test_what_changed_while_something_was_broken_is_not_forgotten(tmp_path: Path, start: Start) -> None:
     till, shop = SHOP.split("class Shop")
     (tmp_path / "tills.py").write_text(till)
-    save(tmp_path, f"from appsdk import Immortal, peer, rpc\nfrom tills import Till\n\n\nclass Shop{shop}")
+    save(tmp_path, f"from immortal import Immortal, peer, rpc\nfrom tills import Till\n\n\nclass Shop{shop}")
     project = (tmp_path / "immortal.toml").read_text()
     (tmp_path / "immortal.toml").write_text(project.replace("shop:Till", "tills:Till"))
     mended = (tmp_path / "shop.py").read_text()
@@ -388,7 +389,7 @@ def test_without_a_checkpoint_of_all_it_is_not_upgraded_here(tmp_path: Path) -> 
 
 
 PAYING = """
-from appsdk import EffectFailed, Immortal, rpc
+from immortal import EffectFailed, Immortal, rpc
 
 
 def charge(cents: int) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.instances.registry import Registry
+from immortal.coordinator.instances.registry import Registry
 from tests.helpers.cli import DEADLINE_S, HOME, Run, immortal
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "embedded.md").read_text()
@@ -24,8 +24,8 @@ OUTPUTS = dict(re.findall(r"```output (\w+)\n(.*?)```", GUIDE, re.DOTALL))
 
 ODD = """
 import os
-from appsdk import Immortal, rpc
-from appsdk.embedded import run
+from immortal import Immortal, rpc
+from immortal.embedded import run
 
 
 class Odd(Immortal, checkpoint="fork"):
@@ -221,7 +221,7 @@ def test_a_handler_that_does_not_come_back_can_be_left(
     folder: Path, odd: Program, number: signal.Signals, status: int
 ) -> None:
     caller = subprocess.Popen(
-        [sys.executable, "-m", "coordinator", "--home", HOME, "call", "odd", "never_comes_back"],
+        [sys.executable, "-m", "immortal.coordinator", "--home", HOME, "call", "odd", "never_comes_back"],
         cwd=folder,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -245,7 +245,7 @@ def test_breakpoints_have_the_terminal(folder: Path) -> None:
     if not pid:
         os.chdir(folder)
         os.environ.pop("PYTHONBREAKPOINT", None)
-        command = [sys.executable, "-m", "coordinator", "--home", HOME, "run", "odd", "odd:Odd", "--embedded"]
+        command = [sys.executable, "-m", "immortal.coordinator", "--home", HOME, "run", "odd", "odd:Odd", "--embedded"]
         os.execv(sys.executable, command)
     said = b""
 
@@ -259,7 +259,7 @@ def test_breakpoints_have_the_terminal(folder: Path) -> None:
     caller = None
     try:
         until(b"checkpoint taken")
-        command = [sys.executable, "-m", "coordinator", "--home", HOME, "call", "odd", "asks"]
+        command = [sys.executable, "-m", "immortal.coordinator", "--home", HOME, "call", "odd", "asks"]
         caller = subprocess.Popen(command, cwd=folder)
         until(b"(Pdb) ")
         said = b""
@@ -315,6 +315,6 @@ def test_a_program_may_have_any_name(folder: Path, file: str) -> None:
     assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr
     app = Registry(folder / HOME).load("odd").app
     assert app == f"{file}:Odd"
-    load = f"from appsdk.running.runner import load_or_say; print(load_or_say({app!r}).__name__)"
+    load = f"from immortal.appsdk.running.runner import load_or_say; print(load_or_say({app!r}).__name__)"
     found = subprocess.run([sys.executable, "-c", load], cwd=folder, capture_output=True, text=True, check=False)
     assert found.stdout == "Odd\n", found.stderr

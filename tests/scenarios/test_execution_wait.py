@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from appsdk.client import connect
+from immortal.client import connect
 from tests.helpers.cli import HOME, Run, immortal
 
 DEADLINE_S = 40.0
@@ -18,7 +18,7 @@ LOOK_S = 0.1
 SERVICE = """
 import time
 
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 
 
 class Worker(Immortal):

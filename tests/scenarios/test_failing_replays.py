@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from appsdk import Immortal, rpc
-from appsdk.testing import Environment, ReplayDiffers, assert_replays
-from coordinator.cli import main
-from coordinator.instances.registry import Registry
-from coordinator.log import open_reader
-from protocol.verdicts import VerdictKind
+from immortal import Immortal, rpc
+from immortal.coordinator.cli import main
+from immortal.coordinator.instances.registry import Registry
+from immortal.log import open_reader
+from immortal.protocol.verdicts import VerdictKind
+from immortal.testing import Environment, ReplayDiffers, assert_replays
 from tests.helpers.recorded import Instances, load_module, write_module
 
 DEADLINE_S = 30.0
 SOURCE = """
-from appsdk import CalleeFailed, Immortal, impulse, peer, rpc
+from immortal import CalleeFailed, Immortal, impulse, peer, rpc
 
 
 class Shop(Immortal):
@@ -179,7 +179,18 @@ def test_the_debugger_stops_at_the_call_that_failed(home: Home) -> None:
     verdict = next(each for each in home.verdicts if each.kind is VerdictKind.UNDONE)
     place = f"{verdict.sequence_id}:{verdict.message_index}"
     process = subprocess.Popen(
-        [sys.executable, "-m", "coordinator", "--home", str(home.folder), "replay", "shop", "--to", place, "--break"],
+        [
+            sys.executable,
+            "-m",
+            "immortal.coordinator",
+            "--home",
+            str(home.folder),
+            "replay",
+            "shop",
+            "--to",
+            place,
+            "--break",
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -224,7 +235,7 @@ def test_what_fails_in_a_running_instance_is_no_news_to_who_follows_it(tmp_path:
         last = reader.summary().last_sequence_id
     command = ["replay", "till", "--to", str(last + 8), "--follow", "--json"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "coordinator", "--home", str(tmp_path), *command],
+        [sys.executable, "-m", "immortal.coordinator", "--home", str(tmp_path), *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

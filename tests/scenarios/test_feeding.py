@@ -14,7 +14,7 @@ from tests.helpers.cli import Run, immortal, wait_until
 APP = """
 import os
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
+from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 
 
 class Book(Immortal):

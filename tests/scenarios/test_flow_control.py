@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import MessageType, RpcType, decode_incoming_rpc, encode_attach_to, encode_outgoing_rpc
+from immortal.protocol.messages import MessageType, RpcType, decode_incoming_rpc, encode_attach_to, encode_outgoing_rpc
 from tests.helpers.processes import FORWARD, TOLD, House, SocketApp
 
 SMALLEST = """

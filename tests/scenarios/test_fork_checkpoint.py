@@ -11,7 +11,7 @@ from tests.helpers.cli import Run, immortal
 
 APP = """
 import os
-from appsdk import Immortal, Impulses, impulse, on_primary
+from immortal import Immortal, Impulses, impulse, on_primary
 
 os.register_at_fork(after_in_parent=lambda: print("forked", flush=True))
 

@@ -21,18 +21,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk.client import CallTimeout, ClientClosed, connect, handle, start, with_key, with_timeout
-from appsdk.client.proxies import client_of
-from appsdk.embedded import Embedded
-from appsdk.embedded import start as embed
-from appsdk.errors import Disconnected
-from appsdk.patterns import clone, harmony, pirate, queue
-from coordinator.messenger import Messenger, MessengerClosedError
+from immortal.appsdk.client.proxies import client_of
+from immortal.client import CallTimeout, ClientClosed, connect, handle, start, with_key, with_timeout
+from immortal.embedded import Embedded
+from immortal.embedded import start as embed
+from immortal.errors import Disconnected
+from immortal.messenger import Messenger, MessengerClosedError
+from immortal.patterns import clone, harmony, pirate, queue
 
 CHILD_S = 15.0
 AT_ONCE_S = 1.0
 APP = """
-from appsdk import Immortal, Impulses, on_primary, query, rpc
+from immortal import Immortal, Impulses, on_primary, query, rpc
 
 ways = []
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.operator import control
+from immortal.coordinator.operator import control
 from tests.helpers.cli import DEADLINE_S, HOME, Run, command_line, immortal, wait_until
 
 APP = """
 import os
 
-from appsdk import Impulses, on_primary, rpc
-from appsdk.patterns.groups import Grouped, group
+from immortal import Impulses, on_primary, rpc
+from immortal.patterns.groups import Grouped, group
 
 MEMBERS = ["b1", "b2", "b3"]
 

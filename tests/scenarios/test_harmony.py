@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from appsdk.patterns.harmony import BatchConflict, connect
-from appsdk.patterns.harmony import limits as harmony_limits
+from immortal.appsdk.patterns.harmony import limits as harmony_limits
+from immortal.patterns.harmony import BatchConflict, connect
 from tests.helpers.cli import HOME, Run, immortal
 
 ROOT = Path(__file__).parents[2]
@@ -51,11 +51,11 @@ def pipeline(folder: Path, *work: str) -> Iterator[subprocess.Popen[bytes]]:
         runs = []
         for name, cls in (("cluster", "Cluster"), ("results", "Collector")):
             immortal(folder, "register", name, "--peer", "tcp://127.0.0.1:*")
-            runs.append(Run(folder, name, f"appsdk.patterns.harmony:{cls}", "--restart"))
+            runs.append(Run(folder, name, f"immortal.patterns.harmony:{cls}", "--restart"))
             stack.callback(runs[-1].kill)
         for run in runs:
             run.line("ready")
-        command = [sys.executable, "-m", "appsdk.patterns.harmony", "work", "cluster", *work]
+        command = [sys.executable, "-m", "immortal.patterns.harmony", "work", "cluster", *work]
         crew = subprocess.Popen(command, cwd=folder, env=environment(folder))
         try:
             yield crew
@@ -114,7 +114,7 @@ def test_the_programs_of_the_guide(tmp_path: Path) -> None:
         with subprocess.Popen(
             [sys.executable, "own_worker.py"], cwd=tmp_path, env=environment(tmp_path)
         ) as own:  # finds its cluster, and leaves when it is told
-            done = run(tmp_path, "-m", "appsdk.patterns.harmony", "progress", "cluster", "--follow")
+            done = run(tmp_path, "-m", "immortal.patterns.harmony", "progress", "cluster", "--follow")
             assert "squares: 100000 of 100000 done" in done.stdout
             own.terminate()
         sums = run(tmp_path, "-c", "from sums import Sums; s = Sums(); print(s.sum())")
@@ -158,7 +158,7 @@ def children_of(pid: int) -> list[str]:
 
 def test_mistakes_are_said(tmp_path: Path) -> None:
     (tmp_path / "tasks.py").write_text(PROGRAMS["tasks"])
-    command = ("-m", "appsdk.patterns.harmony")
+    command = ("-m", "immortal.patterns.harmony")
     for arguments, status, text in (
         (("work", "cluster", "tasks:cube"), 2, "module 'tasks' has no 'cube'"),
         (("work", "cluster", "nothing:cube", "--processes", "2"), 2, "No module named 'nothing'"),

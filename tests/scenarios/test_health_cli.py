@@ -6,11 +6,11 @@ import os
 import signal
 from pathlib import Path
 
-from coordinator.operator import control
+from immortal.coordinator.operator import control
 from tests.helpers.cli import HOME, Run, immortal
 
 IDLE = """
-from appsdk import Immortal
+from immortal import Immortal
 
 
 class Idle(Immortal):

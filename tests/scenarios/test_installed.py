@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import compiled
+from immortal.protocol import compiled
 from tests.helpers.cli import Run, immortal
 from tests.helpers.interpreters import VARIABLE, interpreters
 from tests.unit.test_wheel import PACKAGES
@@ -30,7 +30,7 @@ CAN_COMPILE = shutil.which("cc") is not None
 KINDS = ["pure", "compiled"] if IS_THOROUGH else ["compiled"] if CAN_COMPILE else ["pure"]
 BUILD_TIMEOUT_S = 1200  # mypyc and a C compiler, on a slow and busy machine
 COUNTER = """
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 
 
 class Counter(Immortal):
@@ -133,7 +133,7 @@ def test_a_wheel(kind: str, version: str, sources: Path, python: Path, tmp_path:
     command = str(python.with_name("immortal"))
     said = run(command, "--version", cwd=project)
     assert said.strip().endswith("compiled codec and core" if kind == "compiled" else "(none is compiled)")
-    place = run(str(python), "-c", "import coordinator; print(coordinator.__file__)", cwd=project)
+    place = run(str(python), "-c", "import immortal.coordinator; print(coordinator.__file__)", cwd=project)
     assert place.startswith(str(python.parents[1]))
 
     run(command, "init", "shop", cwd=project)

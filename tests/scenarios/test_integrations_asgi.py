@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from appsdk.client import connect
+from immortal.client import connect
 from tests.helpers.cli import HOME, Run, immortal
 from tests.helpers.web import Web
 
@@ -25,7 +25,7 @@ LOOK_S = 0.01
 SERVICE = """
 from datetime import timedelta
 
-from appsdk import Immortal, query, rpc
+from immortal import Immortal, query, rpc
 
 
 class Refused(Exception):
@@ -90,8 +90,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from appsdk.client import with_key
-from appsdk.integrations.asgi import ImmortalMiddleware, Service, progress
+from immortal.client import with_key
+from immortal.integrations.asgi import ImmortalMiddleware, Service, progress
 
 ledger = Service(Ledger, "ledger", timeout=30.0)
 hasty = Service(Ledger, "ledger", timeout=0.5)

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from coordinator.core.interfaces import CheckpointHeader, OutputMark, Transaction
-from coordinator.instances.registry import Registry
-from coordinator.log import create_log, open_log
-from protocol.batch import encode_batch
-from protocol.checksum import crc64
-from protocol.extensions import encode_record_time
-from protocol.messages import RpcType, encode_incoming_rpc
-from protocol.record import encode_record
-from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+from immortal.coordinator.core.interfaces import CheckpointHeader, OutputMark, Transaction
+from immortal.coordinator.instances.registry import Registry
+from immortal.log import create_log, open_log
+from immortal.protocol.batch import encode_batch
+from immortal.protocol.checksum import crc64
+from immortal.protocol.extensions import encode_record_time
+from immortal.protocol.messages import RpcType, encode_incoming_rpc
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 
 METHOD = 300
 SECOND_NS = 1_000_000_000
@@ -59,7 +59,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def diff(home: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "coordinator", "--home", str(home), "log", "diff", *map(str, arguments)]
+    command = [sys.executable, "-m", "immortal.coordinator", "--home", str(home), "log", "diff", *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=home.parent)
     assert "Traceback" not in result.stderr
     return result

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from appsdk.testing import assert_replays
-from coordinator.log import open_reader
-from replay.recorded import RecordedLog
+from immortal.log import open_reader
+from immortal.replay.recorded import RecordedLog
+from immortal.testing import assert_replays
 from tests.helpers.bank_apps import Bank, Teller
 from tests.helpers.cli import HOME, immortal
 from tests.helpers.recorded import Instances

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.instances.registry import Registry
+from immortal.coordinator.instances.registry import Registry
 from tests.helpers.cli import HOME, immortal
 from tests.helpers.recorded import load_module, write_module
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
@@ -17,7 +17,7 @@ SOURCE = """
 from datetime import timedelta
 from typing import Any
 
-from appsdk import Immortal, impulse, initial, peer, rpc
+from immortal import Immortal, impulse, initial, peer, rpc
 
 
 class Missing(Exception):

@@ -15,7 +15,7 @@ APP = """
 import os
 import threading
 
-from appsdk import Handle, Immortal, Impulses, Node, Transient, impulse, on_primary, peer, rpc
+from immortal import Handle, Immortal, Impulses, Node, Transient, impulse, on_primary, peer, rpc
 
 ORDERS = 60
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from appsdk.client import connect
+from immortal.client import connect
 from tests.helpers import commands
 from tests.helpers.cli import DEADLINE_S, HOME, Run, immortal
 
@@ -16,7 +16,7 @@ SHOP = """
 from datetime import timedelta
 from pathlib import Path
 
-from appsdk import Immortal, Retry, rpc
+from immortal import Immortal, Retry, rpc
 
 
 def charge(amount: int) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.core.limits import Limits
-from coordinator.fault_points import VARIABLE, FaultPoint
-from coordinator.log.verify import verify_log
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.fault_points import VARIABLE, FaultPoint
+from immortal.coordinator.log.verify import verify_log
 from tests.helpers.cli import HOME, immortal
 from tests.helpers.processes import CoordinatorProcess, House, SocketApp
 

@@ -19,14 +19,14 @@ import pytest
 from click.testing import CliRunner, Result
 from pyspark.errors import PySparkException
 
-from coordinator.cli import main
-from coordinator.log import format as log_format
-from coordinator.log import open_reader
-from pipeline.errors import PipelineError, clear_error
-from pipeline.jobs import export as export_job
-from pipeline.jobs.audit import results_of
-from pipeline.jobs.sources import EXPORT_FILE_NAME, open_fleet
-from protocol.trailer import BatchKind
+from immortal.coordinator.cli import main
+from immortal.coordinator.log import format as log_format
+from immortal.log import open_reader
+from immortal.pipeline.errors import PipelineError, clear_error
+from immortal.pipeline.jobs import export as export_job
+from immortal.pipeline.jobs.audit import results_of
+from immortal.pipeline.jobs.sources import EXPORT_FILE_NAME, open_fleet
+from immortal.protocol.trailer import BatchKind
 from tests.helpers import flow
 from tests.helpers.fleet import STREAM_FAULTS, Found, Plan, cut, damage, flip_byte, plan_fleet, streams_for_faults, trim
 from tests.helpers.strangers import mode, modes
@@ -456,7 +456,7 @@ def test_without_its_packages_one_line_says_so(logs: Path, monkeypatch: pytest.M
 
 def test_without_java_one_line_says_so(logs: Path) -> None:
     environment = {**os.environ, "JAVA_HOME": "/nonexistent"}
-    command = [sys.executable, "-m", "coordinator", "pipeline", "audit", str(logs)]
+    command = [sys.executable, "-m", "immortal.coordinator", "pipeline", "audit", str(logs)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("error: JAVA_HOME is /nonexistent, where there is no Java that runs; ")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from coordinator.cli import main
-from coordinator.core.interfaces import IMPULSES
+from immortal.coordinator.cli import main
+from immortal.coordinator.core.interfaces import IMPULSES
 
 DEMO = Path(__file__).parents[2] / "examples" / "wordcount" / "demo.py"
 LINES = 10_000

@@ -14,7 +14,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
-from pipeline.errors import clear_error
+from immortal.pipeline.errors import clear_error
 from tests.helpers.pipeline_logs import make_log, random_specs
 from tests.helpers.spark import read
 

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from coordinator.core.interfaces import CheckpointHeader, Transaction
-from coordinator.log import create_log, open_reader
-from coordinator.log import format as log_format
-from coordinator.log.backends.lmdb.environment import open_environment
-from coordinator.log.backends.lmdb.tables import open_tables
-from coordinator.log.verify import verify_log
-from pipeline.errors import clear_error
-from protocol.checksum import crc64
-from protocol.messages import RpcKind
-from protocol.trailer import BatchKind
+from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.backends.lmdb.environment import open_environment
+from immortal.coordinator.log.backends.lmdb.tables import open_tables
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import create_log, open_reader
+from immortal.pipeline.errors import clear_error
+from immortal.protocol.checksum import crc64
+from immortal.protocol.messages import RpcKind
+from immortal.protocol.trailer import BatchKind
 from tests.helpers.pipeline_app import FETCH, OPEN, SELL, arguments
 from tests.helpers.pipeline_logs import (
     START_NS,
@@ -262,8 +262,8 @@ def test_what_is_said_of_wrong_options_and_paths(spark: SparkSession, home: Path
 
 
 def test_a_log_that_was_trimmed_or_replaced_meanwhile(tmp_path: Path) -> None:
-    from pipeline.errors import LogChangedError
-    from pipeline.reading import close_shared, read_range, whole_range
+    from immortal.pipeline.errors import LogChangedError
+    from immortal.pipeline.reading import close_shared, read_range, whole_range
 
     log = tmp_path / "log"
     store = open_for_writing(log, "alice")
@@ -275,7 +275,7 @@ def test_a_log_that_was_trimmed_or_replaced_meanwhile(tmp_path: Path) -> None:
     try:
         wanted = whole_range(str(log))
         close_shared()
-        from coordinator.log import open_log
+        from immortal.log import open_log
 
         store = open_log(log, "alice", map_size_bytes=1 << 22)
         while store.trim(keep_checkpoints=1):
@@ -354,7 +354,7 @@ def tail(spark: SparkSession, log: Path, target: Path, **options: object) -> Non
 
 
 def test_a_stream_goes_on_exactly_where_it_was(spark: SparkSession, tmp_path: Path) -> None:
-    from coordinator.log import open_log
+    from immortal.log import open_log
 
     home = tmp_path / "home"
     specs = random_specs(5, 60)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipeline.errors import SourceError
-from pipeline.views import make_views
+from immortal.pipeline.errors import SourceError
+from immortal.pipeline.views import make_views
 from tests.helpers.cli import HOME, immortal
 from tests.helpers.sight_fleet import make_fleet
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from appsdk.client import connect as connect_to
-from appsdk.patterns.pirate import GaveUp, Policy, connect, connect_instances
-from coordinator.instances.registry import free_port
+from immortal.client import connect as connect_to
+from immortal.coordinator.instances.registry import free_port
+from immortal.patterns.pirate import GaveUp, Policy, connect, connect_instances
 from tests.helpers.cli import HOME, Run, immortal
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ SLOWLY = """
 
 WORKER = """
 import os, sys, time
-from appsdk.patterns.pirate import Request, Server
+from immortal.patterns.pirate import Request, Server
 
 def work(request: Request) -> bytes:
     if request.body == b"slowly":
@@ -167,7 +167,7 @@ def in_folder(folder: Path, *arguments: str) -> str:
 
 @contextmanager
 def banks(folder: Path) -> Iterator[list[Run]]:
-    source = PROGRAMS["bank"].replace("from appsdk", "from datetime import timedelta\n\nfrom appsdk", 1)
+    source = PROGRAMS["bank"].replace("from immortal", "from datetime import timedelta\n\nfrom immortal", 1)
     (folder / "bank.py").write_text(source + SLOWLY)
     runs: list[Run] = []
     try:

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from appsdk.client import CalleeFailed, CallRefused, CallTimeout, connect, start, with_key, with_timeout
-from coordinator.operator import control
+from immortal.client import CalleeFailed, CallRefused, CallTimeout, connect, start, with_key, with_timeout
+from immortal.coordinator.operator import control
 from tests.helpers.cli import DEADLINE_S, HOME, Run, immortal
 
 APP = """
 import os
 import time
 
-from appsdk import Immortal, query, rpc
+from immortal import Immortal, query, rpc
 
 
 class Ledger(Immortal):

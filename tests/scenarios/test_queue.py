@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from appsdk.client import connect as connect_client
-from appsdk.patterns.queue import Queue, TaskFailed, Worker, connect, limits
+from immortal.appsdk.patterns.queue import limits
+from immortal.client import connect as connect_client
+from immortal.patterns.queue import Queue, TaskFailed, Worker, connect
 from tests.helpers.cli import HOME, Run, immortal
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ GUIDE = (ROOT / "docs" / "guide" / "queue.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 OUTPUTS = dict(re.findall(r"```output (\w+)\n(.*?)```", GUIDE, re.DOTALL))
 WORKER = """
-from appsdk.patterns.queue import Reject, work
+from immortal.patterns.queue import Reject, work
 
 def square(number: int) -> int:
     if number < 0:
@@ -47,7 +48,7 @@ def running(folder: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
 @contextmanager
 def queue(folder: Path) -> Iterator[Run]:
     immortal(folder, "register", "jobs", "--peer", "tcp://127.0.0.1:*")
-    run = Run(folder, "jobs", "appsdk.patterns.queue:Queue", "--restart")
+    run = Run(folder, "jobs", "immortal.patterns.queue:Queue", "--restart")
     try:
         run.line("ready")
         yield run

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.cli import Run, immortal
 
 ECHO = """
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 
 class Echo(Immortal):
     heard: list[float]
@@ -25,7 +25,7 @@ class Echo(Immortal):
 
 CLOCK = """
 import time
-from appsdk import Immortal, Impulses, impulse, on_primary, peer
+from immortal import Immortal, Impulses, impulse, on_primary, peer
 from echo import Echo
 
 class Clock(Immortal):

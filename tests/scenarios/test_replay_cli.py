@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from coordinator.cli import main
-from coordinator.instances.registry import Registry
-from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
+from immortal.coordinator.cli import main
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
 from tests.helpers.recorded import Instances, load_module, write_module
 from tests.helpers.strangers import mode
 
 DEADLINE_S = 30.0
 SOURCE = """
-from appsdk import Immortal, impulse, peer, rpc
+from immortal import Immortal, impulse, peer, rpc
 
 
 class Counter(Immortal):
@@ -84,7 +84,7 @@ class Home:
         return described
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "coordinator", "--home", str(self.folder), *arguments]
+        command = [sys.executable, "-m", "immortal.coordinator", "--home", str(self.folder), *arguments]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
@@ -267,7 +267,7 @@ def test_an_app_that_is_started_by_hand(home: Home) -> None:
             stranger.connect(match[1])
             stranger.sendall(encode_hello(Hello(ALL_EXTENSIONS, "stranger")))
             assert b"must prove that it knows its secret" in stranger.recv(4096)
-        app = [sys.executable, "-m", "appsdk", f"{home.module_name}:Reader"]
+        app = [sys.executable, "-m", "immortal.appsdk", f"{home.module_name}:Reader"]
         environment = {**os.environ, match[2]: match[3], match[4]: match[5]}
         done = subprocess.run(app, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
         assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.cli import DEADLINE_S, Run, immortal
 
 OLD = """
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 
 class Counter(Immortal):
     count: int
@@ -27,7 +27,7 @@ class Counter(Immortal):
 """
 
 NEW = """
-from appsdk import Immortal, rpc, upgrades
+from immortal import Immortal, rpc, upgrades
 import old
 
 @upgrades(old.Counter, retry_refused=True)
@@ -58,7 +58,7 @@ class Counter(Immortal):
 """
 
 CALLER = """
-from appsdk import Immortal, Impulses, impulse, on_primary, peer
+from immortal import Immortal, Impulses, impulse, on_primary, peer
 import new
 
 class Early(Immortal):

@@ -14,7 +14,7 @@ from tests.helpers.cli import command_line, immortal
 APP = """
 import os
 from datetime import timedelta
-from appsdk import Immortal, Impulses, impulse, on_primary
+from immortal import Immortal, Impulses, impulse, on_primary
 
 class Counter(Immortal%s):
     total: int

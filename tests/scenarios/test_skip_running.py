@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.cli import Run, immortal
 
 STOCK = """
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 
 class Stock(Immortal):
     def __init__(self) -> None:

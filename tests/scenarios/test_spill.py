@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.messages import RpcType, encode_attach_to, encode_outgoing_rpc
+from immortal.protocol.messages import RpcType, encode_attach_to, encode_outgoing_rpc
 from tests.helpers.processes import DEADLINE_S, TOLD, CoordinatorProcess, House, SocketApp
 from tests.helpers.spilling import CALL_SIZE_BYTES, Caller, limit_memory
 

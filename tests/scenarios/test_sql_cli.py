@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from coordinator.instances.registry import Registry
+from immortal.coordinator.instances.registry import Registry
 from tests.helpers.cli import HOME, Run, immortal
 from tests.helpers.recorded import Instances, load_module, write_module
 from tests.helpers.sight_fleet import make_fleet
@@ -118,7 +118,7 @@ def test_wrong_queries_are_said(folder: Path) -> None:
 SOLO = """
 from dataclasses import dataclass
 
-from appsdk import Immortal, impulse
+from immortal import Immortal, impulse
 
 
 @dataclass
@@ -159,7 +159,7 @@ def test_instances_that_are_called_as_tables_or_schemas(tmp_path: Path) -> None:
     assert rows(tmp_path, query) == [dict.fromkeys("abcdefg", 3)]
 
 
-@pytest.mark.parametrize("missing", ["duckdb", "sight.sql.database"])  # the latter as without Arrow
+@pytest.mark.parametrize("missing", ["duckdb", "immortal.sight.sql.database"])  # the latter as without Arrow
 def test_without_the_extra_it_is_said(folder: Path, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     assert "pip install 'immortal[sql]'" in immortal(folder, "sql", "select 1", status=1)
@@ -176,7 +176,7 @@ def test_unregistering_removes_what_was_made_of_the_log(tmp_path: Path) -> None:
 LIVE = """
 import time
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
+from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 
 
 class Stock(Immortal):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.instances.registry import Registry
+from immortal.coordinator.instances.registry import Registry
 from tests.helpers.cli import HOME, Run, immortal
 from tests.helpers.processes import CoordinatorProcess
 from tests.scenarios.test_upgrade_cli import NEW, OLD

@@ -123,7 +123,7 @@ def test_a_call_leads_to_its_handler_and_causes_to_their_effects(folder: Path) -
 SHOP = """
 from datetime import timedelta
 
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 
 
 def charge(cents: int) -> str:

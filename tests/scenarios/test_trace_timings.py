@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from coordinator import fault_points
+from immortal.coordinator import fault_points
 from tests.helpers.browser import WebServer
 from tests.helpers.cli import DEADLINE_S, HOME, Run, immortal
 from tests.scenarios.test_trace_cli import attribute, otlp, perfetto
@@ -25,7 +25,7 @@ HANDLER_S = 0.03
 SHOP = f"""
 import time
 
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 
 
 class Shop(Immortal):
@@ -202,9 +202,9 @@ def test_the_page_of_a_message_says_it(shop: Path) -> None:
 
 
 POST = """
-from appsdk import Immortal, peer, rpc
-from appsdk.client import connect
-from appsdk.embedded import start
+from immortal import Immortal, peer, rpc
+from immortal.client import connect
+from immortal.embedded import start
 
 
 class Box(Immortal):

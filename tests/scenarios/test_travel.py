@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from coordinator.instances.registry import Registry
-from replay import ReplayError
-from replay.travel import sessions as travel_sessions
-from replay.travel.sessions import Sessions
+from immortal.coordinator.instances.registry import Registry
+from immortal.replay import ReplayError
+from immortal.replay.travel import sessions as travel_sessions
+from immortal.replay.travel.sessions import Sessions
 from tests.helpers.cli import HOME
 from tests.helpers.recorded import Instances, load_module, write_module
 
 SOURCE = """
-from appsdk import Immortal, impulse, peer, rpc
+from immortal import Immortal, impulse, peer, rpc
 
 
 class Ledger(Immortal):

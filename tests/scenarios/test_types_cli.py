@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pydantic
-from appsdk import Immortal, Impulses, on_primary, rpc
+from immortal import Immortal, Impulses, on_primary, rpc
 
 class Line(pydantic.BaseModel):
     item: str

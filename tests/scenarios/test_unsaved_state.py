@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.cli import Run, immortal
 
 MONEY = """
-from appsdk import Immortal, register_type, rpc, upgrades
+from immortal import Immortal, register_type, rpc, upgrades
 
 
 class Money:

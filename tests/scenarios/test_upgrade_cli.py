@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.cli import Run, immortal
 
 OLD = """
-from appsdk import Immortal, Impulses, impulse, on_primary
+from immortal import Immortal, Impulses, impulse, on_primary
 
 class Counter(Immortal):
     counts: dict[str, int]
@@ -33,7 +33,7 @@ class Counter(Immortal):
 
 NEW = """
 import os, signal
-from appsdk import Immortal, Impulses, impulse, on_primary, upgrades
+from immortal import Immortal, Impulses, impulse, on_primary, upgrades
 import old
 
 @upgrades(old.Counter)
@@ -68,7 +68,7 @@ class Counter(Immortal):
 """
 
 DOWN = """
-from appsdk import Immortal, Impulses, impulse, on_primary, upgrades
+from immortal import Immortal, Impulses, impulse, on_primary, upgrades
 import new
 
 @upgrades(new.Counter)

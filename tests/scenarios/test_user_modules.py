@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.cli import HOME, Run, immortal
 
 SERVICE = """
-from appsdk import Immortal, on_primary
+from immortal import Immortal, on_primary
 {imports}
 
 class Service(Immortal):
@@ -62,7 +62,7 @@ def test_they_are_in_nobodys_way(folder: Path, start: Start) -> None:
     assert run.stop() == 0
     assert run.count("warning") == 0
     output = subprocess.run(
-        [sys.executable, "-P", "-m", "coordinator", "--home", HOME, "verify", "service"],
+        [sys.executable, "-P", "-m", "immortal.coordinator", "--home", HOME, "verify", "service"],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -83,7 +83,7 @@ def test_who_imports_one_is_told_what_it_gets(folder: Path, start: Start) -> Non
         f"app service:Service: warning: {folder}/helper.py: 'import select' gives Python's own module of that name, "
         f"not {folder}/select.py: give that file another name"
     )
-    assert "gives the module that Immortal is or uses of that name" in run.line("'import protocol'")
+    assert "gives the module that Immortal is or uses of that name" in run.line("'import immortal.protocol'")
     assert run.count("warning") == 2
 
 

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from coordinator.cli import main
-from coordinator.instances.registry import Registry
-from coordinator.log import open_reader
+from immortal.coordinator.cli import main
+from immortal.coordinator.instances.registry import Registry
+from immortal.log import open_reader
 from tests.helpers.recorded import Instances, RecordedInstance, load_module, write_module
 
 DEADLINE_S = 30.0
 SOURCE = """
 import random
 import time
-from appsdk import Immortal, impulse, peer, query, rpc
+from immortal import Immortal, impulse, peer, query, rpc
 
 
 class Store(Immortal):
@@ -408,7 +408,7 @@ def test_what_cannot_be_found_out(home: Home, arguments: list[str], status: int,
 
 FEEDING = """
 import os
-from appsdk import Immortal, Impulses, impulse, on_primary
+from immortal import Immortal, Impulses, impulse, on_primary
 
 
 class Feeder(Immortal):
@@ -441,7 +441,7 @@ def test_an_instance_that_really_runs_can_be_looked_at_and_verified(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("FED", str(fed))
     Registry(home).register("feeder", "tcp://127.0.0.1:*")
-    immortal = [sys.executable, "-m", "coordinator", "--home", str(home)]
+    immortal = [sys.executable, "-m", "immortal.coordinator", "--home", str(home)]
     running = subprocess.Popen([*immortal, "run", "feeder", f"{name}:Feeder"], stderr=subprocess.DEVNULL)
     try:
         assert fed.read_text() == "fed"  # once all is on disk

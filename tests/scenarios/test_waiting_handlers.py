@@ -16,7 +16,7 @@ BANK = """
 import os
 from datetime import datetime, timedelta, timezone
 
-from appsdk import Immortal, Impulses, impulse, initial, on_primary, peer, rpc
+from immortal import Immortal, Impulses, impulse, initial, on_primary, peer, rpc
 
 
 class Refused(Exception):
@@ -141,7 +141,7 @@ def test_caller_and_callee_crash_alone_and_together_and_a_timer_is_due_while_dow
 CROWD = """
 import os
 
-from appsdk import Immortal, Impulses, impulse, on_primary, rpc
+from immortal import Immortal, Impulses, impulse, on_primary, rpc
 
 COUNT = 10_000
 
@@ -208,7 +208,7 @@ SHOP = """
 import os
 import time
 
-from appsdk import EffectFailed, Immortal, Impulses, Retry, effect_context, initial, on_primary, rpc
+from immortal import EffectFailed, Immortal, Impulses, Retry, effect_context, initial, on_primary, rpc
 
 
 def charge(customer: str, cents: int) -> str:
@@ -250,7 +250,7 @@ SHOP2 = """
 from __future__ import annotations
 
 import shop
-from appsdk import Immortal, rpc, upgrades
+from immortal import Immortal, rpc, upgrades
 
 
 @upgrades(shop.Shop)

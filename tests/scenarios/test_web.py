@@ -18,13 +18,13 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("playwright")
 
-from appsdk.client import connect
-from coordinator.core.interfaces import Transaction
-from coordinator.log import create_log
-from protocol.batch import encode_batch
-from protocol.messages import encode_incoming_rpc
-from protocol.record import decode_header, encode_record
-from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+from immortal.client import connect
+from immortal.coordinator.core.interfaces import Transaction
+from immortal.log import create_log
+from immortal.protocol.batch import encode_batch
+from immortal.protocol.messages import encode_incoming_rpc
+from immortal.protocol.record import decode_header, encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 from tests.helpers.browser import CHROMIUM, Browser, WebServer, browser, csrf_of
 from tests.helpers.cli import DEADLINE_S, HOME, Run, immortal
 
@@ -38,7 +38,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from appsdk import Immortal, Retry, every, impulse, peer, query, rpc
+from immortal import Immortal, Retry, every, impulse, peer, query, rpc
 
 LONG = timedelta(hours=9)
 
@@ -130,7 +130,7 @@ def write_raw_log(folder: Path) -> None:
 
 def method_names_of(folder: Path) -> dict[tuple[str, int], str]:
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    command = [sys.executable, "-P", "-m", "appsdk.running.inspection", "methods", "desk:Desk"]
+    command = [sys.executable, "-P", "-m", "immortal.appsdk.running.inspection", "methods", "desk:Desk"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
     return {(to, number): name for to, number, name in json.loads(done.stdout)}
 

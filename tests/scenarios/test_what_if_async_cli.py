@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.instances.registry import Registry
+from immortal.coordinator.instances.registry import Registry
 from tests.helpers.recorded import load_module, write_module
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 from tests.scenarios.test_what_if_cli import what_if
@@ -16,7 +16,7 @@ from tests.scenarios.test_what_if_cli import what_if
 SHOP = """
 from datetime import timedelta
 
-from appsdk import Immortal, impulse, peer, rpc
+from immortal import Immortal, impulse, peer, rpc
 
 
 def rate(order: str) -> int:

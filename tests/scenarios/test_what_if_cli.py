@@ -21,16 +21,16 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from coordinator.cli import main
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
+from immortal.coordinator.cli import main
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
 from tests.helpers.processes import DEADLINE_S, House, SocketApp
 from tests.helpers.recorded import Instances, load_module, write_module
 
 WORDCOUNT = Path(__file__).parents[2] / "examples" / "wordcount" / "wordcount.py"
 
 TALK = """
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
+from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 
 
 class Feeder(Immortal):
@@ -68,7 +68,7 @@ class Counter(Immortal):
 """
 
 UPGRADE = """
-from appsdk import Immortal, peer, rpc, upgrades
+from immortal import Immortal, peer, rpc, upgrades
 from {old} import Counter as CounterV1, Feeder
 
 
@@ -443,7 +443,7 @@ def test_apps_that_do_not_tell_what_made_a_call_are_compared_place_by_place(tmp_
         command = [
             sys.executable,
             "-m",
-            "coordinator",
+            "immortal.coordinator",
             "--home",
             "home",
             "what-if",
@@ -495,7 +495,7 @@ class Supervised:
     """`immortal run NAME APP`."""
 
     def __init__(self, folder: Path, name: str, app: str, environment: dict[str, str]) -> None:
-        command = [sys.executable, "-m", "coordinator", "--home", "home", "run", name, app]
+        command = [sys.executable, "-m", "immortal.coordinator", "--home", "home", "run", name, app]
         self.folder = Registry(folder / "home").load(name).folder
         self.process = subprocess.Popen(
             command, cwd=folder, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True
@@ -567,7 +567,7 @@ def test_the_demo_with_the_same_code(demo: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "coordinator",
+        "immortal.coordinator",
         "--home",
         "home",
         "what-if",
@@ -599,7 +599,7 @@ def test_the_demo_with_a_counter_that_raises_on_line_1000(demo: Path) -> None:
 # --- what is not worked out ------------------------------------------------------------------------------------------
 
 CHAIN = """
-from appsdk import Immortal, impulse, peer, rpc
+from immortal import Immortal, impulse, peer, rpc
 
 
 class Mail(Immortal):

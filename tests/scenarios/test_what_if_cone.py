@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from coordinator.cli import main
-from coordinator.instances.registry import Registry
+from immortal.coordinator.cli import main
+from immortal.coordinator.instances.registry import Registry
 from tests.helpers.recorded import Instances, load_module, write_module
 
 CHAIN = """
-from appsdk import Immortal, impulse, peer, rpc
+from immortal import Immortal, impulse, peer, rpc
 
 
 class Desk(Immortal):

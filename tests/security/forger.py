@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
-from coordinator.messenger import Messenger, Security
-from protocol.messages import RpcKind, RpcType, encode_incoming_rpc
-from protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
+from immortal.messenger import Messenger, Security
+from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
+from immortal.protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
 
 DEADLINE_S = 20.0
 

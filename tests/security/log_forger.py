@@ -9,15 +9,15 @@ from typing import Any
 
 import lmdb
 
-from coordinator.core.interfaces import CheckpointHeader, OutputMark
-from coordinator.log import format as log_format
-from coordinator.log.backends.lmdb.environment import open_environment
-from coordinator.log.backends.lmdb.tables import open_tables
-from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY, record_key
-from protocol.checksum import crc64
-from protocol.record import encode_record
-from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
-from protocol.verdicts import Verdict, VerdictKind
+from immortal.coordinator.core.interfaces import CheckpointHeader, OutputMark
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.backends.lmdb.environment import open_environment
+from immortal.coordinator.log.backends.lmdb.tables import open_tables
+from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY, record_key
+from immortal.protocol.checksum import crc64
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+from immortal.protocol.verdicts import Verdict, VerdictKind
 from tests.faults.sample_log import COMMITTER_ID
 
 

@@ -15,17 +15,25 @@ from pathlib import Path
 
 import pytest
 
-from appsdk.errors import ConnectError
-from appsdk.running import authenticate as authentication
-from appsdk.running.authenticate import authenticate
-from appsdk.running.transport import connect
-from coordinator.app import gate as app_gate
-from coordinator.app import secret as app_secret
-from coordinator.app.gate import HELLO_SIZE_BYTES_MAX, HELLO_TIMEOUT_S
-from coordinator.config import InstanceSettings
-from protocol.app_proof import Answer, Handshake, Role, channel_of, encode_answer, encode_challenge, encode_proof
-from protocol.messages import MessageType, encode_message
-from protocol.record import CONTROL_SEQUENCE_ID, encode_record
+from immortal.appsdk.running import authenticate as authentication
+from immortal.appsdk.running.authenticate import authenticate
+from immortal.appsdk.running.transport import connect
+from immortal.coordinator.app import gate as app_gate
+from immortal.coordinator.app import secret as app_secret
+from immortal.coordinator.app.gate import HELLO_SIZE_BYTES_MAX, HELLO_TIMEOUT_S
+from immortal.coordinator.config import InstanceSettings
+from immortal.errors import ConnectError
+from immortal.protocol.app_proof import (
+    Answer,
+    Handshake,
+    Role,
+    channel_of,
+    encode_answer,
+    encode_challenge,
+    encode_proof,
+)
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
 from tests.helpers.app_port import (
     NONCE,
     OTHER_SECRET,
@@ -46,7 +54,7 @@ SECRET = b"5" * 64
 CHALLENGE_SIZE_BYTES = len(encode_challenge(NONCE))
 APP = """
 from pathlib import Path
-from appsdk import Immortal, impulse
+from immortal import Immortal, impulse
 
 class Counter(Immortal):
     def __init__(self) -> None:
@@ -142,7 +150,7 @@ def test_a_false_coordinator_gets_no_secret_and_is_not_listened_to(what: str, tm
     (tmp_path / "lives.py").write_text(APP)
     (tmp_path / "secret").write_bytes(SECRET + b"\n")
     false = FalseCoordinator(says)
-    command = [sys.executable, "-P", "-m", "appsdk", "lives:Counter", "--secret-file", "secret"]
+    command = [sys.executable, "-P", "-m", "immortal.appsdk", "lives:Counter", "--secret-file", "secret"]
     environment = {**os.environ, "IMMORTAL_APP_ADDRESS": false.address, "PYTHONHASHSEED": "0"}
     app = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.operator import control, control_server
-from coordinator.operator.control_server import Asked, ControlServer
+from immortal.coordinator.operator import control, control_server
+from immortal.coordinator.operator.control_server import Asked, ControlServer
 from tests.helpers.processes import DEADLINE_S, CoordinatorProcess, House
 from tests.helpers.strangers import as_stranger, needs_root, open_to_all
 

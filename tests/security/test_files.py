@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from appsdk.client.errors import NotConnectable
-from appsdk.client.places import Finder
-from coordinator.cli import main
-from coordinator.core.errors import LogLockedError
-from coordinator.instances import registry
-from coordinator.instances.registry import Registry, RegistryError
-from coordinator.log import open_log
-from coordinator.log.backends.lmdb.lock import FolderLock, is_locked
-from coordinator.peers import keys
-from protocol.private_files import make_folder, opener, tighten
+from immortal.appsdk.client.errors import NotConnectable
+from immortal.appsdk.client.places import Finder
+from immortal.coordinator.cli import main
+from immortal.coordinator.core.errors import LogLockedError
+from immortal.coordinator.instances import registry
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.log.backends.lmdb.lock import FolderLock, is_locked
+from immortal.coordinator.peers import keys
+from immortal.log import open_log
+from immortal.protocol.private_files import make_folder, opener, tighten
 from tests.helpers.processes import House
 from tests.helpers.strangers import STRANGER, as_stranger, mode, modes, needs_root, open_to_all
 
@@ -105,7 +105,7 @@ def test_a_stranger_reads_settings_and_public_keys_of_a_shared_registry_and_noth
 
 @needs_root
 def test_status_of_a_shared_registry_shows_what_the_asking_user_may_see(house: House) -> None:
-    import coordinator.cli.status  # noqa: F401 (nobody can load it from here)
+    import immortal.coordinator.cli.status  # noqa: F401 (nobody can load it from here)
 
     lived(house)
     house.register("bob")

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from coordinator.cli import main
-from coordinator.config import ConfigError
-from coordinator.core.permissions import EVERYTHING, Permission
-from coordinator.instances.registry import Registry
-from coordinator.messenger import Messenger, Role, Security
-from coordinator.peers import fleet_keys, keys
-from coordinator.peers.keys import KeysError, PublicFile, PublicKey
-from coordinator.peers.security import PeerSecurity
-from protocol.peer import FrameType, PeerFrame, encode_frame
+from immortal.coordinator.cli import main
+from immortal.coordinator.config import ConfigError
+from immortal.coordinator.core.permissions import EVERYTHING, Permission
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.peers import fleet_keys, keys
+from immortal.coordinator.peers.keys import KeysError, PublicFile, PublicKey
+from immortal.coordinator.peers.security import PeerSecurity
+from immortal.messenger import Messenger, Role, Security
+from immortal.protocol.peer import FrameType, PeerFrame, encode_frame
 from tests.helpers.processes import House
 from tests.helpers.watched import Watched
 

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
-from coordinator.core.interfaces import AuditEntry, SpilledBatch, Transaction
-from coordinator.log import RowLogStore, create_log, open_log, open_reader
-from coordinator.log import format as log_format
-from coordinator.log.authentication import ForgedLogError, LogKey, LogKeyError
-from coordinator.log.backends.lmdb.journal import FILE_NAME as JOURNAL
-from coordinator.log.backends.lmdb.journal_entries import Place, decode_entry, encode_entry
-from coordinator.log.backup import BackupError, back_up
-from coordinator.log.cut import LogCutter
-from coordinator.log.findings import Severity
-from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
-from coordinator.log.verify import verify_log
+from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
+from immortal.coordinator.core.interfaces import AuditEntry, SpilledBatch, Transaction
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.authentication import ForgedLogError, LogKey, LogKeyError
+from immortal.coordinator.log.backends.lmdb.journal import FILE_NAME as JOURNAL
+from immortal.coordinator.log.backends.lmdb.journal_entries import Place, decode_entry, encode_entry
+from immortal.coordinator.log.backup import BackupError, back_up
+from immortal.coordinator.log.cut import LogCutter
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import RowLogStore, create_log, open_log, open_reader
 from tests.faults.sample_log import CHUNKS, COMMITTER_ID, NAME, put_checkpoint, put_record, read_contents, write_log
 from tests.security import log_forger as forger
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from coordinator.cli import main
-from coordinator.config import InstanceSettings
-from coordinator.instances import own_logs
-from coordinator.instances.registry import Registry
-from coordinator.log import create_log, open_reader
-from coordinator.log.authentication import ForgedLogError, LogKeyError
-from coordinator.notices import Notices
-from coordinator.service.runtime import STATUS_NO_RECOVERY, run_coordinator
+from immortal.coordinator.cli import main
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.authentication import ForgedLogError, LogKeyError
+from immortal.coordinator.notices import Notices
+from immortal.coordinator.service.runtime import STATUS_NO_RECOVERY, run_coordinator
+from immortal.log import create_log, open_reader
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_record, write_log
 from tests.security import log_forger as forger
 

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from coordinator.notices import metrics_server as metrics
-from coordinator.notices.metrics_server import Access, MetricsError
+from immortal.coordinator.notices import metrics_server as metrics
+from immortal.coordinator.notices.metrics_server import Access, MetricsError
 from tests.helpers.notices import Told, serve_status
 from tests.helpers.processes import DEADLINE_S, House
 

@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import Immortal, impulse, peer, rpc
-from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID
-from appsdk.handlers.definition import definition_of
-from appsdk.ordering.messages import Commit, Fence, Proposed, Resolve, Settled
-from appsdk.testing import Environment
-from coordinator.core.permissions import Permission, Permissions
-from protocol.extensions import AppDescription
-from protocol.handlers import ORDER_METHOD_ID
-from protocol.messages import RpcKind, RpcType, encode_incoming_rpc
-from protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from immortal import Immortal, impulse, peer, rpc
+from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.ordering.messages import Commit, Fence, Proposed, Resolve, Settled
+from immortal.coordinator.core.permissions import Permission, Permissions
+from immortal.protocol.extensions import AppDescription
+from immortal.protocol.handlers import ORDER_METHOD_ID
+from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
+from immortal.protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from immortal.testing import Environment
 
 
 class Box(Immortal):

@@ -10,23 +10,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import Immortal, rpc
-from appsdk.client import CallRefused, connect
-from appsdk.errors import DefinitionError
-from appsdk.handlers.definition import definition_of
-from appsdk.handlers.proxy import all_method_names
-from appsdk.patterns import clone, pirate, queue
-from appsdk.patterns.clone.records import Change
-from appsdk.patterns.harmony import Cluster, Collector
-from coordinator.core import events as ev
-from coordinator.core.permissions import EVERYTHING, Permission, Permissions
-from coordinator.core.streams.intake import Intake
-from coordinator.messenger import Role
-from coordinator.peers import keys
-from protocol.batch import check_batch
-from protocol.extensions import AppDescription
-from protocol.messages import encode_incoming_rpc
-from protocol.ordering import ORDERED_METHOD_ID
+from immortal import Immortal, rpc
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.handlers.proxy import all_method_names
+from immortal.appsdk.patterns.clone.records import Change
+from immortal.client import CallRefused, connect
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.permissions import EVERYTHING, Permission, Permissions
+from immortal.coordinator.core.streams.intake import Intake
+from immortal.coordinator.peers import keys
+from immortal.errors import DefinitionError
+from immortal.messenger import Role
+from immortal.patterns import clone, pirate, queue
+from immortal.patterns.harmony import Cluster, Collector
+from immortal.protocol.batch import check_batch
+from immortal.protocol.extensions import AppDescription
+from immortal.protocol.messages import encode_incoming_rpc
+from immortal.protocol.ordering import ORDERED_METHOD_ID
 from tests.helpers.cli import HOME, Run, immortal
 from tests.helpers.clients import request
 from tests.security.test_permissions import Guarded, by
@@ -275,8 +275,8 @@ def test_a_client_with_keys_cannot_take_tasks_entitle_itself_or_overwrite_rows(t
     settings = home / "prices.toml"
     settings.write_text(settings.read_text() + '\n[allow]\nbob = {}\ncarol = ["@writer:a"]\n')
     runs = [
-        Run(tmp_path, "jobs", "appsdk.patterns.queue:Queue", "--restart"),
-        Run(tmp_path, "prices", "appsdk.patterns.clone:Table", "--restart"),
+        Run(tmp_path, "jobs", "immortal.patterns.queue:Queue", "--restart"),
+        Run(tmp_path, "prices", "immortal.patterns.clone:Table", "--restart"),
     ]
     try:
         for run in runs:

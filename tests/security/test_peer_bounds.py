@@ -7,12 +7,12 @@ import struct
 import msgspec
 import pytest
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.client_table import REPLY_OVERHEAD_BYTES
-from coordinator.core.limits import Limits
-from protocol.checksum import crc64
-from protocol.client import (
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.client_table import REPLY_OVERHEAD_BYTES
+from immortal.coordinator.core.limits import Limits
+from immortal.protocol.checksum import crc64
+from immortal.protocol.client import (
     ASKED_MAX,
     CALL_SIZE_BYTES_MIN,
     ClientCode,
@@ -23,9 +23,9 @@ from protocol.client import (
     encode_client_frame,
     encode_numbers,
 )
-from protocol.errors import RemoteProtocolError
-from protocol.messages import RpcKind, encode_outgoing_rpc
-from protocol.peer import FrameType, PeerFrame, RefusedCode, decode_frame, encode_frame
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import RpcKind, encode_outgoing_rpc
+from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode, decode_frame, encode_frame
 from tests.helpers.clients import call, request, said
 from tests.helpers.core import Driven, attach, rpc
 

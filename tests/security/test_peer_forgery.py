@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk.client import Client, connect
-from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, method_id_of_name
-from coordinator.instances.registry import Registry
-from coordinator.messenger import Security
-from coordinator.operator import control
-from coordinator.peers import keys
-from protocol.handlers import ORDER_METHOD_ID
-from protocol.messages import RpcKind, RpcType
-from protocol.peer import FrameType, RefusedCode
+from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, method_id_of_name
+from immortal.client import Client, connect
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.coordinator.peers import keys
+from immortal.messenger import Security
+from immortal.protocol.handlers import ORDER_METHOD_ID
+from immortal.protocol.messages import RpcKind, RpcType
+from immortal.protocol.peer import FrameType, RefusedCode
 from tests.helpers.cli import HOME, Run, immortal
 from tests.security.forger import Forger, answer, call
 
@@ -27,7 +27,7 @@ VICTIM = """
 import asyncio
 from datetime import timedelta
 
-from appsdk import Immortal, initial, peer, rpc
+from immortal import Immortal, initial, peer, rpc
 
 
 async def charge() -> str:

@@ -12,23 +12,19 @@ from pathlib import Path
 import pytest
 import zmq
 
-from coordinator.messenger import ClientRoute, KeyPair, Messenger, Received, Security
-from coordinator.messenger.envelope import (
+from immortal.coordinator.messenger.envelope import (
     ENVELOPE_SIZE_BYTES,
     Kind,
     decode_envelope,
     decode_parts,
     encode_message,
 )
-from coordinator.messenger.limits import (
-    CLIENT_QUEUED_SIZE_BYTES_MAX,
-    HANDSHAKE_SIZE_BYTES_MAX,
-    HANDSHAKES_MAX,
-)
-from coordinator.messenger.security import Role, connect_with
-from protocol.checksum import crc64
-from protocol.client import ClientFrame, ClientFrameType, encode_client_frame
-from protocol.peer import FrameType, PeerFrame, RefusedCode, decode_frame, encode_frame
+from immortal.coordinator.messenger.limits import CLIENT_QUEUED_SIZE_BYTES_MAX, HANDSHAKE_SIZE_BYTES_MAX, HANDSHAKES_MAX
+from immortal.coordinator.messenger.security import Role, connect_with
+from immortal.messenger import ClientRoute, KeyPair, Messenger, Received, Security
+from immortal.protocol.checksum import crc64
+from immortal.protocol.client import ClientFrame, ClientFrameType, encode_client_frame
+from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode, decode_frame, encode_frame
 from tests.helpers.processes import DEADLINE_S, House
 
 MIB = 1 << 20

@@ -11,27 +11,27 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import peer, query, rpc
-from appsdk.client import CalleeFailed, CallRefused, connect
-from appsdk.dispatch.dispatcher import Dispatcher
-from appsdk.handlers.definition import definition_of
-from coordinator.config import ConfigError
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.limits import Limits
-from coordinator.core.open_calls import OpenCalls
-from coordinator.core.permissions import EVERYTHING, Permission, Permissions
-from coordinator.core.streams.intake import Intake
-from coordinator.instances.registry import Registry
-from coordinator.log.memory import MemoryLogStore
-from coordinator.peers import keys
-from protocol.batch import check_batch
-from protocol.client import ClientCode
-from protocol.extensions import ALL_EXTENSIONS, QUERIES, AppDescription, Hello, encode_hello
-from protocol.handlers import CANCEL_CALL_METHOD_ID
-from protocol.messages import RpcKind, encode_incoming_rpc
-from protocol.peer import FrameType, PeerFrame, RefusedCode
-from protocol.verdicts import Cause, Verdict, VerdictKind
+from immortal import peer, query, rpc
+from immortal.appsdk.dispatch.dispatcher import Dispatcher
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.client import CalleeFailed, CallRefused, connect
+from immortal.coordinator.config import ConfigError
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.open_calls import OpenCalls
+from immortal.coordinator.core.permissions import EVERYTHING, Permission, Permissions
+from immortal.coordinator.core.streams.intake import Intake
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.coordinator.peers import keys
+from immortal.protocol.batch import check_batch
+from immortal.protocol.client import ClientCode
+from immortal.protocol.extensions import ALL_EXTENSIONS, QUERIES, AppDescription, Hello, encode_hello
+from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID
+from immortal.protocol.messages import RpcKind, encode_incoming_rpc
+from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode
+from immortal.protocol.verdicts import Cause, Verdict, VerdictKind
 from tests.helpers.apps import COUNTER
 from tests.helpers.cli import HOME, Run, immortal
 from tests.helpers.clients import Ledger, request, said
@@ -865,7 +865,7 @@ def test_permissions_come_back_as_they_were(tmp_path: Path) -> None:
         "few": Permission(frozenset({"place"}), concurrent=2),
         "reports": Permission(frozenset({QUERIES, "place"})),
     }
-    from coordinator.config import settings_text
+    from immortal.coordinator.config import settings_text
 
     registry.path("alice").write_text(settings_text(settings, log=None))
     assert registry.load("alice") == settings
@@ -893,7 +893,7 @@ def test_permissions_that_make_no_sense_are_refused(tmp_path: Path, text: str, p
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 SHOP = (
-    "from appsdk import CalleeFailed, CallRefused, peer, query\n"
+    "from immortal import CalleeFailed, CallRefused, peer, query\n"
     + COUNTER
     + """
     @query

@@ -12,27 +12,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from appsdk import Immortal
-from appsdk.state.schema import Envelope, encode_envelope
-from appsdk.testing import assert_replays
-from coordinator.cli import main
-from coordinator.config import InstanceSettings
-from coordinator.core.interfaces import LogStore
-from coordinator.instances import own_logs
-from coordinator.instances.foreign_state import PickleRefusedError, refuse_pickle
-from coordinator.instances.registry import Registry
-from coordinator.log import format as log_format
-from coordinator.log import open_log, open_reader
-from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
-from coordinator.notices import Notices
-from coordinator.service.runtime import STATUS_NO_RECOVERY, run_coordinator
-from protocol.checksum import crc64
-from protocol.state_envelope import serializer_of
+from immortal import Immortal
+from immortal.appsdk.state.schema import Envelope, encode_envelope
+from immortal.coordinator.cli import main
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.interfaces import LogStore
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.foreign_state import PickleRefusedError, refuse_pickle
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
+from immortal.coordinator.notices import Notices
+from immortal.coordinator.service.runtime import STATUS_NO_RECOVERY, run_coordinator
+from immortal.log import open_log, open_reader
+from immortal.protocol.checksum import crc64
+from immortal.protocol.state_envelope import serializer_of
+from immortal.testing import assert_replays
 from tests.helpers.recorded import Instances, load_module, write_module
 from tests.security import log_forger as forger
 
 SOURCE = """
-from appsdk import Immortal, impulse
+from immortal import Immortal, impulse
 
 
 class Box(Immortal, serializer="pickle"):

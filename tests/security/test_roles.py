@@ -10,21 +10,21 @@ import msgspec
 import pytest
 import zmq
 
-from appsdk.client import NotConnectable, connect
-from coordinator.cli import main as command
-from coordinator.config import ConfigError
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.instances.registry import Registry
-from coordinator.log import create_log, open_log
-from coordinator.messenger import ClientRoute, KeyPair, Messenger, Received, Role, Security
-from coordinator.messenger.security import connect_with
-from coordinator.peers import keys
-from coordinator.peers.keys import KeysError
-from coordinator.peers.security import PeerSecurity
-from protocol.client import ClientCode, ClientFrame, ClientFrameType, encode_client_frame
-from protocol.messages import RpcKind, encode_outgoing_rpc
-from protocol.peer import FrameType, PeerFrame, encode_frame
+from immortal.client import NotConnectable, connect
+from immortal.coordinator.cli import main as command
+from immortal.coordinator.config import ConfigError
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.messenger.security import connect_with
+from immortal.coordinator.peers import keys
+from immortal.coordinator.peers.keys import KeysError
+from immortal.coordinator.peers.security import PeerSecurity
+from immortal.log import create_log, open_log
+from immortal.messenger import ClientRoute, KeyPair, Messenger, Received, Role, Security
+from immortal.protocol.client import ClientCode, ClientFrame, ClientFrameType, encode_client_frame
+from immortal.protocol.messages import RpcKind, encode_outgoing_rpc
+from immortal.protocol.peer import FrameType, PeerFrame, encode_frame
 from tests.helpers.clients import call, request, said
 from tests.helpers.core import Driven, attach
 from tests.helpers.processes import DEADLINE_S, House
@@ -297,7 +297,7 @@ def test_an_id_of_before_there_were_keys_becomes_that_of_who_uses_it_first() -> 
 
 
 def test_an_owner_is_in_the_log(tmp_path: Path) -> None:
-    from coordinator.core.interfaces import ClientPosition, Transaction
+    from immortal.coordinator.core.interfaces import ClientPosition, Transaction
 
     store = create_log(tmp_path / "log", "a")
     positions = {"c": ClientPosition(3, 1, 9, "web"), "d": ClientPosition(1, 0, 9)}

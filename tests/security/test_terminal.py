@@ -16,29 +16,29 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from appsdk.calls.report import FailureReporter, call_user_code
-from appsdk.errors import HookError
-from appsdk.running.runner import say
-from coordinator.cli import main
-from coordinator.core import notices
-from coordinator.core.interfaces import AuditEntry, Transaction
-from coordinator.instances.registry import Registry
-from coordinator.log import create_log
-from coordinator.notices import configure
-from coordinator.operator import control
-from pipeline.cli import _print as print_of_pipeline
-from pipeline.jobs.stats import BinStats, Figures, MethodStats, ServiceStats, Stats, TalkerStats
-from pipeline.jobs.trace import Node, Trace
-from pipeline.report.stats_page import stats_page
-from pipeline.report.trace_picture import trace_dot, trace_svg
-from protocol.command_line import Commands
-from protocol.errors import ImmortalError
-from protocol.messages import MessageType, encode_incoming_rpc, encode_message
-from protocol.record import encode_record
-from protocol.shown import printable, printable_json, printable_lines, printable_message
-from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
-from protocol.verdicts import Cause, Verdict, VerdictKind
-from replay.fates import failure_in_words, news_lines
+from immortal.appsdk.calls.report import FailureReporter, call_user_code
+from immortal.appsdk.running.runner import say
+from immortal.coordinator.cli import main
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.interfaces import AuditEntry, Transaction
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.notices import configure
+from immortal.coordinator.operator import control
+from immortal.errors import HookError
+from immortal.log import create_log
+from immortal.pipeline.cli import _print as print_of_pipeline
+from immortal.pipeline.jobs.stats import BinStats, Figures, MethodStats, ServiceStats, Stats, TalkerStats
+from immortal.pipeline.jobs.trace import Node, Trace
+from immortal.pipeline.report.stats_page import stats_page
+from immortal.pipeline.report.trace_picture import trace_dot, trace_svg
+from immortal.protocol.command_line import Commands
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.messages import MessageType, encode_incoming_rpc, encode_message
+from immortal.protocol.record import encode_record
+from immortal.protocol.shown import printable, printable_json, printable_lines, printable_message
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+from immortal.protocol.verdicts import Cause, Verdict, VerdictKind
+from immortal.replay.fates import failure_in_words, news_lines
 
 COMMITTER_ID = 77
 NASTY = (
@@ -107,7 +107,7 @@ def test_a_stranger_cannot_forge_a_line_of_the_log(text: str, log_format: str) -
     stream = io.StringIO()
     log = configure(text or "counter", log_format=log_format, stream=stream)
     log.warning(f"a frame was dropped: {text}", reason=text, names=[text], error=ImmortalError(text))
-    logging.getLogger("coordinator.messenger").warning("from %s", text)
+    logging.getLogger("immortal.messenger").warning("from %s", text)
     log.take(notices.PeerRefused(text, text))
     log.take(notices.AppBrokeProtocol(text))
     log.take(notices.Spills(text, 64, 0.5, text, 64))
@@ -134,7 +134,7 @@ def test_an_exception_cannot_forge_a_line_of_the_log(text: str, log_format: str)
     try:
         raise ValueError(text)
     except ValueError:
-        logging.getLogger("coordinator.messenger").exception("a callback failed")
+        logging.getLogger("immortal.messenger").exception("a callback failed")
     (line,) = check_lines(stream.getvalue())
     assert "a callback failed" in line
     assert "Traceback (most recent call last):" in line

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.core.notices import PeerRefused
-from coordinator.messenger import Messenger, Received
-from coordinator.notices import Notices
-from coordinator.notices.limited import LINES_MAX, Limited
-from protocol.rate_limit import BURST, INTERVAL_NS, KINDS_MAX, RateLimit
+from immortal.coordinator.core.notices import PeerRefused
+from immortal.coordinator.notices import Notices
+from immortal.coordinator.notices.limited import LINES_MAX, Limited
+from immortal.messenger import Messenger, Received
+from immortal.protocol.rate_limit import BURST, INTERVAL_NS, KINDS_MAX, RateLimit
 from tests.helpers.notices import Told
 from tests.helpers.processes import DEADLINE_S, House
 

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
 from tests.simulation.apps import App
 from tests.simulation.clock import US
 from tests.simulation.failing import Death

@@ -21,8 +21,8 @@ from zlib import crc32
 
 import msgspec
 
-from protocol.batch import decode_batch, encode_batch
-from protocol.extensions import (
+from immortal.protocol.batch import decode_batch, encode_batch
+from immortal.protocol.extensions import (
     ALL_EXTENSIONS,
     AppDescription,
     Hello,
@@ -33,7 +33,7 @@ from protocol.extensions import (
     encode_app_description,
     encode_hello,
 )
-from protocol.messages import (
+from immortal.protocol.messages import (
     IncomingRpc,
     MessageType,
     RpcType,
@@ -45,8 +45,8 @@ from protocol.messages import (
     encode_message,
     encode_outgoing_rpc,
 )
-from protocol.readers import BlobData, BlobStart, RecordReader
-from protocol.verdicts import (
+from immortal.protocol.readers import BlobData, BlobStart, RecordReader
+from immortal.protocol.verdicts import (
     Handling,
     MessageKey,
     Verdict,

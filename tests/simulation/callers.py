@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appsdk.handlers.decorators import method_id_of_name
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from protocol.client import (
+from immortal.appsdk.handlers.decorators import method_id_of_name
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.protocol.client import (
     REFUSED_CALL,
     ClientFrame,
     ClientFrameType,
@@ -20,7 +20,7 @@ from protocol.client import (
     encode_numbers,
     encode_request,
 )
-from protocol.verdicts import FAILED_CALL
+from immortal.protocol.verdicts import FAILED_CALL
 from tests.simulation.clock import MS, US
 from tests.simulation.trace import Violation
 

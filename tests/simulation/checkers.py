@@ -6,11 +6,11 @@ what it has told its app, and which state each record has led to.
 
 from __future__ import annotations
 
-from coordinator.core import effects as ef
-from coordinator.core.interfaces import LogSummary, SourcePosition, Transaction
-from protocol.peer import FrameType
-from protocol.record import decode_header
-from protocol.trailer import BatchKind, decode_trailer
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core.interfaces import LogSummary, SourcePosition, Transaction
+from immortal.protocol.peer import FrameType
+from immortal.protocol.record import decode_header
+from immortal.protocol.trailer import BatchKind, decode_trailer
 from tests.simulation.failing import DoomOf, Failures
 from tests.simulation.trace import Violation
 

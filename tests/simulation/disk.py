@@ -13,13 +13,13 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import LogError, LogFullError, LogSyncError, LogUnavailableError
-from coordinator.core.interfaces import CheckpointHeader, LogSummary, Transaction
-from coordinator.log.backend import Span
-from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
-from coordinator.log.memory import MemoryLogStore
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import LogError, LogFullError, LogSyncError, LogUnavailableError
+from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary, Transaction
+from immortal.coordinator.log.backend import Span
+from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
+from immortal.coordinator.log.memory import MemoryLogStore
 from tests.simulation.clock import US
 from tests.simulation.shared_log import SharedLog
 from tests.simulation.trace import Violation

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from appsdk.calls.run_failures import PassesThrough
-from protocol.batch import decode_batch
-from protocol.client import decode_caller
-from protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_messages
-from protocol.record import decode_header
-from protocol.verdicts import MessageKey, Verdict, VerdictKind
+from immortal.appsdk.calls.run_failures import PassesThrough
+from immortal.protocol.batch import decode_batch
+from immortal.protocol.client import decode_caller
+from immortal.protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_messages
+from immortal.protocol.record import decode_header
+from immortal.protocol.verdicts import MessageKey, Verdict, VerdictKind
 from tests.simulation.trace import Violation
 
 OVERRULING = (VerdictKind.KILLED, VerdictKind.SKIPPED)

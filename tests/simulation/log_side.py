@@ -9,15 +9,15 @@ import random
 from collections import deque
 from typing import TYPE_CHECKING
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import DamagedLogError, FencedError
-from coordinator.core.interfaces import Offer
-from coordinator.core.session import Phase
-from coordinator.driver.ports import Offered, Read, Write
-from coordinator.driver.reads import answer
-from coordinator.log.format import CHUNK_KEY
-from coordinator.log.offers import decode_offer, encode_offer, sealed_chunk
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import DamagedLogError, FencedError
+from immortal.coordinator.core.interfaces import Offer
+from immortal.coordinator.core.session import Phase
+from immortal.coordinator.driver.ports import Offered, Read, Write
+from immortal.coordinator.driver.reads import answer
+from immortal.coordinator.log.format import CHUNK_KEY
+from immortal.coordinator.log.offers import decode_offer, encode_offer, sealed_chunk
 from tests.simulation.clock import MS, US
 from tests.simulation.disk import Job
 from tests.simulation.shared_log import Asked

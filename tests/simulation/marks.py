@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from coordinator.core import notices
-from coordinator.core.session import GETS_RECORDS, Phase
-from protocol.verdicts import VerdictKind
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.session import GETS_RECORDS, Phase
+from immortal.protocol.verdicts import VerdictKind
 from tests.simulation.plan import CRASHES, FAULT_KINDS
 
 _PHASES = [phase for phase in Phase if phase is not Phase.STOPPED]

@@ -14,37 +14,38 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from appsdk.dispatch.life import Life
-from appsdk.dispatch.records import Records
-from appsdk.dispatch.rewinds import Rewinds
-from appsdk.waiting.clock import Clock as AppTimers
-from appsdk.waiting.tasks import Tasks
-from coordinator.core.app_clock import AppClock
-from coordinator.core.app_inbox import AppInbox
-from coordinator.core.careful import Watch
-from coordinator.core.checkpoint_taking import CheckpointTaking
-from coordinator.core.checkpointing import Checkpointing
-from coordinator.core.client_table import ClientTable
-from coordinator.core.clients import Clients
-from coordinator.core.clock import SteadyClock, Timekeeper
-from coordinator.core.committing import Committing
-from coordinator.core.epoch import Epoch
-from coordinator.core.failing import Failing
-from coordinator.core.lifecycle import Lifecycle
-from coordinator.core.log_access import LogAccess
-from coordinator.core.machine import Machine
-from coordinator.core.offering import Offering
-from coordinator.core.streams.followed import Followed
-from coordinator.core.streams.handshake import Handshake
-from coordinator.core.streams.inbound import Inbound
-from coordinator.core.streams.input_stream import InputStream
-from coordinator.core.streams.output_stream import OutputStream
-from coordinator.core.streams.send_buffer import SendBuffer
-from coordinator.core.taking_over import TakingOver
-from coordinator.core.verdicts import Verdicts
-from coordinator.core.versions import Versions
-from coordinator.log import RowLogStore, spilled, trim, verdicts
-from protocol.compiled import SETS
+from immortal.appsdk.dispatch.life import Life
+from immortal.appsdk.dispatch.records import Records
+from immortal.appsdk.dispatch.rewinds import Rewinds
+from immortal.appsdk.waiting.clock import Clock as AppTimers
+from immortal.appsdk.waiting.tasks import Tasks
+from immortal.coordinator.core.app_clock import AppClock
+from immortal.coordinator.core.app_inbox import AppInbox
+from immortal.coordinator.core.careful import Watch
+from immortal.coordinator.core.checkpoint_taking import CheckpointTaking
+from immortal.coordinator.core.checkpointing import Checkpointing
+from immortal.coordinator.core.client_table import ClientTable
+from immortal.coordinator.core.clients import Clients
+from immortal.coordinator.core.clock import SteadyClock, Timekeeper
+from immortal.coordinator.core.committing import Committing
+from immortal.coordinator.core.epoch import Epoch
+from immortal.coordinator.core.failing import Failing
+from immortal.coordinator.core.lifecycle import Lifecycle
+from immortal.coordinator.core.log_access import LogAccess
+from immortal.coordinator.core.machine import Machine
+from immortal.coordinator.core.offering import Offering
+from immortal.coordinator.core.streams.followed import Followed
+from immortal.coordinator.core.streams.handshake import Handshake
+from immortal.coordinator.core.streams.inbound import Inbound
+from immortal.coordinator.core.streams.input_stream import InputStream
+from immortal.coordinator.core.streams.output_stream import OutputStream
+from immortal.coordinator.core.streams.send_buffer import SendBuffer
+from immortal.coordinator.core.taking_over import TakingOver
+from immortal.coordinator.core.verdicts import Verdicts
+from immortal.coordinator.core.versions import Versions
+from immortal.coordinator.log import spilled, trim, verdicts
+from immortal.log import RowLogStore
+from immortal.protocol.compiled import SETS
 from tests.simulation.disk import Disk
 from tests.simulation.log_side import LogSide
 from tests.simulation.shared_log import SharedLog

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
 from tests.simulation.clock import MS, US, Clock
 from tests.simulation.plan import Plan
 

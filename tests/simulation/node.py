@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import DamagedLogError, FencedError, LogError, LogFullError, LogSyncError
-from coordinator.core.events import ClockMoved
-from coordinator.core.machine import Machine
-from coordinator.core.parts import Parts
-from coordinator.core.session import Phase
-from coordinator.driver.turn import Driver
-from protocol.errors import ImmortalError
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import DamagedLogError, FencedError, LogError, LogFullError, LogSyncError
+from immortal.coordinator.core.events import ClockMoved
+from immortal.coordinator.core.machine import Machine
+from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.session import Phase
+from immortal.coordinator.driver.turn import Driver
+from immortal.protocol.errors import ImmortalError
 from tests.simulation.app_side import AppSide
 from tests.simulation.apps import App
 from tests.simulation.checkers import Checker

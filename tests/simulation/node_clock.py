@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.core.clock import TOLERANCE_NS, Reading, RunningTime, SteadyClock, Timekeeper
-from coordinator.core.events import ClockMoved
+from immortal.coordinator.core.clock import TOLERANCE_NS, Reading, RunningTime, SteadyClock, Timekeeper
+from immortal.coordinator.core.events import ClockMoved
 from tests.simulation.clock import MS, START_NS, Clock
 from tests.simulation.trace import Violation
 

@@ -9,9 +9,9 @@ import random
 from functools import partial
 from typing import TYPE_CHECKING
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from protocol.peer import FrameType
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.protocol.peer import FrameType
 from tests.simulation.callers import Caller
 from tests.simulation.clock import MS
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from coordinator.core.limits import Limits, ReplayCheck
+from immortal.coordinator.core.limits import Limits, ReplayCheck
 
 CRASHES = ("crash app", "crash coordinator", "crash both")
 DISK_FAULTS = ("disk full", "sync fails", "slow disk")

@@ -16,15 +16,15 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
 
-from appsdk import Immortal, Impulses, every, impulse, peer, rpc
-from appsdk.dispatch.dispatcher import Dispatcher
-from appsdk.dispatch.events import BecamePrimary, Event, MessageFailed, SnapshotBegun
-from appsdk.dispatch.upgrades import upgrades
-from appsdk.errors import RecoveryNeeded
-from appsdk.handlers.definition import Definition, definition_of
-from appsdk.state.copies import Copies
-from protocol.messages import MessageType, encode_message
-from protocol.readers import Record
+from immortal import Immortal, Impulses, every, impulse, peer, rpc
+from immortal.appsdk.dispatch.dispatcher import Dispatcher
+from immortal.appsdk.dispatch.events import BecamePrimary, Event, MessageFailed, SnapshotBegun
+from immortal.appsdk.dispatch.upgrades import upgrades
+from immortal.appsdk.handlers.definition import Definition, definition_of
+from immortal.appsdk.state.copies import Copies
+from immortal.errors import RecoveryNeeded
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.readers import Record
 from tests.simulation.apps import IMPULSES_OUTSTANDING_MAX, Outside
 from tests.simulation.callers import METHODS_THAT_FAIL, method_of_request, served_value
 from tests.simulation.failing import Death

@@ -7,13 +7,13 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, ClassVar, Protocol
 
-from appsdk import CalleeFailed, CallRefused, Immortal, impulse, rpc
-from appsdk.calls.context import Context
-from appsdk.handlers.decorators import method_id_of_name
-from coordinator.core.careful import KILLED_TYPE
-from protocol.client import split_caller
-from protocol.messages import IncomingRpc
-from protocol.verdicts import VerdictKind
+from immortal import CalleeFailed, CallRefused, Immortal, impulse, rpc
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.handlers.decorators import method_id_of_name
+from immortal.coordinator.core.careful import KILLED_TYPE
+from immortal.protocol.client import split_caller
+from immortal.protocol.messages import IncomingRpc
+from immortal.protocol.verdicts import VerdictKind
 from tests.simulation.failing import Death, Doom, Failures, waits
 from tests.simulation.trace import Violation
 

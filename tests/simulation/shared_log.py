@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coordinator.core import events as ev
-from coordinator.core.session import Phase
-from coordinator.log.memory import MemoryLogStore
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.session import Phase
+from immortal.coordinator.log.memory import MemoryLogStore
 
 if TYPE_CHECKING:
     from tests.simulation.node import Node

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc, upgrades
-from appsdk.dispatch.hooks import HookGate
-from appsdk.handlers.proxy import Impulses as ImpulsesOf
-from appsdk.patterns.groups import Grouped, group
-from appsdk.testing import Environment, Instance
-from appsdk.testing.hooks import HookQueue
-from appsdk.testing.world import NoAnswerError
-from appsdk.waiting.listing import describe_all
-from coordinator.core import events as ev
-from protocol.handlers import Order
+from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc, upgrades
+from immortal.appsdk.dispatch.hooks import HookGate
+from immortal.appsdk.handlers.proxy import Impulses as ImpulsesOf
+from immortal.appsdk.testing.hooks import HookQueue
+from immortal.appsdk.testing.world import NoAnswerError
+from immortal.appsdk.waiting.listing import describe_all
+from immortal.coordinator.core import events as ev
+from immortal.patterns.groups import Grouped, group
+from immortal.protocol.handlers import Order
+from immortal.testing import Environment, Instance
 
 GUESTS = 12
 SEEDS = 25

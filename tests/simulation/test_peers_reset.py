@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core import events as ev
-from coordinator.core.notices import Notice
-from coordinator.core.streams.reset import reset_transaction
-from coordinator.log.memory import MemoryLogStore
-from protocol.peer import PeerFrame
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.notices import Notice
+from immortal.coordinator.core.streams.reset import reset_transaction
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.protocol.peer import PeerFrame
 from tests.simulation.checkers import Checker
 from tests.simulation.clock import MS
 from tests.simulation.disk import Disk

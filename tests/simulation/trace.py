@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from protocol.peer import PeerFrame
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.protocol.peer import PeerFrame
 from tests.simulation.clock import MS, START_NS
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core import notices
-from coordinator.core.interfaces import Transaction
-from coordinator.core.machine import Machine
-from coordinator.core.streams.output_stream import StreamState
-from coordinator.log.memory import MemoryLogStore
-from protocol.peer import PeerFrame, RefusedCode
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.interfaces import Transaction
+from immortal.coordinator.core.machine import Machine
+from immortal.coordinator.core.streams.output_stream import StreamState
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.protocol.peer import PeerFrame, RefusedCode
 from tests.simulation.apps import App, CheckingApp, Outside, doom_of
 from tests.simulation.callers import Caller
 from tests.simulation.checkers import Checker

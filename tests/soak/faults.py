@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
-from protocol.errors import ImmortalError
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.protocol.errors import ImmortalError
 from tests.faults.clock import ShiftedClock
 from tests.faults.disk import Disk, lose_power
 from tests.soak.service import COORDINATOR, POLL_S, ROLES, SUPERVISOR, Service, SoakError, wait_for
@@ -299,7 +299,7 @@ class Faults:
 
 
 def _immortal(home: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "coordinator", "--home", str(home), *arguments]
+    return [sys.executable, "-m", "immortal.coordinator", "--home", str(home), *arguments]
 
 
 def _pass_s(condition: Callable[[], bool], most_s: float) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 import psycopg
 
-from appsdk.client import connect
-from coordinator.instances.registry import Registry, free_port
+from immortal.client import connect
+from immortal.coordinator.instances.registry import Registry, free_port
 from tests.helpers.postgres import VERSION_MIN, binaries
 from tests.helpers.postgres_cluster import Cluster
 from tests.soak.histories import IMPATIENT_S, Client, Operation, problems_of

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from appsdk import Impulses, on_primary, rpc
+from immortal import Impulses, on_primary, rpc
 
 if TYPE_CHECKING:
     bank: Any

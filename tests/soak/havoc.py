@@ -10,9 +10,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from coordinator.fault_points import FaultPoint
-from coordinator.operator import control
-from protocol.errors import ImmortalError
+from immortal.coordinator.fault_points import FaultPoint
+from immortal.coordinator.operator import control
+from immortal.protocol.errors import ImmortalError
 from tests.soak.service import APP, COORDINATOR, POLL_S, ROLES, Service, wait_for
 
 # What makes a point come, where the ordinary traffic does not: a recovery, or a checkpoint asked for.

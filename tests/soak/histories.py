@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from appsdk.client import CallTimeout, OutcomeUnknown, connect
+from immortal.client import CallTimeout, OutcomeUnknown, connect
 
 CALL_TIMEOUT_S = 120.0
 IMPATIENT_S = 0.7  # of those whose outcomes get unknown in an outage

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from coordinator.service.parent_death import die_with_parent
+from immortal.coordinator.service.parent_death import die_with_parent
 from tests.helpers import commands
 from tests.soak.service import DEADLINE_S, SoakError, wait_for
 
@@ -126,7 +126,7 @@ class Machine:
     def run(self, arguments: list[str], output: Path) -> subprocess.Popen[bytes]:
         with output.open("ab") as file:
             return subprocess.Popen(
-                [*self._inside, sys.executable, "-m", "coordinator", *arguments],
+                [*self._inside, sys.executable, "-m", "immortal.coordinator", *arguments],
                 cwd=self.folder,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.config import InstanceSettings
-from coordinator.fault_points import VARIABLE, FaultPoint
-from coordinator.operator import control
-from coordinator.service.parent_death import die_with_parent
-from protocol.errors import ImmortalError
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.fault_points import VARIABLE, FaultPoint
+from immortal.coordinator.operator import control
+from immortal.coordinator.service.parent_death import die_with_parent
+from immortal.protocol.errors import ImmortalError
 
 APP, COORDINATOR, SUPERVISOR = "app", "coordinator", "supervisor"
 ROLES = (APP, COORDINATOR, SUPERVISOR)
@@ -59,7 +59,7 @@ class Service:
 
     def start(self) -> None:
         home = str(self.settings.folder.parent)
-        command = [sys.executable, "-m", "coordinator", "--home", home, "run", self.name, self._run.app]
+        command = [sys.executable, "-m", "immortal.coordinator", "--home", home, "run", self.name, self._run.app]
         self._is_ready = False
         self._pids = {}
         repository = str(Path(__file__).parents[2])  # where the app's folder is the working one, ours must be found

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appsdk.client import NotConnectable, connect, with_key
-from appsdk.state.schema import decode_envelope
-from coordinator.instances.registry import Registry
-from coordinator.log import open_reader
-from coordinator.log.findings import Severity
-from coordinator.log.verify import verify_log
+from immortal.appsdk.state.schema import decode_envelope
+from immortal.client import NotConnectable, connect, with_key
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import open_reader
 from tests.soak.service import APP, DEADLINE_S, SUPERVISOR, Run, Service, SoakError, wait_for
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -10,19 +10,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.interfaces import LogSpace
-from coordinator.core.limits import Limits
-from coordinator.core.machine import Machine
-from coordinator.core.parts import Parts
-from coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers, SetClock
-from coordinator.driver.turn import Driver
-from coordinator.log.memory import MemoryLogStore
-from protocol.extensions import AppDescription, Hello, encode_app_description, encode_hello
-from protocol.messages import MessageType, encode_message
-from protocol.peer import FrameType, PeerFrame, RefusedCode
-from protocol.verdicts import Handling, Verdict, VerdictKind, encode_handling, encode_verdict
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.interfaces import LogSpace
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.machine import Machine
+from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers, SetClock
+from immortal.coordinator.driver.turn import Driver
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.protocol.extensions import AppDescription, Hello, encode_app_description, encode_hello
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode
+from immortal.protocol.verdicts import Handling, Verdict, VerdictKind, encode_handling, encode_verdict
 from tests.helpers.core import (
     COMMITTER_ID,
     EXTENSIONS,

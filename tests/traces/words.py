@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from coordinator.core import effects as ef
-from coordinator.core.interfaces import Transaction
-from protocol.batch import decode_batch
-from protocol.messages import MessageType, decode_incoming_rpc, decode_messages
-from protocol.peer import PeerFrame
-from protocol.readers import BlobData, BlobStart, Record, RecordReader
-from protocol.record import HEADER_SIZE_BYTES
-from protocol.verdicts import decode_careful, decode_verdicts
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core.interfaces import Transaction
+from immortal.protocol.batch import decode_batch
+from immortal.protocol.messages import MessageType, decode_incoming_rpc, decode_messages
+from immortal.protocol.peer import PeerFrame
+from immortal.protocol.readers import BlobData, BlobStart, Record, RecordReader
+from immortal.protocol.record import HEADER_SIZE_BYTES
+from immortal.protocol.verdicts import decode_careful, decode_verdicts
 from tests.helpers.core import NOW_NS
 
 _BATCHES = (MessageType.RPC_BATCH, MessageType.COUNT_REPLAYABLE_RPC_BATCH)

@@ -12,7 +12,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from appsdk import (
+from immortal import (
     Handle,
     Immortal,
     Impulses,
@@ -30,12 +30,13 @@ from appsdk import (
     rpc,
     upgrades,
 )
-from appsdk.client import connect, with_key, with_timeout
-from appsdk.embedded import run, start
-from appsdk.integrations.asgi import ImmortalMiddleware, Service, progress
-from appsdk.integrations.pydantic_ai import ImmortalDurability, in_handler, run_agent, run_step
-from appsdk.patterns.groups import Grouped, group
-from appsdk.testing import Environment, Instance, Pending, assert_replays, crash_everywhere
+from immortal.appsdk.integrations.asgi import progress
+from immortal.client import connect, with_key, with_timeout
+from immortal.embedded import run, start
+from immortal.integrations.asgi import ImmortalMiddleware, Service
+from immortal.integrations.pydantic_ai import ImmortalDurability, in_handler, run_agent, run_step
+from immortal.patterns.groups import Grouped, group
+from immortal.testing import Environment, Instance, Pending, assert_replays, crash_everywhere
 
 
 class InsufficientFundsError(Exception):

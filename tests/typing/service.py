@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import assert_type
 
-from appsdk import Immortal, Impulses, Retry, every, impulse, initial, on_primary, peer, rpc
-from appsdk.client import Connector, connect, start, with_key, with_timeout
-from appsdk.patterns import clone, harmony, pirate, queue
+from immortal import Immortal, Impulses, Retry, every, impulse, initial, on_primary, peer, rpc
+from immortal.client import Connector, connect, start, with_key, with_timeout
+from immortal.patterns import clone, harmony, pirate, queue
 
 
 class CardRefusedError(Exception):

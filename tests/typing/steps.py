@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import assert_type
 
-from appsdk import Immortal, peer, query, rpc
+from immortal import Immortal, peer, query, rpc
 
 
 class Counter(Immortal):

@@ -28,7 +28,7 @@ def marked(name: str, mark: str) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def by_mypy(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    said = run_mypy(tmp_path_factory.mktemp("mypy"), NAMES, "plugins = appsdk.mypy_plugin")
+    said = run_mypy(tmp_path_factory.mktemp("mypy"), NAMES, "plugins = immortal.mypy_plugin")
     assert any(said.values())
     return said
 

@@ -7,14 +7,15 @@ from datetime import timedelta
 from pydantic_ai import Agent
 from starlette.requests import Request
 
-from appsdk import Handle, Immortal, Impulses, Node, impulse, on_primary, peer, query, register_type, rpc, upgrades
-from appsdk.client import connect
-from appsdk.embedded import run, start
-from appsdk.integrations.asgi import Service, progress
-from appsdk.integrations.pydantic_ai import ImmortalDurability, run_agent
-from appsdk.patterns import clone, harmony, pirate, queue
-from appsdk.patterns.groups import Grouped, group
-from appsdk.testing import Environment, assert_replays, crash_everywhere
+from immortal import Handle, Immortal, Impulses, Node, impulse, on_primary, peer, query, register_type, rpc, upgrades
+from immortal.appsdk.integrations.asgi import progress
+from immortal.client import connect
+from immortal.embedded import run, start
+from immortal.integrations.asgi import Service
+from immortal.integrations.pydantic_ai import ImmortalDurability, run_agent
+from immortal.patterns import clone, harmony, pirate, queue
+from immortal.patterns.groups import Grouped, group
+from immortal.testing import Environment, assert_replays, crash_everywhere
 
 
 def fetch(url: str) -> bytes:

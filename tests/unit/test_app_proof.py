@@ -8,7 +8,7 @@ import hmac
 import pytest
 from msgspec.structs import replace
 
-from protocol.app_proof import (
+from immortal.protocol.app_proof import (
     Answer,
     Handshake,
     Role,
@@ -20,8 +20,8 @@ from protocol.app_proof import (
     encode_challenge,
     encode_proof,
 )
-from protocol.errors import RemoteProtocolError
-from protocol.messages import MessageType, decode_message
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import MessageType, decode_message
 
 SECRET = b"a" * 64
 HANDSHAKE = Handshake(b"\1" * 32, b"\2" * 32, "counter", "127.0.0.1 40001 127.0.0.1 7002")

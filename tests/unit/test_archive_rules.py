@@ -13,8 +13,8 @@ pytest.importorskip("obstore")
 import zstandard
 from msgspec.structs import replace
 
-from coordinator.archive.chain import Needs, check_follows, index_of, needs_of
-from coordinator.archive.manifests import (
+from immortal.coordinator.archive.chain import Needs, check_follows, index_of, needs_of
+from immortal.coordinator.archive.manifests import (
     ArchivedCheckpoint,
     Moment,
     Part,
@@ -23,10 +23,10 @@ from coordinator.archive.manifests import (
     encode_moment,
     object_name,
 )
-from coordinator.archive.packs import digest, pack, unpack
-from coordinator.archive.retention import Retention, names_kept
-from coordinator.objects.errors import DamagedObjectError, ObjectError
-from coordinator.objects.store import store_of
+from immortal.coordinator.archive.packs import digest, pack, unpack
+from immortal.coordinator.archive.retention import Retention, names_kept
+from immortal.coordinator.objects.errors import DamagedObjectError, ObjectError
+from immortal.coordinator.objects.store import store_of
 
 DAY_NS = 86_400 * 10**9
 MIB = 1 << 20

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.config.reading import check_settings
-from coordinator.service.runtime import STOP_TIMEOUT_S
+from immortal.coordinator.config.reading import check_settings
+from immortal.coordinator.service.runtime import STOP_TIMEOUT_S
 from tests.helpers.chart import CHART, DEPLOY, ChartError, Object, containers, of_kind, render
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="there are no schemas: kubernetes-validate")
@@ -246,4 +246,6 @@ def test_the_image_has_the_user_of_the_chart_and_all_that_a_wheel_is_made_of() -
     packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
     sent = re.findall(r"^!(.+)$", (DEPLOY / "Dockerfile.dockerignore").read_text(), re.MULTILINE)
     files = {project["project"]["readme"], *project["project"]["license-files"], "pyproject.toml", "setup.py"}
-    assert set(sent) == {package.removesuffix("*") for package in packages} | files
+    assert packages == ["immortal*"]
+    rooms = {path.name for path in (ROOT / "immortal").iterdir() if path.is_symlink()}
+    assert set(sent) == {"immortal", *rooms} | files

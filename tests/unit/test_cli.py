@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from coordinator.cli import main
-from coordinator.cli.records import describe_record, record_lines
-from coordinator.core.interfaces import IMPULSES, CheckpointHeader, OutputMark, SourcePosition, Transaction
-from coordinator.instances.registry import Registry
-from coordinator.log import LoggedValue, create_log
-from coordinator.operator import control
-from protocol.batch import encode_batch
-from protocol.checksum import crc64
-from protocol.extensions import encode_record_time
-from protocol.messages import MessageType, RpcKind, encode_incoming_rpc, encode_message, encode_outgoing_rpc
-from protocol.record import decode_header, encode_record
-from protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
+from immortal.coordinator.cli import main
+from immortal.coordinator.cli.records import describe_record, record_lines
+from immortal.coordinator.core.interfaces import IMPULSES, CheckpointHeader, OutputMark, SourcePosition, Transaction
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.log import LoggedValue, create_log
+from immortal.protocol.batch import encode_batch
+from immortal.protocol.checksum import crc64
+from immortal.protocol.extensions import encode_record_time
+from immortal.protocol.messages import MessageType, RpcKind, encode_incoming_rpc, encode_message, encode_outgoing_rpc
+from immortal.protocol.record import decode_header, encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
 from tests.helpers.answering import answering
 
 COMMITTER_ID = 77

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from appsdk.client.connection import Connection
-from appsdk.client.errors import CallConflict, CallRefused, ClientError, OutcomeUnknown
-from appsdk.client.lane import NOT_THERE, TAKEN, Call, Question
-from appsdk.client.results import NamedMethod
-from protocol.client import (
+from immortal.appsdk.client.connection import Connection
+from immortal.appsdk.client.errors import CallConflict, CallRefused, ClientError, OutcomeUnknown
+from immortal.appsdk.client.lane import NOT_THERE, TAKEN, Call, Question
+from immortal.appsdk.client.results import NamedMethod
+from immortal.protocol.client import (
     ClientCode,
     ClientFrame,
     ClientFrameType,
@@ -22,9 +22,9 @@ from protocol.client import (
     encode_methods,
     encode_replies,
 )
-from protocol.handlers import CANCEL_CALL_METHOD_ID
-from protocol.messages import decode_name
-from protocol.varint import decode_zigzag_int
+from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID
+from immortal.protocol.messages import decode_name
+from immortal.protocol.varint import decode_zigzag_int
 
 T = ClientFrameType
 COMMITTER_ID = 77

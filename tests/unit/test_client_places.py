@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from appsdk.client.errors import NotConnectable
-from appsdk.client.places import IDENTITY_VARIABLE, Finder, KeyPair
-from appsdk.client.presence import Presence, presence
-from protocol.process_file import SUPERVISOR_FILE_NAME
+from immortal.appsdk.client.errors import NotConnectable
+from immortal.appsdk.client.places import IDENTITY_VARIABLE, Finder, KeyPair
+from immortal.appsdk.client.presence import Presence, presence
+from immortal.protocol.process_file import SUPERVISOR_FILE_NAME
 
 PUBLIC, SECRET, OTHER = "P" * 40, "S" * 40, "O" * 40
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appsdk.patterns.clone import Entitlement, limits
-from appsdk.patterns.clone.entries import Entries
-from appsdk.patterns.clone.frames import (
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.entries import Entries
+from immortal.appsdk.patterns.clone.frames import (
     MAGIC,
     POLICIES,
     Activate,
@@ -32,12 +32,13 @@ from appsdk.patterns.clone.frames import (
     decode_request,
     encode,
 )
-from appsdk.patterns.clone.own import take_presences
-from appsdk.patterns.clone.publishing import Publishing
-from appsdk.patterns.clone.records import Row
-from appsdk.patterns.clone.records import encode as encode_value
-from protocol.checksum import crc64
-from protocol.errors import RemoteProtocolError
+from immortal.appsdk.patterns.clone.own import take_presences
+from immortal.appsdk.patterns.clone.publishing import Publishing
+from immortal.appsdk.patterns.clone.records import Row
+from immortal.appsdk.patterns.clone.records import encode as encode_value
+from immortal.patterns.clone import Entitlement
+from immortal.protocol.checksum import crc64
+from immortal.protocol.errors import RemoteProtocolError
 
 S = limits.SECOND_NS
 MARK = limits.MARK_BYTES_MIN

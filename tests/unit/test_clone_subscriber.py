@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import zmq
 
-from appsdk.client.places import Finder
-from appsdk.patterns.clone.frames import Activate, Ping, Pong, decode_request, encode
-from appsdk.patterns.clone.records import Place
-from appsdk.patterns.clone.replica import Options, Replica
-from appsdk.patterns.clone.subscriber import Subscriber
+from immortal.appsdk.client.places import Finder
+from immortal.appsdk.patterns.clone.frames import Activate, Ping, Pong, decode_request, encode
+from immortal.appsdk.patterns.clone.records import Place
+from immortal.appsdk.patterns.clone.replica import Options, Replica
+from immortal.appsdk.patterns.clone.subscriber import Subscriber
 
 WAIT_S = 20.0
 

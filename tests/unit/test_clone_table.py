@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from appsdk.patterns.clone import Change, Entitlement, Place, Presence, Table, TableFull, Written, limits
-from appsdk.testing import Environment
-from appsdk.testing.instance import Instance
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.testing.instance import Instance
+from immortal.patterns.clone import Change, Entitlement, Place, Presence, Table, TableFull, Written
+from immortal.testing import Environment
 
 PLACE = Place("tcp://127.0.0.1:1", "", 0)
 

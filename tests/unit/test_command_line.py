@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.command_line import print_table, table_lines
+from immortal.protocol.command_line import print_table, table_lines
 
 
 def test_a_table_is_aligned_and_may_be_empty() -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from protocol import compiled
+from immortal.protocol import compiled
 
 ROOT = Path(__file__).parents[2]
 SHOW = """
 import importlib
-import coordinator.core
-from protocol import compiled
+import immortal.coordinator.core
+from immortal.protocol import compiled
 print(compiled.describe())
 for one in compiled.SETS:
     for name in one.paths():
@@ -28,8 +28,8 @@ needs_compiled = pytest.mark.skipif(
 )
 CHANGED = [
     *compiled.CODEC.sources(),
-    *map(Path, ("coordinator/core/machine.py", "coordinator/core/effects.py", "coordinator/driver/turn.py")),
-    Path("protocol/limits.py"),
+    *map(Path("immortal/coordinator").joinpath, ("core/machine.py", "core/effects.py", "driver/turn.py")),
+    Path("immortal/protocol/limits.py"),
 ]
 
 
@@ -49,9 +49,8 @@ def run(*command: str, root: Path = ROOT, **environment: str) -> list[str]:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    for package in ("protocol", "coordinator", "appsdk"):
-        ignored = shutil.ignore_patterns("__pycache__", "_compiled")
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
+    ignored = shutil.ignore_patterns("__pycache__", "_compiled", "pipeline", "bench", "sight", "replay")
+    shutil.copytree(ROOT / "immortal", tmp_path / "immortal", ignore=ignored)
     return tmp_path
 
 
@@ -66,22 +65,28 @@ def with_compiled(copied: Path) -> Path:
 def test_what_is_compiled_of_this_source_runs() -> None:
     first, *files = run("-c", SHOW)
     assert first == "compiled codec and core"
-    folders = [Path(file).relative_to(ROOT).parts[:2] for file in files]
+    folders = [Path(file).relative_to(ROOT).parts[:3] for file in files]
     assert folders == [one.folder.parts for one in compiled.SETS for _ in one.paths()]
 
 
 def test_pure_python_can_be_asked_for() -> None:
-    first, *files = run("-c", "from protocol import compiled; print(compiled.describe())", IMMORTAL_PURE_PYTHON="1")
+    first, *files = run(
+        "-c", "from immortal.protocol import compiled; print(compiled.describe())", IMMORTAL_PURE_PYTHON="1"
+    )
     assert first == "pure Python codec and core (IMMORTAL_PURE_PYTHON is set)"
-    program = "import coordinator.core.machine as core, protocol.batch as codec; print(core.__file__, codec.__file__)"
+    program = (
+        "from immortal.coordinator.core import machine\n"
+        "from immortal.protocol import batch\n"
+        "print(machine.__file__, batch.__file__)"
+    )
     (files,) = run("-c", program, IMMORTAL_PURE_PYTHON="1")
-    assert files == f"{ROOT / 'coordinator/core/machine.py'} {ROOT / 'protocol/batch.py'}"
+    assert files == f"{ROOT / 'immortal/coordinator/core/machine.py'} {ROOT / 'immortal/protocol/batch.py'}"
 
 
 @needs_compiled
 @pytest.mark.parametrize("changed", CHANGED, ids=str)
 def test_a_changed_source_is_never_hidden_by_what_was_compiled_before(with_compiled: Path, changed: Path) -> None:
-    program = "import coordinator.core; from protocol import compiled; print(compiled.describe())"
+    program = "import immortal.coordinator.core; from immortal.protocol import compiled; print(compiled.describe())"
     assert run("-c", program, root=with_compiled) == ["compiled codec and core"]
     with (with_compiled / changed).open("a") as source:
         source.write("# one more line\n")
@@ -103,7 +108,7 @@ def test_a_changed_source_is_never_hidden_by_what_was_compiled_before(with_compi
 @pytest.mark.parametrize("one", compiled.SETS, ids=lambda one: one.name)
 def test_of_each_set_all_modules_run_compiled_or_none(with_compiled: Path, one: compiled.CompiledSet) -> None:
     list(one.paths(with_compiled).values())[-1].unlink()
-    program = "import coordinator.core; from protocol import compiled; print(compiled.describe())"
+    program = "import immortal.coordinator.core; from immortal.protocol import compiled; print(compiled.describe())"
     (said,) = run("-c", program, root=with_compiled)
     assert f"pure Python {one.name}" in said
     assert said.count("pure Python") == 1

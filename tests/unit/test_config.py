@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from coordinator.config import (
+from immortal.coordinator.config import (
     AppAuth,
     AppSendMode,
     ConfigError,
@@ -25,7 +25,7 @@ from coordinator.config import (
     split_tcp,
     write_atomically,
 )
-from coordinator.core.limits import ReplayCheck
+from immortal.coordinator.core.limits import ReplayCheck
 
 PORT_FIELDS = ("app_port", "app_send_port", "app_send_mode", "app_socket", "app_auth")
 GOOD = 'peer = "tcp://127.0.0.1:7001"\napp_port = 7002\n'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.core.allowance import S_NS, Allowance
+from immortal.coordinator.core.allowance import S_NS, Allowance
 
 
 def test_what_is_used_up_comes_back_second_by_second() -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import DivergenceError
-from coordinator.core.interfaces import LogSpace
-from coordinator.core.limits import Limits, ReplayCheck
-from coordinator.core.session import Phase
-from protocol.extensions import Hello, encode_hello
-from protocol.messages import MessageType, encode_outgoing_rpc
-from protocol.peer import FrameType
-from protocol.varint import encode_zigzag
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import DivergenceError
+from immortal.coordinator.core.interfaces import LogSpace
+from immortal.coordinator.core.limits import Limits, ReplayCheck
+from immortal.coordinator.core.session import Phase
+from immortal.protocol.extensions import Hello, encode_hello
+from immortal.protocol.messages import MessageType, encode_outgoing_rpc
+from immortal.protocol.peer import FrameType
+from immortal.protocol.varint import encode_zigzag
 from tests.helpers.core import EXTENSIONS, Driven, arguments, checkpoint
 
 # Outgoing RPCs of method 3 with one byte of arguments: a fork and an impulse, to b and to oneself.

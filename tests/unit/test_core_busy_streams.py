@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from coordinator.core.streams.output_stream import OutputStream
-from protocol.peer import FrameType
+from immortal.coordinator.core.streams.output_stream import OutputStream
+from immortal.protocol.peer import FrameType
 from tests.helpers.core import Driven, attach, call
 
 PEERS_COUNT = 50

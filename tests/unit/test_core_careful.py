@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.careful import KILLED_TYPE, Watch
-from coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, Suspect
-from coordinator.core.limits import Limits
-from coordinator.core.session import Phase
-from protocol.extensions import AppDescription, Hello, encode_app_description, encode_hello
-from protocol.messages import MessageType, encode_message
-from protocol.verdicts import RECORD, Careful, Handling, Verdict, VerdictKind, encode_handling
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.careful import KILLED_TYPE, Watch
+from immortal.coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, Suspect
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.session import Phase
+from immortal.protocol.extensions import AppDescription, Hello, encode_app_description, encode_hello
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.verdicts import RECORD, Careful, Handling, Verdict, VerdictKind, encode_handling
 from tests.helpers.core import EXTENSIONS, NOW_NS, Driven, call, checkpoint, first_start, rpc
 from tests.unit.test_core_verdicts import HELLO, KEY, careful, told, with_record
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.limits import Limits
-from coordinator.core.session import Phase
-from protocol.messages import MessageType, encode_message
-from protocol.peer import FrameType
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.session import Phase
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.peer import FrameType
 from tests.helpers.core import HELLO, NOW_NS, Driven, attach, call, checkpoint, rpc
 
 TAKE = (-1, "TAKE_CHECKPOINT")

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.core import events as ev
-from coordinator.core.interfaces import LogSpace
-from coordinator.core.limits import Limits
-from protocol.client import ClientFrame, ClientFrameType, encode_numbers, encode_request
-from protocol.extensions import AppDescription, encode_app_description
-from protocol.handlers import CANCEL_CALL_METHOD_ID
-from protocol.messages import RpcKind, encode_outgoing_rpc
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.interfaces import LogSpace
+from immortal.coordinator.core.limits import Limits
+from immortal.protocol.client import ClientFrame, ClientFrameType, encode_numbers, encode_request
+from immortal.protocol.extensions import AppDescription, encode_app_description
+from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID
+from immortal.protocol.messages import RpcKind, encode_outgoing_rpc
 from tests.helpers.clients import call, request, said
 from tests.helpers.core import Driven, arguments, attach, checkpoint
 

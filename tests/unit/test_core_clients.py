@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.interfaces import LogSpace
-from coordinator.core.limits import Limits
-from protocol.client import (
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.interfaces import LogSpace
+from immortal.coordinator.core.limits import Limits
+from immortal.protocol.client import (
     ClientCode,
     ClientFrame,
     ClientFrameType,
@@ -20,10 +20,10 @@ from protocol.client import (
     encode_numbers,
     encode_request,
 )
-from protocol.extensions import QUERIES, AppDescription, encode_app_description
-from protocol.messages import RpcKind, encode_incoming_rpc, encode_message, encode_outgoing_rpc
-from protocol.record import decode_header
-from protocol.trailer import BatchKind, BatchSource, decode_trailer
+from immortal.protocol.extensions import QUERIES, AppDescription, encode_app_description
+from immortal.protocol.messages import RpcKind, encode_incoming_rpc, encode_message, encode_outgoing_rpc
+from immortal.protocol.record import decode_header
+from immortal.protocol.trailer import BatchKind, BatchSource, decode_trailer
 from tests.helpers.clients import call, request, said
 from tests.helpers.core import HELLO, NOW_NS, Driven, arguments, attach, checkpoint, first_start
 

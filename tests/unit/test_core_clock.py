@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.core.clock import SPANS_MAX, STEPS_MAX, TOLERANCE_NS, RunningTime, SteadyClock, Timekeeper
+from immortal.coordinator.core.clock import SPANS_MAX, STEPS_MAX, TOLERANCE_NS, RunningTime, SteadyClock, Timekeeper
 
 S = 1_000_000_000
 HOUR, DAY = 3600 * S, 86_400 * S

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core import notices
-from coordinator.core.culprits import FREE_DEATHS, Culprits, digest_of
-from coordinator.core.limits import Limits
-from protocol.client import ClientCode, ClientFrameType, encode_request
-from protocol.extensions import Hello, encode_app_description, encode_hello
-from protocol.limits import NESTING_MAX_DEFAULT
-from protocol.verdicts import Cause, Handling, VerdictKind, encode_handling
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.culprits import FREE_DEATHS, Culprits, digest_of
+from immortal.coordinator.core.limits import Limits
+from immortal.protocol.client import ClientCode, ClientFrameType, encode_request
+from immortal.protocol.extensions import Hello, encode_app_description, encode_hello
+from immortal.protocol.limits import NESTING_MAX_DEFAULT
+from immortal.protocol.verdicts import Cause, Handling, VerdictKind, encode_handling
 from tests.helpers.clients import call, request
 from tests.helpers.core import EXTENSIONS, NOW_NS, Driven, checkpoint, rpc
 from tests.unit.test_core_queries import DESCRIPTION, answer, asked, query, told, working

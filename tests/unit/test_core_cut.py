@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from coordinator.core.interfaces import ImpulseBatch
-from coordinator.core.session import Phase
-from protocol.peer import FrameType
+from immortal.coordinator.core.interfaces import ImpulseBatch
+from immortal.coordinator.core.session import Phase
+from immortal.protocol.peer import FrameType
 from tests.helpers.core import HELLO, Driven, attach, call, checkpoint, rpc
 
 

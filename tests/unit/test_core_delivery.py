@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core.streams.delivery import Delivered, Delivery
-from protocol.record import decode_header
-from protocol.trailer import BatchKind, BatchSource, decode_trailer
+from immortal.coordinator.core.streams.delivery import Delivered, Delivery
+from immortal.protocol.record import decode_header
+from immortal.protocol.trailer import BatchKind, BatchSource, decode_trailer
 from tests.helpers.clients import call as client_call
 from tests.helpers.clients import request
 from tests.helpers.core import Driven, attach, call, rpc

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import DivergenceError
-from coordinator.core.impulses import HELD_OVERHEAD_BYTES
-from coordinator.core.interfaces import CheckpointHeader, LogSpace, SpilledBatch, Transaction
-from coordinator.core.limits import Limits
-from coordinator.core.log_room import LogRoom
-from coordinator.core.session import Phase
-from coordinator.core.streams.grants import Grants
-from coordinator.log.backend import Span
-from coordinator.log.format import SEQUENCE_KEY, decode_batch_count
-from coordinator.log.memory import MemoryLogStore
-from protocol.messages import decode_incoming_rpc, decode_messages, encode_outgoing_rpc
-from protocol.peer import FrameType, RefusedCode
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import DivergenceError
+from immortal.coordinator.core.impulses import HELD_OVERHEAD_BYTES
+from immortal.coordinator.core.interfaces import CheckpointHeader, LogSpace, SpilledBatch, Transaction
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.log_room import LogRoom
+from immortal.coordinator.core.session import Phase
+from immortal.coordinator.core.streams.grants import Grants
+from immortal.coordinator.log.backend import Span
+from immortal.coordinator.log.format import SEQUENCE_KEY, decode_batch_count
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.protocol.messages import decode_incoming_rpc, decode_messages, encode_outgoing_rpc
+from immortal.protocol.peer import FrameType, RefusedCode
 from tests.helpers.core import HELLO, Driven, attach, call, checkpoint, rpc
 
 SMALL = Limits(output_memory_bytes=400, spill_row_bytes=100, spill_limit_bytes=1000, peer_frame_bytes=80)

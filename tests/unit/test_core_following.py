@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import DivergenceError, FencedError, FollowerError
-from coordinator.core.interfaces import CheckpointHeader, Transaction, VersionStart
-from coordinator.core.limits import Limits
-from coordinator.core.machine import Machine
-from coordinator.core.parts import Parts
-from coordinator.core.right import Role
-from coordinator.core.session import Phase
-from protocol.extensions import Hello, encode_hello
-from protocol.messages import RpcType
-from protocol.peer import FrameType
-from protocol.verdicts import Cause, Verdict, VerdictKind, encode_verdict
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import DivergenceError, FencedError, FollowerError
+from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction, VersionStart
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.machine import Machine
+from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.right import Role
+from immortal.coordinator.core.session import Phase
+from immortal.protocol.extensions import Hello, encode_hello
+from immortal.protocol.messages import RpcType
+from immortal.protocol.peer import FrameType
+from immortal.protocol.verdicts import Cause, Verdict, VerdictKind, encode_verdict
 from tests.helpers.core import EXTENSIONS, HELLO, Driven, arguments, attach, call, checkpoint, rpc
 from tests.unit.test_core_verdicts import told
 

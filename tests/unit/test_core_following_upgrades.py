@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import FollowerError
-from coordinator.core.interfaces import Transaction, VersionStart
-from coordinator.core.session import Phase
-from protocol.extensions import AppDescription, encode_app_description
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import FollowerError
+from immortal.coordinator.core.interfaces import Transaction, VersionStart
+from immortal.coordinator.core.session import Phase
+from immortal.protocol.extensions import AppDescription, encode_app_description
 from tests.helpers.core import HELLO, Driven, arguments, checkpoint, rpc
 
 KINDS = pytest.mark.parametrize("hello", [b"", HELLO], ids=["base", "hello"])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.handlers import OPEN_MAX
-from coordinator.core.interfaces import AuditEntry
-from protocol.extensions import Hello, encode_hello
-from protocol.handlers import (
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.handlers import OPEN_MAX
+from immortal.coordinator.core.interfaces import AuditEntry
+from immortal.protocol.extensions import Hello, encode_hello
+from immortal.protocol.handlers import (
     HandlersAnswer,
     HandlersQuestion,
     Order,
@@ -17,7 +17,7 @@ from protocol.handlers import (
     encode_answer,
     encode_order,
 )
-from protocol.messages import MessageType, decode_messages
+from immortal.protocol.messages import MessageType, decode_messages
 from tests.helpers.core import EXTENSIONS, NOW_NS, Driven, arguments, first_start, records
 from tests.unit.test_core_verdicts import answers, audit
 

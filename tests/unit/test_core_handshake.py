@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import DamagedLogError, InvariantError, LogError
-from coordinator.core.limits import Limits
-from coordinator.core.session import TRANSITIONS, UPGRADES, AppSession, Phase, Step
-from protocol.checksum import crc64
-from protocol.messages import MessageType, encode_message
-from protocol.peer import FrameType
-from protocol.record import verify_record
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import DamagedLogError, InvariantError, LogError
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.session import TRANSITIONS, UPGRADES, AppSession, Phase, Step
+from immortal.protocol.checksum import crc64
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.peer import FrameType
+from immortal.protocol.record import verify_record
 from tests.helpers.core import (
     HELLO,
     INITIAL,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core.interfaces import SourcePosition
-from coordinator.core.streams.input_stream import InputStream
-from protocol.batch import CallRules
-from protocol.errors import RemoteProtocolError
-from protocol.peer import FrameType, PeerFrame, RefusedCode
+from immortal.coordinator.core.interfaces import SourcePosition
+from immortal.coordinator.core.streams.input_stream import InputStream
+from immortal.protocol.batch import CallRules
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode
 from tests.helpers.core import rpc
 
 

@@ -3,16 +3,16 @@ does."""
 
 from __future__ import annotations
 
-from coordinator.cli.status import problems
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import FencedError, LogLockedError, LogUnavailableError
-from coordinator.core.machine import Machine
-from coordinator.core.parts import Parts
-from coordinator.core.right import Role
-from coordinator.core.session import Phase
-from coordinator.log.memory import MemoryLogStore
-from protocol.peer import FrameType
+from immortal.coordinator.cli.status import problems
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import FencedError, LogLockedError, LogUnavailableError
+from immortal.coordinator.core.machine import Machine
+from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.right import Role
+from immortal.coordinator.core.session import Phase
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.protocol.peer import FrameType
 from tests.helpers.core import Driven, call, checkpoint, rpc
 
 SILENT = LogUnavailableError("the network is down")

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.core import output_check
-from coordinator.core.interfaces import OutputBatch, OutputMark
-from coordinator.core.output_check import OutputCheck, OutputDivergenceError
-from protocol.checksum import crc64
+from immortal.coordinator.core import output_check
+from immortal.coordinator.core.interfaces import OutputBatch, OutputMark
+from immortal.coordinator.core.output_check import OutputCheck, OutputDivergenceError
+from immortal.protocol.checksum import crc64
 from tests.helpers.core import rpc
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core.errors import DivergenceError
-from coordinator.core.interfaces import ImpulseBatch, OutputBatch, OutputMark
-from coordinator.core.limits import Limits
-from coordinator.core.streams.output_stream import OutputStream, StreamState
-from protocol.checksum import crc64
+from immortal.coordinator.core.errors import DivergenceError
+from immortal.coordinator.core.interfaces import ImpulseBatch, OutputBatch, OutputMark
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.streams.output_stream import OutputStream, StreamState
+from immortal.protocol.checksum import crc64
 from tests.helpers.core import rpc
 
 LIMITS = Limits(peer_window_bytes=1000, peer_window_frames=3, peer_frame_bytes=100, peer_gather_bytes=50)

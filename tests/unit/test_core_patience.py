@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from coordinator.core import events as ev
-from coordinator.core.limits import Limits
-from coordinator.core.session import Phase
-from protocol.messages import MessageType
-from protocol.peer import FrameType, RefusedCode
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.session import Phase
+from immortal.protocol.messages import MessageType
+from immortal.protocol.peer import FrameType, RefusedCode
 from tests.helpers.core import Driven, call, checkpoint, rpc
 
 

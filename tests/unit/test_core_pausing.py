@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.session import Phase
-from protocol.handlers import Order
-from protocol.peer import FrameType
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.session import Phase
+from immortal.protocol.handlers import Order
+from immortal.protocol.peer import FrameType
 from tests.helpers.core import NOW_NS, Driven, arguments, checkpoint, rpc
 from tests.unit.test_core_handlers import working
 from tests.unit.test_core_verdicts import answers

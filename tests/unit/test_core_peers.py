@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import DivergenceError
-from coordinator.core.interfaces import ImpulseBatch
-from coordinator.core.limits import Limits
-from coordinator.core.session import Phase
-from protocol.extensions import Hello, decode_sources, encode_hello
-from protocol.messages import MessageType, decode_messages, encode_incoming_rpc, encode_message
-from protocol.peer import FrameType, RefusedCode
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import DivergenceError
+from immortal.coordinator.core.interfaces import ImpulseBatch
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.session import Phase
+from immortal.protocol.extensions import Hello, decode_sources, encode_hello
+from immortal.protocol.messages import MessageType, decode_messages, encode_incoming_rpc, encode_message
+from immortal.protocol.peer import FrameType, RefusedCode
 from tests.helpers.core import (
     COMMITTER_ID,
     EXTENSIONS,

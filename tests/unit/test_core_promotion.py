@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.session import Phase
-from protocol.peer import FrameType
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.session import Phase
+from immortal.protocol.peer import FrameType
 from tests.helpers.core import HELLO, Driven, attach, call, checkpoint, rpc
 
 PRIMARY = (-1, "BECOMING_PRIMARY")

@@ -7,17 +7,25 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.limits import Limits
-from coordinator.core.permissions import Permission
-from coordinator.core.queries import ROOM_MIN
-from coordinator.core.session import Phase
-from protocol.client import ClientCode, ClientFrame, ClientFrameType, Reply, ReplyKind, decode_replies, encode_request
-from protocol.extensions import QUERIES, AppDescription, Hello, encode_app_description, encode_hello
-from protocol.messages import MessageType, decode_messages
-from protocol.queries import QueryAnswer, QueryQuestion, decode_query, encode_query_answer
-from protocol.verdicts import Verdict, VerdictKind, encode_verdict
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.permissions import Permission
+from immortal.coordinator.core.queries import ROOM_MIN
+from immortal.coordinator.core.session import Phase
+from immortal.protocol.client import (
+    ClientCode,
+    ClientFrame,
+    ClientFrameType,
+    Reply,
+    ReplyKind,
+    decode_replies,
+    encode_request,
+)
+from immortal.protocol.extensions import QUERIES, AppDescription, Hello, encode_app_description, encode_hello
+from immortal.protocol.messages import MessageType, decode_messages
+from immortal.protocol.queries import QueryAnswer, QueryQuestion, decode_query, encode_query_answer
+from immortal.protocol.verdicts import Verdict, VerdictKind, encode_verdict
 from tests.helpers.clients import call, request
 from tests.helpers.core import EXTENSIONS, NOW_NS, Driven, checkpoint, first_start, records, rpc
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from coordinator.core import effects as ef
-from coordinator.core.session import Phase
-from protocol.extensions import ALL_EXTENSIONS, Hello, encode_app_batch, encode_hello
-from protocol.limits import MESSAGE_SIZE_BYTES_MAX
-from protocol.messages import MessageType, encode_message
-from protocol.peer import FrameType
-from protocol.varint import encode_zigzag
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core.session import Phase
+from immortal.protocol.extensions import ALL_EXTENSIONS, Hello, encode_app_batch, encode_hello
+from immortal.protocol.limits import MESSAGE_SIZE_BYTES_MAX
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.peer import FrameType
+from immortal.protocol.varint import encode_zigzag
 from tests.helpers.core import HELLO, INITIAL, Driven, arguments, attach, call, checkpoint, first_start, rpc
 
 INITIAL_MESSAGE = encode_message(MessageType.INITIAL_MESSAGE, INITIAL)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import DivergenceError
-from coordinator.core.interfaces import LogSpace
-from coordinator.core.limits import Limits
-from coordinator.core.notices import StateSavedAgain, StateUnsaved, TakenBack
-from coordinator.core.session import Phase
-from protocol.extensions import Hello, encode_hello
-from protocol.messages import MessageType
-from protocol.peer import FrameType
-from protocol.record import decode_header
-from protocol.trailer import decode_trailer
-from protocol.verdicts import Unsaved, Verdict, VerdictKind, encode_unsaved, encode_verdict
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import DivergenceError
+from immortal.coordinator.core.interfaces import LogSpace
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.notices import StateSavedAgain, StateUnsaved, TakenBack
+from immortal.coordinator.core.session import Phase
+from immortal.protocol.extensions import Hello, encode_hello
+from immortal.protocol.messages import MessageType
+from immortal.protocol.peer import FrameType
+from immortal.protocol.record import decode_header
+from immortal.protocol.trailer import decode_trailer
+from immortal.protocol.verdicts import Unsaved, Verdict, VerdictKind, encode_unsaved, encode_verdict
 from tests.helpers.core import EXTENSIONS, NOW_NS, Driven, attach, call, checkpoint, first_start, rpc
 
 HELLO = encode_hello(Hello(EXTENSIONS, "saves"))

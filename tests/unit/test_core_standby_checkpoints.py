@@ -7,18 +7,18 @@ import dataclasses
 import pytest
 from msgspec.structs import replace
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import DivergenceError
-from coordinator.core.interfaces import CheckpointHeader, Offer, OutputMark
-from coordinator.core.limits import Limits, ReplayCheck
-from coordinator.core.session import Phase
-from coordinator.log.format import CHUNK_KEY
-from coordinator.log.offers import sealed_chunk
-from protocol.checksum import crc64
-from protocol.extensions import Hello, encode_hello
-from protocol.messages import MessageType, encode_message
-from protocol.verdicts import Verdict, VerdictKind, encode_verdict
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import DivergenceError
+from immortal.coordinator.core.interfaces import CheckpointHeader, Offer, OutputMark
+from immortal.coordinator.core.limits import Limits, ReplayCheck
+from immortal.coordinator.core.session import Phase
+from immortal.coordinator.log.format import CHUNK_KEY
+from immortal.coordinator.log.offers import sealed_chunk
+from immortal.protocol.checksum import crc64
+from immortal.protocol.extensions import Hello, encode_hello
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.verdicts import Verdict, VerdictKind, encode_verdict
 from tests.helpers.core import EXTENSIONS, HELLO, Driven, attach, call, checkpoint, rpc
 
 LIMITS = Limits(checkpoints_on_standby=True)

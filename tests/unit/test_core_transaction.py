@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.core.errors import InvariantError
-from coordinator.core.interfaces import (
+from immortal.coordinator.core.errors import InvariantError
+from immortal.coordinator.core.interfaces import (
     NO_SUSPECT,
     AuditEntry,
     CheckpointHeader,
@@ -21,7 +21,7 @@ from coordinator.core.interfaces import (
     Transaction,
     VersionStart,
 )
-from protocol.verdicts import Verdict, VerdictKind
+from immortal.protocol.verdicts import Verdict, VerdictKind
 
 # Of each field: what a transaction has of it, what the one behind has, and what both have together.
 FIELDS: dict[str, tuple[Any, Any, Any]] = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
 from tests.helpers.core import Driven, arguments, call, rpc
 
 

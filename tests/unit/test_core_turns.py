@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.limits import Limits
-from coordinator.core.notices import FrameRefused
-from coordinator.core.streams.turns import Turns
-from protocol.batch import decode_batch
-from protocol.client import ClientFrame, ClientFrameType
-from protocol.messages import decode_incoming_rpc, decode_messages
-from protocol.peer import FrameType, PeerFrame, RefusedCode
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.notices import FrameRefused
+from immortal.coordinator.core.streams.turns import Turns
+from immortal.protocol.batch import decode_batch
+from immortal.protocol.client import ClientFrame, ClientFrameType
+from immortal.protocol.messages import decode_incoming_rpc, decode_messages
+from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode
 from tests.helpers.core import Driven, rpc
 
 TURN_BYTES = 250

@@ -7,24 +7,18 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.interfaces import AuditEntry, Letter, Transaction
-from coordinator.core.limits import Limits
-from coordinator.core.session import Phase
-from protocol.client import CLIENTS, ClientFrame, ClientFrameType, caller_of, encode_request, msgpack_string
-from protocol.extensions import (
-    AppDescription,
-    Hello,
-    encode_app_batch,
-    encode_app_description,
-    encode_hello,
-)
-from protocol.messages import MessageType, RpcKind, decode_messages, encode_incoming_rpc, encode_message
-from protocol.peer import FrameType
-from protocol.record import decode_header
-from protocol.trailer import OutputMarkEntry, decode_trailer
-from protocol.verdicts import (
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.interfaces import AuditEntry, Letter, Transaction
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.session import Phase
+from immortal.protocol.client import CLIENTS, ClientFrame, ClientFrameType, caller_of, encode_request, msgpack_string
+from immortal.protocol.extensions import AppDescription, Hello, encode_app_batch, encode_app_description, encode_hello
+from immortal.protocol.messages import MessageType, RpcKind, decode_messages, encode_incoming_rpc, encode_message
+from immortal.protocol.peer import FrameType
+from immortal.protocol.record import decode_header
+from immortal.protocol.trailer import OutputMarkEntry, decode_trailer
+from immortal.protocol.verdicts import (
     LETTER_SIZE_BYTES_MAX,
     TEXT_CHARACTERS_MAX,
     TRACE_CHARACTERS_MAX,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from coordinator.core.words import Methods, RpcWords, call_in_words, counted_method_in_words
-from protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_message, encode_incoming_rpc
+from immortal.coordinator.core.words import Methods, RpcWords, call_in_words, counted_method_in_words
+from immortal.protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_message, encode_incoming_rpc
 
 METHODS: Methods = {("", 7): "Teller.transfer", ("north", 8): "Bank.debit"}
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.core.notices import Notice
-from coordinator.notices.__main__ import metrics_table, notices
+from immortal.coordinator.core.notices import Notice
+from immortal.coordinator.notices.__main__ import metrics_table, notices
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "alerts.yml"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import ConfigError, read_settings, settings_text
-from coordinator.instances.registry import Registry, UnknownInstanceError
-from coordinator.peers.discovery import (
+from immortal.coordinator.config import ConfigError, read_settings, settings_text
+from immortal.coordinator.instances.registry import Registry, UnknownInstanceError
+from immortal.coordinator.peers.discovery import (
     LOOK_NS,
     LOOK_SOON_NS,
     TOLD_AGAIN_NS,

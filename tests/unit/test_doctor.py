@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from coordinator.cli import main
-from coordinator.doctor import Finding, Level, clock, disk, home, installation, limits
-from coordinator.instances.own_logs import FOLDER_NAME, OWN_LOGS_FILE_NAME
-from coordinator.instances.registry import Registry
-from coordinator.log import create_log
-from coordinator.operator import control
-from protocol import compiled
+from immortal.coordinator.cli import main
+from immortal.coordinator.doctor import Finding, Level, clock, disk, home, installation, limits
+from immortal.coordinator.instances.own_logs import FOLDER_NAME, OWN_LOGS_FILE_NAME
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.log import create_log
+from immortal.protocol import compiled
 
 MOUNTS = """\
 27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.errors import DamagedLogError
-from coordinator.core.interfaces import CheckpointHeader, Letter, OutputBatch, Transaction
-from coordinator.driver.reads import answer, problem_of
-from coordinator.log.memory import MemoryLogStore
-from protocol.checksum import crc64
-from protocol.verdicts import MessageKey, Verdict, VerdictKind
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.coordinator.core.interfaces import CheckpointHeader, Letter, OutputBatch, Transaction
+from immortal.coordinator.driver.reads import answer, problem_of
+from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.protocol.checksum import crc64
+from immortal.protocol.verdicts import MessageKey, Verdict, VerdictKind
 
 CHUNKS = [b"first", b"second"]
 BLOB = b"".join(CHUNKS)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from appsdk.effects.runner import OutsideRunner
+from immortal.appsdk.effects.runner import OutsideRunner
 from tests.helpers.sdk import WAIT_S
 from tests.helpers.waiting import WaitingInstances
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from appsdk import CalleeFailed, errors
-from appsdk.testing import Environment
-from protocol.verdicts import VerdictKind
+from immortal import CalleeFailed, errors
+from immortal.protocol.verdicts import VerdictKind
+from immortal.testing import Environment
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "errors.md").read_text(encoding="utf-8")
 

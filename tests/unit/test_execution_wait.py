@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from coordinator.notices.execution_wait import (
+from immortal.coordinator.notices.execution_wait import (
     INTERVAL_S,
     METHOD_CHARACTERS_MAX,
     METHODS_MAX,
@@ -15,7 +15,7 @@ from coordinator.notices.execution_wait import (
     WAIT_S_MAX,
     ExecutionWait,
 )
-from protocol.errors import ImmortalError
+from immortal.protocol.errors import ImmortalError
 
 
 class Scene:

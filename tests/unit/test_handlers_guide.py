@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk.testing import Environment
-from coordinator.core import events as ev
-from protocol.handlers import Order
+from immortal.coordinator.core import events as ev
+from immortal.protocol.handlers import Order
+from immortal.testing import Environment
 from tests.helpers.waiting import WaitingInstances
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "handlers.md").read_text()

@@ -9,8 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import rpc
-from appsdk.patterns.harmony import (
+from immortal import rpc
+from immortal.appsdk.patterns.harmony import batch as rules
+from immortal.appsdk.patterns.harmony.batch import Contents, Progress
+from immortal.appsdk.patterns.harmony.dispatch import Dispatch
+from immortal.appsdk.patterns.harmony.gathered import Gathered
+from immortal.appsdk.patterns.harmony.limits import SILENCE_S, WAITING_TASKS_MAX
+from immortal.appsdk.patterns.harmony.packing import digest_of
+from immortal.appsdk.patterns.harmony.runs import Life, Response, Run, array, results
+from immortal.appsdk.testing.instance import Instance
+from immortal.patterns.harmony import (
     BaseCollector,
     Batch,
     BatchConflict,
@@ -20,16 +28,8 @@ from appsdk.patterns.harmony import (
     Result,
     Ventilator,
 )
-from appsdk.patterns.harmony import batch as rules
-from appsdk.patterns.harmony.batch import Contents, Progress
-from appsdk.patterns.harmony.dispatch import Dispatch
-from appsdk.patterns.harmony.gathered import Gathered
-from appsdk.patterns.harmony.limits import SILENCE_S, WAITING_TASKS_MAX
-from appsdk.patterns.harmony.packing import digest_of
-from appsdk.patterns.harmony.runs import Life, Response, Run, array, results
-from appsdk.testing import Environment
-from appsdk.testing.instance import Instance
-from protocol.identity import digest_behind
+from immortal.protocol.identity import digest_behind
+from immortal.testing import Environment
 
 PER_CALL = 100
 PROGRESS = Progress("done", 4, 4, 0, 4, 0, 0, 0)
@@ -546,7 +546,7 @@ def test_a_collector_takes_no_results_of_another_function_or_other_tasks_from_an
 def test_a_name_that_the_cluster_has_forgotten_brings_no_old_results(
     monkeypatch: pytest.MonkeyPatch, pipeline: Pipeline
 ) -> None:
-    monkeypatch.setattr("appsdk.patterns.harmony.dispatch.BATCHES_ENDED_MAX", 1)
+    monkeypatch.setattr("immortal.appsdk.patterns.harmony.dispatch.BATCHES_ENDED_MAX", 1)
     sender = Sender(pipeline)
     sender.batch().send(range(4))
     pipeline.finish()

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from appsdk.client.errors import (
+from immortal.appsdk.client.errors import (
     CallConflict,
     CalleeFailed,
     CallRaised,
@@ -21,8 +21,8 @@ from appsdk.client.errors import (
     OutcomeUnknown,
     ReplyGone,
 )
-from appsdk.integrations.asgi.calls import TooManyCalls
-from appsdk.integrations.asgi.problems import ProblemResponse, problem_of_call, problem_of_declared
+from immortal.appsdk.integrations.asgi.calls import TooManyCalls
+from immortal.appsdk.integrations.asgi.problems import ProblemResponse, problem_of_call, problem_of_declared
 
 
 class Request(NamedTuple):

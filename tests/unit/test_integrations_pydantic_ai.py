@@ -26,12 +26,12 @@ from pydantic_ai.models.function import AgentInfo, FunctionModel
 from pydantic_ai.models.test import TestModel
 from pydantic_ai.toolsets import DynamicToolset, FunctionToolset
 
-from appsdk import EffectFailed, Immortal, Retry, effect_context, peer, rpc
-from appsdk.errors import UsageError
-from appsdk.integrations.handler_loop import HandlerLoop
-from appsdk.integrations.pydantic_ai import ImmortalDurability, in_handler, run_agent, run_step
-from appsdk.state.journal import JournalError
-from appsdk.testing import Environment, crash_everywhere
+from immortal import EffectFailed, Immortal, Retry, effect_context, peer, rpc
+from immortal.appsdk.integrations.handler_loop import HandlerLoop
+from immortal.appsdk.state.journal import JournalError
+from immortal.errors import UsageError
+from immortal.integrations.pydantic_ai import ImmortalDurability, in_handler, run_agent, run_step
+from immortal.testing import Environment, crash_everywhere
 
 RUNS = {run_step: run_step}
 MADE: Counter[str] = Counter()

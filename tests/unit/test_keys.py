@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from coordinator.cli import main
-from coordinator.config import ConfigError, override
-from coordinator.instances.registry import Registry
-from coordinator.messenger import KeyPair, Role
-from coordinator.peers import keys
-from coordinator.peers.keys import KeysError
-from coordinator.peers.security import FILES_A_LOOK, KeyBook, check_start, insecurity, is_local
-from coordinator.service.commands import coordinator_command
+from immortal.coordinator.cli import main
+from immortal.coordinator.config import ConfigError, override
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.peers import keys
+from immortal.coordinator.peers.keys import KeysError
+from immortal.coordinator.peers.security import FILES_A_LOOK, KeyBook, check_start, insecurity, is_local
+from immortal.coordinator.service.commands import coordinator_command
+from immortal.messenger import KeyPair, Role
 from tests.helpers.watched import Watched
 
 KEY = "x" * 40

@@ -10,20 +10,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import CallRefused, Immortal, peer, query, rpc
-from appsdk.calls.codec import encode_value
-from appsdk.client.results import NamedMethod, typed_method
-from appsdk.handlers.definition import definition_of
-from appsdk.state.rows import state_rows
-from appsdk.state.tree import Fields, to_json, tree
-from appsdk.testing import Environment
-from coordinator.core.words import call_in_words
-from pipeline.arguments import ArgumentDecoder
-from protocol.client import Reply, ReplyKind
-from protocol.messages import IncomingRpc, RpcKind, RpcType, encode_incoming_rpc
-from protocol.values import decode_plain
-from replay.arguments import pair_arguments
-from sight.sql.states import read_tables
+from immortal import CallRefused, Immortal, peer, query, rpc
+from immortal.appsdk.calls.codec import encode_value
+from immortal.appsdk.client.results import NamedMethod, typed_method
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.state.rows import state_rows
+from immortal.appsdk.state.tree import Fields, to_json, tree
+from immortal.coordinator.core.words import call_in_words
+from immortal.pipeline.arguments import ArgumentDecoder
+from immortal.protocol.client import Reply, ReplyKind
+from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType, encode_incoming_rpc
+from immortal.protocol.values import decode_plain
+from immortal.replay.arguments import pair_arguments
+from immortal.sight.sql.states import read_tables
+from immortal.testing import Environment
 
 LARGE = [2**64, -(2**63) - 1, 2**70, -(10**5000)]
 EDGES = [2**64 - 1, -(2**63), 0]

@@ -6,8 +6,8 @@ import hashlib
 
 from blake3 import blake3
 
-from coordinator.log import LogIdentity
-from coordinator.log.authentication import SUMMED_TABLES, LogKey, Macs, Marker
+from immortal.coordinator.log.authentication import SUMMED_TABLES, LogKey, Macs, Marker
+from immortal.log import LogIdentity
 
 SECRET = bytes(range(32))
 NONCE = bytes(range(16))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.log.contents import NoSuchMessageError, batches, message_at, record_of, with_first_messages
-from protocol.batch import encode_batch, encode_replayable_batch
-from protocol.errors import RemoteProtocolError
-from protocol.extensions import encode_record_time
-from protocol.messages import MessageType, encode_incoming_rpc, encode_message
-from protocol.readers import Record
-from protocol.record import encode_record, verify_record
+from immortal.coordinator.log.contents import NoSuchMessageError, batches, message_at, record_of, with_first_messages
+from immortal.protocol.batch import encode_batch, encode_replayable_batch
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.extensions import encode_record_time
+from immortal.protocol.messages import MessageType, encode_incoming_rpc, encode_message
+from immortal.protocol.readers import Record
+from immortal.protocol.record import encode_record, verify_record
 
 
 def rpc(number: int, rpc_type: int = 1) -> bytes:

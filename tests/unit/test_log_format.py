@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core.errors import DamagedLogError, InvariantError
-from coordinator.core.interfaces import (
+from immortal.coordinator.core.errors import DamagedLogError, InvariantError
+from immortal.coordinator.core.interfaces import (
     CheckpointHeader,
     ClientPosition,
     OutputBatch,
@@ -13,11 +13,11 @@ from coordinator.core.interfaces import (
     Suspect,
     VersionStart,
 )
-from coordinator.log import format as log_format
-from coordinator.log.backends.lmdb.journal_entries import FORM, Place, encode_entry, place_of
-from coordinator.log.verdicts import letter_name, suspect_row, verdict_rows
-from protocol.checksum import crc64
-from protocol.verdicts import Cause, MessageKey, Verdict, VerdictKind
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.backends.lmdb.journal_entries import FORM, Place, encode_entry, place_of
+from immortal.coordinator.log.verdicts import letter_name, suspect_row, verdict_rows
+from immortal.protocol.checksum import crc64
+from immortal.protocol.verdicts import Cause, MessageKey, Verdict, VerdictKind
 
 
 def crc(data: bytes) -> bytes:

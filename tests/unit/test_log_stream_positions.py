@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.log.findings import Severity
-from coordinator.log.stream_positions import StreamPositions
-from protocol.client import CLIENTS
-from protocol.trailer import BatchKind, BatchSource, Trailer
+from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.stream_positions import StreamPositions
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer
 
 CLIENT = f"{CLIENTS}ann"
 

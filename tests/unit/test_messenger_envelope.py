@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.messenger.envelope import (
+from immortal.coordinator.messenger.envelope import (
     ENVELOPE_SIZE_BYTES,
     Envelope,
     Kind,
@@ -20,7 +20,7 @@ from coordinator.messenger.envelope import (
     encode_parts,
     encode_reply,
 )
-from coordinator.messenger.errors import EnvelopeError
+from immortal.coordinator.messenger.errors import EnvelopeError
 
 REPLIES = [kind for kind in Kind if kind not in (Kind.MESSAGE, Kind.TURN)]
 U32, U64 = st.integers(1, 2**32 - 1), st.integers(0, 2**64 - 1)

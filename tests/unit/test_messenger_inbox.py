@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.messenger import inbox as messenger_inbox
-from coordinator.messenger.duplicates import OrderedTracker, Sighting
-from coordinator.messenger.envelope import Kind
-from coordinator.messenger.inbox import Conversation, Inbox, StoredReply
-from coordinator.messenger.limits import (
+from immortal.coordinator.messenger import inbox as messenger_inbox
+from immortal.coordinator.messenger.duplicates import OrderedTracker, Sighting
+from immortal.coordinator.messenger.envelope import Kind
+from immortal.coordinator.messenger.inbox import Conversation, Inbox, StoredReply
+from immortal.coordinator.messenger.limits import (
     CALLBACK_OVERHEAD_BYTES,
     CALLBACKS_MAX,
     PEER_CONVERSATIONS_MAX,

@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from coordinator.messenger.duplicates import DuplicateTracker, OrderedTracker, Sighting
-from coordinator.messenger.inbox import Conversation
-from coordinator.messenger.outbox import Outbox, RetryPolicy
+from immortal.coordinator.messenger.duplicates import DuplicateTracker, OrderedTracker, Sighting
+from immortal.coordinator.messenger.inbox import Conversation
+from immortal.coordinator.messenger.outbox import Outbox, RetryPolicy
 
 MESSAGES = 5_000
 ROUND_TRIP_NS = 1_000_000

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from coordinator.messenger.limits import SILENCE_NS
-from coordinator.messenger.outbox import LOOKS_PER_DELAY, Outbox, RetryPolicy
+from immortal.coordinator.messenger.limits import SILENCE_NS
+from immortal.coordinator.messenger.outbox import LOOKS_PER_DELAY, Outbox, RetryPolicy
 
 SECOND_NS = 1_000_000_000
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from coordinator.messenger import Messenger, MessengerError, PendingFullError, PendingLimits, Received
-from coordinator.messenger.limits import PENDING_MAX, PENDING_SIZE_BYTES_MAX
-from coordinator.messenger.room import Room
+from immortal.coordinator.messenger.limits import PENDING_MAX, PENDING_SIZE_BYTES_MAX
+from immortal.coordinator.messenger.room import Room
+from immortal.messenger import Messenger, MessengerError, PendingFullError, PendingLimits, Received
 from tests.helpers.messengers import House
 
 DEADLINE_S = 20.0

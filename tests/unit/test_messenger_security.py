@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.messenger import KeyPair, Role
+from immortal.messenger import KeyPair, Role
 
 
 def test_a_pair_fits_if_its_secret_key_makes_its_public_one() -> None:

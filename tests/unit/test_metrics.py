@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.notices.metrics_server import MetricsError
-from coordinator.operator.control import NotRunningError
+from immortal.coordinator.notices.metrics_server import MetricsError
+from immortal.coordinator.operator.control import NotRunningError
 from tests.helpers.notices import serve_status
 
 STATUS: dict[str, Any] = {

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from coordinator.cli import migrate as module
-from coordinator.cli.commands import main
-from coordinator.instances.registry import Registry
+from immortal.coordinator.cli import migrate as module
+from immortal.coordinator.cli.commands import main
+from immortal.coordinator.instances.registry import Registry
 
 HEIR = "two (process 7)"
 

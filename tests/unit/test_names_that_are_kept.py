@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from appsdk import CalleeFailed, Immortal, peer, rpc
-from appsdk.client.proxies import with_key
-from appsdk.errors import DefinitionError, UsageError
-from appsdk.patterns.groups import group
-from appsdk.patterns.queue.records import Submission
-from appsdk.testing import Environment
+from immortal import CalleeFailed, Immortal, peer, rpc
+from immortal.appsdk.client.proxies import with_key
+from immortal.appsdk.patterns.queue.records import Submission
+from immortal.errors import DefinitionError, UsageError
+from immortal.patterns.groups import group
+from immortal.testing import Environment
 
 HALF = "\ud800"
 EVENTS = ["approved", HALF, "a" + HALF]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from appsdk.testing import Environment
+from immortal.testing import Environment
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guide" / "nodes.md").read_text()

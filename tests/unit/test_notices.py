@@ -13,17 +13,17 @@ import pytest
 from msgspec.structs import fields
 from prometheus_client import CollectorRegistry
 
-from coordinator.core import notices
-from coordinator.core.notices import CheckpointBegan, CheckpointTaken, Notice, Recovered, Recovering
-from coordinator.notices import LOG_LEVELS, Notices
-from coordinator.notices import __main__ as tables
-from coordinator.notices.json_lines import JsonLines
-from coordinator.notices.limited import LINES_MAX, Limited
-from coordinator.notices.metrics import STATUS, TIMES, NoticeMetrics
-from coordinator.notices.readiness import Readiness
-from coordinator.notices.sink import Line
-from coordinator.notices.text_lines import TextLines
-from coordinator.notices.timed import CommitTimed, SyncTimed
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.notices import CheckpointBegan, CheckpointTaken, Notice, Recovered, Recovering
+from immortal.coordinator.notices import LOG_LEVELS, Notices
+from immortal.coordinator.notices import __main__ as tables
+from immortal.coordinator.notices.json_lines import JsonLines
+from immortal.coordinator.notices.limited import LINES_MAX, Limited
+from immortal.coordinator.notices.metrics import STATUS, TIMES, NoticeMetrics
+from immortal.coordinator.notices.readiness import Readiness
+from immortal.coordinator.notices.sink import Line
+from immortal.coordinator.notices.text_lines import TextLines
+from immortal.coordinator.notices.timed import CommitTimed, SyncTimed
 from tests.helpers.notices import Told
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "notices.md"
@@ -186,15 +186,18 @@ def test_how_long_things_take() -> None:
 def test_the_page_has_the_tables_of_the_schema() -> None:
     page = PAGE.read_text()
     for table in (tables.notices_table, tables.metrics_table):
-        assert "\n".join(table()) in page, "docs/guide/notices.md: put in what 'python -m coordinator.notices' prints"
+        assert "\n".join(table()) in page, (
+            "docs/guide/notices.md: put in what 'python -m immortal.coordinator.notices' prints"
+        )
     assert len(tables.notices()) >= 40
     assert len({one.name for one in (*STATUS, *TIMES)}) == len(STATUS) + len(TIMES)
 
 
 def test_who_wants_neither_json_nor_metrics_holds_neither() -> None:
     program = (
-        "import sys, coordinator.cli.coordinator, coordinator.service.runtime, coordinator.service.supervisor\n"
-        "from coordinator.notices import configure\n"
+        "import sys, immortal.coordinator.cli.coordinator\n"
+        "import immortal.coordinator.service.runtime, immortal.coordinator.service.supervisor\n"
+        "from immortal.coordinator.notices import configure\n"
         "configure('counter').info('here')\n"
         "print([one for one in ('structlog', 'prometheus_client', 'rich') if one in sys.modules])"
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from appsdk.ordering.machine import Key, Ordering
-from appsdk.ordering.messages import Scope, Timestamp
-from appsdk.ordering.state import Filed, Sent
+from immortal.appsdk.ordering.machine import Key, Ordering
+from immortal.appsdk.ordering.messages import Scope, Timestamp
+from immortal.appsdk.ordering.state import Filed, Sent
 from tests.helpers.ordering_world import Script, ViolationError, explore, multicast, plain
 
 TO_TWO: Script = {"s": (multicast("a", "b"),), "t": (multicast("a", "b"),)}

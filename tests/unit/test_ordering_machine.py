@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from appsdk.ordering.machine import TIMESTAMP_MAX, Ordering, Release, Send
-from appsdk.ordering.messages import Commit, Propose, Proposed, Refused, Settle, Settled
+from immortal.appsdk.ordering.machine import TIMESTAMP_MAX, Ordering, Release, Send
+from immortal.appsdk.ordering.messages import Commit, Propose, Proposed, Refused, Settle, Settled
 
 
 def sent(machine: Ordering) -> list[tuple[str, object]]:

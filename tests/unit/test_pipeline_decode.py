@@ -7,13 +7,13 @@ import re
 import numpy as np
 import pytest
 
-from pipeline.decode import decode_headers, decode_messages, decode_names, decode_trailers, verify_checks
-from pipeline.lockstep import zigzag
-from pipeline.plain import read_record
-from protocol.errors import RemoteProtocolError
-from protocol.record import encode_record
-from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
-from protocol.varint import decode_zigzag_int, decode_zigzag_long, encode_zigzag
+from immortal.pipeline.decode import decode_headers, decode_messages, decode_names, decode_trailers, verify_checks
+from immortal.pipeline.lockstep import zigzag
+from immortal.pipeline.plain import read_record
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+from immortal.protocol.varint import decode_zigzag_int, decode_zigzag_long, encode_zigzag
 from tests.helpers.pipeline_logs import COMMITTER_ID, Batch, RecordSpec, random_specs
 from tests.properties.test_pipeline_decode import shown, values_of
 

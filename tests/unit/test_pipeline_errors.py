@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core.errors import LogFormatError
-from pipeline.errors import PipelineError, SourceError, clear_error
+from immortal.coordinator.core.errors import LogFormatError
+from immortal.pipeline.errors import PipelineError, SourceError, clear_error
 
 WORKER = """[FAILED_EXECUTE_UDF] Job aborted due to stage failure: Task 0 failed 1 times, most recent failure:
 org.apache.spark.api.python.PythonException: Traceback (most recent call last):
@@ -17,7 +17,7 @@ The above exception was the direct cause of the following exception:
 
 Traceback (most recent call last):
   File "/x/pyspark/worker.py", line 2, in main
-coordinator.core.errors.LogFormatError: the log in /a: b has format version 9, this program reads version 2
+immortal.coordinator.core.errors.LogFormatError: the log in /a: b has format version 9, this program reads version 2
 
 \tat org.apache.spark.api.python.BasePythonRunner.handlePythonException(PythonRunner.scala:581)
 Driver stacktrace:"""

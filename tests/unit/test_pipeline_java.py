@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import java
-from pipeline.errors import JavaError
+from immortal.pipeline import java
+from immortal.pipeline.errors import JavaError
 
 
 def fake_java(folder: Path, answer: str, status: int = 0) -> Path:

@@ -9,16 +9,16 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipeline.fleet import encode_planned
-from pipeline.jobs.causality import impossible_orders
-from pipeline.jobs.evidence import LOG, Row, evidence_of_raw, evidence_of_record, evidence_of_values
-from pipeline.jobs.judgement import judge
-from pipeline.jobs.log_audit import LogReport
-from pipeline.jobs.reports import AuditReport, Violation
-from pipeline.jobs.sources import log_states
-from pipeline.jobs.stream_audit import Needs
-from pipeline.reading import Gap, close_shared, read_range, whole_range
-from protocol.messages import RpcType, encode_incoming_rpc
+from immortal.pipeline.fleet import encode_planned
+from immortal.pipeline.jobs.causality import impossible_orders
+from immortal.pipeline.jobs.evidence import LOG, Row, evidence_of_raw, evidence_of_record, evidence_of_values
+from immortal.pipeline.jobs.judgement import judge
+from immortal.pipeline.jobs.log_audit import LogReport
+from immortal.pipeline.jobs.reports import AuditReport, Violation
+from immortal.pipeline.jobs.sources import log_states
+from immortal.pipeline.jobs.stream_audit import Needs
+from immortal.pipeline.reading import Gap, close_shared, read_range, whole_range
+from immortal.protocol.messages import RpcType, encode_incoming_rpc
 from tests.helpers.fleet import (
     Plan,
     audit_here,
@@ -282,7 +282,7 @@ def test_a_violation_of_order_names_both_records() -> None:
 # --- logs of real coordinators ---------------------------------------------------------------------------------------
 
 TALK = """
-from appsdk import Immortal, Impulses, impulse, peer, rpc
+from immortal import Immortal, Impulses, impulse, peer, rpc
 
 
 class Left(Immortal):

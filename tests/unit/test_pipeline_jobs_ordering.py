@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from appsdk.testing import Environment
-from pipeline.jobs.audit import audit_rows
-from pipeline.jobs.evidence import evidence_of_record
-from pipeline.jobs.judgement import Result
-from pipeline.jobs.ordering import ORDERED, OrderingAudit
-from pipeline.jobs.reports import Violation
-from replay.recorded import RecordedLog
+from immortal.pipeline.jobs.audit import audit_rows
+from immortal.pipeline.jobs.evidence import evidence_of_record
+from immortal.pipeline.jobs.judgement import Result
+from immortal.pipeline.jobs.ordering import ORDERED, OrderingAudit
+from immortal.pipeline.jobs.reports import Violation
+from immortal.replay.recorded import RecordedLog
+from immortal.testing import Environment
 from tests.helpers.ordering_runs import NAMES, Member
 
 Word = list[object]  # at, kind, sender, number, timestamp, count

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core.interfaces import IMPULSES
-from pipeline.jobs.stream_audit import FINDINGS_PER_STREAM_MAX, Mark, Needs, Part, StreamAudit
-from protocol.checksum import crc64
-from protocol.messages import RpcType, encode_incoming_rpc
+from immortal.coordinator.core.interfaces import IMPULSES
+from immortal.pipeline.jobs.stream_audit import FINDINGS_PER_STREAM_MAX, Mark, Needs, Part, StreamAudit
+from immortal.protocol.checksum import crc64
+from immortal.protocol.messages import RpcType, encode_incoming_rpc
 
 MS = 1_000_000
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.core.interfaces import IMPULSES
-from pipeline.jobs.evidence import BATCH, MARK, Row, evidence_of_record
-from pipeline.jobs.trace import OUTSIDE, Batch, Trace, TraceError, TraceIndex, follow
-from pipeline.reading import Gap, close_shared, read_range, whole_range
-from pipeline.report.trace_picture import trace_dot, trace_lines, trace_svg
+from immortal.coordinator.core.interfaces import IMPULSES
+from immortal.pipeline.jobs.evidence import BATCH, MARK, Row, evidence_of_record
+from immortal.pipeline.jobs.trace import OUTSIDE, Batch, Trace, TraceError, TraceIndex, follow
+from immortal.pipeline.reading import Gap, close_shared, read_range, whole_range
+from immortal.pipeline.report.trace_picture import trace_dot, trace_lines, trace_svg
 from tests.helpers.recorded import Instances, load_module, write_module
 
 MS = 1_000_000
@@ -110,7 +110,7 @@ def test_a_tree_that_is_too_large_is_cut_off_and_says_so() -> None:
 
 
 CHAIN = """
-from appsdk import Immortal, impulse, peer, rpc
+from immortal import Immortal, impulse, peer, rpc
 
 
 class First(Immortal):

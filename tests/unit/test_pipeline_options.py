@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from pyspark.sql.types import StringType, StructField, StructType
 
-from appsdk.errors import LoadError
-from pipeline.arguments import decode_targets
-from pipeline.errors import SourceError
-from pipeline.reading import close_shared, whole_range
-from pipeline.schema import SCHEMAS
-from pipeline.source import Options, Reader, split
-from pipeline.stream import StreamReader, shares
+from immortal.errors import LoadError
+from immortal.pipeline.arguments import decode_targets
+from immortal.pipeline.errors import SourceError
+from immortal.pipeline.reading import close_shared, whole_range
+from immortal.pipeline.schema import SCHEMAS
+from immortal.pipeline.source import Options, Reader, split
+from immortal.pipeline.stream import StreamReader, shares
 from tests.helpers.pipeline_logs import make_log, random_specs
 
 
@@ -41,7 +41,7 @@ def test_wrong_options(options: dict[str, str], expected: str) -> None:
     ("decode", "expected"),
     [
         ("nowhere:Shop", "'nowhere:Shop': there is no module 'nowhere'"),
-        ("json:dumps", "'json:dumps': dumps is not a class below appsdk.Immortal"),
+        ("json:dumps", "'json:dumps': dumps is not a class below immortal.Immortal"),
         (
             "tests.helpers.pipeline_app:Shoe",
             "'tests.helpers.pipeline_app:Shoe': module 'tests.helpers.pipeline_app' has no",

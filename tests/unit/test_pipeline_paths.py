@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import SourceError
-from pipeline.paths import log_folders, paths_of
+from immortal.pipeline.errors import SourceError
+from immortal.pipeline.paths import log_folders, paths_of
 from tests.helpers.pipeline_logs import make_log
 
 

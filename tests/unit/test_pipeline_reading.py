@@ -6,9 +6,9 @@ import random
 import shutil
 from pathlib import Path
 
-from coordinator.core.interfaces import Transaction
-from coordinator.log import create_log
-from pipeline.reading import PIECE_SIZE_BYTES, SMALL_SIZE_BYTES, Gap, close_shared, read_range, whole_range
+from immortal.coordinator.core.interfaces import Transaction
+from immortal.log import create_log
+from immortal.pipeline.reading import PIECE_SIZE_BYTES, SMALL_SIZE_BYTES, Gap, close_shared, read_range, whole_range
 from scripts.benchmarks.pipeline_source import fill_new, record_value
 
 

@@ -8,12 +8,12 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from coordinator.core.errors import DamagedLogError
-from coordinator.log import open_reader
-from coordinator.log.verify import verify_log
-from pipeline.errors import SourceError
-from pipeline.writer import Writer
-from protocol.errors import ImmortalError
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.coordinator.log.verify import verify_log
+from immortal.log import open_reader
+from immortal.pipeline.errors import SourceError
+from immortal.pipeline.writer import Writer
+from immortal.protocol.errors import ImmortalError
 from tests.helpers.pipeline_logs import COMMITTER_ID, Row, message_rows, random_specs
 from tests.helpers.strangers import modes
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from appsdk.client.errors import ClientClosed, ClientError, NotConnectable
-from appsdk.patterns.pirate import driver as driver_module
-from appsdk.patterns.pirate.driver import Driver, NoReply, Pending
-from appsdk.patterns.pirate.errors import TooManyRequests
-from appsdk.patterns.pirate.links import Event, Heard, Replied
-from appsdk.patterns.pirate.pool import Policy
+from immortal.appsdk.client.errors import ClientClosed, ClientError, NotConnectable
+from immortal.appsdk.patterns.pirate import driver as driver_module
+from immortal.appsdk.patterns.pirate.driver import Driver, NoReply, Pending
+from immortal.appsdk.patterns.pirate.errors import TooManyRequests
+from immortal.appsdk.patterns.pirate.links import Event, Heard, Replied
+from immortal.appsdk.patterns.pirate.pool import Policy
 
 POLICY = Policy(tries=1, try_timeout_s=5.0)
 

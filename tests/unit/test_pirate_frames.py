@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from appsdk.patterns.pirate.frames import (
+from immortal.appsdk.patterns.pirate.frames import (
     MAGIC,
     NUMBER_MAX,
     OVERHEAD_BYTES,
@@ -15,9 +15,9 @@ from appsdk.patterns.pirate.frames import (
     decode_frame,
     encode_frame,
 )
-from appsdk.patterns.pirate.limits import BODY_SIZE_BYTES_MAX
-from protocol.checksum import crc64_reference
-from protocol.errors import LimitExceededError, RemoteProtocolError
+from immortal.appsdk.patterns.pirate.limits import BODY_SIZE_BYTES_MAX
+from immortal.protocol.checksum import crc64_reference
+from immortal.protocol.errors import LimitExceededError, RemoteProtocolError
 
 FRAMES = [
     Frame(Kind.PING),

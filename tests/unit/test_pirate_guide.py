@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from appsdk.patterns.pirate import limits
-from appsdk.patterns.pirate.frames import Kind
-from appsdk.patterns.pirate.pool import Policy
+from immortal.appsdk.patterns.pirate import limits
+from immortal.appsdk.patterns.pirate.frames import Kind
+from immortal.appsdk.patterns.pirate.pool import Policy
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guide" / "pirate.md").read_text()

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from appsdk import Immortal, query, rpc
-from appsdk.client import NotConnectable, start
-from appsdk.client.results import TypedMethod, typed_method
-from appsdk.handlers.definition import definition_of
-from appsdk.patterns.pirate import connect_instances
-from appsdk.patterns.pirate.peers import instances
+from immortal import Immortal, query, rpc
+from immortal.appsdk.client.results import TypedMethod, typed_method
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.patterns.pirate.peers import instances
+from immortal.client import NotConnectable, start
+from immortal.patterns.pirate import connect_instances
 
 
 class Bank(Immortal):

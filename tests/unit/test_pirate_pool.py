@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from appsdk.patterns.pirate.pool import Action, GiveUp, Ping, Policy, Pool, Send, State, Trail, Why
+from immortal.appsdk.patterns.pirate.pool import Action, GiveUp, Ping, Policy, Pool, Send, State, Trail, Why
 
 POLICY = Policy(tries=3, try_timeout_s=2.0, heartbeat_s=1.0, silence_s=2.5, removal_s=60.0)
 STORE = b"one store"

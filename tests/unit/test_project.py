@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import ConfigError
-from coordinator.config.setting import settings_of
-from coordinator.instances.registry import Registry
-from coordinator.project.listing import ListingError
-from coordinator.project.project import PlannedService, Project, ProjectError, find_project
-from coordinator.project.registering import register
-from coordinator.project.schema import GivenService, Service, read_project
-from coordinator.project.source_files import SourceFiles, python_files
+from immortal.coordinator.config import ConfigError
+from immortal.coordinator.config.setting import settings_of
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.project.listing import ListingError
+from immortal.coordinator.project.project import PlannedService, Project, ProjectError, find_project
+from immortal.coordinator.project.registering import register
+from immortal.coordinator.project.schema import GivenService, Service, read_project
+from immortal.coordinator.project.source_files import SourceFiles, python_files
 from tests.helpers.projects import SHOP
 
 
@@ -137,7 +137,7 @@ def test_which_one_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_module_that_cant_be_imported_says_why(tmp_path: Path) -> None:
-    (tmp_path / "shop.py").write_text("import appsdk\n\n1 / 0\n")
+    (tmp_path / "shop.py").write_text("import immortal\n\n1 / 0\n")
     with pytest.raises(ListingError) as error:
         Project(tmp_path / "shop.py").services()
     assert 'shop.py", line 3' in str(error.value)

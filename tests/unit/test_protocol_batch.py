@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from protocol import batch
-from protocol.batch import (
+from immortal.protocol import batch
+from immortal.protocol.batch import (
     CallRules,
     check_batch,
     decode_batch,
@@ -14,8 +14,8 @@ from protocol.batch import (
     encode_replayable_batch,
     offset_after,
 )
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.messages import MessageType, RpcKind, decode_message, encode_incoming_rpc, encode_message
+from immortal.protocol.errors import LocalProtocolError, RemoteProtocolError
+from immortal.protocol.messages import MessageType, RpcKind, decode_message, encode_incoming_rpc, encode_message
 
 SMALL = encode_incoming_rpc(3, 1, b"\1")  # 6 bytes
 LARGE = encode_incoming_rpc(3, 1, b"x" * 100)  # its size takes 2 bytes

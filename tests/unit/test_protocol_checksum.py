@@ -7,8 +7,8 @@ import types
 
 import pytest
 
-from protocol import checksum
-from protocol.checksum import crc64, crc64_reference
+from immortal.protocol import checksum
+from immortal.protocol.checksum import crc64, crc64_reference
 
 
 def in_the_words_of_wire_md(data: bytes) -> int:

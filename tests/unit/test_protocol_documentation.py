@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from protocol import handlers, numbers
-from protocol.app_proof import (
+from immortal.protocol import handlers, numbers
+from immortal.protocol.app_proof import (
     NONCE_SIZE_BYTES,
     Answer,
     Handshake,
@@ -20,8 +20,8 @@ from protocol.app_proof import (
     encode_challenge,
     encode_proof,
 )
-from protocol.batch import encode_batch
-from protocol.client import (
+from immortal.protocol.batch import encode_batch
+from immortal.protocol.client import (
     ClientCode,
     ClientFrame,
     ClientFrameType,
@@ -34,7 +34,7 @@ from protocol.client import (
     encode_request,
     logged_calls,
 )
-from protocol.extensions import (
+from immortal.protocol.extensions import (
     ALL_EXTENSIONS,
     ANSWERS,
     QUERIES,
@@ -58,8 +58,8 @@ from protocol.extensions import (
     encode_sources,
     encode_version,
 )
-from protocol.limits import EXTENSIONS_MAX, MESSAGE_SIZE_BYTES_MAX, NAME_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX
-from protocol.messages import (
+from immortal.protocol.limits import EXTENSIONS_MAX, MESSAGE_SIZE_BYTES_MAX, NAME_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX
+from immortal.protocol.messages import (
     MessageType,
     RpcKind,
     encode_checkpoint,
@@ -67,12 +67,12 @@ from protocol.messages import (
     encode_message,
     encode_outgoing_rpc,
 )
-from protocol.peer import FrameType, PeerFrame, RefusedCode, encode_frame
-from protocol.queries import QueryAnswer, QueryQuestion, encode_query, encode_query_answer
-from protocol.record import encode_record
-from protocol.senders import ROWS
-from protocol.varint import encode_zigzag
-from protocol.verdicts import (
+from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode, encode_frame
+from immortal.protocol.queries import QueryAnswer, QueryQuestion, encode_query, encode_query_answer
+from immortal.protocol.record import encode_record
+from immortal.protocol.senders import ROWS
+from immortal.protocol.varint import encode_zigzag
+from immortal.protocol.verdicts import (
     Careful,
     Cause,
     Handling,

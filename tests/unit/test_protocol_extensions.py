@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.extensions import (
+from immortal.protocol.errors import LocalProtocolError, RemoteProtocolError
+from immortal.protocol.extensions import (
     ALL_EXTENSIONS,
     ANSWERS,
     RECORD_TIME_SIZE_BYTES,
@@ -29,7 +29,7 @@ from protocol.extensions import (
     encode_impulses_accepted,
     encode_record_time,
 )
-from protocol.messages import MessageType, decode_message
+from immortal.protocol.messages import MessageType, decode_message
 
 HELLO_BYTES = bytes.fromhex("16 40  01  02 82 01  04 70 79  04 aa bb")
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from protocol.batch import (
+from immortal.protocol.batch import (
     check_batch,
     decode_batch,
     decode_replayable_batch,
     encode_batch,
     encode_replayable_batch,
 )
-from protocol.checksum import crc64, crc64_reference
-from protocol.errors import DamagedRecordError, RemoteProtocolError
-from protocol.messages import (
+from immortal.protocol.checksum import crc64, crc64_reference
+from immortal.protocol.errors import DamagedRecordError, RemoteProtocolError
+from immortal.protocol.messages import (
     IncomingRpc,
     MessageType,
     OutgoingRpc,
@@ -39,9 +39,9 @@ from protocol.messages import (
     encode_outgoing_rpc,
     encode_trim_to,
 )
-from protocol.readers import BlobStart, Message, MessageReader, Record, RecordReader
-from protocol.record import HEADER_SIZE_BYTES, encode_record, verify_record
-from protocol.varint import decode_zigzag_int, decode_zigzag_long, encode_zigzag
+from immortal.protocol.readers import BlobStart, Message, MessageReader, Record, RecordReader
+from immortal.protocol.record import HEADER_SIZE_BYTES, encode_record, verify_record
+from immortal.protocol.varint import decode_zigzag_int, decode_zigzag_long, encode_zigzag
 
 GOLDEN: dict[str, list[dict[str, Any]]] = json.loads(
     (Path(__file__).parents[1] / "vectors" / "wire.json").read_text(encoding="utf-8")

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import readers
-from protocol.batch import decode_batch
-from protocol.errors import LimitExceededError, RemoteProtocolError
-from protocol.limits import RPC_FRONT_SIZE_BYTES_MAX
-from protocol.messages import MessageType, decode_messages, encode_message, encode_outgoing_rpc
-from protocol.readers import Message, MessageReader, TooLargeRpc
-from protocol.varint import encode_zigzag
+from immortal.protocol import readers
+from immortal.protocol.batch import decode_batch
+from immortal.protocol.errors import LimitExceededError, RemoteProtocolError
+from immortal.protocol.limits import RPC_FRONT_SIZE_BYTES_MAX
+from immortal.protocol.messages import MessageType, decode_messages, encode_message, encode_outgoing_rpc
+from immortal.protocol.readers import Message, MessageReader, TooLargeRpc
+from immortal.protocol.varint import encode_zigzag
 
 CHECKPOINT_ASKED = encode_message(MessageType.TAKE_CHECKPOINT)
 RPC_MAX = 2000

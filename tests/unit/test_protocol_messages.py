@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.errors import LimitExceededError, LocalProtocolError, RemoteProtocolError
-from protocol.limits import MESSAGE_SIZE_BYTES_MAX
-from protocol.messages import (
+from immortal.protocol.errors import LimitExceededError, LocalProtocolError, RemoteProtocolError
+from immortal.protocol.limits import MESSAGE_SIZE_BYTES_MAX
+from immortal.protocol.messages import (
     MessageType,
     RpcKind,
     RpcType,
@@ -26,7 +26,7 @@ from protocol.messages import (
     encode_outgoing_rpc,
     encode_trim_to,
 )
-from protocol.varint import INT_MAX, INT_MIN, encode_zigzag
+from immortal.protocol.varint import INT_MAX, INT_MIN, encode_zigzag
 
 MIB_64 = 67_108_864
 

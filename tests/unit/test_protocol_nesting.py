@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import decoding
-from protocol.client import logged_calls
-from protocol.errors import RemoteProtocolError
-from protocol.messages import RpcKind, RpcType, encode_incoming_rpc
-from protocol.nesting import is_nested_beyond, nesting_depth, too_deep, without_values
+from immortal.protocol import decoding
+from immortal.protocol.client import logged_calls
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
+from immortal.protocol.nesting import is_nested_beyond, nesting_depth, too_deep, without_values
 
 SIZES = st.sampled_from((0, 1, 2, 4, 8, 16, 17, 31, 32, 300, 70_000))
 LEAVES = st.one_of(

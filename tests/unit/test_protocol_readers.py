@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from protocol.errors import DamagedRecordError, LimitExceededError, RemoteProtocolError
-from protocol.messages import MessageType, encode_checkpoint, encode_incoming_rpc, encode_message
-from protocol.readers import BlobData, BlobStart, Message, MessageReader, Record, RecordReader
-from protocol.record import decode_header, encode_record
-from protocol.varint import encode_zigzag
+from immortal.protocol.errors import DamagedRecordError, LimitExceededError, RemoteProtocolError
+from immortal.protocol.messages import MessageType, encode_checkpoint, encode_incoming_rpc, encode_message
+from immortal.protocol.readers import BlobData, BlobStart, Message, MessageReader, Record, RecordReader
+from immortal.protocol.record import decode_header, encode_record
+from immortal.protocol.varint import encode_zigzag
 
 Reader = MessageReader | RecordReader
 Event = Message | Record | BlobStart | BlobData

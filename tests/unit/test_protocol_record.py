@@ -6,10 +6,10 @@ import struct
 
 import pytest
 
-from protocol.checksum import crc64_reference
-from protocol.errors import DamagedRecordError, LimitExceededError, LocalProtocolError, RemoteProtocolError
-from protocol.limits import RECORD_SIZE_BYTES_MAX
-from protocol.record import (
+from immortal.protocol.checksum import crc64_reference
+from immortal.protocol.errors import DamagedRecordError, LimitExceededError, LocalProtocolError, RemoteProtocolError
+from immortal.protocol.limits import RECORD_SIZE_BYTES_MAX
+from immortal.protocol.record import (
     CHECKPOINT_SEQUENCE_ID,
     COMMITTER_ID_MAX,
     CONTROL_SEQUENCE_ID,

@@ -6,8 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.varint import INT_MAX, INT_MIN, LONG_MAX, LONG_MIN, decode_zigzag_int, decode_zigzag_long, encode_zigzag
+from immortal.protocol.errors import LocalProtocolError, RemoteProtocolError
+from immortal.protocol.varint import (
+    INT_MAX,
+    INT_MIN,
+    LONG_MAX,
+    LONG_MIN,
+    decode_zigzag_int,
+    decode_zigzag_long,
+    encode_zigzag,
+)
 
 
 @pytest.mark.parametrize("value", [LONG_MAX + 1, LONG_MIN - 1])

@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from appsdk.errors import EXIT_RECOVER, QueryTooLong
-from appsdk.running.query_limit import GRACE_S, QueryLimit
-from appsdk.running.watchdog import Watchdog
-from protocol.messages import MessageType
+from immortal.appsdk.running.query_limit import GRACE_S, QueryLimit
+from immortal.appsdk.running.watchdog import Watchdog
+from immortal.errors import EXIT_RECOVER, QueryTooLong
+from immortal.protocol.messages import MessageType
 
 
 class Clock:
@@ -82,8 +82,8 @@ def test_one_that_ends_at_the_same_moment_is_over() -> None:
 
 DEBUGGED = """
 import bdb
-from appsdk.errors import QueryTooLong
-from appsdk.running.query_limit import QueryLimit
+from immortal.errors import QueryTooLong
+from immortal.appsdk.running.query_limit import QueryLimit
 
 limit = QueryLimit(limit_s=0.0)
 try:

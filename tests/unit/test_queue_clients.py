@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk.patterns.queue.clients import AsyncJobs, Jobs
-from appsdk.patterns.queue.records import Submission
+from immortal.appsdk.patterns.queue.clients import AsyncJobs, Jobs
+from immortal.appsdk.patterns.queue.records import Submission
 
 ASKED: dict[str, Any] = {
     "key": "ada",

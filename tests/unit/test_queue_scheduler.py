@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from appsdk.patterns.queue import limits
-from appsdk.patterns.queue.errors import DedupConflict, NotPossible, QueueFull, UnknownTask
-from appsdk.patterns.queue.records import Limit, Offer, Records, Report, Submission
-from appsdk.patterns.queue.scheduler import Scheduler
+from immortal.appsdk.patterns.queue import limits
+from immortal.appsdk.patterns.queue.errors import DedupConflict, NotPossible, QueueFull, UnknownTask
+from immortal.appsdk.patterns.queue.records import Limit, Offer, Records, Report, Submission
+from immortal.appsdk.patterns.queue.scheduler import Scheduler
 
 S = limits.SECOND_NS
 NOTHING = msgspec.msgpack.encode([])

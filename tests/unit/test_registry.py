@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import AppSendMode, ConfigError, split_tcp
-from coordinator.instances.registry import Registry, RegistryError, UnknownInstanceError, free_port
-from coordinator.operator import control
-from coordinator.operator.unregister import unregister
+from immortal.coordinator.config import AppSendMode, ConfigError, split_tcp
+from immortal.coordinator.instances.registry import Registry, RegistryError, UnknownInstanceError, free_port
+from immortal.coordinator.operator import control
+from immortal.coordinator.operator.unregister import unregister
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_port_for_the_app_is_taken_where_one_is_asked_for(registry: Registry) 
 
 def test_ports_of_other_instances_are_not_taken(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     offered = iter([7001, 7002, 7001, 7003, 7002, 7004])
-    monkeypatch.setattr("coordinator.instances.registry._bind", lambda host, port: next(offered))
+    monkeypatch.setattr("immortal.coordinator.instances.registry._bind", lambda host, port: next(offered))
     first = registry.register("a", "tcp://127.0.0.1:*", app_host="127.0.0.1")
     second = registry.register("b", "tcp://127.0.0.1:*", app_host="127.0.0.1")
     assert (first.peer, first.app_port) == ("tcp://127.0.0.1:7001", 7002)
@@ -123,7 +123,7 @@ def test_a_port_is_free_on_all_its_addresses(monkeypatch: pytest.MonkeyPatch) ->
             return None if port == 7001 else port
         return next(offered["127.0.0.1", 0])
 
-    monkeypatch.setattr("coordinator.instances.registry._bind", bind)
+    monkeypatch.setattr("immortal.coordinator.instances.registry._bind", bind)
     assert free_port(("127.0.0.1", "::1"), {7002}) == 7003
 
 

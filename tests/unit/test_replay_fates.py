@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protocol.verdicts import Verdict, VerdictKind
-from replay.fates import Fate, changed_fates, failure_in_words, news_lines
+from immortal.protocol.verdicts import Verdict, VerdictKind
+from immortal.replay.fates import Fate, changed_fates, failure_in_words, news_lines
 
 
 def undone(sequence_id: int, index: int = 0, text: str = "no", method: str = "Shop.sell", trace: str = "") -> Verdict:

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from protocol.numbers import Draw, pack_numbers
-from replay import numbers
-from replay.numbers import NumbersAhead
+from immortal.protocol.numbers import Draw, pack_numbers
+from immortal.replay import numbers
+from immortal.replay.numbers import NumbersAhead
 
 
 def data(sequence_id: int) -> bytes:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordinator.core.errors import DamagedCheckpointError
-from coordinator.core.interfaces import CheckpointHeader, LogSummary, VersionStart
-from coordinator.log import LogIdentity
-from replay import ReplayError, ReplayPlan, Route, plan_route
-from replay.apps import default_app
+from immortal.coordinator.core.errors import DamagedCheckpointError
+from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary, VersionStart
+from immortal.log import LogIdentity
+from immortal.replay import ReplayError, ReplayPlan, Route, plan_route
+from immortal.replay.apps import default_app
 
 
 class Source:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.core.interfaces import ImpulseBatch, OutputMark
-from coordinator.core.limits import Limits
-from coordinator.core.streams.output_stream import OutputStream
-from protocol.extensions import Origin
-from protocol.messages import encode_incoming_rpc
-from replay.positions import KeptImpulses, Outputs, StreamPositions, cut_origins
+from immortal.coordinator.core.interfaces import ImpulseBatch, OutputMark
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.streams.output_stream import OutputStream
+from immortal.protocol.extensions import Origin
+from immortal.protocol.messages import encode_incoming_rpc
+from immortal.replay.positions import KeptImpulses, Outputs, StreamPositions, cut_origins
 
 
 def messages(first: int, count: int) -> bytes:

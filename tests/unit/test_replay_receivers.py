@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.messages import encode_incoming_rpc
-from replay.receivers import Difference, Witness
+from immortal.protocol.messages import encode_incoming_rpc
+from immortal.replay.receivers import Difference, Witness
 
 
 def message(number: int, text: bytes = b"") -> bytes:

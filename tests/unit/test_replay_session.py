@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from coordinator.core.errors import AppProtocolError
-from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, LogSummary, OutputMark, VersionStart
-from protocol.errors import RemoteProtocolError
-from protocol.extensions import (
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, LogSummary, OutputMark, VersionStart
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.extensions import (
     ALL_EXTENSIONS,
     TRACE_EXTENSIONS,
     AppDescription,
@@ -22,7 +22,7 @@ from protocol.extensions import (
     encode_origins,
     encode_record_time,
 )
-from protocol.messages import (
+from immortal.protocol.messages import (
     MessageType,
     decode_messages,
     encode_attach_to,
@@ -31,14 +31,14 @@ from protocol.messages import (
     encode_message,
     encode_outgoing_rpc,
 )
-from protocol.numbers import Draw, pack_numbers
-from protocol.readers import BlobData, BlobStart, Record, RecordReader
-from protocol.record import encode_record
-from protocol.trailer import BatchSource, Trailer
-from protocol.verdicts import Handling, Verdict, VerdictKind, decode_verdicts, encode_handling, encode_verdict
-from replay import OWN_VERSION, Route, UpgradeFailedError
-from replay.positions import KeptImpulses, Outputs
-from replay.session import BlobPiece, Ended, Event, NumbersDrawn, Phase, ReplaySession, Tells, VerdictGiven
+from immortal.protocol.numbers import Draw, pack_numbers
+from immortal.protocol.readers import BlobData, BlobStart, Record, RecordReader
+from immortal.protocol.record import encode_record
+from immortal.protocol.trailer import BatchSource, Trailer
+from immortal.protocol.verdicts import Handling, Verdict, VerdictKind, decode_verdicts, encode_handling, encode_verdict
+from immortal.replay import OWN_VERSION, Route, UpgradeFailedError
+from immortal.replay.positions import KeptImpulses, Outputs
+from immortal.replay.session import BlobPiece, Ended, Event, NumbersDrawn, Phase, ReplaySession, Tells, VerdictGiven
 
 COMMITTER_ID = 7
 HEADER = CheckpointHeader(2, 10, 4, 0, 0, {"b": OutputMark(5, 0)})

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-import appsdk.waiting.events
-from appsdk import Immortal, Winner, every, impulse, initial, peer, rpc
-from appsdk.calls.rules import Rules
-from appsdk.dispatch.upgrades import upgrades
-from appsdk.errors import HandlerError, UpgradeError, UsageError
-from appsdk.handlers.definition import definition_of
-from appsdk.running.inspection import inspect_state
-from appsdk.state.journal import JournalError
-from appsdk.testing import Environment
+import immortal.appsdk.waiting.events
+from immortal import Immortal, Winner, every, impulse, initial, peer, rpc
+from immortal.appsdk.calls.rules import Rules
+from immortal.appsdk.dispatch.upgrades import upgrades
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.running.inspection import inspect_state
+from immortal.appsdk.state.journal import JournalError
+from immortal.errors import HandlerError, UpgradeError, UsageError
+from immortal.testing import Environment
 from tests.helpers.waiting import WaitingInstances
 
 
@@ -620,8 +620,8 @@ def test_signals_that_nobody_waits_for_are_kept_in_order(two: WaitingInstances) 
 
 @pytest.fixture
 def few_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.waiting.events, "KEPT_SIGNALS_MAX", 3, raising=False)
-    monkeypatch.setattr(appsdk.waiting.events, "KEPT_SIGNALS_BYTES_MAX", 1000, raising=False)
+    monkeypatch.setattr(immortal.appsdk.waiting.events, "KEPT_SIGNALS_MAX", 3, raising=False)
+    monkeypatch.setattr(immortal.appsdk.waiting.events, "KEPT_SIGNALS_BYTES_MAX", 1000, raising=False)
 
 
 TOO_MANY = r"3 signals of 3 bytes wait for nobody, and with this one there would be more than 3"

@@ -1,4 +1,4 @@
-"""appsdk.waiting.asyncio_uses: what of asyncio does not work in a handler is named, with what does."""
+"""immortal.appsdk.waiting.asyncio_uses: what of asyncio does not work in a handler is named, with what does."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from appsdk import CalleeFailed, Immortal, rpc
-from appsdk.determinism.check import check
-from appsdk.handlers.definition import definition_of
-from appsdk.testing import Environment
+from immortal import CalleeFailed, Immortal, rpc
+from immortal.appsdk.determinism.check import check
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.testing import Environment
 
 
 async def sub() -> int:

@@ -10,18 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import Immortal, impulse, initial, peer, rpc
-from appsdk.calls.codec import encoder
-from appsdk.calls.outbox import AWAITED_BATCH_SIZE_BYTES
-from appsdk.dispatch.dispatcher import Dispatcher
-from appsdk.errors import HandlerError, StateError
-from appsdk.handlers.decorators import CLOCK_METHOD_ID
-from appsdk.handlers.definition import definition_of
-from appsdk.handlers.proxy import method_names
-from appsdk.running import tracing
-from appsdk.state.schema import Envelope, decode_envelope, encode_envelope
-from protocol.extensions import decode_app_batch, decode_origins
-from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_messages
+from immortal import Immortal, impulse, initial, peer, rpc
+from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.calls.outbox import AWAITED_BATCH_SIZE_BYTES
+from immortal.appsdk.dispatch.dispatcher import Dispatcher
+from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.handlers.proxy import method_names
+from immortal.appsdk.running import tracing
+from immortal.appsdk.state.schema import Envelope, decode_envelope, encode_envelope
+from immortal.errors import HandlerError, StateError
+from immortal.protocol.extensions import decode_app_batch, decode_origins
+from immortal.protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_messages
 from tests.helpers.sdk import SEED, TAKE, TAKE_FIRST, Life, recover
 from tests.helpers.wire import START_TIME_NS, AppOutput, answer, call, initial_record, logged
 

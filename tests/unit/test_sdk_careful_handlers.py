@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from appsdk import CalleeFailed, Cancelled, Immortal, impulse, peer, rpc
-from appsdk.testing import Environment, ProcessDies
+from immortal import CalleeFailed, Cancelled, Immortal, impulse, peer, rpc
+from immortal.testing import Environment, ProcessDies
 
 
 def tick(seconds: int) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import Immortal, rpc
-from appsdk.errors import HandlerError
-from protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
+from immortal import Immortal, rpc
+from immortal.errors import HandlerError
+from immortal.protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
 from tests.helpers.sdk import Life, first_start, first_start_with_verdicts, recover
 from tests.helpers.wire import answer, call, initial_record, logged
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appsdk import Immortal, every, impulse, rpc
-from appsdk.waiting.clock import ToldTime
-from coordinator.core import events as ev
-from protocol.errors import RemoteProtocolError
-from protocol.extensions import AppTime, decode_app_time, encode_app_time
-from protocol.messages import MessageType, decode_messages
+from immortal import Immortal, every, impulse, rpc
+from immortal.appsdk.waiting.clock import ToldTime
+from immortal.coordinator.core import events as ev
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.extensions import AppTime, decode_app_time, encode_app_time
+from immortal.protocol.messages import MessageType, decode_messages
 from tests.helpers.core import HELLO, Driven, first_start, records
 from tests.helpers.sdk import Life
 from tests.helpers.waiting import S_NS, WaitingInstances

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import Immortal, rpc
-from appsdk.calls.context import Context
-from appsdk.calls.rules import NEWEST, Rules
-from appsdk.errors import StateError, UsageError
-from appsdk.handlers.contexts import attach
-from appsdk.state.schema import FRONT, Envelope, decode_envelope, encode_envelope
+from immortal import Immortal, rpc
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.rules import NEWEST, Rules
+from immortal.appsdk.handlers.contexts import attach
+from immortal.appsdk.state.schema import FRONT, Envelope, decode_envelope, encode_envelope
+from immortal.errors import StateError, UsageError
 from tests.helpers.sdk import first_start, recover
 from tests.helpers.wire import call, logged
 

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-import appsdk.handlers.decorators
-from appsdk import Immortal, Impulses, Transient, every, impulse, initial, on_primary, peer, rpc
-from appsdk.errors import DefinitionError, UsageError
-from appsdk.handlers.decorators import method_id_of_name
-from appsdk.handlers.definition import definition_of
+import immortal.appsdk.handlers.decorators
+from immortal import Immortal, Impulses, Transient, every, impulse, initial, on_primary, peer, rpc
+from immortal.appsdk.handlers.decorators import method_id_of_name
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.errors import DefinitionError, UsageError
 from tests.helpers.programs import Program
 
 
@@ -381,7 +381,7 @@ def test_what_can_not_be_run_is_an_error_at_class_creation(make: Callable[[], No
 
 
 def test_ids_that_collide_name_both_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.handlers.decorators, "method_id_of_name", lambda name: 9000)
+    monkeypatch.setattr(immortal.appsdk.handlers.decorators, "method_id_of_name", lambda name: 9000)
     with pytest.raises(DefinitionError, match=r"one and two have the same method ID.*@rpc\(id=1\)"):
 
         class App(Immortal):
@@ -425,7 +425,7 @@ def test_annotations_that_name_what_comes_later_in_the_module(program: Program) 
         head
         + """
 from datetime import timedelta
-from appsdk import Immortal, Impulses, every, on_primary, rpc
+from immortal import Immortal, Impulses, every, on_primary, rpc
 import msgspec
 
 class Store(Immortal):
@@ -450,4 +450,6 @@ class Item(msgspec.Struct):
     definition.resolve(names_may_be_missing=False)
     assert definition.state().fields == {"left": dict[str, made.Item]}
     with pytest.raises(DefinitionError, match="'sleep' is one of Immortal's own names"):
-        program.module_of(head + "from appsdk import Immortal\nclass App(Immortal):\n    sleep: Unknown\n", "reserved")
+        program.module_of(
+            head + "from immortal import Immortal\nclass App(Immortal):\n    sleep: Unknown\n", "reserved"
+        )

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-import appsdk.running.runner
-from appsdk.determinism.check import DeterminismError, Finding, check
-from appsdk.errors import EXIT_FAILED, EXIT_NOT_RUNNABLE
-from appsdk.handlers.definition import definition_of
-from appsdk.running.options import RunOptions
-from appsdk.running.runner import ADDRESS_VARIABLE, run_to_status
+import immortal.appsdk.running.runner
+from immortal.appsdk.determinism.check import DeterminismError, Finding, check
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.running.options import RunOptions
+from immortal.appsdk.running.runner import ADDRESS_VARIABLE, run_to_status
+from immortal.errors import EXIT_FAILED, EXIT_NOT_RUNNABLE
 from tests.helpers.programs import HEAD, Program
 
 
@@ -479,7 +479,7 @@ def test_versions_of_a_state(program: Program) -> None:
     program.compare(
         """
         import time
-        from appsdk.dispatch.upgrades import upgrades
+        from immortal.appsdk.dispatch.upgrades import upgrades
 
         class Old(Immortal):
             @rpc
@@ -579,7 +579,7 @@ def test_a_failure_of_the_search_keeps_no_app_from_running(
         raise RecursionError("too deep")
 
     monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
-    monkeypatch.setattr(appsdk.running.runner, "check", failing)
+    monkeypatch.setattr(immortal.appsdk.running.runner, "check", failing)
     app = program.module(handler("pass")).Counter
     failed = "the search for what a replay would not repeat failed: RecursionError('too deep')"
     assert run_to_status(app, None, options=RunOptions()) == EXIT_FAILED  # no address: it came as far as that

@@ -15,7 +15,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
 
 
 WAITING = """
-from appsdk import every
+from immortal import every
 from datetime import timedelta
 from contextlib import suppress
 

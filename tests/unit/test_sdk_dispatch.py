@@ -7,16 +7,16 @@ from datetime import UTC, datetime
 import msgspec
 import pytest
 
-from appsdk import Immortal, Transient, impulse, initial, peer, rpc
-from appsdk.calls.outbox import BATCH_SIZE_BYTES, READY_SIZE_BYTES_MAX
-from appsdk.dispatch import delivery
-from appsdk.dispatch.events import BecamePrimary, Goodbye, OutputReady, Refusal
-from appsdk.errors import EXIT_HANDLER_FAILED, HandlerError, StateError
-from appsdk.handlers.decorators import method_id_of_name
-from protocol.errors import DamagedRecordError, RemoteProtocolError
-from protocol.extensions import decode_hello
-from protocol.messages import MessageType, RpcType, decode_incoming_rpc, decode_message, encode_message
-from protocol.record import encode_record
+from immortal import Immortal, Transient, impulse, initial, peer, rpc
+from immortal.appsdk.calls.outbox import BATCH_SIZE_BYTES, READY_SIZE_BYTES_MAX
+from immortal.appsdk.dispatch import delivery
+from immortal.appsdk.dispatch.events import BecamePrimary, Goodbye, OutputReady, Refusal
+from immortal.appsdk.handlers.decorators import method_id_of_name
+from immortal.errors import EXIT_HANDLER_FAILED, HandlerError, StateError
+from immortal.protocol.errors import DamagedRecordError, RemoteProtocolError
+from immortal.protocol.extensions import decode_hello
+from immortal.protocol.messages import MessageType, RpcType, decode_incoming_rpc, decode_message, encode_message
+from immortal.protocol.record import encode_record
 from tests.helpers.sdk import TAKE_FIRST, Life, first_start, recover
 from tests.helpers.wire import (
     COMMITTER_ID,

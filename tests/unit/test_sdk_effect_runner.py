@@ -18,14 +18,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import EffectFailed, Retry, effect_context
-from appsdk.calls.codec import encoder
-from appsdk.effects.options import EffectOptions
-from appsdk.effects.request import EffectFunction, EffectRequest
-from appsdk.effects.runner import OutsideRunner
-from appsdk.effects.stand_ins import StandInRunner, load_stand_ins
-from appsdk.errors import UsageError
-from appsdk.running.options import OptionError, run_options
+from immortal import EffectFailed, Retry, effect_context
+from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.effects.options import EffectOptions
+from immortal.appsdk.effects.request import EffectFunction, EffectRequest
+from immortal.appsdk.effects.runner import OutsideRunner
+from immortal.appsdk.effects.stand_ins import StandInRunner, load_stand_ins
+from immortal.appsdk.running.options import OptionError, run_options
+from immortal.errors import UsageError
 from tests.helpers.sdk import WAIT_S
 
 PLACES = 3

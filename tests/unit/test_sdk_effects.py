@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from appsdk import EffectContext, EffectFailed, Immortal, Retry, effect_context, impulse, peer, rpc
-from appsdk.dispatch.upgrades import upgrades
-from appsdk.effects.request import FAILURE_TEXT_CHARACTERS_MAX
-from appsdk.errors import DefinitionError, HandlerError, UsageError
-from appsdk.handlers.definition import definition_of
-from appsdk.running.inspection import inspect_state
-from appsdk.state.journal import JournalError
-from protocol.limits import MESSAGE_SIZE_BYTES_MAX
+from immortal import EffectContext, EffectFailed, Immortal, Retry, effect_context, impulse, peer, rpc
+from immortal.appsdk.dispatch.upgrades import upgrades
+from immortal.appsdk.effects.request import FAILURE_TEXT_CHARACTERS_MAX
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.running.inspection import inspect_state
+from immortal.appsdk.state.journal import JournalError
+from immortal.errors import DefinitionError, HandlerError, UsageError
+from immortal.protocol.limits import MESSAGE_SIZE_BYTES_MAX
 from tests.helpers.sdk import TAKE_FIRST, Life
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 from tests.helpers.wire import checkpoint_record

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from appsdk import CalleeFailed, CallRefused, Immortal, impulse, initial, peer, rpc, upgrades
-from appsdk.calls.failures import FAILED_IN_A_ROW_MAX
-from appsdk.dispatch.events import MessageFailed
-from appsdk.errors import DefinitionError, HandlerError, RecoveryNeeded
-from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID
-from protocol.batch import encode_batch
-from protocol.extensions import encode_record_time
-from protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
-from protocol.record import CONTROL_SEQUENCE_ID, encode_record
-from protocol.verdicts import (
+from immortal import CalleeFailed, CallRefused, Immortal, impulse, initial, peer, rpc, upgrades
+from immortal.appsdk.calls.failures import FAILED_IN_A_ROW_MAX
+from immortal.appsdk.dispatch.events import MessageFailed
+from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID
+from immortal.errors import DefinitionError, HandlerError, RecoveryNeeded
+from immortal.protocol.batch import encode_batch
+from immortal.protocol.extensions import encode_record_time
+from immortal.protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
+from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
+from immortal.protocol.verdicts import (
     Careful,
     Cause,
     Handling,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from appsdk import CalleeFailed, impulse, rpc
-from appsdk.errors import DefinitionError
-from appsdk.patterns.groups import Grouped, group
-from appsdk.testing import Environment, Instance, crash_everywhere
+from immortal import CalleeFailed, impulse, rpc
+from immortal.errors import DefinitionError
+from immortal.patterns.groups import Grouped, group
+from immortal.testing import Environment, Instance, crash_everywhere
 
 
 class Book(Grouped):

@@ -8,12 +8,12 @@ from random import Random
 import msgspec
 import pytest
 
-from appsdk import impulse, rpc, upgrades
-from appsdk.errors import DefinitionError
-from appsdk.patterns.groups import Grouped, group
-from appsdk.testing import Environment, Instance, crash_everywhere
-from coordinator.core import events as ev
-from protocol.handlers import Order
+from immortal import impulse, rpc, upgrades
+from immortal.coordinator.core import events as ev
+from immortal.errors import DefinitionError
+from immortal.patterns.groups import Grouped, group
+from immortal.protocol.handlers import Order
+from immortal.testing import Environment, Instance, crash_everywhere
 
 FIRST = ["a", "b", "d"]
 

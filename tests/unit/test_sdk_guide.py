@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from appsdk.testing import Environment
+from immortal.testing import Environment
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "sdk.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))

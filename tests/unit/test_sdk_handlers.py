@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import CallCancelled, CalleeFailed, Cancelled, Immortal, impulse, peer, rpc
-from coordinator.core import events as ev
-from protocol.handlers import REASON_CHARACTERS_MAX, Order
+from immortal import CallCancelled, CalleeFailed, Cancelled, Immortal, impulse, peer, rpc
+from immortal.coordinator.core import events as ev
+from immortal.protocol.handlers import REASON_CHARACTERS_MAX, Order
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 
 

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from appsdk import CalleeFailed, Immortal, impulse, initial, peer, query, register_type, rpc, upgrades
-from appsdk.errors import RecoveryNeeded, StateError
-from appsdk.patterns.clone import records
-from appsdk.patterns.queue import clients
-from appsdk.running import encoding_limit
-from appsdk.testing import Environment, Instance, crash_everywhere
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
-from coordinator.core.interfaces import Transaction
-from coordinator.log.contents import message_at, record_of
-from coordinator.log.format import CHUNK_KEY
-from protocol.verdicts import Verdict, VerdictKind
+from immortal import CalleeFailed, Immortal, impulse, initial, peer, query, register_type, rpc, upgrades
+from immortal.appsdk.patterns.clone import records
+from immortal.appsdk.patterns.queue import clients
+from immortal.appsdk.running import encoding_limit
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.interfaces import Transaction
+from immortal.coordinator.log.contents import message_at, record_of
+from immortal.coordinator.log.format import CHUNK_KEY
+from immortal.errors import RecoveryNeeded, StateError
+from immortal.protocol.verdicts import Verdict, VerdictKind
+from immortal.testing import Environment, Instance, crash_everywhere
 
 LIMIT = 100
 

@@ -20,14 +20,14 @@ from uuid import UUID
 import msgspec
 import pytest
 
-from appsdk import Immortal, Transient
-from appsdk.dispatch.upgrades import upgrades
-from appsdk.errors import StateError
-from appsdk.handlers.definition import definition_of
-from appsdk.running.inspection import inspect_state, main
-from appsdk.state.diff import differences
-from appsdk.state.schema import Envelope, encode_envelope
-from appsdk.state.tree import Fields, to_json, tree
+from immortal import Immortal, Transient
+from immortal.appsdk.dispatch.upgrades import upgrades
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.running.inspection import inspect_state, main
+from immortal.appsdk.state.diff import differences
+from immortal.appsdk.state.schema import Envelope, encode_envelope
+from immortal.appsdk.state.tree import Fields, to_json, tree
+from immortal.errors import StateError
 
 
 class Color(Enum):
@@ -272,7 +272,7 @@ def test_checkpoints_that_can_not_be_read() -> None:
 # --- the command line -------------------------------------------------------------------------------------------------
 
 PROGRAM = """
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 print("imported")
 
 class Counter(Immortal):
@@ -310,7 +310,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "appsdk.running.inspection", "show", "shop_to_inspect:Counter", "old"]
+    command = [sys.executable, "-m", "immortal.appsdk.running.inspection", "show", "shop_to_inspect:Counter", "old"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert shown.returncode == 0, shown
     assert json.loads(shown.stdout) == {

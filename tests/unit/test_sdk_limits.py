@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from appsdk import CallCancelled, Cancelled, Immortal, impulse, peer, rpc, upgrades
-from appsdk.errors import DefinitionError
-from appsdk.testing import Environment, Pending, crash_everywhere
-from coordinator.core import events as ev
+from immortal import CallCancelled, Cancelled, Immortal, impulse, peer, rpc, upgrades
+from immortal.coordinator.core import events as ev
+from immortal.errors import DefinitionError
+from immortal.testing import Environment, Pending, crash_everywhere
 from tests.helpers.waiting import WaitingInstances
 
 MINUTE = timedelta(minutes=1)

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from appsdk import Immortal, Impulses, Transient, impulse, initial, on_primary, peer, query, rpc
-from appsdk.determinism.check import check
-from appsdk.errors import StateError
-from appsdk.handlers.definition import definition_of
+from immortal import Immortal, Impulses, Transient, impulse, initial, on_primary, peer, query, rpc
+from immortal.appsdk.determinism.check import check
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.errors import StateError
 from tests.helpers.recorded import Instances
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 

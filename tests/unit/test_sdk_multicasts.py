@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from appsdk import CalleeFailed, Immortal, impulse, peer, rpc, upgrades
-from appsdk.calls.rules import OrderRules
-from appsdk.ordering import multicasts
-from appsdk.ordering.messages import Propose
-from appsdk.ordering.multicasts import Multicasts
-from appsdk.testing import Environment, Instance, crash_everywhere
+from immortal import CalleeFailed, Immortal, impulse, peer, rpc, upgrades
+from immortal.appsdk.calls.rules import OrderRules
+from immortal.appsdk.ordering import multicasts
+from immortal.appsdk.ordering.messages import Propose
+from immortal.appsdk.ordering.multicasts import Multicasts
+from immortal.testing import Environment, Instance, crash_everywhere
 
 
 class Book(Immortal):

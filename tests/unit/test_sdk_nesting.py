@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import CalleeFailed, CallRefused, Handle, Immortal, Node, peer, query, rpc
-from appsdk.handlers.definition import definition_of
-from appsdk.testing import Environment
-from appsdk.types.handles import EXTENSION_CODE, KEY_SIZE_BYTES, MARK
-from protocol.limits import NESTING_MAX_DEFAULT
-from protocol.messages import RpcKind, RpcType, encode_incoming_rpc
+from immortal import CalleeFailed, CallRefused, Handle, Immortal, Node, peer, query, rpc
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.types.handles import EXTENSION_CODE, KEY_SIZE_BYTES, MARK
+from immortal.protocol.limits import NESTING_MAX_DEFAULT
+from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
+from immortal.testing import Environment
 from tests.helpers.hostile import DEEP, client_says, hostile
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from appsdk import CalleeFailed, Handle, Immortal, Node, impulse, initial, peer, rpc, upgrades
-from appsdk.errors import DefinitionError, StateError
-from appsdk.handlers.definition import definition_of
-from appsdk.running.inspection import inspect_state
-from appsdk.testing import Environment, Instance, crash_everywhere
-from appsdk.types.handles import tag_of
-from protocol.nodes import NODE_METHOD_ID
+from immortal import CalleeFailed, Handle, Immortal, Node, impulse, initial, peer, rpc, upgrades
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.running.inspection import inspect_state
+from immortal.appsdk.types.handles import tag_of
+from immortal.errors import DefinitionError, StateError
+from immortal.protocol.nodes import NODE_METHOD_ID
+from immortal.testing import Environment, Instance, crash_everywhere
 
 
 class NotFilledError(Exception):
@@ -591,12 +591,12 @@ def test_classes_of_nodes_are_checked() -> None:
             @rpc
             async def wait(self) -> None: ...
 
-    with pytest.raises(DefinitionError, match=r"classes below appsdk\.Node were expected"):
+    with pytest.raises(DefinitionError, match=r"classes below immortal\.Node were expected"):
 
         class Wrong(Immortal, nodes=(int,)):  # type: ignore[type-var]
             pass
 
-    with pytest.raises(DefinitionError, match=r"Handle\[int\]: a class below appsdk.Node was expected"):
+    with pytest.raises(DefinitionError, match=r"Handle\[int\]: a class below immortal.Node was expected"):
 
         class Odd(Immortal):
             odd: Handle[int]

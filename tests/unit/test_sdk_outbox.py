@@ -9,15 +9,15 @@ from inspect import signature
 
 import pytest
 
-import appsdk.calls.outbox
-from appsdk import Immortal, Impulses, impulse, peer, rpc
-from appsdk.calls.context import Context
-from appsdk.calls.outbox import BATCH_SIZE_BYTES, Outbox
-from appsdk.errors import Disconnected, UsageError
-from appsdk.handlers.contexts import attach
-from appsdk.handlers.definition import definition_of
-from protocol.errors import RemoteProtocolError
-from protocol.messages import MessageType
+import immortal.appsdk.calls.outbox
+from immortal import Immortal, Impulses, impulse, peer, rpc
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.outbox import BATCH_SIZE_BYTES, Outbox
+from immortal.appsdk.handlers.contexts import attach
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.errors import Disconnected, UsageError
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import MessageType
 from tests.helpers.wire import AppOutput
 
 WAIT_S = 10.0  # no test waits this long unless it fails
@@ -123,7 +123,7 @@ def test_a_full_batch_is_closed_at_once() -> None:
 
 def test_a_call_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup()
-    monkeypatch.setattr(appsdk.calls.outbox, "CALL_SIZE_BYTES_MAX", 1000)
+    monkeypatch.setattr(immortal.appsdk.calls.outbox, "CALL_SIZE_BYTES_MAX", 1000)
     with pytest.raises(
         UsageError,
         match=r"Counter.store: the call's arguments take 1005 bytes, at most 996 are possible.*'data', a bytes of 1004",
@@ -193,7 +193,7 @@ def test_mistakes_with_the_handle() -> None:
 
 
 def test_a_hook_waits_while_too_many_are_not_durable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.calls.outbox, "IMPULSES_OUTSTANDING_MAX", 3)
+    monkeypatch.setattr(immortal.appsdk.calls.outbox, "IMPULSES_OUTSTANDING_MAX", 3)
     setup = Setup()
     sent: list[int] = []
 
@@ -218,7 +218,7 @@ def test_a_hook_waits_while_too_many_are_not_durable(monkeypatch: pytest.MonkeyP
 
 
 def test_the_window_is_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.calls.outbox, "IMPULSES_OUTSTANDING_BYTES_MAX", 1000)
+    monkeypatch.setattr(immortal.appsdk.calls.outbox, "IMPULSES_OUTSTANDING_BYTES_MAX", 1000)
     setup = Setup()
     sent: list[int] = []
 
@@ -255,7 +255,7 @@ def test_flush_waits_for_what_was_sent() -> None:
 
 
 def test_the_end_of_the_connection_frees_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.calls.outbox, "IMPULSES_OUTSTANDING_MAX", 1)
+    monkeypatch.setattr(immortal.appsdk.calls.outbox, "IMPULSES_OUTSTANDING_MAX", 1)
     setup = Setup()
     sending = setup.in_hook(lambda: (setup.impulses.line("a"), setup.impulses.line("b")))
     wait_for_waiter(setup)

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from appsdk import CalleeFailed, Immortal, Transient, peer, query, rpc, upgrades
-from appsdk.dispatch.dispatcher import Dispatcher
-from appsdk.errors import DefinitionError, HandlerError, QueryError
-from appsdk.handlers import queries as module
-from appsdk.handlers.definition import definition_of
-from appsdk.handlers.proxy import all_method_names
-from appsdk.testing import Environment, ReplayDiffers, assert_replays
-from protocol.extensions import QUERIES
-from protocol.messages import RpcType
-from protocol.verdicts import VerdictKind
+from immortal import CalleeFailed, Immortal, Transient, peer, query, rpc, upgrades
+from immortal.appsdk.dispatch.dispatcher import Dispatcher
+from immortal.appsdk.handlers import queries as module
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.handlers.proxy import all_method_names
+from immortal.errors import DefinitionError, HandlerError, QueryError
+from immortal.protocol.extensions import QUERIES
+from immortal.protocol.messages import RpcType
+from immortal.protocol.verdicts import VerdictKind
+from immortal.testing import Environment, ReplayDiffers, assert_replays
 from tests.helpers.sdk import Life, first_start, first_start_with_verdicts, recover
 from tests.helpers.wire import call, initial_record, logged
 

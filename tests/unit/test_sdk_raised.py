@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from appsdk import Immortal, peer, query, rpc
-from appsdk.calls.raised import _fields
-from appsdk.calls.rules import Rules
-from appsdk.errors import DefinitionError
-from appsdk.state.journal import decode_raised, encode_raised
-from appsdk.testing import Environment
+from immortal import Immortal, peer, query, rpc
+from immortal.appsdk.calls.raised import _fields
+from immortal.appsdk.calls.rules import Rules
+from immortal.appsdk.state.journal import decode_raised, encode_raised
+from immortal.errors import DefinitionError
+from immortal.testing import Environment
 
 
 class Slots(Exception):  # noqa: N818

@@ -1,4 +1,4 @@
-"""appsdk.calls.run_contexts: no run of user code sees or changes the context variables of another."""
+"""immortal.appsdk.calls.run_contexts: no run of user code sees or changes the context variables of another."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ import numpy
 import pytest
 import structlog
 
-from appsdk import Immortal, impulse, query, rpc
-from appsdk.calls.codec import encoder
-from appsdk.calls.run_contexts import RunContexts, handed_down
-from appsdk.effects.options import EffectOptions
-from appsdk.effects.request import EffectFunction, EffectRequest
-from appsdk.effects.runner import OutsideRunner
-from appsdk.handlers.definition import definition_of
-from appsdk.patterns.harmony.doing import skills
-from appsdk.patterns.harmony.runs import Run
-from appsdk.patterns.harmony.worker import _Life
-from appsdk.patterns.pirate import connect
-from appsdk.patterns.pirate.server import Server
-from appsdk.patterns.queue.records import Given
-from appsdk.patterns.queue.worker import Worker
-from appsdk.running.life import AppLife
-from appsdk.running.options import RunOptions
-from appsdk.testing import Environment
+from immortal import Immortal, impulse, query, rpc
+from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.calls.run_contexts import RunContexts, handed_down
+from immortal.appsdk.effects.options import EffectOptions
+from immortal.appsdk.effects.request import EffectFunction, EffectRequest
+from immortal.appsdk.effects.runner import OutsideRunner
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.patterns.harmony.doing import skills
+from immortal.appsdk.patterns.harmony.runs import Run
+from immortal.appsdk.patterns.harmony.worker import _Life
+from immortal.appsdk.patterns.pirate.server import Server
+from immortal.appsdk.patterns.queue.records import Given
+from immortal.appsdk.patterns.queue.worker import Worker
+from immortal.appsdk.running.life import AppLife
+from immortal.appsdk.running.options import RunOptions
+from immortal.patterns.pirate import connect
+from immortal.testing import Environment
 
 RIGHT = str(decimal.Decimal(1) / 3)
 tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default="nobody")

@@ -16,23 +16,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import CalleeFailed, CallRefused, EffectFailed, Immortal, Node, Retry, impulse, query, rpc
-from appsdk.calls.run_contexts import RunContexts
-from appsdk.calls.run_failures import interrupt, interrupts_known, is_failure
-from appsdk.client.errors import CalleeFailed as ClientCalleeFailed
-from appsdk.dispatch.asking import answer_query
-from appsdk.errors import HookError, StateError
-from appsdk.handlers.definition import definition_of
-from appsdk.patterns.harmony.doing import Results, skills
-from appsdk.patterns.harmony.runs import Run
-from appsdk.patterns.pirate.server import Server
-from appsdk.patterns.queue.records import Given
-from appsdk.patterns.queue.worker import Worker
-from appsdk.running.life import AppLife
-from appsdk.running.options import RunOptions
-from appsdk.testing import Environment
-from protocol.client import ReplyKind
-from protocol.queries import QueryQuestion
+from immortal import CalleeFailed, CallRefused, EffectFailed, Immortal, Node, Retry, impulse, query, rpc
+from immortal.appsdk.calls.run_contexts import RunContexts
+from immortal.appsdk.calls.run_failures import interrupt, interrupts_known, is_failure
+from immortal.appsdk.client.errors import CalleeFailed as ClientCalleeFailed
+from immortal.appsdk.dispatch.asking import answer_query
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.patterns.harmony.doing import Results, skills
+from immortal.appsdk.patterns.harmony.runs import Run
+from immortal.appsdk.patterns.pirate.server import Server
+from immortal.appsdk.patterns.queue.records import Given
+from immortal.appsdk.patterns.queue.worker import Worker
+from immortal.appsdk.running.life import AppLife
+from immortal.appsdk.running.options import RunOptions
+from immortal.errors import HookError, StateError
+from immortal.protocol.client import ReplyKind
+from immortal.protocol.queries import QueryQuestion
+from immortal.testing import Environment
 
 WAIT_S = 20.0
 
@@ -240,14 +240,14 @@ class Effects:
     """Real ones, in a thread and on a loop."""
 
     def __init__(self) -> None:
-        from appsdk.effects.runner import OutsideRunner
+        from immortal.appsdk.effects.runner import OutsideRunner
 
         self.runner = OutsideRunner(2, lambda said: None)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        from appsdk.calls.codec import encoder
-        from appsdk.effects.options import EffectOptions
-        from appsdk.effects.request import EffectFunction, EffectRequest
+        from immortal.appsdk.calls.codec import encoder
+        from immortal.appsdk.effects.options import EffectOptions
+        from immortal.appsdk.effects.request import EffectFunction, EffectRequest
 
         answers: queue.Queue[Any] = queue.Queue()
         made, options = EffectFunction(function), EffectOptions(retry=Retry(attempts=1))
@@ -315,7 +315,7 @@ def test_a_task_of_harmony_fails_alone(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_store", [False, True])
 def test_a_request_to_a_pirate_fails_alone(tmp_path: Any, kind: str, has_store: bool) -> None:
-    from appsdk.patterns.pirate import connect
+    from immortal.patterns.pirate import connect
 
     def work(request: Any) -> bytes:
         if request.body:

@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import Immortal, cron, every, rpc
-from appsdk.errors import DefinitionError
-from appsdk.handlers.decorators import CLOCK_METHOD_ID
-from appsdk.handlers.definition import definition_of
-from appsdk.handlers.schedules import TIME_NS_MAX, Cron
-from appsdk.running.inspection import inspect_state
-from appsdk.waiting.clock import ToldTime
-from coordinator.core import events as ev
-from protocol.messages import RpcType
+from immortal import Immortal, cron, every, rpc
+from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.handlers.schedules import TIME_NS_MAX, Cron
+from immortal.appsdk.running.inspection import inspect_state
+from immortal.appsdk.waiting.clock import ToldTime
+from immortal.coordinator.core import events as ev
+from immortal.errors import DefinitionError
+from immortal.protocol.messages import RpcType
 from tests.helpers.sdk import first_start
 from tests.helpers.waiting import WaitingInstances
 from tests.helpers.wire import START_TIME_NS, call, logged

@@ -6,14 +6,14 @@ import struct
 
 import pytest
 
-from appsdk import Immortal, peer, rpc
-from appsdk.dispatch.events import BecamePrimary, SnapshotBegun
-from appsdk.errors import StateError
-from appsdk.handlers.definition import definition_of
-from appsdk.state.snapshot import SnapshotReader
-from protocol.batch import encode_batch
-from protocol.messages import MessageType
-from protocol.record import encode_record
+from immortal import Immortal, peer, rpc
+from immortal.appsdk.dispatch.events import BecamePrimary, SnapshotBegun
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.state.snapshot import SnapshotReader
+from immortal.errors import StateError
+from immortal.protocol.batch import encode_batch
+from immortal.protocol.messages import MessageType
+from immortal.protocol.record import encode_record
 from tests.helpers.sdk import TAKE, TAKE_FIRST, Life, first_start, recover, upgrade_record
 from tests.helpers.wire import COMMITTER_ID, call, checkpoint_record, initial_record, logged
 

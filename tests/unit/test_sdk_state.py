@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import Immortal, Retry, Transient, Winner
-from appsdk.errors import StateError
-from appsdk.handlers.definition import definition_of
-from appsdk.state.schema import FRONT, Envelope, decode_envelope, encode_envelope
+from immortal import Immortal, Retry, Transient, Winner
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.state.schema import FRONT, Envelope, decode_envelope, encode_envelope
+from immortal.errors import StateError
 
 
 @dataclass

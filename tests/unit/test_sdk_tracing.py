@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from appsdk import Immortal, initial, peer, rpc
-from appsdk.dispatch.dispatcher import Dispatcher
-from appsdk.errors import HandlerError
-from appsdk.handlers.decorators import INITIAL_METHOD_ID, method_id_of_name
-from appsdk.handlers.definition import definition_of
-from appsdk.handlers.proxy import method_names
-from appsdk.running import tracing
-from appsdk.state import copies
-from protocol.extensions import ALL_EXTENSIONS, TRACE_EXTENSIONS, decode_hello, decode_origins
-from protocol.messages import MessageType, RpcKind
-from protocol.numbers import Draw, decode_numbers
-from protocol.record import CONTROL_SEQUENCE_ID, encode_record
-from protocol.verdicts import encode_verdicts
+from immortal import Immortal, initial, peer, rpc
+from immortal.appsdk.dispatch.dispatcher import Dispatcher
+from immortal.appsdk.handlers.decorators import INITIAL_METHOD_ID, method_id_of_name
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.handlers.proxy import method_names
+from immortal.appsdk.running import tracing
+from immortal.appsdk.state import copies
+from immortal.errors import HandlerError
+from immortal.protocol.extensions import ALL_EXTENSIONS, TRACE_EXTENSIONS, decode_hello, decode_origins
+from immortal.protocol.messages import MessageType, RpcKind
+from immortal.protocol.numbers import Draw, decode_numbers
+from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
+from immortal.protocol.verdicts import encode_verdicts
 from tests.helpers.wire import COMMITTER_ID, AppOutput, answer, call, control, initial_record, logged
 
 TAKE_FIRST = control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from appsdk import Immortal, Transient, peer, rpc, upgrades
-from appsdk.dispatch.events import BecamePrimary
-from appsdk.errors import EXIT_UPGRADE_FAILED, DefinitionError, StateError, UpgradeError
-from appsdk.handlers.definition import definition_of
-from appsdk.state.schema import decode_envelope
-from protocol.errors import RemoteProtocolError
-from protocol.extensions import decode_app_description, decode_hello
-from protocol.messages import MessageType
+from immortal import Immortal, Transient, peer, rpc, upgrades
+from immortal.appsdk.dispatch.events import BecamePrimary
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.state.schema import decode_envelope
+from immortal.errors import EXIT_UPGRADE_FAILED, DefinitionError, StateError, UpgradeError
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.extensions import decode_app_description, decode_hello
+from immortal.protocol.messages import MessageType
 from tests.helpers.sdk import TAKE, TAKE_FIRST, Life, first_start, recover, upgrade_record
 from tests.helpers.wire import call, checkpoint_record, initial_record, logged
 
@@ -252,7 +252,7 @@ def test_a_replay_across_an_upgrade_and_the_way_back() -> None:
 
 
 SAME_NAME_1 = """
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 
 class Counter(Immortal):
     count: int
@@ -264,7 +264,7 @@ class Counter(Immortal):
 SAME_NAME_2 = """
 from __future__ import annotations
 import first
-from appsdk import Immortal, upgrades
+from immortal import Immortal, upgrades
 
 @upgrades(first.Counter)
 class Counter(Immortal):
@@ -510,8 +510,8 @@ def _checkpoint_mode() -> None:
         (_static, "is a class method, this is a staticmethod"),
         (_handler, "is a class method, this is a Handler"),
         (_generator, "a plain function was expected"),
-        (_no_immortal, "App'> is not a class below appsdk.Immortal"),
-        (_of_no_immortal, "int'> is not a class below appsdk.Immortal"),
+        (_no_immortal, "App'> is not a class below immortal.Immortal"),
+        (_of_no_immortal, "int'> is not a class below immortal.Immortal"),
         (_twice, "there are two @upgrades"),
         (_equal_versions, r"has the version of the class that it upgrades, 2: leave version= out \(it is then 3\)"),
         (_version_zero, "version=0: a number from 1"),

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from appsdk.errors import LoadError
-from appsdk.running.runner import load
-from coordinator.config import ConfigError
-from coordinator.config.values import check_app
+from immortal.appsdk.running.runner import load
+from immortal.coordinator.config import ConfigError
+from immortal.coordinator.config.values import check_app
+from immortal.errors import LoadError
 
 SERVICE = """
-from appsdk import Immortal
+from immortal import Immortal
 class Outer:
     class Inner(Immortal):
         def __init__(self) -> None: ...

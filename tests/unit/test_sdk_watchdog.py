@@ -8,12 +8,12 @@ from datetime import timedelta
 
 import pytest
 
-from appsdk.errors import EXIT_FAILED
-from appsdk.running import watchdog
-from appsdk.running.debugger import in_debugger
-from appsdk.running.watchdog import Watchdog
-from protocol.messages import decode_message
-from protocol.verdicts import Handling, decode_handling
+from immortal.appsdk.running import watchdog
+from immortal.appsdk.running.debugger import in_debugger
+from immortal.appsdk.running.watchdog import Watchdog
+from immortal.errors import EXIT_FAILED
+from immortal.protocol.messages import decode_message
+from immortal.protocol.verdicts import Handling, decode_handling
 
 
 class Watched:

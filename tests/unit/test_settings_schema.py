@@ -13,13 +13,20 @@ import pytest
 from click.testing import CliRunner
 from msgspec import NODEFAULT, Struct, inspect, structs
 
-from coordinator.cli import main
-from coordinator.cli import settings as settings_command
-from coordinator.cli.setting_options import register_options
-from coordinator.config import ConfigError, InstanceSettings, check_settings, override, read_settings, settings_text
-from coordinator.config.setting import Setting, settings_of
-from coordinator.config.values import says, whole
-from coordinator.instances.registry import Registry
+from immortal.coordinator.cli import main
+from immortal.coordinator.cli import settings as settings_command
+from immortal.coordinator.cli.setting_options import register_options
+from immortal.coordinator.config import (
+    ConfigError,
+    InstanceSettings,
+    check_settings,
+    override,
+    read_settings,
+    settings_text,
+)
+from immortal.coordinator.config.setting import Setting, settings_of
+from immortal.coordinator.config.values import says, whole
+from immortal.coordinator.instances.registry import Registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "settings.md"
 PEER = "tcp://127.0.0.1:7001"
@@ -34,7 +41,7 @@ class Extended(InstanceSettings, frozen=True, kw_only=True):
 @pytest.fixture
 def extended(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("config.reading", "config.writing", "cli.setting_options", "cli.settings"):
-        monkeypatch.setattr(f"coordinator.{module}.InstanceSettings", Extended)
+        monkeypatch.setattr(f"immortal.coordinator.{module}.InstanceSettings", Extended)
 
 
 def all_settings(schema: type[Struct] = InstanceSettings) -> Iterator[Setting]:
@@ -117,10 +124,10 @@ def test_paths_of_options_are_those_of_the_shell(tmp_path: Path, monkeypatch: py
 
 
 def test_a_running_coordinator_loads_neither_register_nor_the_table() -> None:
-    program = "import sys, coordinator.__main__, coordinator.service.runtime; print(*sys.modules)"
+    program = "import sys, immortal.coordinator.__main__, immortal.coordinator.service.runtime; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert "coordinator.service.runtime" in loaded
-    assert not {"coordinator.cli.register", "coordinator.cli.settings", "tomlkit"} & set(loaded)
+    assert "immortal.coordinator.service.runtime" in loaded
+    assert not {"immortal.coordinator.cli.register", "immortal.coordinator.cli.settings", "tomlkit"} & set(loaded)
 
 
 def test_tables_of_lists_are_overridden_and_written_as_they_were_read(tmp_path: Path) -> None:

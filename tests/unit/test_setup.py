@@ -33,7 +33,7 @@ case "$*" in
     [ -e "$PLACE/pure" ] && is='pure Python' || is=compiled
     echo "1234 $is codec and core" ;;
 'setup.py -q build_ext --inplace') rm "$PLACE/pure" ;;
-*pipeline.java*) [ -e "$PLACE/java" ] || { echo 'error: Spark needs Java 17'; exit 1; } ;;
+*immortal.pipeline.java*) [ -e "$PLACE/java" ] || { echo 'error: Spark needs Java 17'; exit 1; } ;;
 *--require-hashes*) [ -z "${PIP_SAYS:-}" ] || { echo "ERROR: $PIP_SAYS"; exit 1; } ;;
 esac
 """

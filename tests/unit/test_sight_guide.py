@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from coordinator.cli.sql import sql
-from coordinator.cli.trace import trace
-from sight.sql.database import FLEET_STATES, LOG_TABLES
-from sight.sql.states import AS_OF
+from immortal.coordinator.cli.sql import sql
+from immortal.coordinator.cli.trace import trace
+from immortal.sight.sql.database import FLEET_STATES, LOG_TABLES
+from immortal.sight.sql.states import AS_OF
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "sight.md").read_text()
 

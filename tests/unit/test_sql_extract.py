@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.sql.pandas.types import to_arrow_schema
 
-from coordinator.log import LogReader, create_log, open_log, open_reader
-from coordinator.log.authentication import ForgedLogError, LogKey
-from coordinator.log.format import META_TRIMMED, SEQUENCE_KEY
-from pipeline import columns
-from pipeline.schema import MESSAGES, OUTPUTS, RECORDS
-from sight.sql import extract
-from sight.sql.extract import TABLES, Range, update
+from immortal.coordinator.log.authentication import ForgedLogError, LogKey
+from immortal.coordinator.log.format import META_TRIMMED, SEQUENCE_KEY
+from immortal.log import LogReader, create_log, open_log, open_reader
+from immortal.pipeline import columns
+from immortal.pipeline.schema import MESSAGES, OUTPUTS, RECORDS
+from immortal.sight.sql import extract
+from immortal.sight.sql.extract import TABLES, Range, update
 from tests.helpers.fleet import flip_byte
 from tests.helpers.pipeline_logs import (
     COMMITTER_ID,
@@ -86,7 +86,7 @@ def test_the_columns_are_those_of_spark() -> None:
 
 def test_a_log_that_grows(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extract, "RANGE_MESSAGES_MIN", 60)
-    monkeypatch.setattr("pipeline.reading.PIECE_ROWS_MAX", 7)
+    monkeypatch.setattr("immortal.pipeline.reading.PIECE_ROWS_MAX", 7)
     specs = random_specs(1, 90)
     make_log(log, NAME, specs[:10])
     same(made(log), specs[:10])
@@ -103,7 +103,7 @@ def test_a_log_that_grows(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranges_are_bounded(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extract, "RANGE_MESSAGES_MAX", 50)
     monkeypatch.setattr(extract, "RANGE_MESSAGES_MIN", 5)
-    monkeypatch.setattr("pipeline.reading.PIECE_ROWS_MAX", 7)
+    monkeypatch.setattr("immortal.pipeline.reading.PIECE_ROWS_MAX", 7)
     specs = random_specs(2, 80)
     make_log(log, NAME, specs)
     ranges = made(log)
@@ -115,7 +115,7 @@ def test_ranges_are_bounded(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_log_that_was_cut_and_went_on(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extract, "RANGE_MESSAGES_MAX", 20)
     monkeypatch.setattr(extract, "RANGE_MESSAGES_MIN", 1)
-    monkeypatch.setattr("pipeline.reading.PIECE_ROWS_MAX", 5)
+    monkeypatch.setattr("immortal.pipeline.reading.PIECE_ROWS_MAX", 5)
     specs, others = random_specs(3, 30), random_specs(4, 30)
     make_log(log, NAME, specs)
     same(made(log), specs)

@@ -13,47 +13,48 @@ import sys
 PROGRAM = """
 import json, sys
 before = set(sys.modules)
-from coordinator.cli import main
+from immortal.coordinator.cli import main
 main(["--help"], standalone_mode=False)
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
 OURS = {
-    "protocol.decoding",
-    "coordinator",
-    "coordinator.cli",
-    "coordinator.cli.commands",
-    "coordinator.config",
-    "coordinator.config.app_hosts",
-    "coordinator.config.reading",
-    "coordinator.config.schema",
-    "coordinator.config.setting",
-    "coordinator.config.socket_paths",
-    "coordinator.config.values",
-    "coordinator.config.writing",
-    "coordinator.core",
-    "coordinator.core.errors",
-    "coordinator.core.limits",
-    "coordinator.core.permissions",
-    "coordinator.fault_points",
-    "coordinator.instances",
-    "coordinator.instances.registry",
-    "coordinator.log_url",
-    "protocol",
-    "protocol.command_line",
-    "protocol.compiled",
-    "protocol.errors",
-    "protocol.extensions",
-    "protocol.file_lock",
-    "protocol.forks",
-    "protocol.handlers",
-    "protocol.limits",
-    "protocol.messages",
-    "protocol.nodes",
-    "protocol.ordering",
-    "protocol.private_files",
-    "protocol.shared_home",
-    "protocol.shown",
-    "protocol.varint",
+    "immortal",
+    "immortal.protocol.decoding",
+    "immortal.coordinator",
+    "immortal.coordinator.cli",
+    "immortal.coordinator.cli.commands",
+    "immortal.coordinator.config",
+    "immortal.coordinator.config.app_hosts",
+    "immortal.coordinator.config.reading",
+    "immortal.coordinator.config.schema",
+    "immortal.coordinator.config.setting",
+    "immortal.coordinator.config.socket_paths",
+    "immortal.coordinator.config.values",
+    "immortal.coordinator.config.writing",
+    "immortal.coordinator.core",
+    "immortal.coordinator.core.errors",
+    "immortal.coordinator.core.limits",
+    "immortal.coordinator.core.permissions",
+    "immortal.coordinator.fault_points",
+    "immortal.coordinator.instances",
+    "immortal.coordinator.instances.registry",
+    "immortal.coordinator.log_url",
+    "immortal.protocol",
+    "immortal.protocol.command_line",
+    "immortal.protocol.compiled",
+    "immortal.protocol.errors",
+    "immortal.protocol.extensions",
+    "immortal.protocol.file_lock",
+    "immortal.protocol.forks",
+    "immortal.protocol.handlers",
+    "immortal.protocol.limits",
+    "immortal.protocol.messages",
+    "immortal.protocol.nodes",
+    "immortal.protocol.ordering",
+    "immortal.protocol.private_files",
+    "immortal.protocol.shared_home",
+    "immortal.protocol.shown",
+    "immortal.protocol.varint",
 }
 OTHERS = {"click", "msgspec", "typing_extensions"}
 SLOW = {
@@ -78,13 +79,9 @@ def loaded() -> set[str]:
 
 def test_help_loads_no_more_than_it_needs() -> None:
     modules = loaded()
-    ours = {
-        name
-        for name in modules
-        if name.partition(".")[0] in ("appsdk", "bench", "coordinator", "pipeline", "protocol", "replay")
-    }
+    ours = {name for name in modules if name.partition(".")[0] == "immortal"}
     assert ours <= OURS, "another module of ours is loaded by each command: import it inside the function that needs it"
     foreign = {name.partition(".")[0] for name in modules - ours} - sys.stdlib_module_names
-    compiled = {name for name in foreign if name.startswith(("_cython_", "cython_", "coordinator__mypyc"))}
+    compiled = {name for name in foreign if name.startswith(("_cython_", "cython_", "immortal__mypyc"))}
     assert foreign - compiled <= OTHERS
     assert not {name.partition(".")[0] for name in modules} & SLOW

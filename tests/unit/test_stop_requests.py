@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from coordinator.service.stop_requests import SAME_WISH_S, StopRequests
+from immortal.coordinator.service.stop_requests import SAME_WISH_S, StopRequests
 
 
 def test_signals_of_one_moment_are_one_wish() -> None:

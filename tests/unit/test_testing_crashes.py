@@ -1,12 +1,12 @@
-"""appsdk.testing.crash_everywhere: the same test with a crash at each point."""
+"""immortal.testing.crash_everywhere: the same test with a crash at each point."""
 
 from __future__ import annotations
 
 import pytest
 
-from appsdk import Immortal, Transient, rpc
-from appsdk.errors import UsageError
-from appsdk.testing import ReplayDiffers, crash_everywhere
+from immortal import Immortal, Transient, rpc
+from immortal.errors import UsageError
+from immortal.testing import ReplayDiffers, crash_everywhere
 from tests.helpers.bank_apps import Bank, RichBank, Teller
 
 

@@ -1,4 +1,4 @@
-"""appsdk.testing: functions of the test's in place of effects."""
+"""immortal.testing: functions of the test's in place of effects."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from datetime import timedelta
 
 import pytest
 
-from appsdk import EffectFailed, Immortal, Retry, effect_context, impulse, rpc
-from appsdk.errors import UsageError
-from appsdk.testing import Environment, crash_everywhere
+from immortal import EffectFailed, Immortal, Retry, effect_context, impulse, rpc
+from immortal.errors import UsageError
+from immortal.testing import Environment, crash_everywhere
 
 
 class NotFoundError(Exception):

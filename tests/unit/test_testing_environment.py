@@ -1,4 +1,4 @@
-"""appsdk.testing: several immortals in one process, on a clock of the test's own."""
+"""immortal.testing: several immortals in one process, on a clock of the test's own."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from appsdk import Immortal, every, rpc, upgrades
-from appsdk.errors import StateError, UsageError
-from appsdk.testing import Environment, Instance, NoAnswerError
-from appsdk.testing.world import RestlessError
-from coordinator.core.effects import Effect
-from coordinator.core.events import Event
-from coordinator.core.machine import Machine
+from immortal import Immortal, every, rpc, upgrades
+from immortal.appsdk.testing.world import RestlessError
+from immortal.coordinator.core.effects import Effect
+from immortal.coordinator.core.events import Event
+from immortal.coordinator.core.machine import Machine
+from immortal.errors import StateError, UsageError
+from immortal.testing import Environment, Instance, NoAnswerError
 from tests.helpers.bank_apps import Bank, InsufficientFundsError, RichBank, Teller
 
 HOUR = timedelta(hours=1)
@@ -266,7 +266,7 @@ def test_an_answer_that_can_not_come_says_why() -> None:
 
 
 def test_handlers_that_go_on_for_ever_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("appsdk.testing.world.STEPS_MAX", 500)
+    monkeypatch.setattr("immortal.appsdk.testing.world.STEPS_MAX", 500)
     env = Environment()
     fragile = env.start(Fragile, "fragile")
     with pytest.raises(RestlessError, match="after 500 steps"):

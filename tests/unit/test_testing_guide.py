@@ -14,7 +14,7 @@ GUIDE = (GUIDES / "testing.md").read_text()
 PROGRAM = re.compile(r"```python\n# (\w+)\.py(.*?)\n(.*?)```", re.DOTALL)
 
 RECORD = """
-from appsdk.testing import Environment
+from immortal.testing import Environment
 from bank import Bank
 
 with Environment() as env:
@@ -33,7 +33,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
             (folder / f"{name}.py").write_text(program)
     (folder / "tests").mkdir()
     subprocess.run([sys.executable, "-c", RECORD], cwd=folder, check=True)
-    options = ["-p", "no:immortal", "-p", "appsdk.testing.pytest_plugin", "-p", "no:cacheprovider", "-rA"]
+    options = ["-p", "no:immortal", "-p", "immortal.appsdk.testing.pytest_plugin", "-p", "no:cacheprovider", "-rA"]
     command = [sys.executable, "-m", "pytest", *options]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False).stdout
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 TESTS = """
 import random
-from appsdk import Immortal, rpc
+from immortal import Immortal, rpc
 
 class Dice(Immortal):
     thrown: float
@@ -43,7 +43,16 @@ def test_without():
 
 def _pytest(folder: Path, *options: str) -> str:
     # The plugin is named, since this repository need not be installed; if it is, its entry point is left out.
-    command = [sys.executable, "-m", "pytest", "-p", "no:immortal", "-p", "appsdk.testing.pytest_plugin", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:immortal",
+        "-p",
+        "immortal.appsdk.testing.pytest_plugin",
+        *options,
+    ]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False).stdout
 
 
@@ -61,4 +70,4 @@ def test_a_test_is_replayed_at_its_end_unless_it_has_failed(tmp_path: Path) -> N
 
 def test_pytest_finds_it_by_itself_where_this_is_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["pytest11"] == {"immortal": "appsdk.testing.pytest_plugin"}
+    assert project["entry-points"]["pytest11"] == {"immortal": "immortal.appsdk.testing.pytest_plugin"}

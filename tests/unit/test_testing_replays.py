@@ -1,4 +1,4 @@
-"""appsdk.testing: each test is replayed at its end, and recorded logs are replayed as tests."""
+"""immortal.testing: each test is replayed at its end, and recorded logs are replayed as tests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from appsdk import Immortal, peer, rpc
-from appsdk.testing import Environment, ReplayDiffers, assert_replays
-from coordinator.core.errors import LogFormatError
+from immortal import Immortal, peer, rpc
+from immortal.coordinator.core.errors import LogFormatError
+from immortal.testing import Environment, ReplayDiffers, assert_replays
 from tests.helpers.bank_apps import Bank, RichBank, Teller
 from tests.helpers.recorded import Instances, load_module, write_module
 
@@ -257,7 +257,7 @@ def test_a_copy_of_a_log_folder_replays(tmp_path: Path) -> None:
 
 
 DRAWS = """
-from appsdk import Immortal, peer, rpc
+from immortal import Immortal, peer, rpc
 from tests.unit.test_testing_replays import Sink
 
 

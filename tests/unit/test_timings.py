@@ -12,19 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appsdk.running.options import TIMINGS_VARIABLE, OptionError, run_options
-from coordinator.service.timing_notes import Arrived, Durable, Given, Records, Seen, Submitted
-from protocol.record import decode_header, encode_record
-from protocol.timing_files import (
-    APP,
-    COORDINATOR,
-    FILES_MAX,
-    SEGMENTS_MAX,
-    Noting,
-    SegmentWriter,
-    segments,
-)
-from protocol.timings import (
+from immortal.appsdk.running.options import TIMINGS_VARIABLE, OptionError, run_options
+from immortal.coordinator.service.timing_notes import Arrived, Durable, Given, Records, Seen, Submitted
+from immortal.protocol.record import decode_header, encode_record
+from immortal.protocol.timing_files import APP, COORDINATOR, FILES_MAX, SEGMENTS_MAX, Noting, SegmentWriter, segments
+from immortal.protocol.timings import (
     HEADER_SIZE_BYTES,
     ROW_SIZE_BYTES,
     TimingKind,
@@ -34,10 +26,10 @@ from protocol.timings import (
     encode_row,
     encode_segment_header,
 )
-from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
-from sight.trace.messages import OUTSIDE, Executed
-from sight.trace.spans import Spans
-from sight.trace.timings import DAMAGED_RUN_MAX, MessageTiming, RecordTiming, Timings
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+from immortal.sight.trace.messages import OUTSIDE, Executed
+from immortal.sight.trace.spans import Spans
+from immortal.sight.trace.timings import DAMAGED_RUN_MAX, MessageTiming, RecordTiming, Timings
 
 LOG = 7
 SECOND = 10**9

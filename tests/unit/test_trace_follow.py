@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.log import open_reader
-from protocol.trailer import BatchKind
-from sight.errors import SightError
-from sight.trace import follow
-from sight.trace.follow import Follower, LiveFollower, Positions
-from sight.trace.messages import Executed, Source
+from immortal.log import open_reader
+from immortal.protocol.trailer import BatchKind
+from immortal.sight.errors import SightError
+from immortal.sight.trace import follow
+from immortal.sight.trace.follow import Follower, LiveFollower, Positions
+from immortal.sight.trace.messages import Executed, Source
 from tests.helpers.pipeline_logs import RecordSpec, make_log, random_specs
 from tests.unit.test_sql_extract import append
 

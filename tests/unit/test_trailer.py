@@ -6,9 +6,9 @@ import struct
 
 import pytest
 
-from protocol.checksum import crc64
-from protocol.errors import DamagedRecordError, LocalProtocolError, RemoteProtocolError
-from protocol.trailer import (
+from immortal.protocol.checksum import crc64
+from immortal.protocol.errors import DamagedRecordError, LocalProtocolError, RemoteProtocolError
+from immortal.protocol.trailer import (
     BatchKind,
     BatchSource,
     OutputMarkEntry,

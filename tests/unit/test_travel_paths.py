@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appsdk.state.diff import differences
-from appsdk.state.tree import Fields, tree
-from replay.errors import ReplayError
-from replay.travel.paths import MISSING, part_of, same, step_text, steps_of, value_at
-from replay.travel.showing import NODES_MAX, shown, text_of
+from immortal.appsdk.state.diff import differences
+from immortal.appsdk.state.tree import Fields, tree
+from immortal.replay.errors import ReplayError
+from immortal.replay.travel.paths import MISSING, part_of, same, step_text, steps_of, value_at
+from immortal.replay.travel.showing import NODES_MAX, shown, text_of
 
 KEYS = st.one_of(st.text(max_size=8), st.integers(), st.booleans(), st.binary(max_size=4))
 

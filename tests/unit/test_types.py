@@ -25,17 +25,17 @@ import pyarrow as pa
 import pydantic
 import pytest
 
-from appsdk import CalleeFailed, CallRefused, Immortal, peer, register_type, rpc, upgrades
-from appsdk.calls.codec import ValueDecoder, encoder
-from appsdk.client.results import NamedMethod, TypedMethod
-from appsdk.errors import DefinitionError, StateError
-from appsdk.handlers.definition import definition_of
-from appsdk.state.diff import differences
-from appsdk.state.tree import to_json, tree
-from appsdk.testing import Environment, Instance
-from pipeline.arguments import ArgumentDecoder
-from protocol.client import Reply, ReplyKind
-from protocol.messages import RpcKind, RpcType
+from immortal import CalleeFailed, CallRefused, Immortal, peer, register_type, rpc, upgrades
+from immortal.appsdk.calls.codec import ValueDecoder, encoder
+from immortal.appsdk.client.results import NamedMethod, TypedMethod
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.state.diff import differences
+from immortal.appsdk.state.tree import to_json, tree
+from immortal.errors import DefinitionError, StateError
+from immortal.pipeline.arguments import ArgumentDecoder
+from immortal.protocol.client import Reply, ReplyKind
+from immortal.protocol.messages import RpcKind, RpcType
+from immortal.testing import Environment, Instance
 
 T = TypeVar("T")
 
@@ -845,9 +845,9 @@ def test_an_attribute_of_another_type_is_refused_as_it_is_saved(env: Environment
 PROGRAM = """
 import sys
 from pathlib import Path
-from appsdk import Immortal, rpc
-from appsdk.calls.codec import encoder
-from appsdk.handlers.definition import definition_of
+from immortal import Immortal, rpc
+from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.handlers.definition import definition_of
 
 class Greeter(Immortal):
     names: list[str]
@@ -869,7 +869,7 @@ def test_an_app_that_names_no_library_imports_none() -> None:
 
 
 def test_a_frame_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("appsdk.types.pandas_frames")
+    module = importlib.import_module("immortal.appsdk.types.pandas_frames")
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     assert module.codec_of(pd.DataFrame).problem(pd.DataFrame) == (
         "a DataFrame is sent as an Arrow table: install pyarrow"

@@ -19,9 +19,9 @@ import attrs
 import msgspec
 import pytest
 
-from appsdk import CalleeFailed, Immortal, initial, peer, rpc
-from appsdk.errors import StateError
-from appsdk.testing import Environment
+from immortal import CalleeFailed, Immortal, initial, peer, rpc
+from immortal.errors import StateError
+from immortal.testing import Environment
 
 
 @dataclass

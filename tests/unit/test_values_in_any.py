@@ -13,14 +13,14 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from appsdk import CalleeFailed, Immortal, peer, rpc
-from appsdk.calls.call_sites import CallSites
-from appsdk.calls.rules import Rules
-from appsdk.client.results import typed_method
-from appsdk.errors import StateError
-from appsdk.handlers.definition import definition_of
-from appsdk.state.schema import copied_envelope
-from appsdk.testing import Environment
+from immortal import CalleeFailed, Immortal, peer, rpc
+from immortal.appsdk.calls.call_sites import CallSites
+from immortal.appsdk.calls.rules import Rules
+from immortal.appsdk.client.results import typed_method
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.state.schema import copied_envelope
+from immortal.errors import StateError
+from immortal.testing import Environment
 
 KEPT = [(1, (2,)), {"a": {1, 2}}, [Decimal("1.10")], date(2024, 2, 29), {UUID(int=1): frozenset({"x"})}, 2**70]
 KEPT += [datetime(2024, 1, 1, fold=1), datetime(2024, 1, 1, tzinfo=ZoneInfo("Europe/Berlin")), b"\xff", {(1, 2): 3}]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.instances.registry import Registry
-from coordinator.operator import control
-from coordinator.operator.control_server import ControlServer
-from coordinator.web.fleet import Fleet
-from coordinator.web.logs import Logs
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.coordinator.operator.control_server import ControlServer
+from immortal.coordinator.web.fleet import Fleet
+from immortal.coordinator.web.logs import Logs
 
 DEADLINE_S = 30.0
 ANSWER = {"name": "slow", "phase": "normal", "outputs": {}, "checkpoint": None, "sequence_id": 4}

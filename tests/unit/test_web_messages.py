@@ -10,12 +10,21 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from coordinator.cli.records import describe_record
-from coordinator.log import LogReader, open_reader
-from coordinator.web import messages as pages
-from coordinator.web.messages import At, Page, Times, Wanted, find_position, messages_of, page_before, page_from
-from coordinator.web.timeline import Lane
-from protocol.trailer import BatchKind
+from immortal.coordinator.cli.records import describe_record
+from immortal.coordinator.web import messages as pages
+from immortal.coordinator.web.messages import (
+    At,
+    Page,
+    Times,
+    Wanted,
+    find_position,
+    messages_of,
+    page_before,
+    page_from,
+)
+from immortal.coordinator.web.timeline import Lane
+from immortal.log import LogReader, open_reader
+from immortal.protocol.trailer import BatchKind
 from tests.helpers.fleet import flip_byte, plan_fleet, remove_record
 
 

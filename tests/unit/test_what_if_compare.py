@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from protocol.messages import RpcType, encode_incoming_rpc
-from replay.compare import (
-    WINDOW_MESSAGES_MAX,
-    Comparison,
-    Difference,
-    Key,
-    Kind,
-    Outputs,
-    Side,
-    method_of,
-)
-from replay.spool import MemoryBudget, Spool
+from immortal.protocol.messages import RpcType, encode_incoming_rpc
+from immortal.replay.compare import WINDOW_MESSAGES_MAX, Comparison, Difference, Key, Kind, Outputs, Side, method_of
+from immortal.replay.spool import MemoryBudget, Spool
 
 COUNT, LOG = 10, 20
 

@@ -6,9 +6,9 @@ import random
 
 import msgspec
 
-from protocol.messages import RpcType, encode_incoming_rpc
-from replay.compare import Difference, Kind
-from replay.findings import Findings
+from immortal.protocol.messages import RpcType, encode_incoming_rpc
+from immortal.replay.compare import Difference, Kind
+from immortal.replay.findings import Findings
 
 
 def call(method_id: int, *arguments: object) -> bytes:

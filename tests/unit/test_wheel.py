@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("appsdk", "bench", "coordinator", "pipeline", "protocol", "replay")
+ROOMS = ("appsdk", "coordinator", "pipeline", "protocol", "replay", "sight")
 SUFFIXES = (".py", ".pxd", ".typed", ".html", ".css", ".js", ".svg", ".txt")
 
 
@@ -27,9 +27,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.mkdir()
     for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, source)
-    for name in (*PACKAGES, "examples", "scripts", "tests"):  # all that might be taken along
+    for name in (*ROOMS, "bench", "immortal", "examples", "scripts", "tests"):  # all that might be taken along
         ignored = shutil.ignore_patterns("__pycache__", "_compiled", "corpus")
-        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+        shutil.copytree(ROOT / name, source / name, symlinks=name == "immortal", ignore=ignored)
     missing = folder / "missing"
     for compiler in ("Cython", "mypyc"):
         (missing / compiler).mkdir(parents=True)
@@ -58,24 +58,26 @@ def files(folder: Path) -> set[str]:
 
 
 def test_it_has_the_templates_of_projects(wheel: Path) -> None:
-    place = Path("coordinator", "project", "templates")
+    place = Path("immortal", "coordinator", "project", "templates")
     made = {str(path.relative_to(ROOT)) for path in (ROOT / place).rglob("*") if path.is_file()}
     assert len(made) > 10
     assert made == {str(path.relative_to(wheel)) for path in (wheel / place).rglob("*") if path.is_file()}
 
 
 def test_it_has_the_packages_and_nothing_else(wheel: Path) -> None:
-    names = {path.name for path in wheel.iterdir() if path.suffix != ".dist-info"}
-    assert names == set(PACKAGES)
-    for package in PACKAGES:
-        assert files(wheel / package) == files(ROOT / package)
+    """One root for programs to import, so that a user's own `protocol.py` or `pipeline/` stays the user's."""
+    assert {path.name for path in wheel.iterdir() if path.suffix != ".dist-info"} == {"immortal"}
+    rooms = {path.name for path in (ROOT / "immortal").iterdir() if path.is_symlink()}
+    assert rooms == {*ROOMS, "bench"}
+    for room in ROOMS:
+        assert files(wheel / "immortal" / room) == files(ROOT / room)
+    assert not (wheel / "immortal" / "bench").exists()
 
 
 def test_it_has_no_rivals(wheel: Path) -> None:
-    for package in PACKAGES:
-        for path in (wheel / package).rglob("*.py"):
-            text = path.read_text()
-            assert not any(f"import {rival}" in text for rival in ("dbos", "grpc", "restate")), path
+    for path in wheel.rglob("*.py"):
+        text = path.read_text()
+        assert not any(f"import {rival}" in text for rival in ("dbos", "grpc", "restate")), path
 
 
 def test_it_says_who_made_it_and_what_one_may_do_with_it(wheel: Path) -> None:
@@ -95,10 +97,10 @@ def test_cython_is_needed_to_build_it_only(wheel: Path) -> None:
         assert any(one.startswith(name) for one in needed)
 
 
-@pytest.mark.parametrize("command", ["run", "bench"])
+@pytest.mark.parametrize("command", ["run", "pipeline"])
 def test_its_commands_run_without_the_sources(wheel: Path, command: str, tmp_path: Path) -> None:
-    checked = f"import coordinator, bench; assert coordinator.__file__.startswith({str(wheel)!r})"
-    help_of = f"{checked}; from coordinator.cli import main; main([{command!r}, '--help'])"
+    checked = f"import immortal; assert immortal.__file__.startswith({str(wheel)!r})"
+    help_of = f"{checked}; from immortal.coordinator.cli import main; main([{command!r}, '--help'])"
     environment = {**os.environ, "PYTHONPATH": str(wheel)}
     done = subprocess.run(
         [sys.executable, "-c", help_of], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60

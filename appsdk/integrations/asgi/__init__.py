@@ -18,8 +18,8 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f"the bridge to ASGI needs Starlette ({error}): pip install 'immortal[http]'") from None
 
-from appsdk.integrations.asgi.middleware import ImmortalMiddleware
-from appsdk.integrations.asgi.progress import progress
-from appsdk.integrations.asgi.services import Service, TooManyCalls
+from immortal.appsdk.integrations.asgi.middleware import ImmortalMiddleware
+from immortal.appsdk.integrations.asgi.progress import progress
+from immortal.appsdk.integrations.asgi.services import Service, TooManyCalls
 
 __all__ = ["ImmortalMiddleware", "Service", "TooManyCalls", "progress"]

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from appsdk.client.aio import AsyncClient
-from appsdk.client.errors import ClientError
-from appsdk.client.proxies import Proxy, ProxyMethod
-from appsdk.client.results import Method
-from appsdk.handlers.definition import Definition
+from immortal.appsdk.client.aio import AsyncClient
+from immortal.appsdk.client.errors import ClientError
+from immortal.appsdk.client.proxies import Proxy, ProxyMethod
+from immortal.appsdk.client.results import Method
+from immortal.appsdk.handlers.definition import Definition
 
 SCOPE_KEY = "immortal"  # where the calls of a request are in its ASGI scope
 _KEY_SIZE_BYTES = 20

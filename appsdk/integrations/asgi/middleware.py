@@ -9,10 +9,10 @@ from typing import Any
 from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from appsdk.client.errors import ClientError
-from appsdk.errors import UsageError
-from appsdk.integrations.asgi.calls import SCOPE_KEY, RequestCalls
-from appsdk.integrations.asgi.problems import (
+from immortal.appsdk.client.errors import ClientError
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.integrations.asgi.calls import SCOPE_KEY, RequestCalls
+from immortal.appsdk.integrations.asgi.problems import (
     Problem,
     ProblemResponse,
     RefusedRequest,
@@ -20,15 +20,15 @@ from appsdk.integrations.asgi.problems import (
     problem_of_declared,
     problem_of_misfit,
 )
-from appsdk.integrations.asgi.services import Service
-from protocol.errors import LocalProtocolError
-from protocol.trace_context import read_traceparent
+from immortal.appsdk.integrations.asgi.services import Service
+from immortal.protocol.errors import LocalProtocolError
+from immortal.protocol.trace_context import read_traceparent
 
 KEY_HEADER = "Idempotency-Key"
 KEY_SIZE_BYTES_MAX = 255
 KEYED_METHODS = ("POST", "PUT", "PATCH", "DELETE")  # the others change nothing
 
-_log = logging.getLogger("appsdk.integrations.asgi")
+_log = logging.getLogger("immortal.appsdk.integrations.asgi")
 
 
 class ImmortalMiddleware:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct, field
 from starlette.responses import Response
 
-from appsdk.client.errors import (
+from immortal.appsdk.client.errors import (
     CallConflict,
     CalleeFailed,
     CallRaised,
@@ -22,7 +22,7 @@ from appsdk.client.errors import (
     OutcomeUnknown,
     ReplyGone,
 )
-from appsdk.integrations.asgi.calls import TooManyCalls
+from immortal.appsdk.integrations.asgi.calls import TooManyCalls
 
 RETRY_AFTER_S = 1  # an instance that has crashed is usually back by then
 DECLARED_STATUS = HTTPStatus.CONFLICT  # what a handler declares depends on its state: another time it may be done

@@ -17,9 +17,9 @@ from sse_starlette.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
-from appsdk.client.errors import ClientError
-from appsdk.errors import UsageError
-from appsdk.integrations.asgi.problems import Problem, RefusedRequest
+from immortal.appsdk.client.errors import ClientError
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.integrations.asgi.problems import Problem, RefusedRequest
 
 E = TypeVar("E")
 

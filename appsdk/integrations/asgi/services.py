@@ -9,11 +9,18 @@ from typing import Any, Generic, TypeVar, overload
 
 from starlette.requests import HTTPConnection
 
-from appsdk.client import Connector, connect
-from appsdk.client.aio import AsyncClient
-from appsdk.errors import UsageError
-from appsdk.handlers.definition import definition_of
-from appsdk.integrations.asgi.calls import SCOPE_KEY, RequestCalls, RequestClient, RequestProxy, Room, TooManyCalls
+from immortal.appsdk.client import Connector, connect
+from immortal.appsdk.client.aio import AsyncClient
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.integrations.asgi.calls import (
+    SCOPE_KEY,
+    RequestCalls,
+    RequestClient,
+    RequestProxy,
+    Room,
+    TooManyCalls,
+)
 
 __all__ = ["Service", "TooManyCalls"]
 

@@ -1,19 +1,19 @@
 """A shared key-value table, cloned to any number of clients: `docs/guide/clone.md`.
 
 The table is an instance, ``immortal run prices appsdk.patterns.clone:Table``; clients (``connect``) and forwarders
-(``python -m appsdk.patterns.clone forward prices``) are plain processes.
+(``python -m immortal.appsdk.patterns.clone forward prices``) are plain processes.
 """
 
 from __future__ import annotations
 
-from appsdk.patterns.clone.aio import AsyncChanges, AsyncClone
-from appsdk.patterns.clone.clients import CloneConnector, connect
-from appsdk.patterns.clone.errors import CloneError, Ended, NotEntitled, TableFull
-from appsdk.patterns.clone.forwarder import Forwarder
-from appsdk.patterns.clone.records import Change, Entitlement, Place, Presence, Status, Written
-from appsdk.patterns.clone.replica import Counts
-from appsdk.patterns.clone.table import Table
-from appsdk.patterns.clone.threaded import Changed, Changes, Clone
+from immortal.appsdk.patterns.clone.aio import AsyncChanges, AsyncClone
+from immortal.appsdk.patterns.clone.clients import CloneConnector, connect
+from immortal.appsdk.patterns.clone.errors import CloneError, Ended, NotEntitled, TableFull
+from immortal.appsdk.patterns.clone.forwarder import Forwarder
+from immortal.appsdk.patterns.clone.records import Change, Entitlement, Place, Presence, Status, Written
+from immortal.appsdk.patterns.clone.replica import Counts
+from immortal.appsdk.patterns.clone.table import Table
+from immortal.appsdk.patterns.clone.threaded import Changed, Changes, Clone
 
 __all__ = [
     "AsyncChanges",

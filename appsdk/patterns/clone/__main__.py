@@ -9,19 +9,19 @@ import threading
 
 import zmq
 
-from appsdk.client import ClientError
-from appsdk.client import connect as connect_client
-from appsdk.client.places import Finder
-from appsdk.patterns.clone import limits
-from appsdk.patterns.clone.clients import connect
-from appsdk.patterns.clone.errors import CloneError
-from appsdk.patterns.clone.forwarder import Forwarder
-from appsdk.patterns.clone.frames import Look, Report, decode_answer, encode
-from appsdk.patterns.clone.places import Access
-from appsdk.patterns.clone.records import Place
-from appsdk.patterns.clone.table import Table
-from protocol.errors import RemoteProtocolError
-from protocol.shown import printable_message
+from immortal.appsdk.client import ClientError
+from immortal.appsdk.client import connect as connect_client
+from immortal.appsdk.client.places import Finder
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.clients import connect
+from immortal.appsdk.patterns.clone.errors import CloneError
+from immortal.appsdk.patterns.clone.forwarder import Forwarder
+from immortal.appsdk.patterns.clone.frames import Look, Report, decode_answer, encode
+from immortal.appsdk.patterns.clone.places import Access
+from immortal.appsdk.patterns.clone.records import Place
+from immortal.appsdk.patterns.clone.table import Table
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.shown import printable_message
 
 _SHOWN_MAX = 10  # clients of a publisher where all are in step
 
@@ -32,7 +32,7 @@ def _say(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m appsdk.patterns.clone", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m immortal.appsdk.patterns.clone", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     forward = commands.add_parser("forward", help="publish a table here as well, until Ctrl-C")
     forward.add_argument("table", help="its name")

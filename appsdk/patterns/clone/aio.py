@@ -8,15 +8,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from appsdk.patterns.clone.replica import Counts, Told
-from appsdk.patterns.clone.threaded import Changed, Clone, require_ours
+from immortal.appsdk.patterns.clone.replica import Counts, Told
+from immortal.appsdk.patterns.clone.threaded import Changed, Clone, require_ours
 
 V = TypeVar("V")
 R = TypeVar("R")
 
 
 class AsyncChanges(Generic[V]):
-    """``async for change in prices.changes():`` See :class:`~appsdk.patterns.clone.threaded.Changes`."""
+    """``async for change in prices.changes():`` See :class:`~immortal.appsdk.patterns.clone.threaded.Changes`."""
 
     def __init__(self, clone: Clone[V], timeout_s: float | None) -> None:
         self._clone = clone
@@ -58,7 +58,7 @@ class AsyncChanges(Generic[V]):
 
 
 class AsyncClone(Mapping[str, V]):
-    """As :class:`~appsdk.patterns.clone.threaded.Clone`: reading asks nobody, so it is not awaited."""
+    """As :class:`~immortal.appsdk.patterns.clone.threaded.Clone`: reading asks nobody, so it is not awaited."""
 
     def __init__(self, clone: Clone[V]) -> None:
         self._clone = clone

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
 
-from appsdk.client import connect as connect_client
-from appsdk.patterns.clone import limits
-from appsdk.patterns.clone.aio import AsyncClone
-from appsdk.patterns.clone.frames import POLICIES, Policy
-from appsdk.patterns.clone.places import Access, Places
-from appsdk.patterns.clone.replica import Options
-from appsdk.patterns.clone.subtrees import check_subtrees
-from appsdk.patterns.clone.table import Table
-from appsdk.patterns.clone.threaded import Clone
-from protocol.forks import watch
+from immortal.appsdk.client import connect as connect_client
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.aio import AsyncClone
+from immortal.appsdk.patterns.clone.frames import POLICIES, Policy
+from immortal.appsdk.patterns.clone.places import Access, Places
+from immortal.appsdk.patterns.clone.replica import Options
+from immortal.appsdk.patterns.clone.subtrees import check_subtrees
+from immortal.appsdk.patterns.clone.table import Table
+from immortal.appsdk.patterns.clone.threaded import Clone
+from immortal.protocol.forks import watch
 
 V = TypeVar("V")
 
@@ -140,7 +140,7 @@ def connect(
     are dropped, the oldest first, and the keys come again as they are then; "disconnect": it is ended; "block": writers
     wait, as long as the table allows. ``writes``: the subtree that all its changes are in, for who may write to that
     alone. ``timeout``: seconds, of a call and of the first copy. ``publishers``: endpoints to follow, in place of those
-    that the table names; ``endpoints=[]`` and the rest are of :func:`appsdk.client.connect`.
+    that the table names; ``endpoints=[]`` and the rest are of :func:`immortal.appsdk.client.connect`.
 
     Raises TypeError, ValueError.
     """

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from appsdk.patterns.clone import limits
-from appsdk.patterns.clone.records import Row
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.records import Row
 
 
 class Entries(msgspec.Struct):

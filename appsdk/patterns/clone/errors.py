@@ -8,7 +8,7 @@ CloneError
 
 from __future__ import annotations
 
-from protocol.errors import ImmortalError
+from immortal.protocol.errors import ImmortalError
 
 
 class CloneError(ImmortalError):

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from appsdk.patterns.clone.entries import Entries
-from appsdk.patterns.clone.records import Row
+from immortal.appsdk.patterns.clone.entries import Entries
+from immortal.appsdk.patterns.clone.records import Row
 
 
 class Feed:

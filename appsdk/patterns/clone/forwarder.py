@@ -12,20 +12,20 @@ from typing import Any
 
 import zmq
 
-from appsdk.client import CallRefused, ClientError, connect, with_timeout
-from appsdk.client.places import home_of
-from appsdk.patterns.clone import limits
-from appsdk.patterns.clone.entries import Entries
-from appsdk.patterns.clone.errors import CloneError, TableFull
-from appsdk.patterns.clone.frames import Policy
-from appsdk.patterns.clone.own import has_keys, take_presences
-from appsdk.patterns.clone.places import Access, Places
-from appsdk.patterns.clone.publisher import Publisher, logger
-from appsdk.patterns.clone.publishing import Publishing
-from appsdk.patterns.clone.records import Place, Presence, Row
-from appsdk.patterns.clone.replica import News, Options, Replica
-from appsdk.patterns.clone.subscriber import Subscriber
-from appsdk.patterns.clone.table import Table
+from immortal.appsdk.client import CallRefused, ClientError, connect, with_timeout
+from immortal.appsdk.client.places import home_of
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.entries import Entries
+from immortal.appsdk.patterns.clone.errors import CloneError, TableFull
+from immortal.appsdk.patterns.clone.frames import Policy
+from immortal.appsdk.patterns.clone.own import has_keys, take_presences
+from immortal.appsdk.patterns.clone.places import Access, Places
+from immortal.appsdk.patterns.clone.publisher import Publisher, logger
+from immortal.appsdk.patterns.clone.publishing import Publishing
+from immortal.appsdk.patterns.clone.records import Place, Presence, Row
+from immortal.appsdk.patterns.clone.replica import News, Options, Replica
+from immortal.appsdk.patterns.clone.subscriber import Subscriber
+from immortal.appsdk.patterns.clone.table import Table
 
 _RETRY_S = 0.5
 _CALL_S = 2.5
@@ -36,7 +36,7 @@ class Forwarder:
 
     ``identity``: whose keys it shows, to both sides, entitled with ``relay=True``; by default those of the table.
     ``advertise``: where clients find it; by default where it listens. ``blocking_s``: a client that asked for it may
-    hold up writers for so long; 0: not at all. The others are those of :func:`appsdk.client.connect`.
+    hold up writers for so long; 0: not at all. The others are those of :func:`immortal.appsdk.client.connect`.
 
     Raises CloneError, ClientError.
     """

@@ -11,9 +11,9 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from protocol import decoding
-from protocol.checksum import crc64
-from protocol.errors import RemoteProtocolError
+from immortal.protocol import decoding
+from immortal.protocol.checksum import crc64
+from immortal.protocol.errors import RemoteProtocolError
 
 VERSION = 1
 MAGIC = b"ICL" + bytes([VERSION])

@@ -56,7 +56,7 @@ CLOSE_LINGER_MS = 100  # as the messenger's: ZeroMQ may end the process where it
 
 # --- of a client ------------------------------------------------------------------------------------------------------
 
-TIMEOUT_DEFAULT_S = 30.0  # as appsdk.client's
+TIMEOUT_DEFAULT_S = 30.0  # as immortal.appsdk.client's
 RETRY_S = 0.2  # between two attempts to find a publisher
 RETRY_S_MAX = 2.0
 PART_S = 0.5  # for a publisher to say that it has heard of the end

@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from appsdk.client.errors import NotConnectable
-from appsdk.client.places import home_of, pair_of
-from appsdk.patterns.clone import limits
-from appsdk.patterns.clone.feeds import Feed, open_feed
-from appsdk.patterns.clone.publisher import Publisher
-from appsdk.patterns.clone.publishing import Publishing
-from appsdk.patterns.clone.records import Place, Presence
+from immortal.appsdk.client.errors import NotConnectable
+from immortal.appsdk.client.places import home_of, pair_of
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.feeds import Feed, open_feed
+from immortal.appsdk.patterns.clone.publisher import Publisher
+from immortal.appsdk.patterns.clone.publishing import Publishing
+from immortal.appsdk.patterns.clone.records import Place, Presence
 
 _SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
 _PRESENCES_MAX = 1000  # of one message

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from appsdk.client import CallTimeout, ClientError, NotConnectable, with_timeout
-from appsdk.client.places import Finder
-from appsdk.patterns.clone import limits
-from appsdk.patterns.clone.records import Place
+from immortal.appsdk.client import CallTimeout, ClientError, NotConnectable, with_timeout
+from immortal.appsdk.client.places import Finder
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.records import Place
 
 
 @dataclass
 class Access:
-    """How a client gets to a table and its publishers; as of :func:`appsdk.client.connect`.
+    """How a client gets to a table and its publishers; as of :func:`immortal.appsdk.client.connect`.
 
     ``publishers``: endpoints, in place of those that the table names; ``NAME@tcp://...`` where NAME's keys are shown.
     ``blocks``: of those that the table names, only where clients may hold up writers.

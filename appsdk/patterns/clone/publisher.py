@@ -8,13 +8,13 @@ from pathlib import Path
 
 import zmq
 
-from appsdk.patterns.clone import limits
-from appsdk.patterns.clone.errors import CloneError
-from appsdk.patterns.clone.frames import Refused, decode_request, encode
-from appsdk.patterns.clone.publishing import Publishing
-from appsdk.patterns.listening import Listener, ListenError
-from protocol.errors import RemoteProtocolError
-from protocol.rate_limit import RateLimit
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.errors import CloneError
+from immortal.appsdk.patterns.clone.frames import Refused, decode_request, encode
+from immortal.appsdk.patterns.clone.publishing import Publishing
+from immortal.appsdk.patterns.listening import Listener, ListenError
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.rate_limit import RateLimit
 
 logger = logging.getLogger("immortal.clone")
 

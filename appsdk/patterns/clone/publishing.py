@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from appsdk.patterns.clone import limits
-from appsdk.patterns.clone.entries import Entries
-from appsdk.patterns.clone.frames import (
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.entries import Entries
+from immortal.appsdk.patterns.clone.frames import (
     Activate,
     Activated,
     Answer,
@@ -26,11 +26,11 @@ from appsdk.patterns.clone.frames import (
     Request,
     encode,
 )
-from appsdk.patterns.clone.records import ENTITLED, Entitlement, Presence, Row
-from appsdk.patterns.clone.streams import Stream
-from appsdk.patterns.clone.subtrees import Entitlements, check_subtrees
-from appsdk.patterns.clone.views import EVERYTHING, Views
-from protocol import decoding
+from immortal.appsdk.patterns.clone.records import ENTITLED, Entitlement, Presence, Row
+from immortal.appsdk.patterns.clone.streams import Stream
+from immortal.appsdk.patterns.clone.subtrees import Entitlements, check_subtrees
+from immortal.appsdk.patterns.clone.views import EVERYTHING, Views
+from immortal.protocol import decoding
 
 _ENTITLED = ENTITLED + "/"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone import limits
 
 OWN = "@"
 """Keys of the table itself begin with it."""

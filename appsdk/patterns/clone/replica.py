@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from appsdk.patterns.clone import limits
-from appsdk.patterns.clone.frames import Activate, Activated, Answer, Dropped, Finished, Part, Policy, Refused
-from appsdk.patterns.clone.views import EVERYTHING
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.frames import Activate, Activated, Answer, Dropped, Finished, Part, Policy, Refused
+from immortal.appsdk.patterns.clone.views import EVERYTHING
 
 Told = tuple[str, int, bytes | None]  # key, number, value; None: the key is gone
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from appsdk.patterns.clone.frames import Activate, Dropped, StreamReport, encode
-from appsdk.patterns.clone.views import EVERYTHING, View, Walk
+from immortal.appsdk.patterns.clone.frames import Activate, Dropped, StreamReport, encode
+from immortal.appsdk.patterns.clone.views import EVERYTHING, View, Walk
 
 Send = Callable[[bytes], None]
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from appsdk.client.errors import NotConnectable
-from appsdk.client.places import Finder
-from appsdk.client.watch import Watch
-from appsdk.patterns.clone import limits
-from appsdk.patterns.clone.frames import (
+from immortal.appsdk.client.errors import NotConnectable
+from immortal.appsdk.client.places import Finder
+from immortal.appsdk.client.watch import Watch
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.frames import (
     Deactivate,
     Deactivated,
     Ping,
@@ -21,9 +21,9 @@ from appsdk.patterns.clone.frames import (
     decode_answer,
     encode,
 )
-from appsdk.patterns.clone.records import Place
-from appsdk.patterns.clone.replica import News, Replica
-from protocol.errors import RemoteProtocolError
+from immortal.appsdk.patterns.clone.records import Place
+from immortal.appsdk.patterns.clone.replica import News, Replica
+from immortal.protocol.errors import RemoteProtocolError
 
 _NOBLOCK = int(zmq.NOBLOCK)
 _EVENTS = int(zmq.EVENTS)
@@ -131,7 +131,7 @@ class Subscriber:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.IMMEDIATE, 1),  # what is sent to nobody would come to whoever listens there later
-            (zmq.RCVHWM, 0),  # as in appsdk.client.transport; the window is the limit
+            (zmq.RCVHWM, 0),  # as in immortal.appsdk.client.transport; the window is the limit
             (zmq.MAXMSGSIZE, limits.PART_RECEIVED_SIZE_BYTES_MAX),
             (zmq.RECONNECT_IVL, limits.RECONNECT_MS_MIN),
             (zmq.RECONNECT_IVL_MAX, limits.RECONNECT_MS_MAX),

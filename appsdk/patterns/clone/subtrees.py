@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from appsdk.patterns.clone import limits
-from appsdk.patterns.clone.records import EVERYBODY, OWN, PRESENT, Entitlement, check_key
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.records import EVERYBODY, OWN, PRESENT, Entitlement, check_key
 
 ALL = ("", OWN)
 ORDINARY = ("", PRESENT)

@@ -10,17 +10,17 @@ from typing import ClassVar
 
 import msgspec
 
-from appsdk.errors import Cancelled
-from appsdk.handlers.decorators import impulse, initial, on_primary, query, rpc
-from appsdk.handlers.proxy import Impulses
-from appsdk.handlers.roles import ANYBODY
-from appsdk.immortal import Immortal
-from appsdk.patterns.clone import limits, own
-from appsdk.patterns.clone.deadlines import Deadlines
-from appsdk.patterns.clone.entries import Entries
-from appsdk.patterns.clone.errors import TableFull
-from appsdk.patterns.clone.feeds import feed_of
-from appsdk.patterns.clone.records import (
+from immortal.appsdk.errors import Cancelled
+from immortal.appsdk.handlers.decorators import impulse, initial, on_primary, query, rpc
+from immortal.appsdk.handlers.proxy import Impulses
+from immortal.appsdk.handlers.roles import ANYBODY
+from immortal.appsdk.immortal import Immortal
+from immortal.appsdk.patterns.clone import limits, own
+from immortal.appsdk.patterns.clone.deadlines import Deadlines
+from immortal.appsdk.patterns.clone.entries import Entries
+from immortal.appsdk.patterns.clone.errors import TableFull
+from immortal.appsdk.patterns.clone.feeds import feed_of
+from immortal.appsdk.patterns.clone.records import (
     ENTITLED,
     EVERYBODY,
     PRESENT,
@@ -35,8 +35,8 @@ from appsdk.patterns.clone.records import (
     check_key,
     encode,
 )
-from appsdk.patterns.clone.subtrees import check_subtrees, covers, may_be_seen
-from protocol import decoding
+from immortal.appsdk.patterns.clone.subtrees import check_subtrees, covers, may_be_seen
+from immortal.protocol import decoding
 
 _ALARM = "alarm"
 _LOOKS = -1  # in place of the time for which the alarm is set: it is about to look

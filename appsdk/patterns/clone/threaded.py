@@ -14,16 +14,16 @@ from typing import Any, Generic, TypeVar
 
 import zmq
 
-from appsdk.calls.codec import ValueDecoder, encode_value
-from appsdk.client import ClientClosed, with_timeout
-from appsdk.patterns.clone import limits
-from appsdk.patterns.clone.errors import CloneError, Ended, NotEntitled
-from appsdk.patterns.clone.places import Places
-from appsdk.patterns.clone.records import Change, check_change
-from appsdk.patterns.clone.replica import Counts, News, Options, Replica, Told
-from appsdk.patterns.clone.subscriber import Subscriber
-from appsdk.patterns.clone.subtrees import covers
-from protocol.forks import leave_to_parent, text_after_fork, watch
+from immortal.appsdk.calls.codec import ValueDecoder, encode_value
+from immortal.appsdk.client import ClientClosed, with_timeout
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.errors import CloneError, Ended, NotEntitled
+from immortal.appsdk.patterns.clone.places import Places
+from immortal.appsdk.patterns.clone.records import Change, check_change
+from immortal.appsdk.patterns.clone.replica import Counts, News, Options, Replica, Told
+from immortal.appsdk.patterns.clone.subscriber import Subscriber
+from immortal.appsdk.patterns.clone.subtrees import covers
+from immortal.protocol.forks import leave_to_parent, text_after_fork, watch
 
 V = TypeVar("V")
 
@@ -70,7 +70,7 @@ class Changes(Generic[V]):
 
 
 class Clone(Mapping[str, V]):
-    """A table's copy; made by :func:`appsdk.patterns.clone.connect`. Any thread may use it.
+    """A table's copy; made by :func:`immortal.appsdk.patterns.clone.connect`. Any thread may use it.
 
     Reading takes no message: it is what has come. ``number``: of the last update that is in it.
     """

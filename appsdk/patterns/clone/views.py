@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from appsdk.patterns.clone import limits
-from appsdk.patterns.clone.entries import Entries, size_bytes
-from appsdk.patterns.clone.frames import Part, encode
-from appsdk.patterns.clone.records import Row
-from appsdk.patterns.clone.subtrees import ALL, covers, subtrees_of
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.entries import Entries, size_bytes
+from immortal.appsdk.patterns.clone.frames import Part, encode
+from immortal.appsdk.patterns.clone.records import Row
+from immortal.appsdk.patterns.clone.subtrees import ALL, covers, subtrees_of
 
 EVERYTHING = -1
 """In place of the number behind which changes are wanted."""

@@ -1,9 +1,9 @@
 """``prices = group(Book, "prices", members=["b1", "b2"])``: ordered multicasts to whoever is a member by then.
 
-`docs/guide/ordering.md` says what is promised; :mod:`appsdk.ordering.views` how members agree.
+`docs/guide/ordering.md` says what is promised; :mod:`immortal.appsdk.ordering.views` how members agree.
 """
 
-from appsdk.patterns.groups.members import Grouped
-from appsdk.patterns.groups.proxy import group
+from immortal.appsdk.patterns.groups.members import Grouped
+from immortal.appsdk.patterns.groups.proxy import group
 
 __all__ = ["Grouped", "group"]

@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
-from appsdk.errors import DefinitionError, UsageError
-from appsdk.handlers.decorators import Handler
-from appsdk.handlers.definition import Definition, Peer
-from appsdk.handlers.multicast import Destination
-from appsdk.handlers.proxy import find_handler
-from appsdk.ordering.views import View
-from protocol.identity import IdentityConflict
-from protocol.shown import is_encodable
+from immortal.appsdk.errors import DefinitionError, UsageError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Definition, Peer
+from immortal.appsdk.handlers.multicast import Destination
+from immortal.appsdk.handlers.proxy import find_handler
+from immortal.appsdk.ordering.views import View
+from immortal.protocol.identity import IdentityConflict
+from immortal.protocol.shown import is_encodable
 
 EXPEL_AFTER_MIN = timedelta(seconds=1)
 
 
 class Group(property):
-    """What :func:`appsdk.patterns.groups.group` puts into a class."""
+    """What :func:`immortal.appsdk.patterns.groups.group` puts into a class."""
 
     def __init__(
         self,

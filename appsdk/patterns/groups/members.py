@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from appsdk.calls.codec import encode_value, encoder
-from appsdk.handlers.decorators import rpc
-from appsdk.handlers.definition import definition_of
-from appsdk.handlers.multicast import Multicast
-from appsdk.handlers.proxy import make_fork
-from appsdk.immortal import Immortal
-from appsdk.ordering.messages import Scope
-from appsdk.ordering.views import Kind, Membership, Message, Outgoing, View
-from appsdk.patterns.groups.declared import Group, check_groups, group_of, groups_of
+from immortal.appsdk.calls.codec import encode_value, encoder
+from immortal.appsdk.handlers.decorators import rpc
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.handlers.multicast import Multicast
+from immortal.appsdk.handlers.proxy import make_fork
+from immortal.appsdk.immortal import Immortal
+from immortal.appsdk.ordering.messages import Scope
+from immortal.appsdk.ordering.views import Kind, Membership, Message, Outgoing, View
+from immortal.appsdk.patterns.groups.declared import Group, check_groups, group_of, groups_of
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
@@ -286,7 +286,7 @@ class Grouped(Immortal):
         return source, known
 
     def _immortal_groups(self) -> list[dict[str, Any]]:
-        """Those that the class declares, in plain values; for :mod:`appsdk.waiting.listing`."""
+        """Those that the class declares, in plain values; for :mod:`immortal.appsdk.waiting.listing`."""
         found = []
         for name, source in groups_of(type(self)).items():
             known = (self.groups_known or {}).get(name)

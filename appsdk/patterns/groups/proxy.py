@@ -6,15 +6,15 @@ from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar, overload
 
-from appsdk.calls.codec import bind_arguments, encode_value, unencodable
-from appsdk.errors import UsageError
-from appsdk.handlers.decorators import Handler
-from appsdk.handlers.definition import definition_of
-from appsdk.ordering.messages import Scope
-from appsdk.ordering.views import Kind, Message, View
-from appsdk.patterns.groups.declared import Group
-from appsdk.patterns.groups.members import Answer, Grouped, newest_of
-from appsdk.waiting.task_self import TaskMulticast, TaskSelf
+from immortal.appsdk.calls.codec import bind_arguments, encode_value, unencodable
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.ordering.messages import Scope
+from immortal.appsdk.ordering.views import Kind, Message, View
+from immortal.appsdk.patterns.groups.declared import Group
+from immortal.appsdk.patterns.groups.members import Answer, Grouped, newest_of
+from immortal.appsdk.waiting.task_self import TaskMulticast, TaskSelf
 
 G = TypeVar("G", bound=Grouped)
 
@@ -28,7 +28,7 @@ def group(
     target: Callable[[], type[G]], name: str, members: Iterable[str], *, expel_after: timedelta | None = None
 ) -> type[G]: ...
 def group(target: object, name: str, members: Iterable[str], *, expel_after: timedelta | None = None) -> Any:
-    """The group ``name`` of instances of the class ``target`` (given as for :func:`appsdk.peer`), in the class body.
+    """The group ``name`` of instances of the class ``target`` (given as for :func:`immortal.peer`), in the class body.
 
     ``members``: its first ones, the same in all classes and for ever; later ones join. ``expel_after``: a member of
     which nothing is heard for that long, while others wait for it, is expelled; None: only by an operator. Raises

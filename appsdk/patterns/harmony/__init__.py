@@ -4,13 +4,13 @@ collector gets each result once. `docs/guide/harmony.md`.
 
 from __future__ import annotations
 
-from appsdk.patterns.harmony.batch import Progress
-from appsdk.patterns.harmony.cluster import Cluster
-from appsdk.patterns.harmony.collector import BaseCollector, Collector, Received
-from appsdk.patterns.harmony.errors import BatchConflict, BatchError
-from appsdk.patterns.harmony.runs import Result
-from appsdk.patterns.harmony.ventilator import Batch, Ventilator, connect
-from appsdk.patterns.harmony.worker import worker
+from immortal.appsdk.patterns.harmony.batch import Progress
+from immortal.appsdk.patterns.harmony.cluster import Cluster
+from immortal.appsdk.patterns.harmony.collector import BaseCollector, Collector, Received
+from immortal.appsdk.patterns.harmony.errors import BatchConflict, BatchError
+from immortal.appsdk.patterns.harmony.runs import Result
+from immortal.appsdk.patterns.harmony.ventilator import Batch, Ventilator, connect
+from immortal.appsdk.patterns.harmony.worker import worker
 
 __all__ = [
     "BaseCollector",

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from appsdk.client import ClientError
-from appsdk.patterns.harmony.crew import Crew
-from appsdk.patterns.harmony.errors import BatchError
-from appsdk.patterns.harmony.saying import complain, say
-from appsdk.patterns.harmony.ventilator import connect
-from appsdk.patterns.harmony.worker import worker
+from immortal.appsdk.client import ClientError
+from immortal.appsdk.patterns.harmony.crew import Crew
+from immortal.appsdk.patterns.harmony.errors import BatchError
+from immortal.appsdk.patterns.harmony.saying import complain, say
+from immortal.appsdk.patterns.harmony.ventilator import connect
+from immortal.appsdk.patterns.harmony.worker import worker
 
 _FOLLOW_S = 1.0
 
@@ -46,7 +46,7 @@ def _count(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m appsdk.patterns.harmony", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m immortal.appsdk.patterns.harmony", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     work = commands.add_parser("work", help="do tasks of a cluster until Ctrl-C")
     work.add_argument("cluster", help="its name")

@@ -11,8 +11,8 @@ from bisect import insort
 
 import msgspec
 
-from appsdk.patterns.harmony.errors import BatchConflict, BatchError
-from appsdk.patterns.harmony.limits import (
+from immortal.appsdk.patterns.harmony.errors import BatchConflict, BatchError
+from immortal.appsdk.patterns.harmony.limits import (
     JOINED_SIZE_BYTES_MAX,
     JOINED_TASKS_MAX,
     LOST_PARTS,
@@ -21,9 +21,9 @@ from appsdk.patterns.harmony.limits import (
     WAITING_SIZE_BYTES_MAX,
     WAITING_TASKS_MAX,
 )
-from appsdk.patterns.harmony.ranges import Ranges
-from appsdk.patterns.harmony.runs import Life, Response, Run, cut, joined, split
-from protocol.identity import digest_behind, shown
+from immortal.appsdk.patterns.harmony.ranges import Ranges
+from immortal.appsdk.patterns.harmony.runs import Life, Response, Run, cut, joined, split
+from immortal.protocol.identity import digest_behind, shown
 
 _NIL = b"\x91\xc0"  # an array of one nil
 

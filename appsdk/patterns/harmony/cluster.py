@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import ClassVar
 
-from appsdk.handlers.decorators import query, rpc
-from appsdk.immortal import Immortal
-from appsdk.patterns.harmony.batch import Progress
-from appsdk.patterns.harmony.collector import BaseCollector
-from appsdk.patterns.harmony.dispatch import Begun, Dispatch
-from appsdk.patterns.harmony.errors import BatchConflict, BatchError
-from appsdk.patterns.harmony.limits import DEATHS_MAX, IDLE_S, SILENCE_S
-from appsdk.patterns.harmony.runs import Life, Response, Run
-from appsdk.patterns.harmony.telling import fork_to
+from immortal.appsdk.handlers.decorators import query, rpc
+from immortal.appsdk.immortal import Immortal
+from immortal.appsdk.patterns.harmony.batch import Progress
+from immortal.appsdk.patterns.harmony.collector import BaseCollector
+from immortal.appsdk.patterns.harmony.dispatch import Begun, Dispatch
+from immortal.appsdk.patterns.harmony.errors import BatchConflict, BatchError
+from immortal.appsdk.patterns.harmony.limits import DEATHS_MAX, IDLE_S, SILENCE_S
+from immortal.appsdk.patterns.harmony.runs import Life, Response, Run
+from immortal.appsdk.patterns.harmony.telling import fork_to
 
 ROLES = {
     "submitter": ["start", "begin", "put", "end", "room", "progress"],

@@ -6,14 +6,14 @@ from datetime import timedelta
 
 import msgspec
 
-from appsdk.handlers.decorators import query, rpc
-from appsdk.handlers.roles import ANY_INSTANCE
-from appsdk.immortal import Immortal
-from appsdk.patterns.harmony.batch import Contents
-from appsdk.patterns.harmony.errors import BatchConflict, BatchError
-from appsdk.patterns.harmony.gathered import Gathered, Kept
-from appsdk.patterns.harmony.limits import IDLE_S
-from appsdk.patterns.harmony.runs import Life, Response, Result, results
+from immortal.appsdk.handlers.decorators import query, rpc
+from immortal.appsdk.handlers.roles import ANY_INSTANCE
+from immortal.appsdk.immortal import Immortal
+from immortal.appsdk.patterns.harmony.batch import Contents
+from immortal.appsdk.patterns.harmony.errors import BatchConflict, BatchError
+from immortal.appsdk.patterns.harmony.gathered import Gathered, Kept
+from immortal.appsdk.patterns.harmony.limits import IDLE_S
+from immortal.appsdk.patterns.harmony.runs import Life, Response, Result, results
 
 
 class Received(msgspec.Struct, frozen=True):

@@ -10,9 +10,9 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 
-from appsdk.client import ClientError, connect, with_timeout
-from appsdk.patterns.harmony.cluster import Cluster
-from appsdk.patterns.harmony.saying import complain
+from immortal.appsdk.client import ClientError, connect, with_timeout
+from immortal.appsdk.patterns.harmony.cluster import Cluster
+from immortal.appsdk.patterns.harmony.saying import complain
 
 USAGE_STATUS = 2  # of a process that would end like this each time
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
@@ -25,7 +25,7 @@ class Crew:
 
     def __init__(self, cluster: str, arguments: Sequence[str], processes: int) -> None:
         self._cluster = cluster
-        self._command = [sys.executable, "-m", "appsdk.patterns.harmony", "work", cluster, *arguments]
+        self._command = [sys.executable, "-m", "immortal.appsdk.patterns.harmony", "work", cluster, *arguments]
         self._ending = threading.Event()
         self._lock = threading.RLock()  # a signal may come while its thread has it
         self._alive: set[subprocess.Popen[bytes]] = set()

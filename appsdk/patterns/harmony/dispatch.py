@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from appsdk.patterns.harmony.batch import Batch, Contents, Piece, Progress, tasks_of
-from appsdk.patterns.harmony.errors import BatchError
-from appsdk.patterns.harmony.limits import (
+from immortal.appsdk.patterns.harmony.batch import Batch, Contents, Piece, Progress, tasks_of
+from immortal.appsdk.patterns.harmony.errors import BatchError
+from immortal.appsdk.patterns.harmony.limits import (
     BATCHES_ENDED_MAX,
     BATCHES_OPEN_MAX,
     BEAT_S,
     IDLE_S,
     NAME_SIZE_BYTES_MAX,
 )
-from appsdk.patterns.harmony.runs import Life, Response, Run
-from protocol.identity import OF_NOTHING
+from immortal.appsdk.patterns.harmony.runs import Life, Response, Run
+from immortal.protocol.identity import OF_NOTHING
 
 _NS = 1_000_000_000
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from appsdk.calls.annotations import resolve_hints
-from appsdk.calls.codec import ValueDecoder, encode_value
-from appsdk.calls.failures import text_of
-from appsdk.calls.run_failures import is_failure
-from appsdk.patterns.harmony.limits import REASON_SIZE_CHARS_MAX, TASK_SIZE_BYTES_MAX
-from appsdk.patterns.harmony.runs import Response, Run, array, split
+from immortal.appsdk.calls.annotations import resolve_hints
+from immortal.appsdk.calls.codec import ValueDecoder, encode_value
+from immortal.appsdk.calls.failures import text_of
+from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.patterns.harmony.limits import REASON_SIZE_CHARS_MAX, TASK_SIZE_BYTES_MAX
+from immortal.appsdk.patterns.harmony.runs import Response, Run, array, split
 
 Function = Callable[[Any], Any]
 _NIL = b"\xc0"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.identity import IdentityConflict
+from immortal.protocol.identity import IdentityConflict
 
 
 class BatchError(Exception):

@@ -6,9 +6,9 @@ from bisect import bisect_right, insort
 
 import msgspec
 
-from appsdk.patterns.harmony.batch import Contents
-from appsdk.patterns.harmony.ranges import Ranges
-from appsdk.patterns.harmony.runs import Life, Response
+from immortal.appsdk.patterns.harmony.batch import Contents
+from immortal.appsdk.patterns.harmony.ranges import Ranges
+from immortal.appsdk.patterns.harmony.runs import Life, Response
 
 
 class Gathered(msgspec.Struct):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appsdk.patterns.harmony.limits import RUN_S, RUN_TASKS_MAX
+from immortal.appsdk.patterns.harmony.limits import RUN_S, RUN_TASKS_MAX
 
 _FIRST_TASKS = 8
 _GROWTH = 8  # from one run to the next: a few quick tasks say little

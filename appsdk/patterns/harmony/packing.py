@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from appsdk.calls.codec import encode_value
-from appsdk.patterns.harmony.limits import RUN_SIZE_BYTES_MAX, RUN_TASKS_MAX, TASK_SIZE_BYTES_MAX
-from appsdk.patterns.harmony.runs import array
-from protocol.identity import OF_NOTHING, digest_behind
+from immortal.appsdk.calls.codec import encode_value
+from immortal.appsdk.patterns.harmony.limits import RUN_SIZE_BYTES_MAX, RUN_TASKS_MAX, TASK_SIZE_BYTES_MAX
+from immortal.appsdk.patterns.harmony.runs import array
+from immortal.protocol.identity import OF_NOTHING, digest_behind
 
 
 class Packer:

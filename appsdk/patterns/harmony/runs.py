@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from protocol import decoding
+from immortal.protocol import decoding
 
 _encode = msgspec.msgpack.encode
 _items = decoding.Decoder(list[msgspec.Raw])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from protocol.shown import printable_message
+from immortal.protocol.shown import printable_message
 
 
 def say(text: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from appsdk.handlers.definition import definition_of
-from appsdk.handlers.proxy import make_fork
-from appsdk.immortal import Immortal
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.handlers.proxy import make_fork
+from immortal.appsdk.immortal import Immortal
 
 
 def fork_to(app: Immortal, name: str, cls: type[Immortal], method: str) -> Callable[..., None]:

@@ -9,15 +9,15 @@ from itertools import islice
 from types import TracebackType
 from typing import Any
 
-from appsdk.client import connect as connect_to
-from appsdk.client.limits import TIMEOUT_DEFAULT_S
-from appsdk.patterns.harmony.batch import Progress
-from appsdk.patterns.harmony.cluster import Cluster
-from appsdk.patterns.harmony.collector import Collector
-from appsdk.patterns.harmony.dispatch import Begun
-from appsdk.patterns.harmony.limits import FLUSH_S
-from appsdk.patterns.harmony.packing import Packer, digest_of
-from appsdk.patterns.harmony.runs import Result, array, results
+from immortal.appsdk.client import connect as connect_to
+from immortal.appsdk.client.limits import TIMEOUT_DEFAULT_S
+from immortal.appsdk.patterns.harmony.batch import Progress
+from immortal.appsdk.patterns.harmony.cluster import Cluster
+from immortal.appsdk.patterns.harmony.collector import Collector
+from immortal.appsdk.patterns.harmony.dispatch import Begun
+from immortal.appsdk.patterns.harmony.limits import FLUSH_S
+from immortal.appsdk.patterns.harmony.packing import Packer, digest_of
+from immortal.appsdk.patterns.harmony.runs import Result, array, results
 
 _PROGRESS_S = 1.0  # between two lines
 _NO_TASKS = array([])

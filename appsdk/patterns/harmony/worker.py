@@ -12,16 +12,16 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from appsdk.calls.run_contexts import RunContexts
-from appsdk.calls.run_failures import interrupts_known
-from appsdk.client import ClientError, NotConnectable, connect, with_timeout
-from appsdk.patterns.harmony.cluster import Cluster
-from appsdk.patterns.harmony.doing import Function, Results, Skill, skills
-from appsdk.patterns.harmony.errors import BatchError
-from appsdk.patterns.harmony.limits import BEAT_S, RUN_S, RUN_SIZE_BYTES_MAX
-from appsdk.patterns.harmony.pace import Pace
-from appsdk.patterns.harmony.runs import Life, Response, Run
-from appsdk.patterns.harmony.saying import complain
+from immortal.appsdk.calls.run_contexts import RunContexts
+from immortal.appsdk.calls.run_failures import interrupts_known
+from immortal.appsdk.client import ClientError, NotConnectable, connect, with_timeout
+from immortal.appsdk.patterns.harmony.cluster import Cluster
+from immortal.appsdk.patterns.harmony.doing import Function, Results, Skill, skills
+from immortal.appsdk.patterns.harmony.errors import BatchError
+from immortal.appsdk.patterns.harmony.limits import BEAT_S, RUN_S, RUN_SIZE_BYTES_MAX
+from immortal.appsdk.patterns.harmony.pace import Pace
+from immortal.appsdk.patterns.harmony.runs import Life, Response, Run
+from immortal.appsdk.patterns.harmony.saying import complain
 
 TOO_LONG_STATUS = 75  # of a process whose task took longer than it may
 _LEAVE_S = 2.0  # for the last word; without it the cluster finds out by itself

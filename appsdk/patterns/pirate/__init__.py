@@ -6,7 +6,7 @@ Plain servers are processes with one function (``serve``); instances are found b
 
 from __future__ import annotations
 
-from appsdk.patterns.pirate.clients import (
+from immortal.appsdk.patterns.pirate.clients import (
     AsyncRequests,
     InstancesConnector,
     PoolConnector,
@@ -14,9 +14,9 @@ from appsdk.patterns.pirate.clients import (
     connect,
     connect_instances,
 )
-from appsdk.patterns.pirate.errors import GaveUp, ServerError, StoreError, TooManyRequests
-from appsdk.patterns.pirate.pool import Policy
-from appsdk.patterns.pirate.server import Answer, Request, Server, serve
+from immortal.appsdk.patterns.pirate.errors import GaveUp, ServerError, StoreError, TooManyRequests
+from immortal.appsdk.patterns.pirate.pool import Policy
+from immortal.appsdk.patterns.pirate.server import Answer, Request, Server, serve
 
 __all__ = [
     "Answer",

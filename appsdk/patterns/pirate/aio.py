@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from appsdk.client.errors import ClientClosed
-from appsdk.patterns.pirate.driver import Driver, NoReply, Pending
-from appsdk.patterns.pirate.errors import GaveUp
-from protocol.forks import text_after_fork, watch
+from immortal.appsdk.client.errors import ClientClosed
+from immortal.appsdk.patterns.pirate.driver import Driver, NoReply, Pending
+from immortal.appsdk.patterns.pirate.errors import GaveUp
+from immortal.protocol.forks import text_after_fork, watch
 
 
 class AsyncPool:

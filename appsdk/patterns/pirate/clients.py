@@ -10,21 +10,21 @@ from typing import Any, Generic, TypeVar, overload
 
 import zmq
 
-from appsdk.client.connection import random_client_id
-from appsdk.client.errors import ClientClosed, NotConnectable
-from appsdk.client.places import Finder, home_of, is_local
-from appsdk.client.proxies import KEY_SIZE_BYTES_MAX, Proxy
-from appsdk.client.results import Method, TypedMethod
-from appsdk.handlers.definition import definition_of
-from appsdk.patterns.pirate.aio import AsyncPool
-from appsdk.patterns.pirate.driver import Driver
-from appsdk.patterns.pirate.frames import NUMBER_MAX
-from appsdk.patterns.pirate.limits import BODY_SIZE_BYTES_MAX, CLIENT_ID_SIZE_BYTES_MAX, TIMEOUT_DEFAULT_S
-from appsdk.patterns.pirate.links import Context, Link, PlainLink
-from appsdk.patterns.pirate.peers import REQUEST_KEY, InstanceCall, InstanceLink, instances
-from appsdk.patterns.pirate.pool import Policy
-from appsdk.patterns.pirate.threaded import ThreadedPool
-from protocol.forks import text_after_fork
+from immortal.appsdk.client.connection import random_client_id
+from immortal.appsdk.client.errors import ClientClosed, NotConnectable
+from immortal.appsdk.client.places import Finder, home_of, is_local
+from immortal.appsdk.client.proxies import KEY_SIZE_BYTES_MAX, Proxy
+from immortal.appsdk.client.results import Method, TypedMethod
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.patterns.pirate.aio import AsyncPool
+from immortal.appsdk.patterns.pirate.driver import Driver
+from immortal.appsdk.patterns.pirate.frames import NUMBER_MAX
+from immortal.appsdk.patterns.pirate.limits import BODY_SIZE_BYTES_MAX, CLIENT_ID_SIZE_BYTES_MAX, TIMEOUT_DEFAULT_S
+from immortal.appsdk.patterns.pirate.links import Context, Link, PlainLink
+from immortal.appsdk.patterns.pirate.peers import REQUEST_KEY, InstanceCall, InstanceLink, instances
+from immortal.appsdk.patterns.pirate.pool import Policy
+from immortal.appsdk.patterns.pirate.threaded import ThreadedPool
+from immortal.protocol.forks import text_after_fork
 
 S = TypeVar("S")
 A = TypeVar("A")
@@ -316,7 +316,7 @@ def connect_instances(
 
     They are found in the registry folder ``home``; those that fit a pattern are looked for again every two seconds. A
     call that one may have begun stays with it, so each is done once; calls of queries, with ``idempotent`` all calls,
-    go on to the next. ``client_id``, ``timeout``, ``identity``, ``insecure``: as for appsdk.client.connect.
+    go on to the next. ``client_id``, ``timeout``, ``identity``, ``insecure``: as for immortal.appsdk.client.connect.
 
     Raises TypeError, DefinitionError; entering raises NotConnectable.
     """

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
-from appsdk.client.errors import ClientClosed, ClientError, NotConnectable
-from appsdk.patterns.pirate.errors import TooManyRequests
-from appsdk.patterns.pirate.limits import GIVEN_UP_MAX, OPEN_REQUESTS_MAX, REGISTRY_LOOK_S
-from appsdk.patterns.pirate.links import Event, Heard, Link, Lost, Reached, Replied, TurnedAway
-from appsdk.patterns.pirate.pool import GiveUp, Ping, Policy, Pool, Send, State, Trail, Why
+from immortal.appsdk.client.errors import ClientClosed, ClientError, NotConnectable
+from immortal.appsdk.patterns.pirate.errors import TooManyRequests
+from immortal.appsdk.patterns.pirate.limits import GIVEN_UP_MAX, OPEN_REQUESTS_MAX, REGISTRY_LOOK_S
+from immortal.appsdk.patterns.pirate.links import Event, Heard, Link, Lost, Reached, Replied, TurnedAway
+from immortal.appsdk.patterns.pirate.pool import GiveUp, Ping, Policy, Pool, Send, State, Trail, Why
 
 Connect = Callable[[str], Link]
 Look = Callable[[], Iterable[str]]

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from appsdk.client.errors import CallTimeout, ClientError, Request
-from protocol.errors import ImmortalError
+from immortal.appsdk.client.errors import CallTimeout, ClientError, Request
+from immortal.protocol.errors import ImmortalError
 
 
 class ServerError(ImmortalError):

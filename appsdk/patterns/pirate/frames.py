@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
 
-from appsdk.patterns.pirate.limits import BODY_SIZE_BYTES_MAX, CLIENT_ID_SIZE_BYTES_MAX
-from protocol.checksum import crc64
-from protocol.errors import LimitExceededError, RemoteProtocolError
+from immortal.appsdk.patterns.pirate.limits import BODY_SIZE_BYTES_MAX, CLIENT_ID_SIZE_BYTES_MAX
+from immortal.protocol.checksum import crc64
+from immortal.protocol.errors import LimitExceededError, RemoteProtocolError
 
 MAGIC = b"IPR"
 VERSION = 1

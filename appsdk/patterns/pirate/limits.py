@@ -6,7 +6,7 @@ from __future__ import annotations
 
 TIMEOUT_DEFAULT_S = 30.0  # of a request with all its tries: above what starting a server again takes
 TRIES_DEFAULT = 3  # at one server, where no other may have the request
-TRY_TIMEOUT_DEFAULT_S = 2.5  # of one try: above the pauses of a busy machine, as appsdk.client's
+TRY_TIMEOUT_DEFAULT_S = 2.5  # of one try: above the pauses of a busy machine, as immortal.appsdk.client's
 HEARTBEAT_DEFAULT_S = 1.0  # between two pings of a server that has nothing to do for this client
 SILENCE_DEFAULT_S = 2.5  # after a ping that nothing came back to: two more were sent meanwhile
 REMOVAL_DEFAULT_S = 60.0  # a server that was silent for so long is waited for no more, only pinged

@@ -11,12 +11,24 @@ from typing import Any, Protocol
 
 import zmq
 
-from appsdk.client.errors import CalleeFailed, CallRefused, ClientError, NotConnectable, OutcomeUnknown
-from appsdk.client.places import Finder, Places
-from appsdk.client.watch import Watch
-from appsdk.patterns.pirate.frames import ANSWERS, FRAME_SIZE_BYTES_MAX, Frame, Kind, decode_frame, encode_frame
-from appsdk.patterns.pirate.limits import CLOSE_LINGER_MS, CONNECT_TIMEOUT_MS, RECONNECT_MS_MAX, RECONNECT_MS_MIN
-from protocol.errors import RemoteProtocolError
+from immortal.appsdk.client.errors import CalleeFailed, CallRefused, ClientError, NotConnectable, OutcomeUnknown
+from immortal.appsdk.client.places import Finder, Places
+from immortal.appsdk.client.watch import Watch
+from immortal.appsdk.patterns.pirate.frames import (
+    ANSWERS,
+    FRAME_SIZE_BYTES_MAX,
+    Frame,
+    Kind,
+    decode_frame,
+    encode_frame,
+)
+from immortal.appsdk.patterns.pirate.limits import (
+    CLOSE_LINGER_MS,
+    CONNECT_TIMEOUT_MS,
+    RECONNECT_MS_MAX,
+    RECONNECT_MS_MIN,
+)
+from immortal.protocol.errors import RemoteProtocolError
 
 _NOBLOCK = int(zmq.NOBLOCK)
 _EVENTS = int(zmq.EVENTS)
@@ -113,7 +125,10 @@ class PlainLink:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.IMMEDIATE, 1),  # what is sent to nobody would come to whoever listens there later
-            (zmq.RCVHWM, 0),  # as in appsdk.client.transport: a limit may end the process where a connection breaks
+            (
+                zmq.RCVHWM,
+                0,
+            ),  # as in immortal.appsdk.client.transport: a limit may end the process where a connection breaks
             (zmq.MAXMSGSIZE, FRAME_SIZE_BYTES_MAX),
             (zmq.RECONNECT_IVL, RECONNECT_MS_MIN),
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX),

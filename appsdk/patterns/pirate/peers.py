@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from appsdk.client.connection import Connection
-from appsdk.client.errors import ClientError, NotConnectable
-from appsdk.client.lane import Call
-from appsdk.client.places import Finder
-from appsdk.client.results import Method
-from appsdk.client.transport import Transport
-from appsdk.patterns.pirate.links import Event, Heard, Lost, Reached, Replied, Unsent
+from immortal.appsdk.client.connection import Connection
+from immortal.appsdk.client.errors import ClientError, NotConnectable
+from immortal.appsdk.client.lane import Call
+from immortal.appsdk.client.places import Finder
+from immortal.appsdk.client.results import Method
+from immortal.appsdk.client.transport import Transport
+from immortal.appsdk.patterns.pirate.links import Event, Heard, Lost, Reached, Replied, Unsent
 
 REQUEST_KEY = "{client_id} {number}"
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heappop, heappush
 
-from appsdk.patterns.pirate.limits import (
+from immortal.appsdk.patterns.pirate.limits import (
     BUSY_S,
     HEARTBEAT_DEFAULT_S,
     REMOVAL_DEFAULT_S,

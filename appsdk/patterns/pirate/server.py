@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 import zmq
 
-from appsdk.calls.failures import text_of
-from appsdk.calls.run_contexts import RunContexts
-from appsdk.calls.run_failures import interrupts_known, is_failure
-from appsdk.client.places import home_of
-from appsdk.patterns.listening import Listener, ListenError
-from appsdk.patterns.pirate.errors import ServerError
-from appsdk.patterns.pirate.frames import FRAME_SIZE_BYTES_MAX, Frame, Kind, decode_frame, encode_frame
-from appsdk.patterns.pirate.limits import (
+from immortal.appsdk.calls.failures import text_of
+from immortal.appsdk.calls.run_contexts import RunContexts
+from immortal.appsdk.calls.run_failures import interrupts_known, is_failure
+from immortal.appsdk.client.places import home_of
+from immortal.appsdk.patterns.listening import Listener, ListenError
+from immortal.appsdk.patterns.pirate.errors import ServerError
+from immortal.appsdk.patterns.pirate.frames import FRAME_SIZE_BYTES_MAX, Frame, Kind, decode_frame, encode_frame
+from immortal.appsdk.patterns.pirate.limits import (
     BODY_SIZE_BYTES_MAX,
     CLOSE_LINGER_MS,
     HANDSHAKE_TIMEOUT_MS,
@@ -36,9 +36,9 @@ from appsdk.patterns.pirate.limits import (
     WAITING_MAX,
     WAITING_SIZE_BYTES_MAX,
 )
-from appsdk.patterns.pirate.store import Failure, ReplyStore
-from protocol.errors import RemoteProtocolError
-from protocol.rate_limit import RateLimit
+from immortal.appsdk.patterns.pirate.store import Failure, ReplyStore
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.rate_limit import RateLimit
 
 logger = logging.getLogger("appsdk.pirate")
 

@@ -28,9 +28,9 @@ from struct import Struct
 
 import lmdb
 
-from appsdk.patterns.pirate.errors import StoreError
-from appsdk.patterns.pirate.frames import STORE_ID_SIZE_BYTES, Frame, Kind
-from appsdk.patterns.pirate.limits import (
+from immortal.appsdk.patterns.pirate.errors import StoreError
+from immortal.appsdk.patterns.pirate.frames import STORE_ID_SIZE_BYTES, Frame, Kind
+from immortal.appsdk.patterns.pirate.limits import (
     CLIENTS_MAX,
     KEY_SIZE_BYTES_MAX,
     MAP_SIZE_BYTES,
@@ -40,8 +40,8 @@ from appsdk.patterns.pirate.limits import (
     REPLY_OVERHEAD_BYTES,
     VALUE_SIZE_BYTES_MAX,
 )
-from protocol.checksum import crc64
-from protocol.private_files import FILE_MODE, make_folder, openness
+from immortal.protocol.checksum import crc64
+from immortal.protocol.private_files import FILE_MODE, make_folder, openness
 
 FORMAT = b"1"
 _TABLES = ("meta", "owners", "clients", "uses", "replies", "order", "data")

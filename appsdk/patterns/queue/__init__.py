@@ -1,13 +1,13 @@
 """A durable queue: clients submit tasks, workers do them, and no crash of either or of the queue loses one.
 
-The queue is an instance, ``immortal run jobs appsdk.patterns.queue:Queue``; clients (``connect``) and workers
+The queue is an instance, ``immortal run jobs immortal.appsdk.patterns.queue:Queue``; clients (``connect``) and workers
 (``work``) are plain processes. `docs/guide/queue.md`.
 """
 
 from __future__ import annotations
 
-from appsdk.patterns.queue.clients import AsyncJob, AsyncJobs, Job, Jobs, JobsConnector, connect
-from appsdk.patterns.queue.errors import (
+from immortal.appsdk.patterns.queue.clients import AsyncJob, AsyncJobs, Job, Jobs, JobsConnector, connect
+from immortal.appsdk.patterns.queue.errors import (
     DedupConflict,
     NotDone,
     NotPossible,
@@ -18,8 +18,8 @@ from appsdk.patterns.queue.errors import (
     TaskFailed,
     UnknownTask,
 )
-from appsdk.patterns.queue.service import Queue
-from appsdk.patterns.queue.worker import CurrentTask, Worker, current_task, work
+from immortal.appsdk.patterns.queue.service import Queue
+from immortal.appsdk.patterns.queue.worker import CurrentTask, Worker, current_task, work
 
 __all__ = [
     "AsyncJob",

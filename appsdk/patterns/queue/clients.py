@@ -9,14 +9,14 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
 
-from appsdk.calls.codec import ValueDecoder, encode_value
-from appsdk.client import CallTimeout, Connector, with_timeout
-from appsdk.client import connect as connect_client
-from appsdk.client.limits import TIMEOUT_DEFAULT_S
-from appsdk.patterns.queue import limits
-from appsdk.patterns.queue.errors import NotDone, TaskFailed
-from appsdk.patterns.queue.records import Outcome, State, Submission
-from appsdk.patterns.queue.service import Queue
+from immortal.appsdk.calls.codec import ValueDecoder, encode_value
+from immortal.appsdk.client import CallTimeout, Connector, with_timeout
+from immortal.appsdk.client import connect as connect_client
+from immortal.appsdk.client.limits import TIMEOUT_DEFAULT_S
+from immortal.appsdk.patterns.queue import limits
+from immortal.appsdk.patterns.queue.errors import NotDone, TaskFailed
+from immortal.appsdk.patterns.queue.records import Outcome, State, Submission
+from immortal.appsdk.patterns.queue.service import Queue
 
 T = TypeVar("T")
 Seconds = float | timedelta

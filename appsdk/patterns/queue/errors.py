@@ -12,8 +12,8 @@ QueueError
 
 from __future__ import annotations
 
-from protocol.errors import ImmortalError
-from protocol.identity import IdentityConflict
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.identity import IdentityConflict
 
 
 class QueueError(ImmortalError):

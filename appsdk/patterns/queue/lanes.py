@@ -9,8 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TypeVar
 
-from appsdk.patterns.queue.agenda import Agenda
-from appsdk.patterns.queue.records import Key, Limit, Records, Task, Timer
+from immortal.appsdk.patterns.queue.agenda import Agenda
+from immortal.appsdk.patterns.queue.records import Key, Limit, Records, Task, Timer
 
 Rank = tuple[int, int]
 """(-priority, ID): the higher priority first, then the older task."""

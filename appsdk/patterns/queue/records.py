@@ -11,8 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from appsdk.patterns.queue import limits
-from protocol.shown import is_encodable
+from immortal.appsdk.patterns.queue import limits
+from immortal.protocol.shown import is_encodable
 
 State = Literal["waiting", "delayed", "running", "done", "dead", "dropped"]
 Key = tuple[str, str]

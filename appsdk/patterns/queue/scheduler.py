@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from appsdk.patterns.queue import limits
-from appsdk.patterns.queue.agenda import Agenda
-from appsdk.patterns.queue.lanes import Rank
-from appsdk.patterns.queue.records import (
+from immortal.appsdk.patterns.queue import limits
+from immortal.appsdk.patterns.queue.agenda import Agenda
+from immortal.appsdk.patterns.queue.lanes import Rank
+from immortal.appsdk.patterns.queue.records import (
     NOTHING,
     SUPERSEDED,
     Given,
@@ -35,8 +35,8 @@ from appsdk.patterns.queue.records import (
     check_name,
     nanoseconds,
 )
-from appsdk.patterns.queue.tasks import Tasks
-from appsdk.patterns.queue.workers import Workers
+from immortal.appsdk.patterns.queue.tasks import Tasks
+from immortal.appsdk.patterns.queue.workers import Workers
 
 
 class Scheduler:

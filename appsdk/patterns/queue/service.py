@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from appsdk.errors import Cancelled
-from appsdk.handlers.decorators import initial, query, rpc
-from appsdk.immortal import Immortal
-from appsdk.patterns.queue import limits, views
-from appsdk.patterns.queue.errors import DedupConflict, NotPossible, QueueFull, Superseded, UnknownTask
-from appsdk.patterns.queue.records import (
+from immortal.appsdk.errors import Cancelled
+from immortal.appsdk.handlers.decorators import initial, query, rpc
+from immortal.appsdk.immortal import Immortal
+from immortal.appsdk.patterns.queue import limits, views
+from immortal.appsdk.patterns.queue.errors import DedupConflict, NotPossible, QueueFull, Superseded, UnknownTask
+from immortal.appsdk.patterns.queue.records import (
     Given,
     Limit,
     Offer,
@@ -24,8 +24,8 @@ from appsdk.patterns.queue.records import (
     TaskDetail,
     nanoseconds,
 )
-from appsdk.patterns.queue.scheduler import Scheduler
-from appsdk.state.schema import Transient
+from immortal.appsdk.patterns.queue.scheduler import Scheduler
+from immortal.appsdk.state.schema import Transient
 
 _ALARM = "alarm"
 _LOOKS = -1  # in place of the time for which the alarm is set: it is about to look

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from appsdk.patterns.queue import limits
-from appsdk.patterns.queue.agenda import Agenda
-from appsdk.patterns.queue.ended import Ended
-from appsdk.patterns.queue.errors import DedupConflict, NotPossible, QueueFull, UnknownTask
-from appsdk.patterns.queue.lanes import Lanes
-from appsdk.patterns.queue.records import Failure, Outcome, Records, State, Submission, Task, Timer, nanoseconds
-from protocol.identity import shown
+from immortal.appsdk.patterns.queue import limits
+from immortal.appsdk.patterns.queue.agenda import Agenda
+from immortal.appsdk.patterns.queue.ended import Ended
+from immortal.appsdk.patterns.queue.errors import DedupConflict, NotPossible, QueueFull, UnknownTask
+from immortal.appsdk.patterns.queue.lanes import Lanes
+from immortal.appsdk.patterns.queue.records import (
+    Failure,
+    Outcome,
+    Records,
+    State,
+    Submission,
+    Task,
+    Timer,
+    nanoseconds,
+)
+from immortal.protocol.identity import shown
 
 _AGE: Timer = ("age", 0, "")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from appsdk.patterns.queue import limits
-from appsdk.patterns.queue.records import (
+from immortal.appsdk.patterns.queue import limits
+from immortal.appsdk.patterns.queue.records import (
     FunctionView,
     Overview,
     Records,

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from appsdk.calls.codec import ArgumentCodec, encode_value
-from appsdk.calls.failures import misfit_text, text_of
-from appsdk.calls.run_contexts import RunContexts
-from appsdk.calls.run_failures import interrupt, interrupts_known, is_failure
-from appsdk.client import (
+from immortal.appsdk.calls.codec import ArgumentCodec, encode_value
+from immortal.appsdk.calls.failures import misfit_text, text_of
+from immortal.appsdk.calls.run_contexts import RunContexts
+from immortal.appsdk.calls.run_failures import interrupt, interrupts_known, is_failure
+from immortal.appsdk.client import (
     CallCancelled,
     CallRefused,
     CallTimeout,
@@ -32,11 +32,11 @@ from appsdk.client import (
     connect,
     with_timeout,
 )
-from appsdk.patterns.queue import limits
-from appsdk.patterns.queue.errors import QueueError, Reject
-from appsdk.patterns.queue.records import Given, Report, check_name
-from appsdk.patterns.queue.service import Queue
-from protocol import decoding
+from immortal.appsdk.patterns.queue import limits
+from immortal.appsdk.patterns.queue.errors import QueueError, Reject
+from immortal.appsdk.patterns.queue.records import Given, Report, check_name
+from immortal.appsdk.patterns.queue.service import Queue
+from immortal.protocol import decoding
 
 Function = Callable[..., Any]
 Functions = Mapping[str, Callable[..., Any]]
@@ -106,7 +106,7 @@ class Worker:
     ``functions``: by name; ``def`` and ``async def``. Arguments are checked against annotations
     where all parameters have one. ``worker_id``: by default one that no other process has. ``heartbeat``: each so many
     seconds the queue is told that the worker lives; after 5 without one its task goes to the next. The others are those
-    of :func:`appsdk.client.connect`.
+    of :func:`immortal.appsdk.client.connect`.
 
     Raises TypeError, ValueError, DefinitionError for annotations that can't be read.
     """

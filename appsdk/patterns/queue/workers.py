@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from appsdk.patterns.queue import limits
-from appsdk.patterns.queue.agenda import Agenda
-from appsdk.patterns.queue.errors import QueueFull
-from appsdk.patterns.queue.records import Records, Timer, Worker, check_name, nanoseconds
+from immortal.appsdk.patterns.queue import limits
+from immortal.appsdk.patterns.queue.agenda import Agenda
+from immortal.appsdk.patterns.queue.errors import QueueFull
+from immortal.appsdk.patterns.queue.records import Records, Timer, Worker, check_name, nanoseconds
 
 
 class Workers:

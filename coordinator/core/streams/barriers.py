@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from coordinator.core.interfaces import ONESELF
-from coordinator.core.streams.output_stream import OutputStream
+from immortal.coordinator.core.interfaces import ONESELF
+from immortal.coordinator.core.streams.output_stream import OutputStream
 
 BARRIERS_MAX = 4096  # with so many on their way there is nothing to be told apart
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from coordinator.core.group_commit import Group, GroupCommit
-from coordinator.core.interfaces import ONESELF
-from coordinator.core.streams.intake import Intake
-from protocol.batch import encode_batch
-from protocol.trailer import BatchSource
+from immortal.coordinator.core.group_commit import Group, GroupCommit
+from immortal.coordinator.core.interfaces import ONESELF
+from immortal.coordinator.core.streams.intake import Intake
+from immortal.protocol.batch import encode_batch
+from immortal.protocol.trailer import BatchSource
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from coordinator.core.interfaces import ONESELF, CheckpointHeader, OutputMark, SpilledExtent
-from coordinator.core.output_check import OutputCheck
-from coordinator.core.replay_check import ReplayPolicy, own_calls
-from coordinator.core.streams.local_end import LocalEnd
-from protocol.trailer import Trailer
+from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader, OutputMark, SpilledExtent
+from immortal.coordinator.core.output_check import OutputCheck
+from immortal.coordinator.core.replay_check import ReplayPolicy, own_calls
+from immortal.coordinator.core.streams.local_end import LocalEnd
+from immortal.protocol.trailer import Trailer
 
 
 class Expected:

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coordinator.core.interfaces import OutputBatch, OutputMark
-from coordinator.core.streams.local_end import LocalEnd
-from coordinator.core.streams.output_stream import OutputStream
-from protocol.batch import offset_after
+from immortal.coordinator.core.interfaces import OutputBatch, OutputMark
+from immortal.coordinator.core.streams.local_end import LocalEnd
+from immortal.coordinator.core.streams.output_stream import OutputStream
+from immortal.protocol.batch import offset_after
 
 
 @dataclass(slots=True)

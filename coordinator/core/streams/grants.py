@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.core.limits import Limits
+from immortal.coordinator.core.limits import Limits
 
 
 @dataclass(slots=True, eq=False, repr=False)

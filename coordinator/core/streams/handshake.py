@@ -6,14 +6,14 @@ refuses it, or is not what it was, stops alone: its messages are kept, and it is
 
 from __future__ import annotations
 
-from coordinator.core.effects import Report, ResetPeer, SendToPeer
-from coordinator.core.interfaces import StreamStart
-from coordinator.core.notices import StreamReset, StreamStopped, StreamWaits
-from coordinator.core.streams import problems
-from coordinator.core.streams.local_end import LocalEnd
-from coordinator.core.streams.output_stream import OutputStream, StreamState
-from coordinator.core.streams.receivers import Receivers
-from protocol.peer import FrameType, PeerFrame, RefusedCode
+from immortal.coordinator.core.effects import Report, ResetPeer, SendToPeer
+from immortal.coordinator.core.interfaces import StreamStart
+from immortal.coordinator.core.notices import StreamReset, StreamStopped, StreamWaits
+from immortal.coordinator.core.streams import problems
+from immortal.coordinator.core.streams.local_end import LocalEnd
+from immortal.coordinator.core.streams.output_stream import OutputStream, StreamState
+from immortal.coordinator.core.streams.receivers import Receivers
+from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode
 
 
 class Handshake:

@@ -11,19 +11,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from coordinator.core.effects import ReplyToPeer, Report
-from coordinator.core.interfaces import IMPULSES, ONESELF, OutputBatch, SourcePosition, Token
-from coordinator.core.notices import FrameRefused
-from coordinator.core.streams.delivery import Delivered, Delivery
-from coordinator.core.streams.grants import Grants
-from coordinator.core.streams.input_stream import InputStream
-from coordinator.core.streams.local_end import LocalEnd
-from coordinator.core.streams.senders import Senders
-from coordinator.core.streams.turns import Turns, Waiting
-from protocol.errors import RemoteProtocolError
-from protocol.peer import FrameType, PeerFrame, RefusedCode
-from protocol.senders import from_peer_of_base_app
-from protocol.trailer import BatchKind, BatchSource
+from immortal.coordinator.core.effects import ReplyToPeer, Report
+from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, OutputBatch, SourcePosition, Token
+from immortal.coordinator.core.notices import FrameRefused
+from immortal.coordinator.core.streams.delivery import Delivered, Delivery
+from immortal.coordinator.core.streams.grants import Grants
+from immortal.coordinator.core.streams.input_stream import InputStream
+from immortal.coordinator.core.streams.local_end import LocalEnd
+from immortal.coordinator.core.streams.senders import Senders
+from immortal.coordinator.core.streams.turns import Turns, Waiting
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode
+from immortal.protocol.senders import from_peer_of_base_app
+from immortal.protocol.trailer import BatchKind, BatchSource
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from coordinator.core.interfaces import SourcePosition
-from coordinator.core.streams.problems import sender_swapped
-from protocol.batch import CallRules, offset_after
-from protocol.peer import FrameType, PeerFrame, RefusedCode
-from protocol.senders import from_peer
+from immortal.coordinator.core.interfaces import SourcePosition
+from immortal.coordinator.core.streams.problems import sender_swapped
+from immortal.protocol.batch import CallRules, offset_after
+from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode
+from immortal.protocol.senders import from_peer
 
 
 class InputStream:

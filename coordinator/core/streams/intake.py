@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from coordinator.core.group_commit import Group
-from coordinator.core.open_calls import OpenCalls
-from coordinator.core.permissions import Permission, Permissions
-from coordinator.core.replay_check import stream_batches
-from protocol.client import Reply, ReplyKind
-from protocol.extensions import OWNERS, QUERIES
-from protocol.limits import NESTING_MAX_DEFAULT
-from protocol.messages import RpcKind
-from protocol.nesting import is_nested_beyond, too_deep
-from protocol.trailer import BatchSource
-from protocol.varint import decode_zigzag_int
-from protocol.verdicts import FAILED_CALL, Cause
+from immortal.coordinator.core.group_commit import Group
+from immortal.coordinator.core.open_calls import OpenCalls
+from immortal.coordinator.core.permissions import Permission, Permissions
+from immortal.coordinator.core.replay_check import stream_batches
+from immortal.protocol.client import Reply, ReplyKind
+from immortal.protocol.extensions import OWNERS, QUERIES
+from immortal.protocol.limits import NESTING_MAX_DEFAULT
+from immortal.protocol.messages import RpcKind
+from immortal.protocol.nesting import is_nested_beyond, too_deep
+from immortal.protocol.trailer import BatchSource
+from immortal.protocol.varint import decode_zigzag_int
+from immortal.protocol.verdicts import FAILED_CALL, Cause
 
 if TYPE_CHECKING:  # it needs the streams, which need this
-    from coordinator.core.failing import Failing
+    from immortal.coordinator.core.failing import Failing
 
 
 class Intake:

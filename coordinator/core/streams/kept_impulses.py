@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from coordinator.core.errors import DivergenceError
-from coordinator.core.interfaces import ImpulseBatch
+from immortal.coordinator.core.errors import DivergenceError
+from immortal.coordinator.core.interfaces import ImpulseBatch
 
 
 class KeptImpulses:

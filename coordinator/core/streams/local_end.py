@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.core.effects import Effect
-from coordinator.core.group_commit import GroupCommit
-from coordinator.core.limits import Limits
-from protocol.peer import FrameType, PeerFrame, RefusedCode
+from immortal.coordinator.core.effects import Effect
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.limits import Limits
+from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.core.effects import OpenPeer, ResetPeer, SendToPeer
-from coordinator.core.interfaces import ONESELF, OutputBatch, OutputMark
-from coordinator.core.streams.barriers import Barriers
-from coordinator.core.streams.expected import Expected
-from coordinator.core.streams.followed import Followed
-from coordinator.core.streams.handshake import Handshake
-from coordinator.core.streams.inbound import Inbound
-from coordinator.core.streams.intake import Intake
-from coordinator.core.streams.local_end import LocalEnd
-from coordinator.core.streams.output_stream import OutputStream, StreamState
-from coordinator.core.streams.receivers import Receivers
-from coordinator.core.streams.spilling import Spilling
-from protocol.client import CLIENTS
-from protocol.peer import FrameType, PeerFrame
-from protocol.trailer import OutputMarkEntry
+from immortal.coordinator.core.effects import OpenPeer, ResetPeer, SendToPeer
+from immortal.coordinator.core.interfaces import ONESELF, OutputBatch, OutputMark
+from immortal.coordinator.core.streams.barriers import Barriers
+from immortal.coordinator.core.streams.expected import Expected
+from immortal.coordinator.core.streams.followed import Followed
+from immortal.coordinator.core.streams.handshake import Handshake
+from immortal.coordinator.core.streams.inbound import Inbound
+from immortal.coordinator.core.streams.intake import Intake
+from immortal.coordinator.core.streams.local_end import LocalEnd
+from immortal.coordinator.core.streams.output_stream import OutputStream, StreamState
+from immortal.coordinator.core.streams.receivers import Receivers
+from immortal.coordinator.core.streams.spilling import Spilling
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.peer import FrameType, PeerFrame
+from immortal.protocol.trailer import OutputMarkEntry
 
 
 @dataclass(slots=True, eq=False, repr=False)

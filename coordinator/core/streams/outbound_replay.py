@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from coordinator.core.interfaces import ONESELF, CheckpointHeader, LogSummary, OutputMark, Transaction
-from coordinator.core.streams.expected import Expected
-from coordinator.core.streams.handshake import Handshake
-from coordinator.core.streams.inbound import Inbound
-from coordinator.core.streams.local_end import LocalEnd
-from coordinator.core.streams.outbound import Outbound
-from coordinator.core.streams.output_stream import OutputStream, StreamState
-from coordinator.core.streams.receivers import Receivers
-from protocol.client import CLIENTS
+from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader, LogSummary, OutputMark, Transaction
+from immortal.coordinator.core.streams.expected import Expected
+from immortal.coordinator.core.streams.handshake import Handshake
+from immortal.coordinator.core.streams.inbound import Inbound
+from immortal.coordinator.core.streams.local_end import LocalEnd
+from immortal.coordinator.core.streams.outbound import Outbound
+from immortal.coordinator.core.streams.output_stream import OutputStream, StreamState
+from immortal.coordinator.core.streams.receivers import Receivers
+from immortal.protocol.client import CLIENTS
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -20,17 +20,17 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
-from coordinator.core.errors import DivergenceError
-from coordinator.core.interfaces import ONESELF, ImpulseBatch, OutputBatch, OutputMark, SpilledExtent
-from coordinator.core.limits import Limits
-from coordinator.core.output_check import OutputCheck
-from coordinator.core.pieces import behind
-from coordinator.core.streams.kept_impulses import KeptImpulses
-from coordinator.core.streams.send_buffer import SendBuffer
-from coordinator.core.streams.spill import Spill
-from protocol.batch import offset_after
-from protocol.checksum import crc64
-from protocol.client import CLIENTS
+from immortal.coordinator.core.errors import DivergenceError
+from immortal.coordinator.core.interfaces import ONESELF, ImpulseBatch, OutputBatch, OutputMark, SpilledExtent
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.output_check import OutputCheck
+from immortal.coordinator.core.pieces import behind
+from immortal.coordinator.core.streams.kept_impulses import KeptImpulses
+from immortal.coordinator.core.streams.send_buffer import SendBuffer
+from immortal.coordinator.core.streams.spill import Spill
+from immortal.protocol.batch import offset_after
+from immortal.protocol.checksum import crc64
+from immortal.protocol.client import CLIENTS
 
 
 class StreamState(Enum):

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
-from coordinator.core.interfaces import LogSummary, SourcePosition, StreamStart
-from coordinator.core.replay_check import ReplayPolicy
-from coordinator.core.session import INTRODUCED
-from coordinator.core.streams.delivery import Delivery
-from coordinator.core.streams.expected import Expected
-from coordinator.core.streams.followed import Followed
-from coordinator.core.streams.handshake import Handshake
-from coordinator.core.streams.inbound import Inbound
-from coordinator.core.streams.intake import Intake
-from coordinator.core.streams.local_end import LocalEnd
-from coordinator.core.streams.outbound import Outbound
-from coordinator.core.streams.outbound_replay import OutboundReplay
-from coordinator.core.streams.receivers import Receivers
-from coordinator.core.streams.reset import Reset
-from protocol.messages import MessageType
+from immortal.coordinator.core.interfaces import LogSummary, SourcePosition, StreamStart
+from immortal.coordinator.core.replay_check import ReplayPolicy
+from immortal.coordinator.core.session import INTRODUCED
+from immortal.coordinator.core.streams.delivery import Delivery
+from immortal.coordinator.core.streams.expected import Expected
+from immortal.coordinator.core.streams.followed import Followed
+from immortal.coordinator.core.streams.handshake import Handshake
+from immortal.coordinator.core.streams.inbound import Inbound
+from immortal.coordinator.core.streams.intake import Intake
+from immortal.coordinator.core.streams.local_end import LocalEnd
+from immortal.coordinator.core.streams.outbound import Outbound
+from immortal.coordinator.core.streams.outbound_replay import OutboundReplay
+from immortal.coordinator.core.streams.receivers import Receivers
+from immortal.coordinator.core.streams.reset import Reset
+from immortal.protocol.messages import MessageType
 
 
 @dataclass(eq=False, repr=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.peer import PeerFrame, RefusedCode
+from immortal.protocol.peer import PeerFrame, RefusedCode
 
 
 def reset_command(name: str, peer: str) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from coordinator.core.group_commit import Group
-from coordinator.core.interfaces import StreamStart
-from coordinator.core.streams.local_end import LocalEnd
-from coordinator.core.streams.output_stream import OutputStream
+from immortal.coordinator.core.group_commit import Group
+from immortal.coordinator.core.interfaces import StreamStart
+from immortal.coordinator.core.streams.local_end import LocalEnd
+from immortal.coordinator.core.streams.output_stream import OutputStream
 
 
 class Receivers:

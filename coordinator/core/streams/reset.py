@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 from msgspec.structs import replace
 
-from coordinator.core.effects import ResetPeer
-from coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary, StreamStart, Transaction
+from immortal.coordinator.core.effects import ResetPeer
+from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary, StreamStart, Transaction
 
 if TYPE_CHECKING:  # commands need the transactions alone
-    from coordinator.core.group_commit import Group
-    from coordinator.core.open_calls import OpenCalls
-    from coordinator.core.streams.handshake import Handshake
-    from coordinator.core.streams.inbound import Inbound
-    from coordinator.core.streams.local_end import LocalEnd
-    from coordinator.core.streams.outbound import Outbound
-    from coordinator.core.streams.receivers import Receivers
+    from immortal.coordinator.core.group_commit import Group
+    from immortal.coordinator.core.open_calls import OpenCalls
+    from immortal.coordinator.core.streams.handshake import Handshake
+    from immortal.coordinator.core.streams.inbound import Inbound
+    from immortal.coordinator.core.streams.local_end import LocalEnd
+    from immortal.coordinator.core.streams.outbound import Outbound
+    from immortal.coordinator.core.streams.receivers import Receivers
 
 RECLAIM_EPOCHS = 1 << 20  # more than the starts and sessions of an app that a copy can have had meanwhile
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from coordinator.core.interfaces import OutputBatch
-from coordinator.core.limits import Limits
-from coordinator.core.pieces import behind, fitting, join
+from immortal.coordinator.core.interfaces import OutputBatch
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.pieces import behind, fitting, join
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from coordinator.core.effects import Report
-from coordinator.core.interfaces import IMPULSES, LogSummary
-from coordinator.core.notices import OldPeerRefused, PeerRefused
-from coordinator.core.streams import problems
-from coordinator.core.streams.grants import Grants
-from coordinator.core.streams.input_stream import InputStream
-from coordinator.core.streams.local_end import LocalEnd
-from protocol.client import CLIENTS
-from protocol.peer import KNOWN_TO_RECEIVERS, FrameType, PeerFrame, RefusedCode
+from immortal.coordinator.core.effects import Report
+from immortal.coordinator.core.interfaces import IMPULSES, LogSummary
+from immortal.coordinator.core.notices import OldPeerRefused, PeerRefused
+from immortal.coordinator.core.streams import problems
+from immortal.coordinator.core.streams.grants import Grants
+from immortal.coordinator.core.streams.input_stream import InputStream
+from immortal.coordinator.core.streams.local_end import LocalEnd
+from immortal.protocol.client import CLIENTS
+from immortal.protocol.peer import KNOWN_TO_RECEIVERS, FrameType, PeerFrame, RefusedCode
 
 
 class Senders:

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from coordinator.core.errors import require
-from coordinator.core.interfaces import OutputBatch, SpilledExtent
-from coordinator.core.pieces import behind, cut, join
+from immortal.coordinator.core.errors import require
+from immortal.coordinator.core.interfaces import OutputBatch, SpilledExtent
+from immortal.coordinator.core.pieces import behind, cut, join
 
 COUNTED_SIZE_BYTES = 1 << 20  # rows are counted together up to this, so that the count itself takes no memory
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from coordinator.core.effects import ReadSpilled
-from coordinator.core.interfaces import ONESELF, SpilledBatch
-from coordinator.core.streams.local_end import LocalEnd
-from coordinator.core.streams.output_stream import OutputStream, StreamState
-from protocol.client import CLIENTS
+from immortal.coordinator.core.effects import ReadSpilled
+from immortal.coordinator.core.interfaces import ONESELF, SpilledBatch
+from immortal.coordinator.core.streams.local_end import LocalEnd
+from immortal.coordinator.core.streams.output_stream import OutputStream, StreamState
+from immortal.protocol.client import CLIENTS
 
 
 class Spilling:

@@ -14,9 +14,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from coordinator.core.interfaces import Token
-from coordinator.core.limits import Limits
-from protocol.peer import PeerFrame
+from immortal.coordinator.core.interfaces import Token
+from immortal.coordinator.core.limits import Limits
+from immortal.protocol.peer import PeerFrame
 
 PAUSE_TIMES = 4
 

@@ -1,1 +1,1 @@
-"""Places where logs are kept, one module or folder each; :mod:`coordinator.log.open` alone names them."""
+"""Places where logs are kept, one module or folder each; :mod:`immortal.coordinator.log.open` alone names them."""

@@ -11,12 +11,12 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from coordinator.core.errors import FencedError, LogError, LogFormatError, fail
-from coordinator.fault_points import reach
-from coordinator.log.backend import Append, Backend, Options, Place, Row, Space, Span, TableSize, View
-from coordinator.log.format import SEQUENCE_KEY
-from coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
-from protocol.varint import Readable
+from immortal.coordinator.core.errors import FencedError, LogError, LogFormatError, fail
+from immortal.coordinator.fault_points import reach
+from immortal.coordinator.log.backend import Append, Backend, Options, Place, Row, Space, Span, TableSize, View
+from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
+from immortal.protocol.varint import Readable
 
 
 class Table:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 
-from bench.call_workload import Measured
-from bench.calls import immortal_caller
+from immortal.bench.call_workload import Measured
+from immortal.bench.calls import immortal_caller
 from scripts.benchmarks.calling import calls_by, latency_figure, rate_figure
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import DISK, HANDLER, TCP, Figure, Target

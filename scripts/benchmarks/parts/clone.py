@@ -16,11 +16,12 @@ from unittest import mock
 
 import msgspec
 
-from appsdk.client import connect
-from appsdk.patterns.clone import Change, Table, limits
-from appsdk.patterns.clone import connect as connect_clone
-from bench.processes import BenchError
-from coordinator.service.parent_death import die_with_parent
+from immortal.appsdk.patterns.clone import limits
+from immortal.bench.processes import BenchError
+from immortal.client import connect
+from immortal.coordinator.service.parent_death import die_with_parent
+from immortal.patterns.clone import Change, Table
+from immortal.patterns.clone import connect as connect_clone
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import IMMORTAL, Figure
 from scripts.benchmarks.services import start_service
@@ -90,11 +91,11 @@ def _processes(home: Path) -> Iterator[str]:
             stack.callback(process.kill)
             return process
 
-        start_service(stack, home, "prices", "appsdk.patterns.clone:Table")
+        start_service(stack, home, "prices", "immortal.patterns.clone:Table")
         place = ""
         for _ in range(2):
             upstream = ["--upstream", place] if place else []
-            forwarder = start([sys.executable, "-m", "appsdk.patterns.clone", "forward", "prices", *upstream])
+            forwarder = start([sys.executable, "-m", "immortal.patterns.clone", "forward", "prices", *upstream])
             assert forwarder.stdout is not None
             place = forwarder.stdout.readline().split()[-1]
         yield place

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from bench.calls import CALL_APPS, Caller, immortal_caller
-from bench.processes import BenchError
-from bench.streams import Load, immortal_streams
+from immortal.bench.calls import CALL_APPS, Caller, immortal_caller
+from immortal.bench.processes import BenchError
+from immortal.bench.streams import Load, immortal_streams
 from scripts.benchmarks.calling import SIZE_BYTES, calls_by, latency_figure, rate_figure
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import DISK, IMMORTAL, Figure, Target

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
-from bench.calls import Caller, immortal_caller
-from bench.processes import BenchError, start_module
+from immortal.bench.calls import Caller, immortal_caller
+from immortal.bench.processes import BenchError, start_module
 from scripts.benchmarks.calling import calls_by, latency_figure, rate_figure
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import DISK, IMMORTAL, Figure, Target
@@ -19,7 +19,7 @@ from scripts.benchmarks.rivals import servers
 LOCAL = "immortal, def steps"
 DBOS_SQLITE, DBOS_POSTGRES, RESTATE = "DBOS, SQLite", "DBOS, PostgreSQL", "Restate"
 RIVALS = (DBOS_SQLITE, DBOS_POSTGRES, RESTATE)
-CALLER = "bench.call_apps:Caller"
+CALLER = "immortal.bench.call_apps:Caller"
 
 
 def run(context: Context) -> list[Figure]:

@@ -9,11 +9,11 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-from bench.calls import CALL_APPS, IMMORTAL, Caller, processes_of, running
-from bench.processes import BenchError, Service, register
-from bench.streams import Load, immortal_streams
-from bench.usage import MIB, memory_of
-from coordinator.operator import control
+from immortal.bench.calls import CALL_APPS, IMMORTAL, Caller, processes_of, running
+from immortal.bench.processes import BenchError, Service, register
+from immortal.bench.streams import Load, immortal_streams
+from immortal.bench.usage import MIB, memory_of
+from immortal.coordinator.operator import control
 from scripts.benchmarks.calling import calls_by
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import Better, Figure

@@ -12,16 +12,16 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from appsdk.patterns.harmony import Ventilator, connect
-from bench.processes import BenchError
-from coordinator.service.parent_death import die_with_parent
+from immortal.bench.processes import BenchError
+from immortal.coordinator.service.parent_death import die_with_parent
+from immortal.patterns.harmony import Ventilator, connect
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import IMMORTAL, Figure
 from scripts.benchmarks.services import start_service
 
 WORKERS = 2
 _TASKS_A_SECOND = 40_000  # about what two processors do: so many for each second that a turn is to take
-_CLASSES = {"cluster": "appsdk.patterns.harmony:Cluster", "results": "appsdk.patterns.harmony:Collector"}
+_CLASSES = {"cluster": "immortal.patterns.harmony:Cluster", "results": "immortal.patterns.harmony:Collector"}
 _WAIT_S = 120.0
 
 
@@ -29,7 +29,7 @@ _WAIT_S = 120.0
 def _cluster(home: Path) -> Iterator[None]:
     """A cluster, its collector and its workers."""
     quiet = subprocess.DEVNULL
-    command = [sys.executable, "-m", "appsdk.patterns.harmony", "work", "cluster", "operator:neg"]
+    command = [sys.executable, "-m", "immortal.patterns.harmony", "work", "cluster", "operator:neg"]
     environment = {**os.environ, "IMMORTAL_HOME": str(home)}
     with contextlib.ExitStack() as stack:
         for name, app in _CLASSES.items():

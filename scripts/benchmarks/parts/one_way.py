@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from bench.streams import ImmortalStreams, Load, OneWay
+from immortal.bench.streams import ImmortalStreams, Load, OneWay
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import DISK, HANDLER, IMMORTAL, PURE, TCP, Figure, Target
 from scripts.benchmarks.limits import disk_rate, handler_rate, loopback

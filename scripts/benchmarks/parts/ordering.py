@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from appsdk.client import connect
-from bench.processes import BenchError
-from coordinator.service.parent_death import die_with_parent
+from immortal.bench.processes import BenchError
+from immortal.client import connect
+from immortal.coordinator.service.parent_death import die_with_parent
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import IMMORTAL, Figure, Target
 from scripts.benchmarks.ordering_apps import Fan, Sink
@@ -31,7 +31,7 @@ _READY_S = 60.0
 
 @contextlib.contextmanager
 def _running(home: Path, destinations: int) -> Iterator[None]:
-    coordinator = [sys.executable, "-m", "coordinator", "--home", str(home)]
+    coordinator = [sys.executable, "-m", "immortal.coordinator", "--home", str(home)]
     apps = {"fan": "Fan"} | {f"d{number}": "Sink" for number in range(destinations)}
     quiet = subprocess.DEVNULL
     with contextlib.ExitStack() as stack:

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import zmq
 
-from appsdk.patterns.pirate import connect, connect_instances
-from bench.call_apps import Callee
-from bench.processes import BenchError
-from bench.usage import processor_s
-from coordinator.service.parent_death import die_with_parent
+from immortal.bench.call_apps import Callee
+from immortal.bench.processes import BenchError
+from immortal.bench.usage import processor_s
+from immortal.coordinator.service.parent_death import die_with_parent
+from immortal.patterns.pirate import connect, connect_instances
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import Figure
 from scripts.benchmarks.services import start_service
@@ -62,7 +62,9 @@ def _servers(kind: str, home: Path, count: int) -> Iterator[tuple[list[str], lis
 def _instances(home: Path) -> Iterator[list[list[int]]]:
     """echo-0 and so on: the process IDs of each, of its coordinator and its app."""
     with contextlib.ExitStack() as stack:
-        yield [start_service(stack, home, f"echo-{number}", "bench.call_apps:Callee") for number in range(SERVERS)]
+        yield [
+            start_service(stack, home, f"echo-{number}", "immortal.bench.call_apps:Callee") for number in range(SERVERS)
+        ]
 
 
 def _measured(seconds: float, pids: list[int], ask: Callable[[], int]) -> Turn:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from appsdk.patterns.queue import AsyncJobs, connect
-from bench.processes import BenchError
-from coordinator.service.parent_death import die_with_parent
+from immortal.bench.processes import BenchError
+from immortal.coordinator.service.parent_death import die_with_parent
+from immortal.patterns.queue import AsyncJobs, connect
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import IMMORTAL, Figure
 from scripts.benchmarks.services import start_service
@@ -31,7 +31,7 @@ def _queue(home: Path) -> Iterator[None]:
     quiet = subprocess.DEVNULL
     command = [sys.executable, "-m", "scripts.benchmarks.queue_worker", str(home)]
     with contextlib.ExitStack() as stack:
-        start_service(stack, home, "jobs", "appsdk.patterns.queue:Queue")
+        start_service(stack, home, "jobs", "immortal.patterns.queue:Queue")
         for _ in range(WORKERS):
             process = subprocess.Popen(command, stdout=quiet, stderr=quiet, preexec_fn=die_with_parent(os.getpid()))
             stack.callback(process.wait)

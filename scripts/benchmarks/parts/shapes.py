@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from bench.calls import immortal_caller
-from bench.streams import Load, immortal_streams
+from immortal.bench.calls import immortal_caller
+from immortal.bench.streams import Load, immortal_streams
 from scripts.benchmarks.calling import calls_by, latency_figure, rate_figure
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import DISK, HANDLER, IMMORTAL, TCP, Figure
@@ -15,11 +15,11 @@ from scripts.benchmarks.streams import Streams, grpc_streams, rates, streams_by
 
 GRPC = "grpc stream"
 CHAIN = {
-    "caller": "bench.call_apps:Caller",
+    "caller": "immortal.bench.call_apps:Caller",
     "callee": "scripts.benchmarks.apps:Relay",
     "relay-1": "scripts.benchmarks.apps:Relay1",
     "relay-2": "scripts.benchmarks.apps:Relay2",
-    "relay-3": "bench.call_apps:Callee",
+    "relay-3": "immortal.bench.call_apps:Callee",
 }
 
 

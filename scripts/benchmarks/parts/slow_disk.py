@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from bench.calls import IMMORTAL, immortal_caller
-from bench.streams import Load, immortal_streams
-from coordinator.log.backends.lmdb.sync_delay import VARIABLE
+from immortal.bench.calls import IMMORTAL, immortal_caller
+from immortal.bench.streams import Load, immortal_streams
+from immortal.coordinator.log.backends.lmdb.sync_delay import VARIABLE
 from scripts.benchmarks.calling import calls_by, latency_figure, rate_figure
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import Figure, Target

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from subprocess import Popen
 
-from bench.calls import Caller
-from bench.processes import BenchError, start_module
+from immortal.bench.calls import Caller
+from immortal.bench.processes import BenchError, start_module
 
 GRPC_ASYNCIO, GRPC_THREADS = "grpc asyncio", "grpc threads"
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.processes import BenchError
+from immortal.bench.processes import BenchError
 from scripts.benchmarks.rivals.servers import postgres
 
 SEQUENCER = "sequencer (postgresql)"

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bench.processes import BenchError
-from coordinator.service.parent_death import die_with_parent
+from immortal.bench.processes import BenchError
+from immortal.coordinator.service.parent_death import die_with_parent
 from scripts.benchmarks.context import ROOT
 
 START_TIMEOUT_S = 60.0

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from coordinator.config import InstanceSettings
-from coordinator.config.app_hosts import hosts_of
-from coordinator.instances import upgrade_mark
-from coordinator.instances.registry import free_port
-from coordinator.operator import control
-from protocol.batch import encode_batch
-from protocol.extensions import encode_impulses_accepted, encode_record_time
-from protocol.messages import MessageType, encode_checkpoint, encode_incoming_rpc, encode_message
-from protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, encode_record
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.config.app_hosts import hosts_of
+from immortal.coordinator.instances import upgrade_mark
+from immortal.coordinator.instances.registry import free_port
+from immortal.coordinator.operator import control
+from immortal.protocol.batch import encode_batch
+from immortal.protocol.extensions import encode_impulses_accepted, encode_record_time
+from immortal.protocol.messages import MessageType, encode_checkpoint, encode_incoming_rpc, encode_message
+from immortal.protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, encode_record
 from tests.helpers.processes import BASE_TYPES, DEADLINE_S, CoordinatorProcess, House
 
 SOURCE = Path(__file__).with_name("client.c")
@@ -345,7 +345,7 @@ def test_a_client_replays_at_the_ports_that_it_has_in_service(house: House, clie
         coordinator.terminate()
         assert coordinator.ended()[0] == 0
 
-    command = [sys.executable, "-m", "coordinator", "--home", str(house.home)]
+    command = [sys.executable, "-m", "immortal.coordinator", "--home", str(house.home)]
     command += ["replay", "alice", "--checkpoint", "1", "--app", "-"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as replay:
         assert replay.stderr is not None

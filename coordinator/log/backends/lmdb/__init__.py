@@ -11,32 +11,32 @@ from typing import TYPE_CHECKING
 
 import lmdb
 
-from coordinator.core.errors import LogError, LogFormatError
-from coordinator.fault_points import FaultPoint, reach
-from coordinator.log.backend import Held, Mac, Options, Place, Row, View
-from coordinator.log.backends.lmdb.data_file import (
+from immortal.coordinator.core.errors import LogError, LogFormatError
+from immortal.coordinator.fault_points import FaultPoint, reach
+from immortal.coordinator.log.backend import Held, Mac, Options, Place, Row, View
+from immortal.coordinator.log.backends.lmdb.data_file import (
     DATA_FILE_NAME,
     check_data_file,
     first_unreadable,
     log_exists,
     structure_problems,
 )
-from coordinator.log.backends.lmdb.environment import failure_of, new_environment, passing, said_of
-from coordinator.log.backends.lmdb.lock import FolderLock, is_locked, named_holder
-from coordinator.log.backends.lmdb.modes import remove_log, tighten_log
-from coordinator.log.backends.lmdb.names import sync_names
-from coordinator.log.backends.lmdb.pages import PageError, check_pages
-from coordinator.log.backends.lmdb.tables import make_tables
-from coordinator.log.backends.lmdb.writing import LmdbBackend
-from coordinator.log.findings import Finding, Severity
-from coordinator.log.meta import LogIdentity
-from protocol.private_files import make_folder
+from immortal.coordinator.log.backends.lmdb.environment import failure_of, new_environment, passing, said_of
+from immortal.coordinator.log.backends.lmdb.lock import FolderLock, is_locked, named_holder
+from immortal.coordinator.log.backends.lmdb.modes import remove_log, tighten_log
+from immortal.coordinator.log.backends.lmdb.names import sync_names
+from immortal.coordinator.log.backends.lmdb.pages import PageError, check_pages
+from immortal.coordinator.log.backends.lmdb.tables import make_tables
+from immortal.coordinator.log.backends.lmdb.writing import LmdbBackend
+from immortal.coordinator.log.findings import Finding, Severity
+from immortal.coordinator.log.meta import LogIdentity
+from immortal.protocol.private_files import make_folder
 
 _PARTIAL_FOLDER_NAME = ".new"
 
 
 if TYPE_CHECKING:
-    from coordinator.log.backends.lmdb.reading import LmdbReader
+    from immortal.coordinator.log.backends.lmdb.reading import LmdbReader
 
 
 class HeldFolder(Held):
@@ -93,7 +93,9 @@ class LmdbPlace(Place):
             return _open(folder, lock, instance_name, options)
 
     def open_reader(self, instance_name: str | None) -> LmdbReader:
-        from coordinator.log.backends.lmdb.reading import LmdbReader  # here: no running coordinator reads with it
+        from immortal.coordinator.log.backends.lmdb.reading import (
+            LmdbReader,  # here: no running coordinator reads with it
+        )
 
         try:
             return LmdbReader(self._folder, instance_name)
@@ -152,7 +154,7 @@ class LmdbPlace(Place):
                 yield Finding(Severity.NOTE, "file", f"{said_of(unnamed)}: the next start takes it in")
 
     def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
-        from coordinator.log.backends.lmdb.copying import bring_up  # here: no running coordinator does
+        from immortal.coordinator.log.backends.lmdb.copying import bring_up  # here: no running coordinator does
 
         return bring_up(source, identity, mac, self._folder)
 

@@ -9,19 +9,24 @@ from pathlib import Path
 
 import lmdb
 
-from coordinator.core.errors import LogError
-from coordinator.log.backend import Mac, Row, Span, View
-from coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME, log_exists
-from coordinator.log.backends.lmdb.environment import MAP_SIZE_BYTES, READERS_FILE_NAME, failure_of, open_environment
-from coordinator.log.backends.lmdb.high_water import HighWaterMark
-from coordinator.log.backends.lmdb.lock import LOCK_FILE_NAME, FolderLock
-from coordinator.log.backends.lmdb.modes import tighten_log
-from coordinator.log.backends.lmdb.names import sync_folder, sync_names
-from coordinator.log.backends.lmdb.tables import Writing, make_tables, open_tables
-from coordinator.log.backends.lmdb.view import LmdbView, Tables
-from coordinator.log.format import ALL_TABLES, CHUNK_KEY, META_JOURNAL, SEQUENCE_KEY
-from coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
-from protocol.private_files import make_folder
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.log.backend import Mac, Row, Span, View
+from immortal.coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME, log_exists
+from immortal.coordinator.log.backends.lmdb.environment import (
+    MAP_SIZE_BYTES,
+    READERS_FILE_NAME,
+    failure_of,
+    open_environment,
+)
+from immortal.coordinator.log.backends.lmdb.high_water import HighWaterMark
+from immortal.coordinator.log.backends.lmdb.lock import LOCK_FILE_NAME, FolderLock
+from immortal.coordinator.log.backends.lmdb.modes import tighten_log
+from immortal.coordinator.log.backends.lmdb.names import sync_folder, sync_names
+from immortal.coordinator.log.backends.lmdb.tables import Writing, make_tables, open_tables
+from immortal.coordinator.log.backends.lmdb.view import LmdbView, Tables
+from immortal.coordinator.log.format import ALL_TABLES, CHUNK_KEY, META_JOURNAL, SEQUENCE_KEY
+from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
+from immortal.protocol.private_files import make_folder
 
 COPIED_SIZE_BYTES_MAX = 32 << 20  # in one transaction
 _PARTIAL_PREFIX = ".cut-"

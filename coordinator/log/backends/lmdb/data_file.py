@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from coordinator.core.errors import LogError, LogFormatError
-from coordinator.log.backends.lmdb.pages import decode_meta
+from immortal.coordinator.core.errors import LogError, LogFormatError
+from immortal.coordinator.log.backends.lmdb.pages import decode_meta
 
 DATA_FILE_NAME = "data.mdb"
 FILES_BESIDE = ("journal", "high-water-mark")  # that only a complete log has

@@ -14,7 +14,7 @@ from typing import Any
 
 import lmdb
 
-from coordinator.core.errors import (
+from immortal.coordinator.core.errors import (
     DamagedLogError,
     LogError,
     LogFormatError,
@@ -23,12 +23,12 @@ from coordinator.core.errors import (
     LogSyncError,
     LogUnavailableError,
 )
-from coordinator.log.backends.lmdb import readers
-from coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME, check_data_file
-from coordinator.log.backends.lmdb.lock import is_locked
-from coordinator.log.backends.lmdb.pages import PageError, Unnamed, check_pages, name_transaction
-from coordinator.log.backends.lmdb.readers import READERS_MAX
-from protocol.private_files import FILE_MODE
+from immortal.coordinator.log.backends.lmdb import readers
+from immortal.coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME, check_data_file
+from immortal.coordinator.log.backends.lmdb.lock import is_locked
+from immortal.coordinator.log.backends.lmdb.pages import PageError, Unnamed, check_pages, name_transaction
+from immortal.coordinator.log.backends.lmdb.readers import READERS_MAX
+from immortal.protocol.private_files import FILE_MODE
 
 READERS_FILE_NAME = readers.FILE_NAME
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

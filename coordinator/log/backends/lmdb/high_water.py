@@ -12,15 +12,15 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from coordinator.core.errors import DamagedLogError
-from coordinator.log.backend import Mac, View
-from coordinator.log.backends.lmdb.names import sync_folder
-from coordinator.log.format import MAC_SIZE_BYTES, SEQUENCE_KEY
-from coordinator.log.meta import LogIdentity, first_and_last_sequence_id
-from coordinator.log.values import check_value
-from protocol.checksum import crc64
-from protocol.private_files import FILE_MODE
-from protocol.varint import Readable
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.coordinator.log.backend import Mac, View
+from immortal.coordinator.log.backends.lmdb.names import sync_folder
+from immortal.coordinator.log.format import MAC_SIZE_BYTES, SEQUENCE_KEY
+from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id
+from immortal.coordinator.log.values import check_value
+from immortal.protocol.checksum import crc64
+from immortal.protocol.private_files import FILE_MODE
+from immortal.protocol.varint import Readable
 
 FILE_NAME = "high-water-mark"
 _MAGIC = b"IMH1"

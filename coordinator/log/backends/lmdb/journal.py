@@ -17,11 +17,16 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.log.backend import Row
-from coordinator.log.backends.lmdb.journal_entries import BLOCK_SIZE_BYTES, FORM, blocks_size_bytes, encode_entry
-from coordinator.log.backends.lmdb.names import sync_folder
-from coordinator.log.meta import LogIdentity
-from protocol.private_files import FILE_MODE
+from immortal.coordinator.log.backend import Row
+from immortal.coordinator.log.backends.lmdb.journal_entries import (
+    BLOCK_SIZE_BYTES,
+    FORM,
+    blocks_size_bytes,
+    encode_entry,
+)
+from immortal.coordinator.log.backends.lmdb.names import sync_folder
+from immortal.coordinator.log.meta import LogIdentity
+from immortal.protocol.private_files import FILE_MODE
 
 FILE_NAME = "journal"
 PARTIAL_FILE_NAME = "journal.new"  # until it has all its blocks: a journal that is shorter was cut

@@ -6,8 +6,8 @@ import struct
 
 from msgspec import Struct
 
-from protocol import decoding
-from protocol.checksum import crc64
+from immortal.protocol import decoding
+from immortal.protocol.checksum import crc64
 
 BLOCK_SIZE_BYTES = 4096  # an entry begins with one: what is durable already is never written again
 NO_NONCE = 1  # what the tables of version 4 say

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from coordinator.core.errors import DamagedLogError
-from coordinator.log.backends.lmdb.environment import passing
-from coordinator.log.backends.lmdb.journal import ENTRY_SIZE_BYTES_MAX, FILE_NAME, FILE_SIZE_BYTES
-from coordinator.log.backends.lmdb.journal_entries import (
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.coordinator.log.backends.lmdb.environment import passing
+from immortal.coordinator.log.backends.lmdb.journal import ENTRY_SIZE_BYTES_MAX, FILE_NAME, FILE_SIZE_BYTES
+from immortal.coordinator.log.backends.lmdb.journal_entries import (
     BLOCK_SIZE_BYTES,
     FORM,
     ROWS,
@@ -22,8 +22,8 @@ from coordinator.log.backends.lmdb.journal_entries import (
     form_of,
     place_of,
 )
-from coordinator.log.backends.lmdb.view import JournalRows
-from coordinator.log.meta import LogIdentity
+from immortal.coordinator.log.backends.lmdb.view import JournalRows
+from immortal.coordinator.log.meta import LogIdentity
 
 
 class JournalReader:

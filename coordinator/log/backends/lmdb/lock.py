@@ -7,8 +7,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from coordinator.core.errors import LogLockedError
-from protocol.file_lock import holder_of, open_lock, take
+from immortal.coordinator.core.errors import LogLockedError
+from immortal.protocol.file_lock import holder_of, open_lock, take
 
 LOCK_FILE_NAME = "lock"
 _TIMEOUT_S = 0.03  # :func:`is_locked` of a reader holds the lock for some microseconds: not worth a failed start

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME, FILES_BESIDE
-from coordinator.log.backends.lmdb.environment import READERS_FILE_NAME
-from coordinator.log.backends.lmdb.journal import PARTIAL_FILE_NAME
-from coordinator.log.backends.lmdb.lock import LOCK_FILE_NAME
-from protocol.private_files import FILE_MODE, FOLDER_MODE, tighten
+from immortal.coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME, FILES_BESIDE
+from immortal.coordinator.log.backends.lmdb.environment import READERS_FILE_NAME
+from immortal.coordinator.log.backends.lmdb.journal import PARTIAL_FILE_NAME
+from immortal.coordinator.log.backends.lmdb.lock import LOCK_FILE_NAME
+from immortal.protocol.private_files import FILE_MODE, FOLDER_MODE, tighten
 
 FILE_NAMES = (DATA_FILE_NAME, READERS_FILE_NAME, LOCK_FILE_NAME, PARTIAL_FILE_NAME, *FILES_BESIDE)
 

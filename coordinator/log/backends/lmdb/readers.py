@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from protocol.file_lock import take
+from immortal.protocol.file_lock import take
 
 FILE_NAME = "lock.mdb"
 READERS_MAX = 512  # what the first opener sets counts for all: every opener passes the same

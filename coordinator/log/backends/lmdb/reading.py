@@ -11,18 +11,23 @@ from pathlib import Path
 
 import lmdb
 
-from coordinator.core.errors import DamagedLogError
-from coordinator.log.backend import Mac, ReadBackend
-from coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME
-from coordinator.log.backends.lmdb.environment import begin_reading, last_transaction_id, open_environment, unreadable
-from coordinator.log.backends.lmdb.high_water import HighWaterMark
-from coordinator.log.backends.lmdb.journal_reader import JournalReader
-from coordinator.log.backends.lmdb.lock import is_locked
-from coordinator.log.backends.lmdb.residency import MappedPages
-from coordinator.log.backends.lmdb.tables import journal_nonce, open_tables
-from coordinator.log.backends.lmdb.view import JournalRows, LmdbView, ReadTransaction, view_of
-from coordinator.log.findings import Finding, Severity
-from coordinator.log.meta import first_and_last_sequence_id, read_identity
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.coordinator.log.backend import Mac, ReadBackend
+from immortal.coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME
+from immortal.coordinator.log.backends.lmdb.environment import (
+    begin_reading,
+    last_transaction_id,
+    open_environment,
+    unreadable,
+)
+from immortal.coordinator.log.backends.lmdb.high_water import HighWaterMark
+from immortal.coordinator.log.backends.lmdb.journal_reader import JournalReader
+from immortal.coordinator.log.backends.lmdb.lock import is_locked
+from immortal.coordinator.log.backends.lmdb.residency import MappedPages
+from immortal.coordinator.log.backends.lmdb.tables import journal_nonce, open_tables
+from immortal.coordinator.log.backends.lmdb.view import JournalRows, LmdbView, ReadTransaction, view_of
+from immortal.coordinator.log.findings import Finding, Severity
+from immortal.coordinator.log.meta import first_and_last_sequence_id, read_identity
 
 
 class LmdbReader(ReadBackend):

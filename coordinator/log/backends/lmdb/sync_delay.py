@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from coordinator.core.errors import LogError
+from immortal.coordinator.core.errors import LogError
 
 VARIABLE = "IMMORTAL_BENCH_SYNC_DELAY_MS"
 DELAY_MS_MAX = 10_000.0

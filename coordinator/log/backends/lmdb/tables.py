@@ -8,12 +8,12 @@ from typing import TypeAlias
 
 import lmdb
 
-from coordinator.core.errors import DamagedLogError, LogFormatError, fail, require
-from coordinator.fault_points import reach
-from coordinator.log.backend import Append, Row, Span
-from coordinator.log.backends.lmdb.environment import passing
-from coordinator.log.backends.lmdb.view import JournalRows, LmdbView, Tables
-from coordinator.log.format import (
+from immortal.coordinator.core.errors import DamagedLogError, LogFormatError, fail, require
+from immortal.coordinator.fault_points import reach
+from immortal.coordinator.log.backend import Append, Row, Span
+from immortal.coordinator.log.backends.lmdb.environment import passing
+from immortal.coordinator.log.backends.lmdb.view import JournalRows, LmdbView, Tables
+from immortal.coordinator.log.format import (
     ALL_TABLES,
     FORMAT_VERSION,
     INT,
@@ -27,7 +27,7 @@ from coordinator.log.format import (
     TABLES_OF_VERDICTS,
     VERDICTS_VERSION,
 )
-from coordinator.log.meta import check_format, meta_row, meta_value
+from immortal.coordinator.log.meta import check_format, meta_row, meta_value
 
 WriteTransaction: TypeAlias = "lmdb.Transaction[memoryview]"
 

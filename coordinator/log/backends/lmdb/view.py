@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import lmdb
 
-from coordinator.log.backend import TableSize, View
-from protocol.varint import Readable
+from immortal.coordinator.log.backend import TableSize, View
+from immortal.protocol.varint import Readable
 
 Tables: TypeAlias = dict[str, "lmdb._Database"]  # by name; those that the log has
 ReadTransaction: TypeAlias = "lmdb.Transaction[memoryview]"

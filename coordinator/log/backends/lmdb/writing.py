@@ -13,11 +13,11 @@ from typing import TypeVar
 
 import lmdb
 
-from coordinator.core.errors import DamagedLogError, LogError, LogFullError, fail
-from coordinator.fault_points import armed, reach
-from coordinator.log.backend import Append, Backend, Mac, Options, Row, Space
-from coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME, extend_data_file
-from coordinator.log.backends.lmdb.environment import (
+from immortal.coordinator.core.errors import DamagedLogError, LogError, LogFullError, fail
+from immortal.coordinator.fault_points import armed, reach
+from immortal.coordinator.log.backend import Append, Backend, Mac, Options, Row, Space
+from immortal.coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME, extend_data_file
+from immortal.coordinator.log.backends.lmdb.environment import (
     MAP_SIZE_BYTES,
     begin_reading,
     clear_dead,
@@ -26,15 +26,15 @@ from coordinator.log.backends.lmdb.environment import (
     open_environment,
     unreadable,
 )
-from coordinator.log.backends.lmdb.high_water import HighWaterMark
-from coordinator.log.backends.lmdb.journal import ENTRY_SIZE_BYTES_MAX, Journal
-from coordinator.log.backends.lmdb.journal_reader import JournalReader
-from coordinator.log.backends.lmdb.lock import FolderLock
-from coordinator.log.backends.lmdb.residency import MappedPages
-from coordinator.log.backends.lmdb.sync_delay import sync_delay_s
-from coordinator.log.backends.lmdb.tables import Writing, journal_nonce, open_tables
-from coordinator.log.backends.lmdb.view import JournalRows, LmdbView, view_of
-from coordinator.log.format import (
+from immortal.coordinator.log.backends.lmdb.high_water import HighWaterMark
+from immortal.coordinator.log.backends.lmdb.journal import ENTRY_SIZE_BYTES_MAX, Journal
+from immortal.coordinator.log.backends.lmdb.journal_reader import JournalReader
+from immortal.coordinator.log.backends.lmdb.lock import FolderLock
+from immortal.coordinator.log.backends.lmdb.residency import MappedPages
+from immortal.coordinator.log.backends.lmdb.sync_delay import sync_delay_s
+from immortal.coordinator.log.backends.lmdb.tables import Writing, journal_nonce, open_tables
+from immortal.coordinator.log.backends.lmdb.view import JournalRows, LmdbView, view_of
+from immortal.coordinator.log.format import (
     ALL_TABLES,
     FORMAT_VERSION,
     META_JOURNAL,
@@ -42,7 +42,7 @@ from coordinator.log.format import (
     META_SUSPECT,
     SEQUENCE_KEY,
 )
-from coordinator.log.meta import first_and_last_sequence_id, meta_row, read_identity
+from immortal.coordinator.log.meta import first_and_last_sequence_id, meta_row, read_identity
 
 MAP_SIZE_BYTES_MAX = 1 << 40
 # What most appends are made of: records, positions and verdicts. Others have the sync of two that LMDB needs.
@@ -273,7 +273,7 @@ class LmdbBackend(Backend):
                 self._high_water_mark.put(self._last_sequence_id, value)
 
     def keep_apart(self, name: str, rows: Iterable[Row]) -> Path:
-        from coordinator.log.backends.lmdb.copying import keep_apart  # here: no running coordinator does
+        from immortal.coordinator.log.backends.lmdb.copying import keep_apart  # here: no running coordinator does
 
         return keep_apart(self._folder, name, rows)
 

@@ -12,25 +12,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from coordinator.core.errors import LogError, LogFormatError, LogLockedError
+from immortal.coordinator.core.errors import LogError, LogFormatError, LogLockedError
 
 try:
     from psycopg import Connection, errors
 except ImportError as error:  # before all else here, which needs it too
     raise LogError(f"a log in PostgreSQL needs psycopg ({error}): pip install 'immortal[postgres]'") from None
 
-from coordinator.log.backend import Append, Mac, Options, Place, ReadBackend, Row, View
-from coordinator.log.backends.postgres import lease as leases
-from coordinator.log.backends.postgres import schema
-from coordinator.log.backends.postgres.chunks import removed
-from coordinator.log.backends.postgres.connecting import Address, Connections, connect, reaching
-from coordinator.log.backends.postgres.copying import change, put_copy
-from coordinator.log.backends.postgres.durability import Durability
-from coordinator.log.backends.postgres.following import PostgresFollowing, PostgresWatching
-from coordinator.log.backends.postgres.view import PostgresView, viewing
-from coordinator.log.backends.postgres.writing import PostgresBackend
-from coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
-from coordinator.objects.errors import StoreError
+from immortal.coordinator.log.backend import Append, Mac, Options, Place, ReadBackend, Row, View
+from immortal.coordinator.log.backends.postgres import lease as leases
+from immortal.coordinator.log.backends.postgres import schema
+from immortal.coordinator.log.backends.postgres.chunks import removed
+from immortal.coordinator.log.backends.postgres.connecting import Address, Connections, connect, reaching
+from immortal.coordinator.log.backends.postgres.copying import change, put_copy
+from immortal.coordinator.log.backends.postgres.durability import Durability
+from immortal.coordinator.log.backends.postgres.following import PostgresFollowing, PostgresWatching
+from immortal.coordinator.log.backends.postgres.view import PostgresView, viewing
+from immortal.coordinator.log.backends.postgres.writing import PostgresBackend
+from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
+from immortal.coordinator.objects.errors import StoreError
 
 LOOK_S = 0.1  # between two looks who has the lease, unless it runs out before
 

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from coordinator.core.errors import DamagedLogError, LogError, LogUnavailableError
-from coordinator.log.backend import Append, Row, Span
-from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
-from coordinator.objects.errors import DamagedObjectError, ObjectError, StoreError
-from protocol import decoding
+from immortal.coordinator.core.errors import DamagedLogError, LogError, LogUnavailableError
+from immortal.coordinator.log.backend import Append, Row, Span
+from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
+from immortal.coordinator.objects.errors import DamagedObjectError, ObjectError, StoreError
+from immortal.protocol import decoding
 
 if TYPE_CHECKING:
-    from coordinator.objects.store import Objects
+    from immortal.coordinator.objects.store import Objects
 
 CHUNKS = "chunks"
 ELSEWHERE = "chunks_elsewhere"
@@ -79,7 +79,7 @@ def removed(pointers: Iterable[Pointer]) -> None:
 def _folder(url: str, instance: str) -> Objects:
     """Raises LogError, StoreError."""
     try:
-        from coordinator.objects.store import Objects, store_of
+        from immortal.coordinator.objects.store import Objects, store_of
     except ImportError as error:
         raise LogError(
             f"checkpoints in {url} need the extra archive, pip install 'immortal[archive]': {error}"

@@ -10,7 +10,7 @@ import psycopg
 from msgspec import Struct
 from psycopg import conninfo, errors, pq
 
-from coordinator.core.errors import LogError, LogFormatError, LogFullError, LogUnavailableError
+from immortal.coordinator.core.errors import LogError, LogFormatError, LogFullError, LogUnavailableError
 
 VERSION_MIN = 150000  # as libpq counts: 15.0
 CONNECT_TIMEOUT_S = 5

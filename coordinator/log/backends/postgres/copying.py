@@ -7,11 +7,11 @@ from typing import Any
 
 from psycopg import Connection
 
-from coordinator.log.backend import Append, Row, View
-from coordinator.log.backends.postgres.packing import PACK_SIZE_BYTES_MAX
-from coordinator.log.backends.postgres.statements import CHANGE, ROWS_MAX, statements
-from coordinator.log.backends.postgres.view import RECORDS
-from coordinator.log.format import ALL_TABLES, META_JOURNAL, SEQUENCE_KEY
+from immortal.coordinator.log.backend import Append, Row, View
+from immortal.coordinator.log.backends.postgres.packing import PACK_SIZE_BYTES_MAX
+from immortal.coordinator.log.backends.postgres.statements import CHANGE, ROWS_MAX, statements
+from immortal.coordinator.log.backends.postgres.view import RECORDS
+from immortal.coordinator.log.format import ALL_TABLES, META_JOURNAL, SEQUENCE_KEY
 
 
 def change(connection: Connection[tuple[Any, ...]], instance: str, append: Append) -> None:

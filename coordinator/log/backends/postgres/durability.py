@@ -13,7 +13,7 @@ from typing import Any, LiteralString
 import psycopg
 from msgspec import Struct
 
-from coordinator.core.errors import LogError, LogUnavailableError
+from immortal.coordinator.core.errors import LogError, LogUnavailableError
 
 SETTINGS: LiteralString = (
     "SELECT concat_ws('|', current_setting('fsync'), current_setting('full_page_writes'),"

@@ -16,11 +16,11 @@ from typing import Any
 
 import psycopg
 
-from coordinator.core.errors import LogError
-from coordinator.log.backend import Asked, Following, Watching
-from coordinator.log.backends.postgres import lease as leases
-from coordinator.log.backends.postgres.connecting import Address, Connections, connect, reaching
-from coordinator.log.backends.postgres.standby_checkpoints import StandbyChunks, asked_of
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.log.backend import Asked, Following, Watching
+from immortal.coordinator.log.backends.postgres import lease as leases
+from immortal.coordinator.log.backends.postgres.connecting import Address, Connections, connect, reaching
+from immortal.coordinator.log.backends.postgres.standby_checkpoints import StandbyChunks, asked_of
 
 LOOK_S = 1.0  # without news; a standby counts for three of them
 AGAIN_S = 0.5  # until a database that does not answer is tried again

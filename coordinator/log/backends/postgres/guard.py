@@ -18,10 +18,10 @@ import psycopg
 from msgspec import Struct
 from msgspec.structs import replace
 
-from coordinator.core.errors import LogError, LogLostError, LogUnavailableError
-from coordinator.log.backends.postgres.connecting import Address, reaching
-from coordinator.log.backends.postgres.durability import Durability
-from coordinator.log.backends.postgres.lease import head_count
+from immortal.coordinator.core.errors import LogError, LogLostError, LogUnavailableError
+from immortal.coordinator.log.backends.postgres.connecting import Address, reaching
+from immortal.coordinator.log.backends.postgres.durability import Durability
+from immortal.coordinator.log.backends.postgres.lease import head_count
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 

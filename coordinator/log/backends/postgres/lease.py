@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import msgspec
 import psycopg
 
-from coordinator.core.errors import LogError
-from coordinator.core.interfaces import Standby
-from coordinator.log.backends.postgres.connecting import Address, connect, is_broken, reaching
-from protocol import decoding
-from protocol.process_file import ProcessFile, is_living, own_fields
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.core.interfaces import Standby
+from immortal.coordinator.log.backends.postgres.connecting import Address, connect, is_broken, reaching
+from immortal.protocol import decoding
+from immortal.protocol.process_file import ProcessFile, is_living, own_fields
 
 CHANNEL = "immortal"
 RENEWALS = 2.5  # in the time of a lease: one may fail. Seldom is good: less is left of it when its holder dies

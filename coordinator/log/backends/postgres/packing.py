@@ -8,8 +8,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 
-from coordinator.core.errors import DamagedLogError, LogError
-from protocol.varint import Readable
+from immortal.coordinator.core.errors import DamagedLogError, LogError
+from immortal.protocol.varint import Readable
 
 PACK_SIZE_BYTES_MAX = 16 << 20
 """A pack is read whole: this is what reading one record may cost. Joined commits are half of it at most."""

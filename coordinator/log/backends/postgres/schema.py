@@ -11,7 +11,7 @@ from typing import LiteralString
 
 from psycopg import Connection, errors
 
-from coordinator.core.errors import LogError, LogFormatError
+from immortal.coordinator.core.errors import LogError, LogFormatError
 
 MIGRATION_LOCK = 0x696D6D6F7274616C  # "immortal": one migration of a database at a time
 WRITERS = "immortal_writer"

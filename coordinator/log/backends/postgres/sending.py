@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import psycopg
 from psycopg import errors, pq
 
-from coordinator.log.backends.postgres.durability import SETTINGS
-from coordinator.log.backends.postgres.statements import PREPARE, PREPARED, encoded
+from immortal.coordinator.log.backends.postgres.durability import SETTINGS
+from immortal.coordinator.log.backends.postgres.statements import PREPARE, PREPARED, encoded
 
 _ARGUMENTS_COUNT = 16
 _BINARY = [pq.Format.BINARY] * _ARGUMENTS_COUNT

@@ -12,11 +12,11 @@ from typing import Any
 
 import psycopg
 
-from coordinator.core.errors import LogError
-from coordinator.log.backend import Append, Asked
-from coordinator.log.backends.postgres import lease as leases
-from coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads
-from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.log.backend import Append, Asked
+from immortal.coordinator.log.backends.postgres import lease as leases
+from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads
+from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 
 TABLE = "standby_checkpoints"
 _KEY = struct.Struct(">QQQ")

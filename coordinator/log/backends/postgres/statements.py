@@ -10,11 +10,11 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, LiteralString
 
-from coordinator.core.errors import require
-from coordinator.log.backend import Append, Row, Span
-from coordinator.log.backends.postgres.packing import packs
-from coordinator.log.backends.postgres.view import RECORDS, SEQUENCE_ID_MAX
-from protocol.varint import Readable
+from immortal.coordinator.core.errors import require
+from immortal.coordinator.log.backend import Append, Row, Span
+from immortal.coordinator.log.backends.postgres.packing import packs
+from immortal.coordinator.log.backends.postgres.view import RECORDS, SEQUENCE_ID_MAX
+from immortal.protocol.varint import Readable
 
 STATEMENT_SIZE_BYTES_MAX = 32 << 20  # of rows; a larger append is several statements of one transaction
 ROWS_MAX = 20_000  # in a statement

@@ -10,13 +10,13 @@ from typing import Any, LiteralString
 
 import psycopg
 
-from coordinator.core.errors import DamagedLogError
-from coordinator.log.backend import TableSize, View
-from coordinator.log.backends.postgres.chunks import CHUNKS, ELSEWHERE, Pointer, fetched, pointer_of
-from coordinator.log.backends.postgres.connecting import Connections
-from coordinator.log.backends.postgres.packing import unpack
-from coordinator.log.format import SEQUENCE_KEY
-from protocol.varint import Readable
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.coordinator.log.backend import TableSize, View
+from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ELSEWHERE, Pointer, fetched, pointer_of
+from immortal.coordinator.log.backends.postgres.connecting import Connections
+from immortal.coordinator.log.backends.postgres.packing import unpack
+from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.protocol.varint import Readable
 
 RECORDS = "records"
 SEQUENCE_ID_MAX = (1 << 63) - 1

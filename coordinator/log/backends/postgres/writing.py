@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import psycopg
 
-from coordinator.core.errors import (
+from immortal.coordinator.core.errors import (
     FencedError,
     LogError,
     LogLockedError,
@@ -31,18 +31,18 @@ from coordinator.core.errors import (
     fail,
     require,
 )
-from coordinator.core.interfaces import Standby
-from coordinator.fault_points import armed, reach
-from coordinator.log.backend import Append, Asked, Backend, Options, Space, Span
-from coordinator.log.backends.postgres import lease as leases
-from coordinator.log.backends.postgres import standby_checkpoints as asking
-from coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads, Pointer
-from coordinator.log.backends.postgres.connecting import Address, Connections, connect, is_broken, reaching
-from coordinator.log.backends.postgres.guard import Guard
-from coordinator.log.backends.postgres.sending import Answer, Sender
-from coordinator.log.backends.postgres.statements import CHANGE, statements
-from coordinator.log.backends.postgres.view import RECORDS, PostgresView, viewing
-from coordinator.log.meta import read_identity
+from immortal.coordinator.core.interfaces import Standby
+from immortal.coordinator.fault_points import armed, reach
+from immortal.coordinator.log.backend import Append, Asked, Backend, Options, Space, Span
+from immortal.coordinator.log.backends.postgres import lease as leases
+from immortal.coordinator.log.backends.postgres import standby_checkpoints as asking
+from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads, Pointer
+from immortal.coordinator.log.backends.postgres.connecting import Address, Connections, connect, is_broken, reaching
+from immortal.coordinator.log.backends.postgres.guard import Guard
+from immortal.coordinator.log.backends.postgres.sending import Answer, Sender
+from immortal.coordinator.log.backends.postgres.statements import CHANGE, statements
+from immortal.coordinator.log.backends.postgres.view import RECORDS, PostgresView, viewing
+from immortal.coordinator.log.meta import read_identity
 
 APPENDS_MAX = 2
 """Small ones under way at a time: as many as a server does while the answer to the first comes back from another

@@ -3,7 +3,7 @@
 
 Types can't say so by themselves, as in a ``def`` handler the same call returns at once (those of
 ``self.<handler>.step`` and ``self.multicast([...]).<handler>.all`` can: they are for async handlers alone). In mypy's
-settings: ``plugins = ["appsdk.mypy_plugin"]``. Nothing else imports this module.
+settings: ``plugins = ["immortal.mypy_plugin"]``. Nothing else imports this module.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from mypy.nodes import CallExpr, FuncDef, MemberExpr, NameExpr
 from mypy.plugin import MethodContext, Plugin
 from mypy.types import Instance, Type, get_proper_type
 
-_CALL = "appsdk.handlers.decorators.BoundHandler.__call__"
-_REMOTE_CALL = "appsdk.handlers.decorators.RemoteHandler.__call__"
+_CALL = "immortal.appsdk.handlers.decorators.BoundHandler.__call__"
+_REMOTE_CALL = "immortal.appsdk.handlers.decorators.RemoteHandler.__call__"
 
 
 class _AppPlugin(Plugin):

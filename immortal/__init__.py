@@ -1,0 +1,91 @@
+"""Immortal: virtual resiliency for Python services. The calls of a class below :class:`Immortal` survive crashes.
+
+This module and the public modules below are what programs import; all else is internal and may change:
+
+    immortal                  services: the class, its decorators, calls to peers, errors, `run`
+    immortal.client           callers from outside
+    immortal.errors           errors of services
+    immortal.testing          a test environment: coordinators in memory, crashes, replays
+    immortal.embedded         an instance and its coordinator in one process
+    immortal.patterns         queue, clone, harmony, pirate, groups
+    immortal.integrations     web frameworks (ASGI), Pydantic AI
+    immortal.log              readers of logs
+    immortal.messenger        conversations over ZeroMQ
+    immortal.pipeline         logs as tables of Spark
+
+Names are loaded when they are first used: a coordinator imports this package and needs none of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from immortal.appsdk import (
+        CallCancelled,
+        CalleeFailed,
+        CallRefused,
+        Cancelled,
+        EffectContext,
+        EffectFailed,
+        Handle,
+        Immortal,
+        Impulses,
+        Node,
+        Retry,
+        Transient,
+        Winner,
+        cron,
+        effect_context,
+        errors,
+        every,
+        impulse,
+        initial,
+        on_primary,
+        peer,
+        query,
+        register_type,
+        rpc,
+        run,
+        upgrades,
+    )
+else:
+
+    def __getattr__(name: str) -> object:
+        """Load a public name from the SDK. Raises AttributeError for any other name."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from immortal import appsdk
+
+        globals()[name] = value = getattr(appsdk, name)
+        return value
+
+
+__all__ = [
+    "CallCancelled",
+    "CallRefused",
+    "CalleeFailed",
+    "Cancelled",
+    "EffectContext",
+    "EffectFailed",
+    "Handle",
+    "Immortal",
+    "Impulses",
+    "Node",
+    "Retry",
+    "Transient",
+    "Winner",
+    "cron",
+    "effect_context",
+    "errors",
+    "every",
+    "impulse",
+    "initial",
+    "on_primary",
+    "peer",
+    "query",
+    "register_type",
+    "rpc",
+    "run",
+    "upgrades",
+]

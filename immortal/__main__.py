@@ -1,0 +1,6 @@
+"""``python -m immortal``: the command ``immortal``."""
+
+from immortal.coordinator.cli import main
+
+if __name__ == "__main__":
+    main()

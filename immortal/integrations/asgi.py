@@ -1,0 +1,15 @@
+"""Web frameworks (ASGI) in front of instances. `docs/guide/integrations.md`."""
+
+from immortal.appsdk.integrations.asgi import (
+    ImmortalMiddleware,
+    Service,
+    TooManyCalls,
+    progress,
+)
+
+__all__ = [
+    "ImmortalMiddleware",
+    "Service",
+    "TooManyCalls",
+    "progress",
+]

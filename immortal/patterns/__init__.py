@@ -1,0 +1,1 @@
+"""Patterns for services, built on the SDK: queue, clone, harmony, pirate, groups."""

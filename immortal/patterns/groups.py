@@ -1,0 +1,11 @@
+"""Groups of instances and ordered multicast. `docs/guide/ordering.md`."""
+
+from immortal.appsdk.patterns.groups import (
+    Grouped,
+    group,
+)
+
+__all__ = [
+    "Grouped",
+    "group",
+]

@@ -1,0 +1,74 @@
+"""A folder of the user's may have modules named like rooms of ours: each is the user's, and all of ours work."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOMS = ("appsdk", "bench", "coordinator", "pipeline", "protocol", "replay", "sight")
+APP = f"""
+import {", ".join(ROOMS)}
+from immortal import Immortal, rpc
+
+class Counter(Immortal):
+    count: int = 0
+
+    @rpc
+    def add(self) -> int:
+        self.count += sum(one.OWN for one in ({", ".join(ROOMS)}))
+        return self.count
+"""
+IN_A_TEST = """
+from counter import Counter
+from immortal.testing import Environment
+
+def test_it():
+    with Environment() as env:
+        counter = env.start(Counter, "counter")
+        assert counter.call(Counter.add) == 7
+"""
+IN_A_PROGRAM = """
+import protocol, replay, pipeline
+import immortal.client, immortal.log, immortal.patterns.queue, immortal.pipeline
+print(protocol.OWN, replay.OWN, pipeline.OWN)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ROOMS:
+        if name in ("bench", "pipeline"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "__init__.py").write_text("OWN = 1\n")
+        else:
+            (tmp_path / f"{name}.py").write_text("OWN = 1\n")
+    (tmp_path / "counter.py").write_text(APP)
+    return tmp_path
+
+
+def run(folder: Path, *command: str) -> str:
+    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_program_has_both(folder: Path) -> None:
+    (folder / "program.py").write_text(IN_A_PROGRAM)
+    assert run(folder, "program.py") == "1 1 1\n"
+
+
+def test_the_services_of_a_module_are_listed(folder: Path) -> None:
+    assert "Counter" in run(folder, "-P", "-m", "immortal.appsdk.running.listing", "counter")
+
+
+def test_the_users_tests_run(folder: Path) -> None:
+    (folder / "test_counter.py").write_text(IN_A_TEST)
+    assert "1 passed" in run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_counter.py")
+
+
+def test_the_command_line_works_there(folder: Path) -> None:
+    run(folder, "-m", "immortal", "register", "counter", "--peer", "tcp://127.0.0.1:1", "--app", "counter:Counter")
+    assert "counter" in run(folder, "-m", "immortal", "status", "counter")
