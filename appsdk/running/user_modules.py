@@ -87,7 +87,7 @@ class HiddenModules:
         path = self._paths.get(name)
         if path is None:
             return None
-        whose = "Python's own module" if name in sys.stdlib_module_names else "the module that Immortal is or uses"
+        whose = "Python's own module" if name in sys.stdlib_module_names else "the module that Immortal uses"
         return f"'import {name}' gives {whose} of that name, not {path}: give that file another name"
 
     def problems_of(self, error: BaseException) -> list[str]:

@@ -75,7 +75,7 @@ def test_they_are_in_nobodys_way(folder: Path, start: Start) -> None:
 def test_who_imports_one_is_told_what_it_gets(folder: Path, start: Start) -> None:
     write_strange_names(folder)
     write_service(folder, "import helper, coordinator", "(helper.got(), coordinator.answer)")
-    (folder / "helper.py").write_text("def got():\n    import select, protocol\n    return hasattr(select, 'answer')\n")
+    (folder / "helper.py").write_text("def got():\n    import select, msgspec\n    return hasattr(select, 'answer')\n")
     run = start("service:Service")
     assert run.line("it runs") == "it runs: (False, 'coordinator')"  # the user's own, as the app needs no other
     line = run.line("'import select'")
@@ -83,7 +83,7 @@ def test_who_imports_one_is_told_what_it_gets(folder: Path, start: Start) -> Non
         f"app service:Service: warning: {folder}/helper.py: 'import select' gives Python's own module of that name, "
         f"not {folder}/select.py: give that file another name"
     )
-    assert "gives the module that Immortal is or uses of that name" in run.line("'import immortal.protocol'")
+    assert "gives the module that Immortal uses of that name" in run.line("'import msgspec'")
     assert run.count("warning") == 2
 
 
