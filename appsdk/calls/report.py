@@ -22,7 +22,7 @@ ARGUMENT_ITEMS_MAX = 8
 FAILURES_TOLD_EACH_S = 10.0
 
 # The second where a module is compiled.
-_OWN_FOLDERS = (os.path.join(os.path.dirname(os.path.dirname(__file__)), ""), os.path.join("appsdk", ""))
+_OWN_FOLDERS = (os.path.join(os.path.dirname(os.path.dirname(__file__)), ""), os.path.join("immortal", "appsdk", ""))
 
 _shortener = reprlib.Repr()
 _shortener.maxstring = _shortener.maxother = _shortener.maxlong = ARGUMENT_CHARACTERS_MAX

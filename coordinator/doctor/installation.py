@@ -36,7 +36,7 @@ def findings() -> Iterator[Finding]:
             f"{sys.executable} -m pip install FOLDER-OF-THE-SOURCES",
         )
     else:
-        yield ok(AREA, f"immortal {version} in {Path(compiled.__file__).parents[1]}")
+        yield ok(AREA, f"immortal {version} in {Path(compiled.__file__).parents[2]}")
         yield from _packages(required)
         yield _extras(required)
     yield from _native()
@@ -186,4 +186,4 @@ def _headers() -> list[str]:
 
 
 def _is_checkout() -> bool:
-    return (Path(compiled.__file__).parents[1] / "setup.py").exists()
+    return (Path(compiled.__file__).parents[2] / "setup.py").exists()

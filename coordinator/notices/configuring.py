@@ -26,7 +26,7 @@ def configure(
         lines = JsonLines(instance, stream or sys.stderr, level)
     else:
         lines = TextLines(instance, stream or sys.stderr, level)
-    logger = logging.getLogger("coordinator")
+    logger = logging.getLogger("immortal.coordinator")
     logger.handlers[:] = [_FromLogging(lines)]
     logger.propagate = False
     logger.setLevel(level.upper())

@@ -183,7 +183,8 @@ def test_a_network_that_loses_and_changes_the_order(ordered: bool) -> None:
 
 ENDS_BADLY = """
 import sys, time, zmq
-from immortal.messenger import Messenger, listener
+from immortal.coordinator.messenger import listener
+from immortal.messenger import Messenger
 listener.HEARTBEAT_INTERVAL_MS = 20  # where there is one
 messenger = Messenger()
 endpoint = messenger.listen("tcp://127.0.0.1:*", lambda received: None)

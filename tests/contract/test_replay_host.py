@@ -292,7 +292,7 @@ def test_an_app_whose_looker_on_fails_is_gone(made: Made, reader: LogReader, tmp
 
     pid_file = tmp_path / "pid"
     script = f"import os, runpy, sys; open({str(pid_file)!r}, 'w').write(str(os.getpid())); sys.argv.pop(0);"
-    script += "runpy.run_module('appsdk', run_name='__main__', alter_sys=True)"
+    script += "runpy.run_module('immortal.appsdk', run_name='__main__', alter_sys=True)"
     app = made.app()
     command = AppCommand(app.name, [sys.executable, "-c", script, *app.argv[3:]], app.environment)
     with pytest.raises(ZeroDivisionError):
@@ -328,7 +328,7 @@ for said, answer in (
 for name in (path, os.environ["IMMORTAL_APP_SECRET_FILE"], os.path.dirname(path)):
     assert not os.stat(name).st_mode & 0o077, name
 sys.argv.pop(0)
-runpy.run_module("appsdk", run_name="__main__", alter_sys=True)
+runpy.run_module("immortal.appsdk", run_name="__main__", alter_sys=True)
 """
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from immortal.appsdk.client import Client
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, method_id_of_name
-from immortal.client import Client, connect
+from immortal.client import connect
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.peers import keys

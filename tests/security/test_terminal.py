@@ -92,7 +92,7 @@ def test_what_is_printable_stays_as_it_is(text: str) -> None:
 
 @pytest.fixture
 def own_logging() -> Iterator[None]:
-    loggers = [logging.getLogger("coordinator")]
+    loggers = [logging.getLogger("immortal.coordinator")]
     before = [(one.handlers[:], one.propagate, one.level) for one in loggers]
     yield
     for one, (handlers, propagate, level) in zip(loggers, before, strict=True):
@@ -107,7 +107,7 @@ def test_a_stranger_cannot_forge_a_line_of_the_log(text: str, log_format: str) -
     stream = io.StringIO()
     log = configure(text or "counter", log_format=log_format, stream=stream)
     log.warning(f"a frame was dropped: {text}", reason=text, names=[text], error=ImmortalError(text))
-    logging.getLogger("immortal.messenger").warning("from %s", text)
+    logging.getLogger("immortal.coordinator.messenger").warning("from %s", text)
     log.take(notices.PeerRefused(text, text))
     log.take(notices.AppBrokeProtocol(text))
     log.take(notices.Spills(text, 64, 0.5, text, 64))
@@ -134,7 +134,7 @@ def test_an_exception_cannot_forge_a_line_of_the_log(text: str, log_format: str)
     try:
         raise ValueError(text)
     except ValueError:
-        logging.getLogger("immortal.messenger").exception("a callback failed")
+        logging.getLogger("immortal.coordinator.messenger").exception("a callback failed")
     (line,) = check_lines(stream.getvalue())
     assert "a callback failed" in line
     assert "Traceback (most recent call last):" in line

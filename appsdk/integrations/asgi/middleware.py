@@ -28,7 +28,7 @@ KEY_HEADER = "Idempotency-Key"
 KEY_SIZE_BYTES_MAX = 255
 KEYED_METHODS = ("POST", "PUT", "PATCH", "DELETE")  # the others change nothing
 
-_log = logging.getLogger("immortal.appsdk.integrations.asgi")
+_log = logging.getLogger("immortal.asgi")
 
 
 class ImmortalMiddleware:

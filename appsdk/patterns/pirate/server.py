@@ -40,7 +40,7 @@ from immortal.appsdk.patterns.pirate.store import Failure, ReplyStore
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.rate_limit import RateLimit
 
-logger = logging.getLogger("appsdk.pirate")
+logger = logging.getLogger("immortal.pirate")
 
 _NOBLOCK = int(zmq.NOBLOCK)
 _OPTIONS = {
