@@ -13,9 +13,24 @@ came, what was expected, what to do.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ImmortalError(Exception):
-    """The root: anything that this project raises on purpose."""
+    """The root: anything that this project raises on purpose.
+
+    Each error can be copied and pickled, whatever its constructor takes: a handler may keep one in its state.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if type(self).__init__ is Exception.__init__:
+            return super().__reduce__()  # type: ignore[return-value]  # what shows states reads this form
+        return restore_error, (type(self), self.args), self.__dict__
+
+
+def restore_error(cls: type[BaseException], arguments: tuple[Any, ...]) -> BaseException:
+    """Make an error again without its constructor. Pickled states name this function."""
+    return cls.__new__(cls, *arguments)
 
 
 class ProtocolError(ImmortalError):
