@@ -29,6 +29,8 @@ from immortal.appsdk.errors import DefinitionError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Definition
 
+_SDK = "immortal"
+
 
 class Finding(Struct, frozen=True):
     """One place: in the function ``where``, in words ``what`` it does and what to do ``instead``."""
@@ -82,16 +84,25 @@ def _foreign_folders() -> tuple[str, ...]:
     return tuple(os.path.realpath(folder) + os.sep for folder in folders)
 
 
+def _package_of(app: type) -> str:
+    """Return the package that is an app's own, with a dot behind it."""
+    top, _, rest = app.__module__.partition(".")
+    return f"{app.__module__.rpartition('.')[0] if top == _SDK else top}." if rest else f"{top}."
+
+
 class _Ownership:
-    """Whose a function is: the user's, or Python's, a library's or the SDK's. The app's own package is the user's."""
+    """Tells functions of the user from those of Python, of libraries and of the SDK.
+
+    The package of an app is the user's. An app that the SDK offers is alone in its package: `...patterns.queue`.
+    """
 
     def __init__(self, apps: Sequence[type]) -> None:
-        self._packages = {app.__module__.partition(".")[0] for app in apps}
+        self._packages = tuple(_package_of(app) for app in apps)
         self._foreign = _foreign_folders()
         self._known: dict[str, bool] = {}
 
     def is_users(self, function: FunctionType) -> bool:
-        if (function.__module__ or "").partition(".")[0] in self._packages:
+        if f"{function.__module__ or ''}.".startswith(self._packages):
             return True
         file = function.__code__.co_filename
         if (known := self._known.get(file)) is None:

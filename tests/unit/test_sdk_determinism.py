@@ -635,3 +635,11 @@ def test_it_is_quick(program: Program) -> None:
         assert check(definition_of(module.Counter)) == []
         best_s = min(best_s, time.process_time() - start_s)
     assert best_s < 0.25  # some 20 ms
+
+
+@pytest.mark.parametrize("name", ["queue:Queue", "harmony:Cluster", "harmony:Collector", "clone:Table"])
+def test_apps_of_the_sdk_have_no_finding(name: str) -> None:
+    """Only the package of the pattern is read, not all of the SDK."""
+    package, _, cls = name.partition(":")
+    app = getattr(importlib.import_module(f"immortal.patterns.{package}"), cls)
+    assert check(definition_of(app)) == []
