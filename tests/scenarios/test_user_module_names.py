@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.cli import HOME, Run, immortal
 
 ROOMS = ("appsdk", "bench", "coordinator", "pipeline", "protocol", "replay", "sight")
 APP = f"""
@@ -69,6 +72,35 @@ def test_the_users_tests_run(folder: Path) -> None:
     assert "1 passed" in run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_counter.py")
 
 
-def test_the_command_line_works_there(folder: Path) -> None:
-    run(folder, "-m", "immortal", "register", "counter", "--peer", "tcp://127.0.0.1:1", "--app", "counter:Counter")
-    assert "counter" in run(folder, "-m", "immortal", "status", "counter")
+def lived(folder: Path) -> None:
+    """One call is in the log of `counter`, and `new` has other code for it, with all modules that it imports."""
+    immortal(folder, "register", "counter", "--peer", "tcp://127.0.0.1:*")
+    running = Run(folder, "counter", "counter:Counter")
+    try:
+        running.line(" ready")
+        assert immortal(folder, "call", "counter", "add").strip() == "7"
+    finally:
+        running.stop()
+    new = folder / "new"
+    shutil.copytree(folder, new, ignore=shutil.ignore_patterns("new", HOME))
+    (new / "counter.py").write_text(APP.replace("self.count +=", "self.count += 1 +"))
+
+
+def test_each_command_that_loads_the_app_works_there(folder: Path) -> None:
+    lived(folder)
+    assert "counter: from checkpoint" in immortal(folder, "replay", "counter")
+    assert "the same" in immortal(folder, "verify", "counter")
+    compared = immortal(folder, "what-if", "counter", "--app", "counter:Counter", "--code", "new", status=3)
+    assert "count: was 7; would be 8" in compared
+    developed = Run(folder, "counter.py", command="dev")
+    try:
+        developed.line(" ready")
+    finally:
+        developed.stop()
+
+
+@pytest.mark.cluster
+def test_spark_workers_import_ours(folder: Path) -> None:
+    lived(folder)
+    compared = immortal(folder, "pipeline", "what-if", "--app", "counter:Counter", "--code", "new", status=3)
+    assert "counter" in compared
