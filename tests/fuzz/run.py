@@ -19,7 +19,7 @@ from typing import Any
 CORPUS = Path(__file__).parent / "corpus"
 ROOT = Path(__file__).parents[2]
 INPUT_SIZE_BYTES_MAX = 2048
-WATCHED = tuple(str(ROOT / folder) for folder in ("protocol/", "coordinator/"))
+WATCHED = tuple(str(ROOT / "immortal" / folder) + "/" for folder in ("protocol", "coordinator"))
 
 
 def corpus_of(name: str) -> list[Path]:
@@ -34,7 +34,7 @@ def fuzz(name: str, found: Path, seconds: int) -> None:
     """
     import atheris
 
-    with atheris.instrument_imports(include=["protocol", "coordinator"]):
+    with atheris.instrument_imports(include=["immortal.protocol", "immortal.coordinator"]):
         from tests.fuzz.targets import TARGETS
     from tests.fuzz.seeds import SEEDS
 

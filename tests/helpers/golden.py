@@ -55,7 +55,7 @@ def unpack(folder: Path) -> Path:
     for name in FILES:
         shutil.copy(FOLDER / name, folder)
     with tarfile.open(FOLDER / "home.tar.xz") as packed:
-        packed.extractall(folder, filter="tar")
+        packed.extractall(folder, **({"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}))
     taken: set[int] = set()
     for settings in (folder / HOME).glob("*.toml"):
         port = free_port(["127.0.0.1"], taken)

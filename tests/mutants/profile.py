@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 
 import pytest
 
-from tests.mutants.rooms import PYTEST, ROOT, SIMULATION, SIMULATION_SEEDS_PROFILED
+from tests.mutants.rooms import PACKAGE, PYTEST, SIMULATION, SIMULATION_SEEDS_PROFILED
 
 
 class Profile:
@@ -55,11 +55,11 @@ class Profile:
 
     def functions(self, folder: str) -> dict[str, list[tuple[str, str]]]:
         """By what has run them."""
-        beginning = f"{ROOT / folder}/"
+        beginning = f"{PACKAGE / folder}/"
         return {
             file: sorted(
                 {
-                    (str(Path(code.co_filename).relative_to(ROOT)), code.co_qualname.replace(".<locals>", ""))
+                    (str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname.replace(".<locals>", ""))
                     for code in codes.values()
                     if code.co_filename.startswith(beginning)
                 }

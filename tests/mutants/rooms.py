@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "immortal"  # what runs is called by its links to the rooms
 CACHE = ROOT / ".venv" / "mutants"
 SIMULATION = "tests/simulation"  # beside the test files, in what was run
 SIMULATION_SEEDS_PROFILED = 20

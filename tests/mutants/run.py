@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutants.operators import Mutant, mutants
-from tests.mutants.rooms import PYTEST, ROOMS, ROOT, BaselineError, Reach, Room, environment, reach_of
+from tests.mutants.rooms import PACKAGE, PYTEST, ROOMS, ROOT, BaselineError, Reach, Room, environment, reach_of
 
 ACCEPTED = Path(__file__).with_name("survivors.toml")
 SEEDS = 200
@@ -82,14 +82,14 @@ class Outcome:
 
 def plant(mutant: Mutant, folder: Path) -> None:
     """From now on a process with ``folder`` in its PYTHONPATH imports the changed module."""
-    path = ROOT / mutant.path
+    path = PACKAGE / mutant.path
     is_package = path.name == "__init__.py"
     parts = Path(mutant.path).parent.parts if is_package else Path(mutant.path).with_suffix("").parts
     (folder / "changed.py").write_bytes(mutant.source)
     (folder / "sitecustomize.py").write_text(
         _CUSTOMIZE.format(
             changed=str(folder / "changed.py"),
-            module=".".join(parts),
+            module=".".join((PACKAGE.name, *parts)),
             path=str(path),
             folders=[str(path.parent)] if is_package else None,
         )

@@ -21,7 +21,7 @@ import pytest
 from immortal.protocol import compiled
 from tests.helpers.cli import Run, immortal
 from tests.helpers.interpreters import VARIABLE, interpreters
-from tests.unit.test_wheel import PACKAGES
+from tests.unit.test_wheel import ROOMS
 
 ROOT = Path(__file__).parents[2]
 PYTHONS = interpreters()
@@ -73,9 +73,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, folder)
-    for name in PACKAGES:
-        left_out = ("__pycache__", "_compiled") if IS_THOROUGH else ("__pycache__",)
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(*left_out))
+    left_out = ("__pycache__", "_compiled") if IS_THOROUGH else ("__pycache__",)
+    for name in ("immortal", *ROOMS, "bench"):  # in the first are links to the others
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns(*left_out))
     return folder
 
 
@@ -133,7 +133,7 @@ def test_a_wheel(kind: str, version: str, sources: Path, python: Path, tmp_path:
     command = str(python.with_name("immortal"))
     said = run(command, "--version", cwd=project)
     assert said.strip().endswith("compiled codec and core" if kind == "compiled" else "(none is compiled)")
-    place = run(str(python), "-c", "import immortal.coordinator; print(coordinator.__file__)", cwd=project)
+    place = run(str(python), "-c", "import immortal; print(immortal.__file__)", cwd=project)
     assert place.startswith(str(python.parents[1]))
 
     run(command, "init", "shop", cwd=project)
