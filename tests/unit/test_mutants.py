@@ -23,7 +23,7 @@ def larger(one, other):
     return other
 """
 TESTS = """\
-from small.sizes import is_full, larger
+from project.small.sizes import is_full, larger
 
 def test_full():
     assert [is_full(size, 2) for size in (1, 2, 3)] == [False, True, True]
@@ -93,8 +93,12 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
     (tmp_path / "accepted.toml").write_text("")
+    package = tmp_path / "project"
+    package.mkdir()
+    (package / "small").symlink_to("../small")
     for module in (rooms, run):
         monkeypatch.setattr(module, "ROOT", tmp_path)
+        monkeypatch.setattr(module, "PACKAGE", package)
     monkeypatch.setattr(run, "ROOMS", (Room("small", "small", ("test_*.py",)),))
     monkeypatch.setattr(run, "reach_of", lambda room: Reach({"tests/test_sizes.py": 1.0}, {}))
     return tmp_path
