@@ -121,15 +121,22 @@ class CallRules:
     """What the calls of one sender to one receiver may be; `protocol/senders.py` has them all.
 
     ``negative``: methods with negative IDs, the SDK's own, may be called. ``reports_negative``: where they may not,
-    :meth:`check` reports them in place of raising. ``callers``: what calls that wait for an answer may
+    ``check`` reports them in place of raising. ``negative_answers``: where they may not, answers may
+    name them, to calls of others that are refused. ``callers``: what calls that wait for an answer may
     give as who waits; None: that is not looked at, their arguments are the sender's own matter.
     """
 
     def __init__(
-        self, *, negative: bool = False, reports_negative: bool = False, callers: tuple[str, ...] | None = None
+        self,
+        *,
+        negative: bool = False,
+        reports_negative: bool = False,
+        negative_answers: bool = False,
+        callers: tuple[str, ...] | None = None,
     ) -> None:
         self.negative = negative
         self.reports_negative = reports_negative
+        self.negative_answers = negative_answers
         self.callers = None if callers is None else tuple([caller.encode() for caller in callers])
         self._fronts = _Fronts()
 
@@ -191,15 +198,16 @@ class CallRules:
         rpc_type = payload[at]
         if rpc_type > RpcType.IMPULSE:
             raise RemoteProtocolError(f"message {index} of a batch has the RPC type {rpc_type}, 0 to 2 were expected")
-        if method_id < 0 and not self.negative:
-            if self.reports_negative:
-                return -1, end - offset
+        is_reserved = method_id < 0 and not self.negative and (kind == RpcKind.CALL or not self.negative_answers)
+        if is_reserved and not self.reports_negative:
             raise RemoteProtocolError(
                 f"message {index} of a batch has the method {method_id}: only an app itself may call negative ones"
             )
         at += 1
         if kind == RpcKind.CALL and rpc_type == RpcType.ASYNC and self.callers is not None:
             at = self._caller_end(payload, at, end, index)
+        if is_reserved:  # it is refused, and who waits is answered: only the sender may
+            return -1, end - offset
         return at - offset if at else 0, end - offset
 
     def _caller_end(self, payload: bytes, start: int, end: int, index: int) -> int:

@@ -13,7 +13,7 @@ from immortal.protocol.client import CLIENTS
 
 
 class Row(Struct, frozen=True):
-    """``carried``: the messages or frames that bring it. ``negative_methods``: for apps that speak as WIRE.md's part
+    """``carried``: the messages or frames that bring it. ``method_ids``: for apps that speak as WIRE.md's part
     4.1 says; others may send any method ID. ``caller``: the first argument of a call that waits for an answer (kind 0,
     RPC type 0)."""
 
@@ -22,18 +22,18 @@ class Row(Struct, frozen=True):
     carried: str
     kinds: tuple[int, ...]
     rpc_types: tuple[int, ...]
-    negative_methods: bool
+    method_ids: str
     caller: str
 
 
+ANY, POSITIVE, ANSWERS_ANY = "any", "0 and above", "0 and above, of answers any"
+_NONE = "none: what is no answer is passed over"
 ROWS = (
-    Row("a peer", "the instance", "Batch", (0, 1, 2, 3), (0, 1, 2), False, "the peer's name"),
-    Row("a client", "the instance", "Request", (0,), (0,), False, "none: the coordinator puts `~ID` there"),
-    Row("the app", "another instance", "0, 5, 66, 67", (0, 1, 2, 3), (0, 1, 2), False, "its instance's name"),
-    Row("the app", "itself", "0, 5, 66, 67", (0, 1, 2, 3), (0, 1, 2), True, "any: calls of others that had to wait"),
-    Row(
-        "the app", "its clients, `~`", "0, 5, 66", (1, 2, 3), (0, 1, 2), False, "none: what is no answer is passed over"
-    ),
+    Row("a peer", "the instance", "Batch", (0, 1, 2, 3), (0, 1, 2), POSITIVE, "the peer's name"),
+    Row("a client", "the instance", "Request", (0,), (0,), POSITIVE, "none: the coordinator puts `~ID` there"),
+    Row("the app", "another instance", "0, 5, 66, 67", (0, 1, 2, 3), (0, 1, 2), ANSWERS_ANY, "its instance's name"),
+    Row("the app", "itself", "0, 5, 66, 67", (0, 1, 2, 3), (0, 1, 2), ANY, "any: calls of others that had to wait"),
+    Row("the app", "its clients, `~`", "0, 5, 66", (1, 2, 3), (0, 1, 2), ANSWERS_ANY, _NONE),
 )
 
 from_peer_of_base_app = CallRules(negative=True)
@@ -52,10 +52,11 @@ def from_peer(name: str) -> CallRules:
 def from_app(name: str, destination: str, *, speaks: bool) -> CallRules:
     """What the app of the instance ``name`` may send to ``destination`` ("": itself).
 
-    ``speaks``: as WIRE.md's part 4.1 says; else its method IDs and arguments are its own matter.
+    ``speaks``: as WIRE.md's part 4.1 says; else its method IDs and arguments are its own matter. An answer names the
+    method that was called, which another instance may have chosen: a refused call of it is answered as well.
     """
     if not speaks:
         return CallRules(negative=destination != CLIENTS)
     if destination in ("", CLIENTS):  # whom it answers it can say without calling itself first
-        return CallRules(negative=destination == "")
-    return CallRules(callers=(name,))
+        return CallRules(negative=destination == "", negative_answers=True)
+    return CallRules(negative_answers=True, callers=(name,))

@@ -67,10 +67,10 @@ def caller_of(data: bytes) -> str | None:
         return None
 
 
-def may_be_sent(one: bytes, *, negative: bool, names: tuple[str, ...] | None) -> bool:
+def may_be_sent(one: bytes, *, negative: bool, names: tuple[str, ...] | None, negative_answers: bool = False) -> bool:
     ((_, start, end),) = decode_messages(one)
     rpc = decode_incoming_rpc(one, start, end)
-    if rpc.method_id < 0 and not negative:
+    if rpc.method_id < 0 and not negative and not (negative_answers and rpc.kind != RpcKind.CALL):
         return False
     if names is None or (rpc.kind, rpc.rpc_type) != (RpcKind.CALL, RpcType.ASYNC):
         return True
@@ -92,6 +92,7 @@ def test_nothing_passes_that_the_sender_may_not_send(
     """One rule's checks follow each other: what it remembers of one batch must not let the next one through."""
     rules = CallRules(negative=negative, callers=names)
     reporting = CallRules(reports_negative=True, callers=names)
+    answering = CallRules(negative=negative, negative_answers=True, callers=names)
     for one in parts:
         payload = b"".join(one)
         check_batch(payload, len(one))
@@ -105,10 +106,20 @@ def test_nothing_passes_that_the_sender_may_not_send(
         if refused and allowed:  # only arguments that are no array in order behind the caller may be refused as well
             assert names is not None
             assert any(caller_looks_foreign(each, names) for each in one)
+        may = all(may_be_sent(each, negative=negative, names=names, negative_answers=True) for each in one)
+        try:
+            answering.check(payload, len(one))
+        except RemoteProtocolError:
+            assert not may or any(caller_looks_foreign(each, names or ()) for each in one)
+        else:
+            assert may, "something passed"
+        is_told = all(may_be_sent(each, negative=True, names=names) for each in one)
         try:
             reported = reporting.check(payload, len(one))
         except RemoteProtocolError:
+            assert not is_told or any(caller_looks_foreign(each, names or ()) for each in one)
             continue
+        assert is_told, "who waits for the refusal of a reserved method is somebody else"
         assert reported == [index for index, each in enumerate(one) if is_negative(each)]
 
 

@@ -289,7 +289,7 @@ def test_who_may_send_what() -> None:
             row.carried,
             ", ".join(map(str, row.kinds)),
             ", ".join(map(str, row.rpc_types)),
-            "any" if row.negative_methods else "0 and above",
+            row.method_ids,
             row.caller,
         )
         for row in ROWS
