@@ -30,7 +30,7 @@ def context() -> Iterator[Context]:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.WARNING, "immortal.messenger")
+    caplog.set_level(logging.WARNING, "immortal.coordinator.messenger")
     return caplog
 
 

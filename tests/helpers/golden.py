@@ -32,6 +32,7 @@ from immortal.replay.plan import ReplayPlan
 from immortal.replay.result import Sink
 from tests.helpers import commands
 from tests.helpers.cli import wait_until
+from tests.helpers.logged import kept_logging
 
 FOLDER = Path(__file__).parents[1] / "vectors" / "golden_0_1"
 HOME = "home"
@@ -121,6 +122,7 @@ class Fleet:
         self.home = home
         self.apps = classes(home)
         self._stack = ExitStack()
+        self._stack.enter_context(kept_logging())
         for name, cls in self.apps.items():
             self._stack.enter_context(start(cls, name, home=home, log_level="error"))
 

@@ -39,6 +39,7 @@ from immortal.protocol.shown import printable, printable_json, printable_lines, 
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 from immortal.protocol.verdicts import Cause, Verdict, VerdictKind
 from immortal.replay.fates import failure_in_words, news_lines
+from tests.helpers.logged import kept_logging
 
 COMMITTER_ID = 77
 NASTY = (
@@ -92,12 +93,8 @@ def test_what_is_printable_stays_as_it_is(text: str) -> None:
 
 @pytest.fixture
 def own_logging() -> Iterator[None]:
-    loggers = [logging.getLogger("immortal.coordinator")]
-    before = [(one.handlers[:], one.propagate, one.level) for one in loggers]
-    yield
-    for one, (handlers, propagate, level) in zip(loggers, before, strict=True):
-        one.handlers[:], one.propagate = handlers, propagate
-        one.setLevel(level)
+    with kept_logging():
+        yield
 
 
 @pytest.mark.usefixtures("own_logging")
