@@ -5,7 +5,8 @@ To oneself they are logged input like any; to others they take their place in th
 
 from __future__ import annotations
 
-from immortal.coordinator.core.app_messages import Calls
+from typing import TYPE_CHECKING
+
 from immortal.coordinator.core.epoch import Epoch
 from immortal.coordinator.core.errors import AppProtocolError
 from immortal.coordinator.core.group_commit import Group, GroupCommit
@@ -14,6 +15,9 @@ from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.streams.peers import Peers
 from immortal.coordinator.core.turn import Turn
 from immortal.protocol.trailer import BatchKind, BatchSource
+
+if TYPE_CHECKING:  # it imports the parts that hold impulses
+    from immortal.coordinator.core.app_messages import Calls
 
 HELD_OVERHEAD_BYTES = 300  # of Python's objects around a batch that is held
 

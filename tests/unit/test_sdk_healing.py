@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from immortal import CalleeFailed, Immortal, impulse, initial, peer, query, register_type, rpc, upgrades
-from immortal.appsdk.patterns.clone import records
+from immortal.appsdk.patterns.clone.model import encode as encode_entry
 from immortal.appsdk.patterns.queue import clients
 from immortal.appsdk.running import encoding_limit
 from immortal.coordinator.core import effects as ef
@@ -478,7 +478,7 @@ def test_what_handlers_give_away_fails_there_and_not_at_the_checkpoint(handler: 
 
 def test_rows_of_a_table_and_tasks_of_a_queue_are_bytes_before_they_are_sent() -> None:
     with pytest.raises(TypeError):
-        records.encode(Heavy(500))
+        encode_entry(Heavy(500))
     with pytest.raises(TypeError, match="the arguments can't be encoded"):
         clients.submission("lift", [Heavy(500)], "", 0, 0, "", 1, 0, 0, again=False)
 

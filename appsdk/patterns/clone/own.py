@@ -21,7 +21,7 @@ _SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
 _PRESENCES_MAX = 1000  # of one message
 
 
-def publish(table: Any, says: Any, listen: str, blocking_s: float) -> None:
+def run_publisher(table: Any, says: Any, listen: str, blocking_s: float) -> None:
     """Until the process ends. ``says``: impulses to ``table``. Raises CloneError, Disconnected."""
     name = table._immortal_context.instance_name
     home = _home()

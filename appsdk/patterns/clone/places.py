@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from immortal.appsdk.client import CallTimeout, ClientError, NotConnectable, with_timeout
+from immortal.appsdk.client import with_timeout
+from immortal.appsdk.client.errors import CallTimeout, ClientError, NotConnectable
 from immortal.appsdk.client.places import Finder
 from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.records import Place

@@ -15,7 +15,8 @@ from immortal.appsdk.handlers.decorators import impulse, initial, on_primary, qu
 from immortal.appsdk.handlers.proxy import Impulses
 from immortal.appsdk.handlers.roles import ANYBODY
 from immortal.appsdk.immortal import Immortal
-from immortal.appsdk.patterns.clone import limits, own
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.own import run_publisher
 from immortal.appsdk.patterns.clone.deadlines import Deadlines
 from immortal.appsdk.patterns.clone.entries import Entries
 from immortal.appsdk.patterns.clone.errors import TableFull
@@ -207,7 +208,7 @@ class Table(Immortal, roles=ROLES):
     @on_primary
     def publish(self, impulses: Impulses) -> None:
         """The publisher of the app itself."""
-        own.publish(self, impulses.to(self), self.listen, self.blocking_s)
+        run_publisher(self, impulses.to(self), self.listen, self.blocking_s)
 
     @impulse
     def publisher_begins(self, place: Place) -> None:

@@ -9,7 +9,8 @@ from datetime import timedelta
 from immortal.appsdk.errors import Cancelled
 from immortal.appsdk.handlers.decorators import initial, query, rpc
 from immortal.appsdk.immortal import Immortal
-from immortal.appsdk.patterns.queue import limits, views
+from immortal.appsdk.patterns.queue import limits
+from immortal.appsdk.patterns.queue.views import _detail, _overview
 from immortal.appsdk.patterns.queue.errors import DedupConflict, NotPossible, QueueFull, Superseded, UnknownTask
 from immortal.appsdk.patterns.queue.records import (
     Given,
@@ -157,11 +158,11 @@ class Queue(Immortal, roles=ROLES):
 
     @query
     def overview(self, state: State) -> Overview:
-        return views.overview(self.records, state, self.now_ns())
+        return _overview(self.records, state, self.now_ns())
 
     @query(raises=[UnknownTask])
     def task(self, task: int) -> TaskDetail:
-        return views.detail(self.scheduler.task(task))
+        return _detail(self.scheduler.task(task))
 
     def _dead(self) -> list[int]:
         return [task.id for task in self.records.tasks.values() if task.state == "dead"]

@@ -18,7 +18,7 @@ from immortal.appsdk.patterns.queue.records import (
 )
 
 
-def overview(records: Records, state: State, now_ns: int) -> Overview:
+def _overview(records: Records, state: State, now_ns: int) -> Overview:
     """With the first tasks of that state: dead letters the last ones first, others the oldest."""
     counts: Counter[str] = Counter()
     by_function: dict[str, Counter[str]] = defaultdict(Counter)
@@ -48,15 +48,15 @@ def overview(records: Records, state: State, now_ns: int) -> Overview:
             for name, one in sorted(by_function.items())
         ],
         workers=[_worker_view(worker) for _, worker in sorted(records.workers.items())],
-        tasks=[task_view(task) for task in tasks[: limits.SHOWN_MAX]],
+        tasks=[_task_view(task) for task in tasks[: limits.SHOWN_MAX]],
         late_replies=records.late_replies,
         dead_forgotten=records.dead_forgotten,
     )
 
 
-def detail(task: Task) -> TaskDetail:
+def _detail(task: Task) -> TaskDetail:
     return TaskDetail(
-        task=task_view(task),
+        task=_task_view(task),
         arguments=task.arguments,
         result=task.result,
         failures=task.failures,
@@ -66,7 +66,7 @@ def detail(task: Task) -> TaskDetail:
     )
 
 
-def task_view(task: Task) -> TaskView:
+def _task_view(task: Task) -> TaskView:
     return TaskView(
         id=task.id,
         function=task.name,
