@@ -1,8 +1,8 @@
 """Immortal services: write a class below :class:`Immortal`, and its calls survive every crash. `docs/guide/sdk.md`."""
 
 from immortal.appsdk import errors
-from immortal.appsdk.dispatch.upgrades import upgrades
-from immortal.appsdk.effects.options import EffectContext, Retry, effect_context
+from immortal.appsdk.dispatch.lifecycle import upgrades
+from immortal.appsdk.effects.effect import EffectContext, Retry, effect_context
 from immortal.appsdk.errors import CallCancelled, CalleeFailed, CallRefused, Cancelled, EffectFailed
 from immortal.appsdk.handlers.decorators import cron, every, impulse, initial, on_primary, query, rpc
 from immortal.appsdk.handlers.proxy import Impulses, peer

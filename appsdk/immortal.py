@@ -10,12 +10,12 @@ from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, ParamSpec, Protocol, Self, TypeVar, overload
 
 from immortal.appsdk.calls.context import Context, datetime_of
-from immortal.appsdk.effects.options import CONCURRENT_EFFECTS, Effects
+from immortal.appsdk.effects.effect import CONCURRENT_EFFECTS, Effects
 from immortal.appsdk.errors import DefinitionError, OnError, UsageError
-from immortal.appsdk.handlers.contexts import attach, new_context
 from immortal.appsdk.handlers.definition import Definition, define
 from immortal.appsdk.handlers.log import LogAttribute
-from immortal.appsdk.handlers.multicast import Multicasters
+from immortal.appsdk.handlers.multicast import MulticastCache
+from immortal.appsdk.handlers.proxy import attach, new_context
 from immortal.appsdk.nodes.node import Node
 from immortal.appsdk.running.runner import run
 from immortal.appsdk.waiting.waits import Winner
@@ -63,7 +63,7 @@ class Immortal:
     ``handler_time_limit=timedelta(seconds=30)`` ends the process of a handler that takes longer, as a crash would;
     ``share_tracebacks=True`` tells callers where a call has failed, not only with what. ``nodes=(Order,)`` names the
     classes of nodes that it creates (:class:`~immortal.Node`). ``roles={"worker": ["take"]}`` says which handlers a
-    caller with keys may call only in that role (:mod:`immortal.appsdk.handlers.roles`).
+    caller with keys may call only in that role (:mod:`immortal.appsdk.handlers.definition`).
     DefinitionError is raised for a class that could not be replayed.
     """
 
@@ -243,7 +243,7 @@ class Immortal:
         if context.multicasts is None:
             raise UsageError("self.multicast: this instance does not run beside a coordinator, so there are no peers")
         if context.multicasts.proxies is None:
-            context.multicasts.proxies = Multicasters(context)
+            context.multicasts.proxies = MulticastCache(context)
         found: type[A] = context.multicasts.proxies.of(self, self._immortal_definition, targets)
         return found
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +17,13 @@ from subprocess import Popen
 from types import MappingProxyType
 from typing import Any
 
-from immortal.bench.call_workload import Measured, Run, decode_measured, encode_run
-from immortal.bench.disk import append_latencies
-from immortal.bench.latency import percentile
-from immortal.bench.processes import BenchError, Service, cpu_s, register
-from immortal.bench.turns import TurnCosts, measure_turns
+import msgspec
 
-CALL_APPS = {"caller": "immortal.bench.call_apps:Caller", "callee": "immortal.bench.call_apps:Callee"}
+from immortal.bench.machine import append_latencies
+from immortal.bench.processes import BenchError, Service, cpu_s, register
+from immortal.bench.workload import Measured, Run, decode_measured, encode_run, percentile
+
+CALL_APPS = {"caller": "immortal.bench.apps:Caller", "callee": "immortal.bench.apps:Callee"}
 IMMORTAL = "immortal"
 WARM_UP_CALLS = 200
 DISK_BLOCK_SIZE_BYTES = 4 << 10  # about what the commit of a small record writes
@@ -205,3 +207,32 @@ def processes_of(services: Mapping[str, Service]) -> dict[str, Popen[str]]:
 def _check_alive(services: Mapping[str, Service]) -> None:
     for service in services.values():
         service.check_alive()
+
+
+# What a turn of the core costs by itself: with sockets, disk and wake-ups taken away.
+
+
+IDLE_PEERS = (10, 1_000)
+TIMEOUT_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCosts:
+    """Processor time in µs, the least of several runs.
+
+    ``awaited_us``: an awaited call between two instances in one process, apps included. The others: the core alone,
+    for a call to one peer and its acknowledgement, with so many peers as IDLE_PEERS says.
+    """
+
+    awaited_us: float
+    few_peers_us: float
+    many_peers_us: float
+
+
+def measure_turns() -> TurnCosts:
+    """In a process of its own. Raises BenchError."""
+    command = [sys.executable, "-P", "-m", "immortal.bench.turn_apps"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        raise BenchError(f"the turns could not be measured: {done.stderr.strip()[-2000:]}")
+    return msgspec.json.decode(done.stdout, type=TurnCosts)

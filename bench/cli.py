@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from immortal.bench import reports
-from immortal.bench.call_workload import NUMBER_SIZE_BYTES
 from immortal.bench.calls import run_call_benchmark
 from immortal.bench.embedded import run_embedded_benchmark
 from immortal.bench.failing import measure_failing
@@ -19,6 +18,7 @@ from immortal.bench.fleet import measure_fleet
 from immortal.bench.isolation import measure_isolation
 from immortal.bench.one_way import run_benchmark
 from immortal.bench.trim import measure_trimming
+from immortal.bench.workload import NUMBER_SIZE_BYTES
 from immortal.protocol.command_line import echo, json_option
 
 FLEET_SIZE_MAX = 1000  # of some 60 MiB each

@@ -17,13 +17,11 @@ from pathlib import Path
 from subprocess import Popen
 from typing import TextIO
 
-from immortal.bench.call_workload import Measured, decode_measured
 from immortal.bench.calls import processes_of, running
-from immortal.bench.disk import append_latencies
-from immortal.bench.embedded_workload import Case, Task, encode_task
-from immortal.bench.latency import percentile
+from immortal.bench.machine import append_latencies
 from immortal.bench.processes import BenchError, Service, cpu_s, register
-from immortal.coordinator.service.parent_death import die_with_parent
+from immortal.bench.workload import Case, Measured, Task, decode_measured, encode_task, percentile
+from immortal.coordinator.service.process import die_with_parent
 
 MODULE = "immortal.bench.embedded_apps"
 APPS = {"caller": f"{MODULE}:Caller", "callee": f"{MODULE}:Callee"}

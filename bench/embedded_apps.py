@@ -10,8 +10,7 @@ import threading
 import time
 
 from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
-from immortal.bench.call_workload import argument, encode_measured, measured
-from immortal.bench.embedded_workload import BATCH_CALLS, Case, read_tasks
+from immortal.bench.workload import BATCH_CALLS, Case, argument, encode_measured, measured, read_tasks
 from immortal.client import connect
 
 CALLS_PER_JOURNAL = 1_000  # then a loop goes on with an empty journal

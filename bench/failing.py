@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from immortal.bench.failing_app import STATE_SIZE_VARIABLE
-from immortal.bench.latency import percentile
 from immortal.bench.processes import BenchError, register
+from immortal.bench.workload import percentile
 from immortal.client import CalleeFailed, connect
 
 NAME = "ledger"

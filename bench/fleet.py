@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from immortal.bench.fleet_app import CALLS_VARIABLE, NAME_VARIABLE, NEIGHBOURS_VARIABLE
-from immortal.bench.processes import BenchError, Service, register
-from immortal.bench.state import final_state
-from immortal.bench.usage import MIB, memory_of, processor_s
+from immortal.bench.machine import MIB, memory_of, processor_s
+from immortal.bench.processes import BenchError, Service, final_state, register
 
 APP = "immortal.bench.fleet_app:Member"
 NEIGHBOURS = 10

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from immortal.bench.isolation_apps import RECEIVERS
-from immortal.bench.processes import BenchError, Service, register
-from immortal.bench.state import final_state
+from immortal.bench.processes import BenchError, Service, final_state, register
 from immortal.coordinator.operator import control
 
 HUB = "hub"

@@ -7,16 +7,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from immortal.appsdk.state.schema import decode_envelope
 from immortal.coordinator.app import secret as app_secret
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.peers import keys
-from immortal.coordinator.service.parent_death import die_with_parent
+from immortal.coordinator.service.process import die_with_parent
+from immortal.log import open_reader
 from immortal.protocol.errors import ImmortalError
 
 START_TIMEOUT_S = 30.0
@@ -189,3 +193,22 @@ def register(
             keys.make(instance.folder)
         services[name] = Service(instance, app, dict(environment))
     return services
+
+
+# What a service of a benchmark had counted when it was stopped.
+
+
+def final_state(service: Service, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """``attributes``, by name with their types, as the clean stop of ``service`` left them. Raises BenchError."""
+    name = service.settings.name
+    with open_reader(service.settings.log, name) as log:
+        summary = log.summary()
+        checkpoint = summary.checkpoints[-1]
+        if checkpoint.sequence_id != summary.last_sequence_id:
+            raise BenchError(
+                f"the last checkpoint of {name!r} is of record {checkpoint.sequence_id}, its log ends with record "
+                f"{summary.last_sequence_id}: the stop was not clean"
+            )
+        blob = b"".join(log.checkpoint_chunks(checkpoint.checkpoint_id))
+    state = msgspec.msgpack.decode(decode_envelope(blob)[1], type=dict[str, msgspec.Raw])
+    return {name: msgspec.msgpack.decode(state[name], type=kind) for name, kind in attributes.items()}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from immortal.bench.calls import DISK_BLOCK_SIZE_BYTES, CallResults, Spread
+from immortal.bench.calls import DISK_BLOCK_SIZE_BYTES, IDLE_PEERS, CallResults, Spread
 from immortal.bench.embedded import EmbeddedResults
 from immortal.bench.failing import FailingResult
 from immortal.bench.fleet import FleetResult
 from immortal.bench.isolation import OTHERS, RATE, IsolationResult
 from immortal.bench.one_way import Results, SizeResult
 from immortal.bench.trim import TrimResult
-from immortal.bench.turns import IDLE_PEERS
 from immortal.protocol.command_line import echo, print_table
 
 

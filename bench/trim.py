@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from immortal.bench.latency import percentile
 from immortal.bench.processes import BenchError
+from immortal.bench.workload import percentile
 from immortal.coordinator.core.effects import Commit
 from immortal.coordinator.core.events import Committed
 from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction

@@ -7,7 +7,7 @@ import time
 import msgspec
 
 from immortal import Immortal, peer, rpc
-from immortal.bench.turns import IDLE_PEERS, TurnCosts
+from immortal.bench.calls import IDLE_PEERS, TurnCosts
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.machine import Machine
@@ -24,7 +24,7 @@ from immortal.protocol.messages import (
     encode_message,
     encode_outgoing_rpc,
 )
-from immortal.protocol.peer import FrameType, PeerFrame
+from immortal.protocol.peer_frames import FrameType, PeerFrame
 from immortal.testing import Environment
 
 REPEATS = 5  # the least of them counts

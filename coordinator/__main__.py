@@ -12,7 +12,7 @@ if (
 ):
     sys.modules["_hashlib"] = None  # type: ignore[assignment]
 
-from immortal.coordinator.cli import main
+from immortal.cli import main
 
 if __name__ == "__main__":
     main()

@@ -21,7 +21,7 @@ from immortal.coordinator.core.events import ClockMoved, Event, Tick
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.notices import Notices
 from immortal.protocol import decoding
-from immortal.protocol.private_files import make_folder, opener
+from immortal.protocol.files import make_folder, opener
 
 FILE_NAME = "clock"
 LOOK_NS = 1_000_000_000  # how often it is looked at, whatever else happens: so a jump is never seen twice only
@@ -243,3 +243,15 @@ def in_words(duration_ns: int) -> str:
             count = round(seconds / length_s, 1)
             return f"{count:g} {unit}{'' if count == 1 else 's'}"
     return f"{seconds:.1f} s"
+
+
+# Deadlines that may not be there.
+
+
+def earliest(*moments_ns: int | None) -> int | None:
+    """The first of ``moments_ns``; None if there is none."""
+    first_ns: int | None = None
+    for moment_ns in moments_ns:
+        if moment_ns is not None and (first_ns is None or moment_ns < first_ns):
+            first_ns = moment_ns
+    return first_ns

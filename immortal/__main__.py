@@ -1,6 +1,6 @@
 """``python -m immortal``: the command ``immortal``."""
 
-from immortal.coordinator.cli import main
+from immortal.cli import main
 
 if __name__ == "__main__":
     main()

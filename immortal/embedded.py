@@ -1,10 +1,6 @@
 """An instance and its coordinator in one process. `docs/guide/embedded.md`."""
 
-from immortal.appsdk.embedded import (
-    Embedded,
-    run,
-    start,
-)
+from immortal.appsdk.embedded import Embedded, run, start
 
 __all__ = [
     "Embedded",

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from immortal.pipeline.errors import clear_error
+from immortal.pipeline.errors import one_line_error
 from immortal.pipeline.progress import Progress, progress
 from immortal.protocol.command_line import Commands, FailedError, RecordPlace, echo, echo_json, json_option
-from immortal.protocol.private_files import opener
+from immortal.protocol.files import opener
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -39,7 +39,7 @@ class _Group(Commands):
         except Exception as error:
             if type(error).__module__.partition(".")[0] not in _SPARKS_OWN:
                 raise
-            raise FailedError(str(clear_error(error))) from None
+            raise FailedError(str(one_line_error(error))) from None
 
 
 def spark_options(function: Function) -> Function:
@@ -221,7 +221,7 @@ def stats(
         shown.say("counting")
         found = job.stats(spark, fleet, decode=decode)
     if page is not None:
-        from immortal.pipeline.report.stats_page import stats_page
+        from immortal.pipeline.report.pages import stats_page
 
         _write(page, stats_page(found))
     _print(as_json, found.to_json(), stats_lines(found, top))
@@ -269,7 +269,7 @@ def trace(
     """
     fleet = _open(paths)
     from immortal.pipeline.jobs import trace as job
-    from immortal.pipeline.report.trace_picture import trace_dot, trace_lines, trace_svg
+    from immortal.pipeline.report.pages import trace_dot, trace_lines, trace_svg
 
     job.check_instance(fleet, instance)
     with _spark(master, settings, "trace") as (spark, shown):

@@ -35,7 +35,7 @@ _ERROR_CLASS = re.compile(r"^\[[\w.]+\]\s*")
 _LINE_SIZE_MAX = 500
 
 
-def clear_error(error: BaseException) -> ImmortalError:
+def one_line_error(error: BaseException) -> ImmortalError:
     """What happened, as an error whose text is one line; an error of ours comes back as it was raised.
 
     Errors of ours that were raised in a Python worker reach the driver as text in a traceback of Python within one of

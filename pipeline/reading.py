@@ -13,11 +13,12 @@ import numpy as np
 
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.log import LogReader, log_exists, open_reader
-from immortal.coordinator.log.authentication import Macs, are_authentic, forged_record
+from immortal.coordinator.log.authentication import Macs, authenticate_records, forged_record
 from immortal.coordinator.log.backend import View
 from immortal.coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY
-from immortal.coordinator.log.meta import meta_value, read_identity
+from immortal.coordinator.log.identity import meta_value, read_identity
 from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log.record_decoder import first_record_at
 from immortal.pipeline.decode import PADDING, Values
 from immortal.pipeline.errors import LogChangedError
 from immortal.protocol.varint import Readable
@@ -136,7 +137,7 @@ def read_open(log: LogReader, wanted: LogRange) -> Iterator[Values | Gap]:
         if values is None:
             yield _gap(log, wanted, expected, wanted.end - 1)
             return
-        log.have_touched(len(values.raw))
+        log.count_bytes_touched(len(values.raw))
         are_small = len(values.raw) < len(values.sequence_ids) * SMALL_SIZE_BYTES
         parts = [part for part in _contiguous(values) if part.sequence_ids[0] >= expected]
         if not parts:  # a damaged key led back: there is no way on from here
@@ -154,7 +155,7 @@ def read_open(log: LogReader, wanted: LogRange) -> Iterator[Values | Gap]:
 
 def _authenticate(view: View, macs: Macs, values: Values) -> None:
     rows = [(sequence_id, values.value(index)) for index, sequence_id in enumerate(values.sequence_ids.tolist())]
-    are = are_authentic(view, macs, rows)
+    are = authenticate_records(view, macs, rows)
     if not all(are):
         raise forged_record(rows[are.index(False)][0])
 
@@ -205,3 +206,18 @@ def _contiguous(values: Values) -> Iterator[Values]:
     for first, end in itertools.pairwise([0, *cuts.tolist(), len(values.sequence_ids)]):
         part = slice(first, end)
         yield Values(values.raw, values.sequence_ids[part], values.start[part], values.end[part])
+
+
+# Where in a log a moment is, and how large a range is, from a few looks at it.
+
+
+def first_at(wanted: LogRange, time_ns: int) -> int:
+    """As :func:`immortal.coordinator.log.record_decoder.first_record_at`, of the range."""
+    return first_record_at(open_range(wanted), time_ns, wanted.first, wanted.end)
+
+
+def size_bytes(wanted: LogRange) -> int:
+    """About how much the range takes on disk: its share of the log's pages."""
+    with open_range(wanted).view() as view:
+        size, entries = view.size("records")
+    return size * (wanted.end - wanted.first) // max(entries, 1)

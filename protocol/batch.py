@@ -118,7 +118,7 @@ def _rpc_at(payload: bytes, offset: int, index: int, total: int) -> tuple[int, i
 
 
 class CallRules:
-    """What the calls of one sender to one receiver may be; `protocol/senders.py` has them all.
+    """What the calls of one sender to one receiver may be; `protocol/call_permissions.py` has them all.
 
     ``negative``: methods with negative IDs, the SDK's own, may be called. ``reports_negative``: where they may not,
     ``check`` reports them in place of raising. ``negative_answers``: where they may not, answers may

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 import click
 
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.shown import near_miss, printable, printable_json, printable_message
+from immortal.protocol.safe_output import did_you_mean, printable, printable_json, printable_message
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +44,7 @@ class Commands(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             known = self.list_commands(ctx)
-            hint = near_miss(args[0], known) or f": there are {', '.join(known)}"
+            hint = did_you_mean(args[0], known) or f": there are {', '.join(known)}"
             ctx.fail(f"there is no command {args[0]!r}{hint}")
         return super().resolve_command(ctx, args)
 

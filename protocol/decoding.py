@@ -23,9 +23,9 @@ __all__ = [
     "decode",
     "decode_json",
     "decode_shown",
-    "given_json",
     "guarded",
     "load_json",
+    "parse_json_argument",
 ]
 
 SHOWN_NESTING_MAX = 128  # to make text of it takes up to four levels of Python's recursion for each, of 1,000 in all
@@ -110,9 +110,9 @@ def decode(data: Any, type: Any = Any, *, ext_hook: ExtHook | None = None) -> An
 def decode_shown(data: bytes | memoryview, type: Any = Any, *, ext_hook: ExtHook | None = None) -> Any:
     """As :func:`decode`, of what people are to see: nested no more deeply than what shows it can follow.
 
-    ``ext_hook``: by default it reads the extensions of :mod:`immortal.protocol.values`.
+    ``ext_hook``: by default it reads the extensions of :mod:`immortal.protocol.extension_values`.
     """
-    from immortal.protocol.values import read_extension  # here: few commands show what was sent
+    from immortal.protocol.extension_values import read_extension  # here: few commands show what was sent
 
     check_shown(data)
     return decode(data, type=type, ext_hook=ext_hook or read_extension)
@@ -140,7 +140,7 @@ def load_json(text: str | bytes) -> Any:
     return guarded(json.loads)(text)
 
 
-def given_json(text: str) -> Any:
+def parse_json_argument(text: str) -> Any:
     """As :func:`load_json`, of what a person gives: nested no more deeply than what works on it can follow."""
     value = load_json(text)
     depth, level = 0, [value]

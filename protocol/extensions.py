@@ -8,8 +8,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
+import msgspec
 from msgspec import Struct, field
 
+from immortal.protocol import decoding
 from immortal.protocol.errors import LocalProtocolError, RemoteProtocolError
 from immortal.protocol.limits import EXTENSIONS_MAX
 from immortal.protocol.messages import MessageType, decode_name, encode_message, encode_name
@@ -345,3 +347,52 @@ def decode_handler_failed(data: bytes) -> HandlerFailure:
 def _require_end(what: str, data: Readable, end: int) -> None:
     if end != len(data):
         raise RemoteProtocolError(f"{what} has {len(data) - end} bytes too many")
+
+
+# The numbers that a run draws for what its handlers wait for: told by one run, so that another one can draw the same.
+#
+# Only replays that look into an app know of them. `docs/WIRE.md`, part 7.
+
+
+DRAWS_MAX = 10_000  # in one message; a record may have more, in several
+
+
+class RandomDraw(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """``number`` was drawn by the handler ``task`` for ``what`` with the detail ``detail``, as a journal says it.
+
+    Of a handler that starts: ``task`` 0, ``what`` "" and, as ``detail``, the index of the message that starts it.
+    """
+
+    number: int
+    task: int
+    what: str
+    detail: int
+
+
+class Numbers(msgspec.Struct, array_like=True, frozen=True):
+    """Numbers that were drawn in the record ``sequence_id``; none: there are no more of it, nor of any before it."""
+
+    sequence_id: int
+    draws: list[RandomDraw] = []
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = decoding.Decoder(Numbers).decode
+
+
+def encode_numbers(sequence_id: int, draws: Sequence[RandomDraw] = ()) -> bytes:
+    """A whole Numbers message."""
+    return encode_message(MessageType.NUMBERS, pack_numbers(sequence_id, draws))
+
+
+def pack_numbers(sequence_id: int, draws: Sequence[RandomDraw] = ()) -> bytes:
+    """The data of one."""
+    return _encode(Numbers(sequence_id, list(draws)))
+
+
+def decode_numbers(data: bytes) -> Numbers:
+    """Raises RemoteProtocolError."""
+    try:
+        return _decode(data)
+    except decoding.DecodeError as error:
+        raise RemoteProtocolError(f"a Numbers message can't be read: {error}") from None

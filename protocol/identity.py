@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from hashlib import blake2b
 
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID
+from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID
 from immortal.protocol.varint import Readable, decode_zigzag_int, encode_zigzag
 
 DIGEST_SIZE_BYTES = 16
 CALL_DIGEST_SIZE_BYTES = 8  # one is kept with each reply; it is compared with one other, and finds no enemies
-OF_NOTHING = bytes(DIGEST_SIZE_BYTES)
+EMPTY_DIGEST = bytes(DIGEST_SIZE_BYTES)
 SHOWN_DIGITS = 12
 KEY_ADVICE = "nothing was done; give each call a key of its own"
 CLIENT_ADVICE = "nothing was done; a client_id makes the same requests each time it is used, others need another one"
@@ -42,8 +42,8 @@ class IdentityConflict(ImmortalError):  # noqa: N818 (what happened, not what is
         self.advice = advice
 
 
-def digest_behind(before: bytes, parts: Iterable[Readable]) -> bytes:
-    """Of the parts, one behind the other. ``before``: the digest of those that came before them, or OF_NOTHING.
+def chained_digest(before: bytes, parts: Iterable[Readable]) -> bytes:
+    """Of the parts, one behind the other. ``before``: the digest of those that came before them, or EMPTY_DIGEST.
 
     However they are cut into pieces, the digest is the same, and no more of them is in memory than one.
     """

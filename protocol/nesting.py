@@ -136,7 +136,7 @@ def without_values(data: bytes, count: int) -> bytes | None:
     return data[:at] + b"\xc0" * (length - count)
 
 
-def too_deep(payload: bytes, count: int, limit: int) -> list[tuple[int, int]]:
+def messages_nested_too_deep(payload: bytes, count: int, limit: int) -> list[tuple[int, int]]:
     """Of the ``count`` packed RPC messages those whose arguments are nested more deeply: (index, start of its data).
 
     The array of the arguments does not count, and what is no array is not looked at. ``payload`` was checked before

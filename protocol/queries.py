@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from immortal.protocol import decoding
-from immortal.protocol.client import PAYLOAD_SIZE_BYTES_MAX
+from immortal.protocol.client_frames import PAYLOAD_SIZE_BYTES_MAX
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType, encode_message
 
@@ -29,7 +29,7 @@ class QueryQuestion(msgspec.Struct, array_like=True, frozen=True):
 
 
 class QueryAnswer(msgspec.Struct, array_like=True, frozen=True):
-    """``kind`` and ``value``: as in a reply to a client (:class:`immortal.protocol.client.Reply`), RETURNED or RAISED.
+    """``kind`` and ``value``: as in a reply to a client (:class:`immortal.protocol.client_frames.Reply`), RETURNED or RAISED.
 
     ``changed``: the query has changed the state, which is made anew from the log: it is better not asked again soon.
     """

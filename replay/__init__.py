@@ -8,19 +8,19 @@ Nothing is sent to anybody, the log is only read, and the app never becomes prim
 
 from __future__ import annotations
 
-from immortal.coordinator.log.source import RecordSource
-from immortal.replay.app import BY_HAND, AppCommand
-from immortal.replay.errors import AppDiedError, ReplayError, UpgradeFailedError
+from immortal.coordinator.log.reader import RecordSource
+from immortal.replay.app_process import BY_HAND, AppCommand
+from immortal.replay.errors import AppExitedError, ReplayError, UpgradeFailedError
 from immortal.replay.host import run_replay
 from immortal.replay.plan import OWN_VERSION, ReplayPlan, Route, plan_route
 from immortal.replay.result import ReplayResult, Sink
-from immortal.replay.source import SharedSource
+from immortal.replay.sources import SharedSource
 
 __all__ = [
     "BY_HAND",
     "OWN_VERSION",
     "AppCommand",
-    "AppDiedError",
+    "AppExitedError",
     "RecordSource",
     "ReplayError",
     "ReplayPlan",

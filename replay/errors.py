@@ -10,7 +10,7 @@ class ReplayError(ImmortalError):
     """The replay could not be done: the message says why and what to do."""
 
 
-class AppDiedError(ReplayError):
+class AppExitedError(ReplayError):
     """The app's process ended before the replay was complete, and not because a handler raised."""
 
     def __init__(self, message: str, exit_status: int | None) -> None:
@@ -32,3 +32,10 @@ class StateUnsavedError(ReplayError):
 
 class UpgradeFailedError(ReplayError):
     """The app's own upgrade of the state failed."""
+
+
+# What goes wrong in this package.
+
+
+class LogViewError(ImmortalError):
+    """A log can't be shown so, or what shows it can't be reached."""

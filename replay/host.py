@@ -11,27 +11,25 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
+from msgspec import structs
+
 from immortal.coordinator.app import secret as app_secret
-from immortal.coordinator.app.connection import AppConnection
-from immortal.coordinator.app.gate import AppGate
-from immortal.coordinator.app.listener import listen_unix, prepare
-from immortal.coordinator.config import AppAuth
-from immortal.coordinator.config.app_hosts import IPV4_LOOPBACK, SOCKET_FILE_NAME, UNIX, host_port
-from immortal.coordinator.config.socket_paths import SHORT_FOLDERS
+from immortal.coordinator.app.authenticator import AppAuthenticator
+from immortal.coordinator.app.sockets import AppConnection, AppListener, listen_unix, prepare
+from immortal.coordinator.config import AppAuth, AppSendMode, InstanceSettings
+from immortal.coordinator.config.socket_addresses import IPV4_LOOPBACK, SHORT_FOLDERS, SOCKET_FILE_NAME, UNIX, host_port
 from immortal.coordinator.core.interfaces import LogSummary
-from immortal.coordinator.instances.foreign_state import refuse_pickle
-from immortal.coordinator.log.source import RecordSource
+from immortal.coordinator.instances.own_logs import refuse_pickle
+from immortal.coordinator.instances.registry import free_port
+from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.notices import warnings_on_stderr
 from immortal.protocol.checksum import crc64
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import decode_trailer
-from immortal.replay.app import AppCommand
-from immortal.replay.by_hand import accept_two_ports
-from immortal.replay.code import read_code
-from immortal.replay.errors import AppDiedError, ReplayError
+from immortal.replay.app_process import LEAVE_S, AppCommand, AppProcess, exit_text, read_code
+from immortal.replay.errors import AppExitedError, ReplayError
 from immortal.replay.plan import ReplayPlan, Route, plan_route
 from immortal.replay.positions import KeptImpulses, Outputs
-from immortal.replay.process import LEAVE_S, AppProcess, exit_text
 from immortal.replay.result import ReplayResult, Sink
 from immortal.replay.session import BlobPiece, Ended, Event, NumbersDrawn, ReplaySession, Tells, VerdictGiven
 
@@ -66,7 +64,7 @@ def run_replay(
     once more.
 
     A handler that raises is no error: the result's ``news`` or its ``failure`` has it. Raises ReplayError (a plan that
-    this log can't do), AppDiedError, UpgradeFailedError, RemoteProtocolError (the app breaks the protocol), LogError
+    this log can't do), AppExitedError, UpgradeFailedError, RemoteProtocolError (the app breaks the protocol), LogError
     (damage, or records that were trimmed meanwhile), and what the sink raises. The app's process is gone in any case.
     """
     summary = source.summary()
@@ -85,7 +83,7 @@ def run_replay(
         host.run(progress or (lambda records, total: None), stop)
         host.result.code = read_code(app.name, code_notes)
     result = host.result
-    result.find_news(source)
+    result.find_new_failures(source)
     if process is not None:
         result.exit_status = process.exit_status
         result.stderr_head, result.stderr_tail = process.head, process.tail
@@ -120,7 +118,7 @@ def _come_in(
         secret_file = app_secret.path(folder)
         takes_secret = auth is AppAuth.SECRET
         secret = app_secret.make(folder)
-        gate = AppGate(
+        gate = AppAuthenticator(
             source.identity.instance_name, secret, warnings_on_stderr("replay"), epoll, takes_secret=takes_secret
         )
         stack.callback(gate.close)
@@ -136,7 +134,7 @@ def _come_in(
 
 def _accept(
     listener: socket.socket,
-    gate: AppGate | None,
+    gate: AppAuthenticator | None,
     epoll: select.epoll,
     process: AppProcess | None,
     app: AppCommand,
@@ -144,7 +142,7 @@ def _accept(
 ) -> tuple[AppConnection, bytes]:
     """The app's connection, and what it has said: where there is a ``gate``, a Hello. Its sockets are in ``epoll``.
 
-    Raises AppDiedError, ReplayError.
+    Raises AppExitedError, ReplayError.
     """
     deadline_s = None if process is None or app.foreground else time.monotonic() + CONNECT_TIMEOUT_S
     while True:
@@ -180,12 +178,12 @@ def _poll(interest: dict[int, int], process: AppProcess | None, timeout_s: float
     return ready
 
 
-def _died(process: AppProcess, app: AppCommand) -> AppDiedError:
+def _died(process: AppProcess, app: AppCommand) -> AppExitedError:
     exit_status = process.wait(LEAVE_S)
     process.take_output()
     ended = "closed its connection" if exit_status is None else f"ended with {exit_text(exit_status)}"
     said = "".join(f"\n  {line}" for line in process.tail.rstrip("\n").split("\n") if line)
-    return AppDiedError(
+    return AppExitedError(
         f"the app {app.name} {ended} before the replay was complete{'; it said:' if said else ''}{said}", exit_status
     )
 
@@ -338,7 +336,7 @@ class _Host:
             return
         if not data:
             if self._process is None:
-                raise AppDiedError("the app closed its connection before the replay was complete", None)
+                raise AppExitedError("the app closed its connection before the replay was complete", None)
             raise _died(self._process, self._app)
         for event in self._session.receive(data):
             self._take(event)
@@ -377,3 +375,35 @@ class _Host:
             connection.close()
         while process is not None and process.exit_status is None and (rest_s := deadline_s - time.monotonic()) > 0:
             _poll({}, process, rest_s)
+
+
+# Where an app that is started by hand comes in for a replay: at one port or two, as in service.
+#
+# The ports are free ones, so that a replay is never in the way of the instance that runs.
+
+
+HOST = "127.0.0.1"
+LOOK_DELAY_S = 0.1
+
+
+def accept_two_ports(
+    settings: InstanceSettings, announce: Callable[[str], None], stop: Callable[[], bool], stack: ExitStack
+) -> AppConnection:
+    """The connection of an app that uses two ports in the mode of ``settings``; ``announce`` is told where.
+
+    Raises ReplayError when it is to stop before, AppListenError, RegistryError.
+    """
+    port = free_port((HOST,), set())
+    send_port = free_port((HOST,), {port})
+    own = structs.replace(settings, app_host=HOST, app_port=port, app_send_port=send_port, app_socket=None)
+    does = "it listens" if own.app_send_mode is AppSendMode.LISTEN else "it connects too"
+    epoll = stack.enter_context(select.epoll())
+    listener = AppListener(own, warnings_on_stderr("replay"), epoll)
+    stack.callback(listener.close)
+    listener.listen()
+    announce(f"{host_port(HOST, port)}, with its send port {send_port}, where {does}")
+    while not stop():
+        connection = listener.process(dict(epoll.poll(LOOK_DELAY_S)), taken=False)
+        if connection is not None:
+            return connection
+    raise ReplayError("stopped before an app had connected")

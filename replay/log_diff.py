@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary
 from immortal.coordinator.log import LoggedValue, LogReader, verify_value
-from immortal.coordinator.log.contents import batches
+from immortal.coordinator.log.record_contents import batches
 from immortal.protocol.messages import decode_messages
 from immortal.protocol.record import HEADER_SIZE_BYTES
 from immortal.protocol.trailer import Trailer

@@ -8,7 +8,7 @@ from msgspec import Struct, field
 
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary, VersionStart
-from immortal.coordinator.log.source import RecordSource
+from immortal.coordinator.log.reader import RecordSource
 from immortal.replay.errors import ReplayError
 
 OWN_VERSION = 0
@@ -113,7 +113,7 @@ def _given_checkpoint(
                 f"checkpoint {checkpoint_id} was taken {place_of(header)}: "
                 f"a replay from it can't end at record {latest}; choose an earlier checkpoint"
             )
-        problem = blob_problem(source, header)
+        problem = checkpoint_problem(source, header)
         if problem is not None:
             raise ReplayError(f"checkpoint {checkpoint_id} can't be used: {problem}; choose another one")
         return header
@@ -134,7 +134,7 @@ def _newest_checkpoint(
     upgrades = {start.version for start in summary.versions if start.sequence_id == upgraded_at}
     within.sort(key=lambda header: header.sequence_id != upgraded_at or header.version not in upgrades)
     for header in reversed(within):
-        problem = blob_problem(source, header)
+        problem = checkpoint_problem(source, header)
         if problem is None:
             return header
         notes.append(f"checkpoint {header.checkpoint_id} is left out: {problem}")
@@ -155,7 +155,7 @@ def place_of(header: CheckpointHeader) -> str:
     return f"after record {header.sequence_id}" if header.sequence_id >= 0 else "before record 0"
 
 
-def blob_problem(source: RecordSource, header: CheckpointHeader) -> str | None:
+def checkpoint_problem(source: RecordSource, header: CheckpointHeader) -> str | None:
     """What is wrong with a checkpoint's blob, in words; None if it is what was written."""
     try:
         for _ in source.checkpoint_chunks(header.checkpoint_id):

@@ -46,7 +46,7 @@ class StreamPositions:
     def append(self, count: int, payload: bytes, origins: Sequence[Origin] | None) -> Iterator[Outputs | KeptImpulses]:
         """The app's next ``count`` messages, cut where impulses lie between them."""
         while count:
-            yield from self.impulses_here()
+            yield from self.add_kept_impulses()
             taken = count
             if self._impulses:
                 taken = min(count, max(1, self._impulses[0].first_position - self.position - 1))
@@ -59,9 +59,9 @@ class StreamPositions:
             yield Outputs(self.destination, self.position + 1, taken, part, part_origins)
             self.position += taken
             count -= taken
-        yield from self.impulses_here()
+        yield from self.add_kept_impulses()
 
-    def impulses_here(self) -> Iterator[KeptImpulses]:
+    def add_kept_impulses(self) -> Iterator[KeptImpulses]:
         """Impulses that come right behind what there is."""
         while self._impulses and self._impulses[0].first_position <= self.position + 1:
             batch = self._impulses.popleft()

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct, field
 
+from immortal.coordinator.core.formatting import Methods, format_counted_method
 from immortal.coordinator.core.interfaces import CheckpointHeader
-from immortal.coordinator.log.source import RecordSource
+from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol.extensions import AppDescription, HandlerFailure, Origin
+from immortal.protocol.messages import decode_message
+from immortal.protocol.safe_output import printable, printable_lines
 from immortal.protocol.trailer import Trailer
-from immortal.protocol.verdicts import Verdict
-from immortal.replay.code import Code
+from immortal.protocol.varint import decode_zigzag_int
+from immortal.protocol.verdicts import NOT_OF_CODE, Verdict, VerdictKind
+from immortal.replay.app_process import Code
+from immortal.replay.plan import place_of
 
 TRACES_CHARACTERS_MAX = 4 << 20  # of all verdicts together
 
@@ -89,7 +97,7 @@ class ReplayResult(Struct):
         trace = verdict.trace if self._traces_size <= TRACES_CHARACTERS_MAX else ""
         self.verdicts.append(msgspec.structs.replace(verdict, message=b"", trace=trace))
 
-    def find_news(self, source: RecordSource) -> None:
+    def find_new_failures(self, source: RecordSource) -> None:
         """The replay has ended: the log of a running instance may have got the same verdicts meanwhile."""
         known = {verdict.key for verdict in source.summary().verdicts} if self.verdicts else ()
         self.news = [verdict for verdict in self.verdicts if verdict.key not in known]
@@ -98,3 +106,219 @@ class ReplayResult(Struct):
     def warnings(self) -> list[str]:
         """What the SDK found in the app's code as it started: one line each."""
         return [line for line in self.stderr_head.split("\n") if line.startswith("app ") and ": warning: " in line]
+
+
+# What a replay came to: counted as it goes on, then in lines for people or as plain values.
+
+
+class CountingSink(Sink):
+    """Counts the outputs by destination and method."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counter[bytes]] = {}  # by the kind, and the method ID as it is encoded
+
+    def outputs(
+        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
+    ) -> None:
+        counts = self._counts.setdefault(destination, Counter())
+        offset, end = 0, len(payload)
+        while offset < end:
+            first = payload[offset]
+            if first < 0x80:
+                kind = offset + 2
+                offset += 1 + (first >> 1)
+            else:
+                _, kind, offset = decode_message(payload, offset)
+            method_end = kind + 1
+            while payload[method_end] >= 0x80:
+                method_end += 1
+            counts[payload[kind : method_end + 1]] += 1
+
+    def by_method(self, methods: Methods) -> Iterator[tuple[str, str, int]]:
+        """(destination, method's name, count)"""
+        for destination, counts in sorted(self._counts.items()):
+            decoded = {(decode_zigzag_int(front, 1)[0], front[0]): count for front, count in counts.items()}
+            for (method_id, kind), count in sorted(decoded.items()):
+                yield destination, format_counted_method(method_id, kind, destination, methods), count
+
+
+def summary_json(name: str, result: ReplayResult, counted: CountingSink) -> dict[str, Any]:
+    """Plain values; "failure" is null unless a message could not be handled."""
+    methods = result.description.methods if result.description else {}
+    failure = result.failure
+    return {
+        "instance": name,
+        "from_checkpoint": result.checkpoint.checkpoint_id,
+        "after_record": result.checkpoint.sequence_id,
+        "last_record": result.last_sequence_id,
+        "records": result.records,
+        "messages": result.messages,
+        "duration_s": round(result.duration_s, 6),
+        "outputs": [
+            {"destination": destination or name, "method": method, "count": count}
+            for destination, method, count in counted.by_method(methods)
+        ],
+        "failed_now": new_failure_values(result.news),
+        "failure": failure_json(result),
+        "state_size_bytes": result.blob_size_bytes,
+        "state_check": None if failure or result.blob_check is None else f"{result.blob_check:016x}",
+        "app": result.label,
+        "warnings": result.warnings,
+        "notes": list(result.notes),
+    }
+
+
+def failure_json(result: ReplayResult) -> Mapping[str, Any] | None:
+    failure = result.failure
+    if failure is None:
+        return None
+    return {"record": failure.sequence_id, "message": failure.message_index, "report": failure.text}
+
+
+def summary_lines(name: str, result: ReplayResult, counted: CountingSink) -> Iterator[str]:
+    """The same for people."""
+    for note in result.notes:
+        yield f"note: {note}"
+    start = result.checkpoint
+    rate = result.messages / result.duration_s if result.duration_s else 0.0
+    yield (
+        f"{name}: from checkpoint {start.checkpoint_id} ({place_of(start)}) {reached(result)}: "
+        f"{result.records:,} records, {result.messages:,} messages in {result.duration_s:.2f} s ({rate:,.0f} a second)"
+    )
+    methods = result.description.methods if result.description else {}
+    for destination, method, count in counted.by_method(methods):
+        yield f"  to {destination or 'itself'}: {method} {count:,}"
+    for headline, *trace in new_failure_lines(result.news):
+        yield headline
+        yield from trace
+    if result.failure is not None:
+        failure = result.failure
+        yield f"the handler of record {failure.sequence_id}, message {failure.message_index} raised:"
+        yield from (f"  {line}" for line in failure.text.rstrip("\n").split("\n"))
+
+
+def reached(result: ReplayResult) -> str:
+    """Up to where the replay got, in words."""
+    if result.failure is not None:
+        return f"up to record {result.failure.sequence_id}, message {result.failure.message_index}, which failed"
+    return f"to record {result.last_sequence_id}" if result.records else "with no record behind it"
+
+
+# What becomes of the messages of a log that fail: those that fail for the first time, and those with another fate.
+#
+# A verdict of the log says what became of a message then, one of a replay what becomes of it now.
+
+
+class MessageOutcome(Enum):
+    WORKS = "works now"  # it failed then
+    FAILS = "fails now"  # it did not then
+    DIFFERS = "fails in another way"
+
+
+class OutcomeChanges(Struct):
+    """``count`` messages of ``method`` with that fate, from ``then`` and ``now`` of the first of them on."""
+
+    method: str
+    fate: MessageOutcome
+    then: Verdict | None
+    now: Verdict | None
+    count: int = 0
+
+    @property
+    def first(self) -> Verdict:
+        """It has the place."""
+        found = self.now or self.then
+        assert found is not None
+        return found
+
+
+def changed_outcomes(
+    then: Iterable[Verdict], now: Iterable[Verdict], after: int, before: tuple[int, int]
+) -> list[OutcomeChanges]:
+    """Grouped by method, in the order of the log.
+
+    ``then``: the log's verdicts; ``now``: those of an app that was told none of them, but those on what was
+    refused whatever its code. It was given the messages behind the record ``after``, those before (record, message)
+    ``before``.
+    """
+    old = {
+        each.key: each
+        for each in then
+        if after < each.sequence_id and each.key[:2] < before and each.cause not in NOT_OF_CODE
+    }
+    new = {each.key: each for each in now}
+    groups: dict[tuple[str, MessageOutcome], OutcomeChanges] = {}
+    for key in sorted(old.keys() | new.keys()):
+        was, is_now = old.get(key), new.get(key)
+        if was is None:
+            fate = MessageOutcome.FAILS
+        elif is_now is None:
+            fate = MessageOutcome.WORKS
+        elif _what(was) != _what(is_now):
+            fate = MessageOutcome.DIFFERS
+        else:
+            continue
+        method = (is_now.method if is_now is not None else "") or (was.method if was is not None else "")
+        groups.setdefault((method, fate), OutcomeChanges(method, fate, was, is_now)).count += 1
+    return list(groups.values())
+
+
+def _what(verdict: Verdict) -> tuple[VerdictKind, str, str]:
+    return verdict.kind, verdict.type_name, verdict.text
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def place_in_words(verdict: Verdict) -> str:
+    return f"record {verdict.sequence_id}, message {verdict.message_index}"
+
+
+def format_failure(verdict: Verdict) -> str:
+    """How it failed: ``ValueError: no number``. In one line."""
+    if verdict.kind is VerdictKind.REFUSED:
+        how = f"refused: {verdict.text}"
+    elif verdict.kind is VerdictKind.SKIPPED:
+        how = f"skipped by an operator: {verdict.text}"
+    elif verdict.kind is VerdictKind.TAKEN_BACK:
+        how = f"taken back behind record {verdict.behind}: {verdict.text}"
+    else:
+        how = f"{verdict.type_name}: {verdict.text}" if verdict.text else verdict.type_name
+    return printable(how)
+
+
+def new_failure_lines(verdicts: Iterable[Verdict]) -> Iterator[list[str]]:
+    """Messages that had not failed and do so in a replay: for each method the first, and how many more there are."""
+    for group in changed_outcomes((), verdicts, -1, (0, 0)):
+        verdict = group.first
+        what = f"{group.method or 'a message'} at {place_in_words(verdict)}"
+        more = f" (the first of {group.count:,})" if group.count > 1 else ""
+        yield [
+            f"{what} did not fail when it was handled, and fails now{more}: {format_failure(verdict)}",
+            *(printable_lines(verdict.trace.rstrip("\n"), indent="    ") if verdict.trace else ()),
+        ]
+
+
+def verdict_values(verdict: Verdict | None) -> dict[str, Any] | None:
+    """Plain values."""
+    if verdict is None:
+        return None
+    return {
+        "kind": verdict.kind.name.lower(),
+        "type": verdict.type_name,
+        "text": verdict.text,
+        "trace": verdict.trace,
+    }
+
+
+def new_failure_values(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
+    """The messages of :func:`new_failure_lines`, each."""
+    return [
+        {
+            "record": verdict.sequence_id,
+            "message": verdict.message_index,
+            "method": verdict.method,
+            **(verdict_values(verdict) or {}),
+        }
+        for verdict in verdicts
+    ]

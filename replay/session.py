@@ -18,11 +18,11 @@ from typing import NoReturn
 
 from msgspec import Struct
 
-from immortal.coordinator.core import session as coordinator_session
-from immortal.coordinator.core.app_messages import CALLS, late_hello, read_calls
 from immortal.coordinator.core.errors import AppProtocolError, require
+from immortal.coordinator.core.input.app_inbox import CALLS, late_hello, read_calls
 from immortal.coordinator.core.interfaces import LogSummary
-from immortal.coordinator.log.contents import NoSuchMessageError, record_of, with_first_messages
+from immortal.coordinator.core.life_cycle import session as coordinator_session
+from immortal.coordinator.log.record_contents import NoSuchMessageError, record_of, with_first_messages
 from immortal.protocol.extensions import (
     REPORTS,
     AppDescription,
@@ -30,12 +30,12 @@ from immortal.protocol.extensions import (
     Origin,
     decode_app_description,
     decode_handler_failed,
+    decode_numbers,
     decode_origins,
     encode_version,
 )
 from immortal.protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, RPC_FRONT_SIZE_BYTES_MAX
 from immortal.protocol.messages import MessageType, decode_attach_to, encode_checkpoint, encode_message
-from immortal.protocol.numbers import decode_numbers
 from immortal.protocol.readers import BlobData, BlobStart, Message, MessageReader
 from immortal.protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, decode_header, encode_record
 from immortal.protocol.trailer import Trailer
@@ -188,7 +188,7 @@ class ReplaySession:
     def begin(self) -> Iterator[Event]:
         """Impulses that lie right behind the checkpoint: to be looked at before anything else."""
         for stream in self._streams.values():
-            yield from stream.impulses_here()
+            yield from stream.add_kept_impulses()
 
     # --- the log's side ---------------------------------------------------------------------------------------------
 

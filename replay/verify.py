@@ -8,32 +8,33 @@ from __future__ import annotations
 
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
 
 from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader, LogSummary, OutputBatch, OutputMark
-from immortal.coordinator.core.output_check import Divergence, OutputCheck, OutputDivergenceError
-from immortal.coordinator.instances.foreign_state import refuse_pickle
-from immortal.coordinator.log.source import RecordSource
+from immortal.coordinator.core.output.output_check import Divergence, OutputCheck, OutputDivergenceError
+from immortal.coordinator.instances.own_logs import refuse_pickle
+from immortal.coordinator.log.reader import RecordSource
+from immortal.coordinator.log.record_contents import batches, record_of
+from immortal.protocol.batch import offset_after
 from immortal.protocol.checksum import crc64
 from immortal.protocol.extensions import Origin
-from immortal.protocol.trailer import Trailer
-from immortal.replay.app import AppCommand
+from immortal.protocol.messages import decode_message
+from immortal.protocol.trailer import BatchKind, Trailer, decode_trailer
+from immortal.replay.app_process import DIFFERENCES_MAX, AppCommand, diff_states
 from immortal.replay.errors import ReplayError
 from immortal.replay.host import run_replay
-from immortal.replay.inspection import DIFFERENCES_MAX, diff_states
-from immortal.replay.plan import ReplayPlan, blob_problem, usable_checkpoints
-from immortal.replay.receivers import Difference, Witness, received
+from immortal.replay.plan import ReplayPlan, checkpoint_problem, usable_checkpoints
 from immortal.replay.result import ReplayResult, Sink
 
 MARKS_AHEAD_MAX = 1 << 20  # of records that the app was given: one that is so far behind makes too little
 ORIGINS_KEPT_MAX = 1 << 16  # runs, of each stream: beyond it a report names no origin
 
 
-class OutputFinding(Struct, frozen=True):
+class OutputDivergence(Struct, frozen=True):
     """A stream that the replay makes differently.
 
     ``divergence``: the mark that it does not fit; None where only the receiver's log shows it. ``is_surplus``: it fits
@@ -48,14 +49,14 @@ class OutputFinding(Struct, frozen=True):
     is_surplus: bool = False
 
 
-class StateFinding(Struct, frozen=True):
+class StateDivergence(Struct, frozen=True):
     """The state at the end is another one: [{"path", "old", "new"}]; ``problem``: why it can't be looked into."""
 
     differences: Sequence[Mapping[str, Any]]
     problem: str | None = None
 
 
-class Section(Struct):
+class VerifySection(Struct):
     """What the replay from one checkpoint to the next (``end``; None: to the end of the log) has shown.
 
     ``counts``: messages made, by destination. ``unproved``: those at the end of a stream that nothing says anything
@@ -67,8 +68,8 @@ class Section(Struct):
     result: ReplayResult
     counts: dict[str, int]
     unproved: dict[str, int] = field(default_factory=dict)
-    outputs: list[OutputFinding] = field(default_factory=list)
-    state: StateFinding | None = None
+    outputs: list[OutputDivergence] = field(default_factory=list)
+    state: StateDivergence | None = None
     state_is_same: bool | None = None
 
     @property
@@ -77,16 +78,16 @@ class Section(Struct):
         return not self.outputs and self.state is None and result.failure is None and not result.news
 
 
-class Stretches(Struct, frozen=True):
+class VerifySections(Struct, frozen=True):
     """What is to be replayed: each from a checkpoint to the next (None: to the end of the log). ``notes``: in words."""
 
     pairs: Sequence[tuple[CheckpointHeader, CheckpointHeader | None]]
     notes: Sequence[str]
 
 
-def stretches(
+def verify_sections(
     source: RecordSource, summary: LogSummary, *, checkpoint_id: int | None = None, everything: bool = False
-) -> Stretches:
+) -> VerifySections:
     """By default the last two; from ``checkpoint_id`` on only one; or ``everything`` that is kept.
 
     A damaged checkpoint is passed over, and that is noted. Raises ReplayError.
@@ -94,7 +95,7 @@ def stretches(
     notes = list(source.problems)
     sound: list[CheckpointHeader] = []
     for header in reversed(usable_checkpoints(summary)):
-        problem = blob_problem(source, header)
+        problem = checkpoint_problem(source, header)
         if problem is not None and header.checkpoint_id == checkpoint_id:
             raise ReplayError(f"checkpoint {checkpoint_id} can't be used: {problem}; choose another one")
         if problem is not None:
@@ -111,10 +112,10 @@ def stretches(
         if sound[0].checkpoint_id != checkpoint_id:
             kept = ", ".join(str(header.checkpoint_id) for header in sound)
             raise ReplayError(f"there is no checkpoint {checkpoint_id} to begin at: the log holds {kept}")
-        return Stretches(pairs[:1], notes)
+        return VerifySections(pairs[:1], notes)
     if sound[-1].sequence_id >= summary.last_sequence_id and len(pairs) > 1:
         pairs.pop()  # nothing lies behind the last checkpoint
-    return Stretches(pairs, notes)
+    return VerifySections(pairs, notes)
 
 
 def verify_section(
@@ -126,7 +127,7 @@ def verify_section(
     receivers: Mapping[str, RecordSource] | None = None,
     progress: Callable[[int, int | None], None] | None = None,
     announce: Callable[[str], None] = lambda address: None,
-) -> Section:
+) -> VerifySection:
     """Replay one stretch with ``app`` and compare. ``receivers``: the logs of those that it calls, where at hand.
 
     Raises what :func:`run_replay` raises.
@@ -140,7 +141,7 @@ def verify_section(
         blob = Path(folder) / "replayed"
         checking = CheckingSink(source, start, receivers or {})
         result = run_replay(source, plan, app, checking, blob_path=blob, progress=progress, announce=announce)
-        section = Section(start, end, result, checking.counts)
+        section = VerifySection(start, end, result, checking.counts)
         if result.failure is None:
             checking.finish(None if end is None else end.outputs, all_made=result.flushed)
             if end is not None:
@@ -150,7 +151,9 @@ def verify_section(
     return section
 
 
-def _compare_state(section: Section, source: RecordSource, end: CheckpointHeader, app: AppCommand, blob: Path) -> None:
+def _compare_state(
+    section: VerifySection, source: RecordSource, end: CheckpointHeader, app: AppCommand, blob: Path
+) -> None:
     result = section.result
     if (result.blob_size_bytes, result.blob_check) == (end.size_bytes, end.check):
         section.state_is_same = True
@@ -164,15 +167,15 @@ def _compare_state(section: Section, source: RecordSource, end: CheckpointHeader
             f"the checkpoint has {end.size_bytes} bytes with CRC {end.check:016x}, "
             f"the replay ends with {result.blob_size_bytes} with CRC {result.blob_check:016x}"
         )
-        section.state = StateFinding((), problem)
+        section.state = StateDivergence((), problem)
     else:
         name = result.label if app.by_hand else app.name
         try:
             differences = diff_states(name, old, name, blob, limit=DIFFERENCES_MAX + 1)
         except ReplayError as error:
-            section.state = StateFinding((), str(error))
+            section.state = StateDivergence((), str(error))
         else:
-            section.state = StateFinding(differences) if differences else None
+            section.state = StateDivergence(differences) if differences else None
     section.state_is_same = section.state is None
 
 
@@ -207,7 +210,7 @@ class CheckingSink(Sink):
             mark = None if marks is None else marks.get(destination, OutputMark(0, 0))
             stream.finish(mark, all_made=all_made)
 
-    def findings(self) -> list[OutputFinding]:
+    def findings(self) -> list[OutputDivergence]:
         found = [stream.finding() for _, stream in sorted(self._streams.items())]
         return [finding for finding in found if finding is not None]
 
@@ -223,15 +226,15 @@ class CheckingSink(Sink):
             self._streams[destination] = stream
         return stream
 
-    def _witness(self, destination: str) -> Witness | None:
+    def _witness(self, destination: str) -> ReceiverComparison | None:
         if destination == ONESELF:  # what is made behind a record is logged behind it
-            return Witness(received(self._source, ONESELF, self._start.sequence_id + 1))
+            return ReceiverComparison(received(self._source, ONESELF, self._start.sequence_id + 1))
         receiver = self._receivers.get(destination)
-        return None if receiver is None else Witness(received(receiver, self._source.identity.instance_name))
+        return None if receiver is None else ReceiverComparison(received(receiver, self._source.identity.instance_name))
 
 
 class _CheckedStream:
-    def __init__(self, destination: str, mark: OutputMark | None, witness: Witness | None) -> None:
+    def __init__(self, destination: str, mark: OutputMark | None, witness: ReceiverComparison | None) -> None:
         self.destination = destination
         self._check = OutputCheck(destination, mark)
         self._checksum = mark.checksum if mark else 0
@@ -309,7 +312,7 @@ class _CheckedStream:
             except OutputDivergenceError as error:
                 self._divergence = error.divergence
 
-    def finding(self) -> OutputFinding | None:
+    def finding(self) -> OutputDivergence | None:
         difference = self._witness.difference if self._witness is not None else None
         if self._divergence is None and difference is None:
             return None
@@ -317,7 +320,7 @@ class _CheckedStream:
         if difference is not None:
             positions.append(difference.position)
         origins = self._origins_of(positions)
-        return OutputFinding(self.destination, self._divergence, difference, origins, self._is_surplus)
+        return OutputDivergence(self.destination, self._divergence, difference, origins, self._is_surplus)
 
     def _origins_of(self, positions: Sequence[int]) -> dict[int, Origin]:
         wanted = set(positions)
@@ -326,3 +329,93 @@ class _CheckedStream:
             for position in wanted.intersection(range(first, first + origin.count)):
                 found[position] = origin
         return found
+
+
+# What a receiver has in its log is what was sent then: the best witness of a stream, message by message.
+
+
+class Difference(Struct, frozen=True):
+    """The first message of a stream that is another one now; both are whole RPC messages in incoming form."""
+
+    position: int
+    then: bytes
+    now: bytes
+
+
+class _Segment(Struct):
+    """Consecutive messages, ``count`` of them left."""
+
+    position: int  # of the first one left
+    count: int
+    payload: bytes
+
+    def take(self, count: int) -> bytes:
+        """The next ``count`` messages."""
+        offset = offset_after(self.payload, count, self.count)
+        taken, self.payload = self.payload[:offset], self.payload[offset:]
+        self.position += count
+        self.count -= count
+        return taken
+
+
+def received(
+    source: RecordSource, sender: str, first_sequence_id: int | None = None
+) -> Iterator[tuple[int, int, bytes]]:
+    """What the log ``source`` holds of ``sender`` ("": of its own instance): (first position, count, payload).
+
+    From the record ``first_sequence_id`` on; None: from its first one.
+    """
+    first = source.summary().first_sequence_id if first_sequence_id is None else first_sequence_id
+    for value in source.values(first):
+        record = record_of(value)
+        trailer = decode_trailer(value[record.header.size_bytes :], record.header.check)
+        if not any(batch.kind == BatchKind.STREAM and batch.name == sender for batch in trailer.batches):
+            continue
+        for batch, content in zip(trailer.batches, batches(record.content), strict=True):
+            if batch.kind == BatchKind.STREAM and batch.name == sender:
+                yield batch.first_position, batch.count, content.payload
+
+
+class ReceiverComparison:
+    """Compares what a replay makes with what was received then. Positions must only grow.
+
+    ``compared_position``: of the last message that both sides have. What the receiver does not have, since it was
+    trimmed there or had not arrived, is passed over, and so are impulses, which only it has.
+    """
+
+    def __init__(self, segments: Iterator[tuple[int, int, bytes]]) -> None:
+        self.compared_position = 0
+        self.difference: Difference | None = None
+        self._segments = segments
+        self._then: _Segment | None = self._next()
+
+    def _next(self) -> _Segment | None:
+        segment = next(self._segments, None)
+        return None if segment is None else _Segment(*segment)
+
+    def made(self, first_position: int, count: int, payload: bytes) -> None:
+        """The replay has made these; ``difference`` is set at the first that was another one."""
+        now = _Segment(first_position, count, payload)
+        while now.count and self._then is not None and self.difference is None:
+            then = self._then
+            if not then.count or then.position + then.count <= now.position:
+                self._then = self._next()
+            elif then.position < now.position:
+                then.take(now.position - then.position)
+            elif now.position < then.position:
+                now.take(min(now.count, then.position - now.position))
+            else:
+                self._compare(then, now, min(then.count, now.count))
+
+    def _compare(self, then: _Segment, now: _Segment, count: int) -> None:
+        position = now.position
+        old, new = then.take(count), now.take(count)
+        self.compared_position = position + count - 1
+        if old == new:
+            return
+        for index in range(count):
+            old_end, new_end = decode_message(old, 0)[2], decode_message(new, 0)[2]
+            if old[:old_end] != new[:new_end]:
+                self.difference = Difference(position + index, old[:old_end], new[:new_end])
+                return
+            old, new = old[old_end:], new[new_end:]

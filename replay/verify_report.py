@@ -6,20 +6,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from immortal.coordinator.core.output_check import Divergence
-from immortal.coordinator.core.words import Methods, RpcWords, call_in_words, divergence_in_words, method_name
-from immortal.coordinator.log.contents import message_at, record_of
-from immortal.coordinator.log.source import RecordSource
+from immortal.coordinator.core.formatting import CallText, Methods, call_in_words, format_divergence, method_name
+from immortal.coordinator.core.output.output_check import Divergence
+from immortal.coordinator.log.reader import RecordSource
+from immortal.coordinator.log.record_contents import message_at, record_of
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.extensions import Origin
 from immortal.protocol.messages import decode_incoming_rpc, decode_message
-from immortal.replay.code import code_values
-from immortal.replay.fates import news_lines, news_values
-from immortal.replay.inspection import DIFFERENCES_MAX
+from immortal.replay.app_process import DIFFERENCES_MAX, code_values
 from immortal.replay.plan import place_of
-from immortal.replay.receivers import Difference
-from immortal.replay.summary import failure_json
-from immortal.replay.verify import OutputFinding, Section
+from immortal.replay.result import failure_json, new_failure_lines, new_failure_values
+from immortal.replay.verify import Difference, OutputDivergence, VerifySection
 
 CALL_SIZE_MAX = 2000  # characters of a call that is shown whole
 _VALUE_SIZE_MAX = 200  # characters of one value of a state
@@ -28,7 +25,7 @@ _VALUE_SIZE_MAX = 200  # characters of one value of a state
 class Report:
     """One section in words. ``source``: the log, where the messages are found that made the calls."""
 
-    def __init__(self, name: str, section: Section, source: RecordSource) -> None:
+    def __init__(self, name: str, section: VerifySection, source: RecordSource) -> None:
         self._name = name
         self._section = section
         self._source = source
@@ -45,7 +42,7 @@ class Report:
             f"{self._name}: {self._stretch()}: {result.records:,} records, {result.messages:,} messages replayed in "
             f"{result.duration_s:.2f} s"
         )
-        for headline, *trace in news_lines(result.news):  # what else differs may follow from it
+        for headline, *trace in new_failure_lines(result.news):  # what else differs may follow from it
             yield f"  DIVERGED: {headline}"
             yield from (f"  {line}" for line in trace)
         if not section.outputs:
@@ -78,7 +75,7 @@ class Report:
             )
             yield f"{count:,} to {to or 'itself'}{hint}"
 
-    def _output_lines(self, finding: OutputFinding) -> Iterator[str]:
+    def _output_lines(self, finding: OutputDivergence) -> Iterator[str]:
         divergence, difference = finding.divergence, finding.difference
         if divergence is not None:
             yield f"DIVERGED: {self._divergence(finding, divergence)}"
@@ -93,22 +90,22 @@ class Report:
             yield f"    then: {then}"
             yield f"    now:  {now}{self._made_by(finding.origins.get(difference.position))}"
 
-    def _divergence(self, finding: OutputFinding, divergence: Divergence) -> str:
+    def _divergence(self, finding: OutputDivergence, divergence: Divergence) -> str:
         if not finding.is_surplus:
-            return divergence_in_words(replace(divergence, made=()), self._name, self._methods)
+            return format_divergence(replace(divergence, made=()), self._name, self._methods)
         to = f"the calls to {divergence.destination!r}" if divergence.destination else "the calls to itself"
         return (
             f"{self._name!r} does more than it did before: by a checkpoint, {to} had reached number "
             f"{divergence.after_position}; the replay makes {divergence.made_position}"
         )
 
-    def _call(self, message: bytes, finding: OutputFinding) -> str:
+    def _call(self, message: bytes, finding: OutputDivergence) -> str:
         return call_in_words(message, finding.destination, self._methods)
 
     def _both(self, destination: str, difference: Difference) -> tuple[str, str]:
         """Both calls whole; of large ones the part where they differ."""
-        then = whole_call_in_words(difference.then, destination, self._methods)
-        now = whole_call_in_words(difference.now, destination, self._methods)
+        then = format_whole_call(difference.then, destination, self._methods)
+        now = format_whole_call(difference.now, destination, self._methods)
         if max(len(then), len(now)) <= CALL_SIZE_MAX:
             return then, now
         place = next((index for index, (one, other) in enumerate(zip(then, now, strict=False)) if one != other), 0)
@@ -167,13 +164,13 @@ class Report:
             "state_is_same": section.state_is_same,
             "state": [] if state is None else list(state.differences[:DIFFERENCES_MAX]),
             "state_problem": None if state is None else state.problem,
-            "failed_now": news_values(result.news),
+            "failed_now": new_failure_values(result.news),
             "failure": failure_json(result),
             "warnings": result.warnings,
             "notes": list(result.notes),
         }
 
-    def _output_json(self, finding: OutputFinding) -> dict[str, Any]:
+    def _output_json(self, finding: OutputDivergence) -> dict[str, Any]:
         divergence, difference = finding.divergence, finding.difference
         described: dict[str, Any] = {"destination": finding.destination or self._name}
         if divergence is not None:
@@ -198,7 +195,7 @@ class Report:
             }
         return described
 
-    def _origin_json(self, finding: OutputFinding, position: int) -> dict[str, Any]:
+    def _origin_json(self, finding: OutputDivergence, position: int) -> dict[str, Any]:
         origin = finding.origins.get(position)
         if origin is None:
             return {}
@@ -206,12 +203,12 @@ class Report:
         return {"made_by": by}
 
 
-def whole_call_in_words(message: bytes, destination: str, methods: Methods) -> str:
+def format_whole_call(message: bytes, destination: str, methods: Methods) -> str:
     """As :func:`call_in_words`, but with all of its arguments, however large."""
     _, start, end = decode_message(message)
     rpc = decode_incoming_rpc(message, start, end)
     name = method_name(rpc.method_id, rpc.kind, destination, methods)
-    return RpcWords.of(rpc, is_msgpack=name is not None, size_max=None).with_method(name)
+    return CallText.of(rpc, is_msgpack=name is not None, size_max=None).with_method(name)
 
 
 def _part(text: str, start: int) -> str:

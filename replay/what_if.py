@@ -10,32 +10,31 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from immortal.coordinator.core.interfaces import OutputBatch, OutputMark
-from immortal.coordinator.core.output_check import OutputCheck
-from immortal.coordinator.log.source import RecordSource
+from immortal.coordinator.core.interfaces import ONESELF, OutputBatch, OutputMark, is_outside
+from immortal.coordinator.core.output.output_check import OutputCheck
+from immortal.coordinator.log.reader import RecordSource
 from immortal.protocol.batch import offset_after
 from immortal.protocol.checksum import crc64
+from immortal.protocol.command_line import counted
 from immortal.protocol.extensions import HandlerFailure, Origin
 from immortal.protocol.trailer import Trailer
 from immortal.protocol.verdicts import NOT_OF_CODE, Verdict
-from immortal.replay.app import AppCommand
-from immortal.replay.code import Code
-from immortal.replay.compare import Comparison, Key, Outputs, Side
+from immortal.replay.app_process import AppCommand, Code
+from immortal.replay.buffers import DrawnNumbersQueue, MemoryBudget, SpillingQueue
+from immortal.replay.comparison import Comparison, Key, Outputs, Side
 from immortal.replay.errors import ReplayError, UpgradeFailedError
-from immortal.replay.fates import Fates, changed_fates, failure_in_words
 from immortal.replay.findings import Findings
 from immortal.replay.host import run_replay
-from immortal.replay.numbers import NumbersAhead
 from immortal.replay.plan import ReplayPlan, Route, plan_route
-from immortal.replay.result import ReplayResult, Sink
-from immortal.replay.source import SharedSource
-from immortal.replay.spool import MemoryBudget, Spool
+from immortal.replay.result import OutcomeChanges, ReplayResult, Sink, changed_outcomes, format_failure
+from immortal.replay.sources import SharedSource
 
 AHEAD_SIZE_BYTES_MAX = 16 << 20  # of outputs that one side has made and the other has not: beyond it ...
 AHEAD_PAUSE_S = 0.05  # ... it pauses so long at each batch, no longer: an app may be waiting to say its last words
@@ -55,7 +54,7 @@ class WhatIf(Struct):
     route: Route
     results: dict[Side, ReplayResult]
     findings: Findings
-    fates: list[Fates]
+    fates: list[OutcomeChanges]
     equal_count: int
     by_position: bool
     upgrade_error: str
@@ -149,13 +148,13 @@ def run_what_if(
     )
 
 
-def _fates(source: RecordSource, route: Route, new: ReplayResult | None) -> list[Fates]:
+def _fates(source: RecordSource, route: Route, new: ReplayResult | None) -> list[OutcomeChanges]:
     if new is None:
         return []
     end = new.last_sequence_id + 1, 0
     if new.failure is not None:
         end = new.failure.sequence_id, new.failure.message_index
-    return changed_fates(source.summary().verdicts, new.verdicts, route.checkpoint.sequence_id, end)
+    return changed_outcomes(source.summary().verdicts, new.verdicts, route.checkpoint.sequence_id, end)
 
 
 def _code_notes(results: Mapping[Side, ReplayResult]) -> list[str]:
@@ -187,8 +186,8 @@ class _Run:
         self._codes: dict[Side, Code | None] = {}
         self.findings = Findings(limit)
         budget = MemoryBudget(MEMORY_SIZE_BYTES_MAX)
-        self.numbers = NumbersAhead()
-        self.comparison = Comparison(self.findings.add, lambda: Spool(budget))
+        self.numbers = DrawnNumbersQueue()
+        self.comparison = Comparison(self.findings.add, lambda: SpillingQueue(budget))
         self.by_position: bool | None = None  # None: nothing was made yet
         self.upgrade_error = ""
         self.failed_at: int | None = None  # the record at which the new code's handler raised
@@ -403,9 +402,74 @@ class _Prover(_Looker):
     def finish(self, result: ReplayResult) -> None:
         failed = self._failed
         if failed is not None:
-            text = f"{failed.method or 'a message'}: {failure_in_words(failed)}\n{failed.trace}"
+            text = f"{failed.method or 'a message'}: {format_failure(failed)}\n{failed.trace}"
             result.failure = HandlerFailure(failed.sequence_id, failed.message_index, text)
         if result.failure is None and result.flushed and self._run.failed_at is None:
             for check in self._checks.values():
                 check.finish()
         super().finish(result)
+
+
+# What a what-if has not worked out: its inputs are those of the log, whatever the new code would have led to.
+
+
+NAMES_MAX = 5
+
+
+class Why(Enum):
+    ONESELF = "calls to itself"
+    OTHERS = "calls to others"
+    CLIENTS = "answers to clients"
+    WAITING = "waiting"
+    FAILURE = "failure"
+
+
+class Unknown(Struct, frozen=True):
+    """``count``: of what has consequences that nobody has worked out. ``text``: in words.
+
+    ``hides_state``: the instance's own inputs would be others, so its state at the end is not known, and no difference
+    found there is none.
+    """
+
+    why: Why
+    count: int
+    hides_state: bool
+    text: str
+
+
+def not_worked_out(name: str, outcome: WhatIf, waiting: int) -> list[Unknown]:
+    """``name``: the instance. ``waiting``: so many handlers wait for answers that the log does not have."""
+    return list(_not_worked_out(name, outcome, waiting))
+
+
+def _not_worked_out(name: str, outcome: WhatIf, waiting: int) -> Iterator[Unknown]:
+    counts: Counter[str] = Counter()
+    for (destination, _, _), kinds in outcome.findings.counts.items():
+        counts[ONESELF if destination == name else destination] += kinds.total()
+    if own := counts.pop(ONESELF, 0):
+        text = f"what {counted(own, 'other call')} to itself would do: the log's were handled in their place"
+        yield Unknown(
+            Why.ONESELF, own, hides_state=True, text=f"{text}, so the state and the calls made then may differ"
+        )
+    clients = sum(count for destination, count in counts.items() if is_outside(destination))
+    if others := counts.total() - clients:
+        names = sorted(destination for destination in counts if not is_outside(destination))
+        shown = ", ".join(names[:NAMES_MAX]) + (", ..." if len(names) > NAMES_MAX else "")
+        text = f"what {shown} would do with {counted(others, 'other call')}, and send back"
+        yield Unknown(Why.OTHERS, others, hides_state=False, text=text)
+    if clients:
+        text = f"what clients would do with {counted(clients, 'other answer')}"
+        yield Unknown(Why.CLIENTS, clients, hides_state=False, text=text)
+    if waiting:
+        text = f"what {counted(waiting, 'handler')} would do with the answers that the log does not have"
+        yield Unknown(Why.WAITING, waiting, hides_state=True, text=text)
+    new = outcome.results.get(Side.NEW)
+    failed = {side: result.failure for side, result in outcome.results.items() if result.failure is not None}
+    if outcome.upgrade_error:
+        yield Unknown(Why.FAILURE, 1, hides_state=True, text="what the new code would do with any record")
+    elif failed and new is not None:
+        first = min(failure.sequence_id for failure in failed.values())
+        text = (
+            f"what is different behind record {first}, where the {' and the '.join(s.value for s in failed)} code fails"
+        )
+        yield Unknown(Why.FAILURE, len(failed), hides_state=True, text=text)

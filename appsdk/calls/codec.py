@@ -7,20 +7,24 @@ has defaults for them. A sender does not check (its type checker does): the rece
 from __future__ import annotations
 
 import inspect
+import os
+import sys
+import typing
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import chain, repeat
 from operator import itemgetter
 from typing import Any
 
 import msgspec
 
-from immortal.appsdk.calls.annotations import resolve_hints
 from immortal.appsdk.errors import DefinitionError
-from immortal.appsdk.types.decoding import ValueDecoder
-from immortal.appsdk.types.exact import AnnotatedForm, encode_value, form_of, why
-from immortal.appsdk.types.registry import may_hold_any, may_hold_handles, readable_type, unsupported_type
-from immortal.appsdk.types.steps import UnfitError, encoder
+from immortal.appsdk.types.encoding import AnnotatedForm, ValueDecoder, encode_value, form_of, why
+from immortal.appsdk.types.registry import may_hold_handles, may_hold_untyped, readable_type, unsupported_type
+from immortal.appsdk.types.steps import NotRoundTrippableError, encoder
 from immortal.protocol import decoding
+from immortal.protocol.limits import NESTING_MAX, NESTING_MAX_DEFAULT
+from immortal.protocol.nesting import is_nested_beyond, nesting_depth
 
 __all__ = ["ArgumentCodec", "Decode", "ValueDecoder", "bind_arguments", "encode_value", "encoder", "unencodable"]
 
@@ -86,7 +90,7 @@ class ArgumentCodec:
                     f"codec: immortal.register_type"
                 )
         self.may_hold_handles = any(map(may_hold_handles, self._types))
-        self.may_hold_any = any(map(may_hold_any, self._types))
+        self.may_hold_untyped = any(map(may_hold_untyped, self._types))
         self.returns_nothing = hints.get("return") is type(None)
         self.decode_plainly = self._make_decode(())
         """As :meth:`decode`, and faster; what it refuses may be for :meth:`decode_again`."""
@@ -129,7 +133,7 @@ class ArgumentCodec:
 
         ``keeps_types``: see :attr:`immortal.appsdk.calls.context.Context.keeps_types`.
         """
-        if keeps_types and self.may_hold_any:
+        if keeps_types and self.may_hold_untyped:
             arguments = self.exactly(arguments)
         try:
             return arguments, encode_value(arguments) if keeps_types else encoder.encode(arguments)
@@ -145,7 +149,7 @@ class ArgumentCodec:
         for (parameter, form), value in zip(self._forms, arguments, strict=False):
             try:
                 made.append(value if form is None or not form.is_odd(value) else form.tag(value))
-            except UnfitError as error:
+            except NotRoundTrippableError as error:
                 _require_encodable(self.name, parameter, value)
                 path = f" {error.path}" if error.path else ""
                 raise TypeError(f"{self.name}: parameter {parameter!r}{path}: {error.problem}") from None
@@ -155,12 +159,12 @@ class ArgumentCodec:
     def _forms(self) -> list[tuple[str, AnnotatedForm | None]]:
         """Of the parameters; None where the annotation says it all."""
         pairs = zip(self.signature.parameters, self._types, strict=True)
-        return [(name, form_of(annotation) if may_hold_any(annotation) else None) for name, annotation in pairs]
+        return [(name, form_of(annotation) if may_hold_untyped(annotation) else None) for name, annotation in pairs]
 
     @cached_property
     def _result_form(self) -> AnnotatedForm | None:
         annotation = resolve_hints(self._function)["return"]
-        return form_of(annotation) if may_hold_any(annotation) else None
+        return form_of(annotation) if may_hold_untyped(annotation) else None
 
     def encode_result(self, value: Any) -> bytes:
         """Of what is annotated ``Any`` only what comes back as what it is. Raises what the encoder raises."""
@@ -234,3 +238,70 @@ def bind_arguments(
         raise TypeError(f"{name}{signature}: {error}") from None
     bound.apply_defaults()
     return tuple(bound.arguments.values())
+
+
+# What is read of annotations, whichever Python evaluates them when: at once, or from 3.14 on when they are asked for.
+#
+# A name in an annotation may come later in the module, so none is evaluated before :func:`resolve_hints` is called.
+
+
+def resolve_hints(subject: Any) -> dict[str, Any]:
+    """The annotations of a function or class, evaluated. Raises NameError while a name in them is not there yet."""
+    return typing.get_type_hints(subject, include_extras=True)
+
+
+def annotated_names(cls: type) -> Iterable[str]:
+    """The names that the class itself annotates."""
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format, get_annotations
+
+        return get_annotations(cls, format=Format.FORWARDREF)
+    return inspect.get_annotations(cls)
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Names, kinds and defaults of the parameters; the annotations in it may be no more than names. Raises as
+    ``inspect.signature``: TypeError, ValueError."""
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
+
+        return inspect.signature(function, annotation_format=Format.FORWARDREF)
+    return inspect.signature(function)
+
+
+# How deeply what is sent may be nested: refused where it is made, so that nobody else has to.
+
+
+NESTING_VARIABLE = "IMMORTAL_NESTING_MAX"
+"""What other instances take, where their setting ``nesting_max`` is another than by default."""
+
+
+def _limit() -> int:
+    given = os.environ.get(NESTING_VARIABLE, "")
+    return min(int(given), NESTING_MAX) if given.isdecimal() and int(given) > 0 else NESTING_MAX_DEFAULT
+
+
+nesting_max = _limit()
+
+
+def is_too_deep(arguments: bytes) -> bool:
+    """Of an encoded array of arguments, which does not count itself. Shorter ones than ``nesting_max`` never are."""
+    return is_nested_beyond(arguments, 0, len(arguments), nesting_max + 1)
+
+
+def describe_depth(name: str, parameters: Iterable[object], arguments: Sequence[Any]) -> str:
+    """Which of the arguments of ``name`` are nested too deeply."""
+    named = zip(arguments, chain(parameters, repeat("")), strict=False)  # those of a client are numbered without end
+    depths = [(nesting_depth(encoder.encode(value)), parameter) for value, parameter in named]
+    deepest, parameter = max(depths, key=itemgetter(0), default=(0, ""))
+    what = "what it sends" if parameter == "" else f"parameter {parameter!r}"
+    return (
+        f"{name}: {what} is nested {deepest} levels deep, at most {nesting_max} are possible: flatten it, or send it "
+        f"as bytes"
+    )
+
+
+def check_value(name: str, value: bytes) -> None:
+    """Raises TypeError for an encoded value that is nested too deeply."""
+    if len(value) > nesting_max and is_nested_beyond(value, 0, len(value), nesting_max):
+        raise TypeError(f"{name} is nested {nesting_depth(value)} levels deep, at most {nesting_max} are possible")

@@ -2,7 +2,7 @@
 
 The time is that of the record. A random stream belongs to one call site within one message: it is seeded from the
 app's seed (drawn at the first start, kept in the checkpoint), the committer ID, the record, the message's index in it,
-and the place that draws (:mod:`immortal.appsdk.calls.call_sites`). So a new call elsewhere shifts no other stream.
+and the place that draws (:mod:`immortal.appsdk.calls.replay_rules`). So a new call elsewhere shifts no other stream.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from datetime import UTC, datetime, timedelta
 from types import FrameType
 from typing import Any
 
-from immortal.appsdk.calls.call_sites import CallSites
-from immortal.appsdk.calls.rules import Rules
-from immortal.appsdk.calls.run_contexts import RunContexts
+from immortal.appsdk.calls.replay_rules import CallSites, Rules
+from immortal.appsdk.calls.user_code import RunContexts
 from immortal.appsdk.errors import AS_RPC, QueryError, UsageError
 
 SEED_SIZE_BYTES = 16

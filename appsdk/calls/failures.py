@@ -6,16 +6,18 @@ next time. `docs/guide/errors.md` says what fails how.
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, get_args
 
 import msgspec
 
 from immortal.appsdk.calls.codec import ArgumentCodec, encoder
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.report import user_traceback
-from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.calls.user_code import is_user_failure, user_traceback
 from immortal.appsdk.errors import (
     CallCancelled,
     CalleeFailed,
@@ -26,7 +28,7 @@ from immortal.appsdk.errors import (
     OnError,
 )
 from immortal.protocol import decoding
-from immortal.protocol.client import REFUSED_CALL, Caller, decode_caller
+from immortal.protocol.client_frames import REFUSED_CALL, Caller, decode_caller
 from immortal.protocol.errors import ProtocolError
 from immortal.protocol.messages import (
     IncomingRpc,
@@ -113,7 +115,7 @@ def text_of(error: BaseException) -> str:
     try:
         text = str(error)
     except BaseException as problem:  # a __str__ of the user's
-        if not is_failure(problem):
+        if not is_user_failure(problem):
             raise
         text = f"its str() raises {type(problem).__name__}"
     return _encodable(_ADDRESS.sub(" at 0x...", text))[:TEXT_CHARACTERS_MAX]
@@ -123,7 +125,7 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def misfit_text(codec: ArgumentCodec, error: BaseException, data: bytes, front: int) -> str:
+def argument_mismatch(codec: ArgumentCodec, error: BaseException, data: bytes, front: int) -> str:
     """Which parameter, what was expected, what came. ``front``: how many items stand before the arguments."""
     names = list(codec.signature.parameters)
     problem = text_of(error)
@@ -174,13 +176,13 @@ def is_awaited(message: bytes) -> bool:
     return rpc is not None and rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC
 
 
-def letter_message(data: bytes) -> bytes:
+def dead_letter_message(data: bytes) -> bytes:
     return data if len(data) <= LETTER_SIZE_BYTES_MAX else b""
 
 
 def forked(method_id: int, arguments: bytes) -> bytes:
     """The message that would make this call once more."""
-    return letter_message(encode_incoming_rpc(method_id, RpcType.FORK, arguments))
+    return dead_letter_message(encode_incoming_rpc(method_id, RpcType.FORK, arguments))
 
 
 def verdict_on(error: HandlerError, failure: Failure, caller: str | None, message: bytes) -> Verdict:
@@ -201,7 +203,7 @@ def verdict_on(error: HandlerError, failure: Failure, caller: str | None, messag
         failure.step,
         failure.method,
         caller,
-        letter_message(message) if caller is None else b"",
+        dead_letter_message(message) if caller is None else b"",
         failure.trace,
     )
 
@@ -246,3 +248,82 @@ def decode_failed(called: str, name: str, arguments: Sequence[Any]) -> Exception
             return CallCancelled(called, text, where)
         return CalleeFailed(called, type_name, text, where)
     return None
+
+
+# What a declared exception has, as it goes to its caller, and the exception that is made of it there.
+#
+# Beside its arguments and what is in its ``__dict__`` that is what its class keeps elsewhere: ``__slots__``, and the
+# fields of Python's own exceptions, such as ``OSError.errno``.
+
+
+CAUSE = "__cause__"
+CAUSES_MAX = 8
+_ARGUMENTS: Any = vars(BaseException)["args"]
+_NOT_FIELDS = {"__class__", "__dict__", "__weakref__", *vars(BaseException)}
+_PLAIN = (bool, int, float, str, bytes)
+
+
+def attributes_of(error: BaseException, causes_max: int = CAUSES_MAX) -> dict[str, Any]:
+    """By name: all but its arguments, and its cause where that is an exception of Python's own."""
+    found = {**vars(error)}
+    for name, (field, is_own) in _fields(type(error)).items():
+        with contextlib.suppress(AttributeError):  # a slot that has no value
+            value = field.__get__(error)
+            # What Python says of whose attribute is missing is for its own hints: it is the instance, mostly.
+            if is_own or (value is not None and (name != "obj" or isinstance(value, _PLAIN))):
+                found[name] = value
+    cause = error.__cause__
+    if cause is not None and causes_max and _builtin(type(cause).__name__) is type(cause):
+        found[CAUSE] = (type(cause).__name__, cause.args, attributes_of(cause, causes_max - 1))
+    return found
+
+
+def made(cls: type[Exception], arguments: list[Any], attributes: Mapping[str, Any]) -> Exception:
+    """Without ``__init__``, as an exception's arguments often are not those of its class."""
+    try:
+        error = cls.__new__(cls)
+    except TypeError:  # its own __new__ wants arguments
+        error = _base(cls).__new__(cls)
+    if issubclass(cls, SyntaxError) and "lineno" in attributes:  # its place is a tuple, which comes as a list
+        arguments = [tuple(one) if isinstance(one, list) else one for one in arguments]
+    _ARGUMENTS.__set__(error, tuple(arguments))
+    fields = _fields(cls)
+    for name, value in attributes.items():
+        if name == CAUSE:
+            error.__cause__ = _cause(value)
+        elif name in fields:
+            with contextlib.suppress(AttributeError, TypeError):  # one that only can be read
+                fields[name][0].__set__(error, value)
+        else:
+            vars(error)[name] = value
+    return error
+
+
+def _cause(value: Any) -> Exception | None:
+    with contextlib.suppress(TypeError, ValueError):
+        name, arguments, attributes = value
+        if (cls := _builtin(name)) is not None:
+            return made(cls, arguments, attributes)
+    return None
+
+
+def _builtin(name: str) -> type[Exception] | None:
+    found = getattr(builtins, name, None)
+    is_one = isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, BaseExceptionGroup)
+    return found if is_one else None
+
+
+def _base(cls: type[Exception]) -> Any:
+    return next(one for one in cls.__mro__ if one.__module__ == "builtins")
+
+
+def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
+    """By name, with whether a class that is none of Python's has it."""
+    return {name: (field, is_own) for name, field, is_own in _all_fields(cls)}
+
+
+def _all_fields(cls: type) -> Iterator[tuple[str, Any, bool]]:
+    for one in reversed(cls.__mro__):
+        for name, field in vars(one).items():
+            if isinstance(field, MemberDescriptorType | GetSetDescriptorType) and name not in _NOT_FIELDS:
+                yield name, field, one.__module__ != "builtins"

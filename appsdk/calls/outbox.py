@@ -13,12 +13,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from immortal.appsdk.calls.codec import bind_arguments, encode_value, encoder, largest, unencodable
+from immortal.appsdk.calls.codec import (
+    bind_arguments,
+    describe_depth,
+    encode_value,
+    encoder,
+    largest,
+    nesting_max,
+    unencodable,
+)
 from immortal.appsdk.calls.context import QUERY_RUNS, Context
-from immortal.appsdk.calls.nesting import depth_in_words, nesting_max
 from immortal.appsdk.errors import AS_RPC, Disconnected, QueryError, UsageError
 from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.forks import text_after_fork, watch
 from immortal.protocol.limits import MESSAGE_SIZE_BYTES_MAX
 from immortal.protocol.messages import (
     MessageType,
@@ -30,8 +36,8 @@ from immortal.protocol.messages import (
     encode_name,
 )
 from immortal.protocol.nesting import is_nested_beyond
-from immortal.protocol.nodes import HANDLES_METHOD_ID
-from immortal.protocol.ordering import FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from immortal.protocol.process import after_fork_message, watch
+from immortal.protocol.system_methods import FENCING_METHOD_ID, HANDLES_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
 from immortal.protocol.varint import decode_zigzag_int, encode_zigzag
 
 if TYPE_CHECKING:
@@ -146,7 +152,7 @@ def make_writer(
             and is_nested_beyond(body, 0, len(body), shallow + 1)
             and (context is None or context.sites.limits_nesting)
         ):
-            raise UsageError(depth_in_words(name, parameters, arguments))
+            raise UsageError(describe_depth(name, parameters, arguments))
         parts += (front, body)
         return size_bytes
 
@@ -223,7 +229,7 @@ class Outbox:
         self._mark = len(self._ready), self.ready_size_bytes, self._unordered
         self._closed_since_mark.clear()
 
-    def back_to_copy(self) -> None:
+    def rewind_to_copy(self) -> None:
         """The calls since the mark are not sent, and all since the copy will be made again: those before the mark
         are not to be sent twice."""
         count, self.ready_size_bytes, self._unordered = self._mark
@@ -265,7 +271,7 @@ class Outbox:
                 arguments = bound if keywords else arguments
             caller_id: cython.ulong = get_ident()
             if caller_id != context.handling_thread_id:
-                raise not_in_handler(context, name)
+                raise outside_handler_error(context, name)
             try:
                 body = encode(arguments)
                 front, size_bytes = fronts[len(body)]
@@ -275,7 +281,7 @@ class Outbox:
                 front, body, size_bytes = _encoded_again(fronts, name, signature.parameters, arguments, error)
             is_deep = len(body) > shallow and is_nested_beyond(body, 0, len(body), shallow + 1)
             if is_deep and context.sites.limits_nesting:
-                raise UsageError(depth_in_words(name, signature.parameters, arguments))
+                raise UsageError(describe_depth(name, signature.parameters, arguments))
             if context.carries:
                 context.nodes.accounts.passing(destination, body)
             parts = batch.parts
@@ -450,7 +456,7 @@ class Outbox:
         return taken
 
 
-def not_in_handler(context: Context, name: Name) -> UsageError:
+def outside_handler_error(context: Context, name: Name) -> UsageError:
     if threading.get_ident() != context.thread_id:
         return UsageError(
             f"{name}.fork: from a hook or another thread calls are impulses, since no replay would repeat them: "
@@ -489,7 +495,7 @@ class ImpulseQueue:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         advice = "it is the app; a child may call it as a client, with immortal.appsdk.client.connect"
-        self._why_closed = text_after_fork("these impulses' way", self._process_id, advice)
+        self._why_closed = after_fork_message("these impulses' way", self._process_id, advice)
 
     def append(self, destination: Name, name: Name, write: Write, arguments: tuple[Any, ...]) -> None:
         """Queue one impulse; wait while the window is full. Any thread but the handlers'.

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
 
-from immortal.appsdk.client.aio import AsyncClient
+from immortal.appsdk.client.clients import AsyncClient, Client
+from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.client.errors import (
     CallCancelled,
     CallConflict,
@@ -25,7 +26,6 @@ from immortal.appsdk.client.errors import (
     ReplyGone,
 )
 from immortal.appsdk.client.limits import TIMEOUT_DEFAULT_S
-from immortal.appsdk.client.places import Finder
 from immortal.appsdk.client.proxies import (
     Handle,
     Proxy,
@@ -36,9 +36,8 @@ from immortal.appsdk.client.proxies import (
     with_timeout,
     with_traceparent,
 )
-from immortal.appsdk.client.threaded import Client
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.protocol.client import CLIENT_ID_SIZE_BYTES_MAX
+from immortal.protocol.client_frames import CLIENT_ID_SIZE_BYTES_MAX
 
 __all__ = [
     "CallCancelled",

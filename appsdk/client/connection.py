@@ -11,7 +11,6 @@ import secrets
 from collections.abc import Iterator
 
 from immortal.appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown
-from immortal.appsdk.client.lane import Call, Lane, Question, refused
 from immortal.appsdk.client.limits import (
     BUSY_S,
     HELLO_MAX_S,
@@ -21,9 +20,10 @@ from immortal.appsdk.client.limits import (
     SILENCE_CALLING_S,
     SILENCE_S,
 )
+from immortal.appsdk.client.methods import query_name, query_of
 from immortal.appsdk.client.queries import Queries
-from immortal.appsdk.client.results import query_name, query_of
-from immortal.protocol.client import (
+from immortal.appsdk.client.session import Call, Question, Session, refused
+from immortal.protocol.client_frames import (
     KEY_PREFIX,
     ClientCode,
     ClientFrame,
@@ -62,18 +62,18 @@ class Connection:
 
     def __init__(self, instance: str, client_id: str | None, now_s: float) -> None:
         self.instance = instance
-        self.wants_reopening = False  # the socket is of no use any more
+        self.needs_reconnect = False  # the socket is of no use any more
         self.was_welcomed = False  # ever
         self.endpoints_count = 1
         self.problem = "nobody answers"  # why it is not talking
         self.heartbeats = 0  # answers to pings, with something outstanding or not
-        self._main = Lane(
+        self._main = Session(
             client_id or random_client_id(),
             instance,
             keeps_replies=client_id is not None,
             renew=None if client_id is not None else random_client_id,
         )
-        self._lanes: dict[str, Lane] = {self._main.client_id: self._main}
+        self._lanes: dict[str, Session] = {self._main.client_id: self._main}
         self._queries = Queries(instance, self.submit)
         self._methods: dict[str, int] = {}  # by name; queries also by that of a NamedQuery
         self._methods_at_s: float | None = None
@@ -107,7 +107,7 @@ class Connection:
         else:
             lane.add(call)
 
-    def _follows(self, lane: Lane, call: Call, key: str) -> bool:
+    def _follows(self, lane: Session, call: Call, key: str) -> bool:
         """Whether the request of that key is under way here, so that ``call`` gets its reply; or is refused, where that
         is another call."""
         self._name_known(call)
@@ -137,10 +137,10 @@ class Connection:
         """Ask it as soon as it can be, beside the log where the instance takes that."""
         self._queries.add(call)
 
-    def _lane_of(self, key: str) -> Lane:
+    def _session_of(self, key: str) -> Session:
         client_id = KEY_PREFIX + key
         if (lane := self._lanes.get(client_id)) is None:
-            lane = self._lanes[client_id] = Lane(client_id, self.instance, keeps_replies=True)
+            lane = self._lanes[client_id] = Session(client_id, self.instance, keeps_replies=True)
         return lane
 
     def attach(self, call: Call, key: str) -> None:
@@ -192,7 +192,7 @@ class Connection:
 
     def reopened(self, now_s: float) -> None:
         """There is a new socket, to another endpoint or to the same."""
-        self.wants_reopening = False
+        self.needs_reconnect = False
         self._talking = False
         self._hello_s = HELLO_MIN_S
         self._hello_due_s = self._heard_s = now_s
@@ -243,7 +243,7 @@ class Connection:
             self._resend = dict.fromkeys(self._lanes, 0)
             self._queries.greeted()
 
-    def _ponged(self, lane: Lane, frame: ClientFrame, now_s: float) -> None:
+    def _ponged(self, lane: Session, frame: ClientFrame, now_s: float) -> None:
         self.heartbeats += 1
         if lane.was_forgotten(frame.number):
             self._forgotten(lane)
@@ -257,10 +257,10 @@ class Connection:
             if lane.error is not None or lane.is_idle:
                 self._lanes.pop(lane.client_id, None)
 
-    def _refused(self, lane: Lane, frame: ClientFrame, now_s: float) -> None:
+    def _refused(self, lane: Session, frame: ClientFrame, now_s: float) -> None:
         self.problem = frame.reason
         if frame.code == ClientCode.NOT_ME:
-            self.wants_reopening = True
+            self.needs_reconnect = True
         elif frame.code == ClientCode.NOT_READY:
             self._talking = False
             self._hello_due_s = now_s + self._hello_s
@@ -269,7 +269,7 @@ class Connection:
         elif frame.code in (ClientCode.MALFORMED, ClientCode.NOT_YOURS):
             self._begin_anew(lane, refused(frame.reason))
 
-    def _forgotten(self, lane: Lane) -> None:
+    def _forgotten(self, lane: Session) -> None:
         self._begin_anew(
             lane,
             OutcomeUnknown(
@@ -291,7 +291,7 @@ class Connection:
         self._talking = False
         return True
 
-    def _begin_anew(self, lane: Lane, error: ClientError) -> None:
+    def _begin_anew(self, lane: Session, error: ClientError) -> None:
         self._lanes.pop(lane.client_id, None)
         self._resend.pop(lane.client_id, None)
         lane.begin_anew(error)
@@ -304,8 +304,8 @@ class Connection:
         """All that is to be sent now."""
         if self._asked_s is not None and now_s - self._asked_s >= self._silence_s:
             self.problem = f"nothing was heard for {now_s - self._heard_s:.1f} s"
-            self.wants_reopening = True
-        if self.wants_reopening:
+            self.needs_reconnect = True
+        if self.needs_reconnect:
             return []
         frames = list(self._frames(now_s))
         return [encode_client_frame(frame) for frame in frames]

@@ -26,7 +26,7 @@ METHODS_POLL_S = 0.2  # for the names of the methods, while the app is not up ye
 SILENCE_S = 2.5
 SILENCE_CALLING_S = 0.5  # ... while nobody has answered yet, and there is another endpoint to try
 DESERTED_S = 0.1  # where nobody listens, and there is another endpoint to try
-MOVED_LOOK_S = 0.05  # whether the copy of a shared registry has changed: a comparison of two numbers
+MOVED_POLL_S = 0.05  # whether the copy of a shared registry has changed: a comparison of two numbers
 # An instance that seems to be stopped, or not to know the key, may just be starting, or about to look for keys.
 STOPPED_S = 1.5
 KEY_RETRY_S = 1.0  # an instance looks for new keys and callers once a second

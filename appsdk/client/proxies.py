@@ -6,15 +6,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
-from immortal.appsdk.client.aio import AsyncClient
+from immortal.appsdk.client.clients import AsyncClient, Client
 from immortal.appsdk.client.connection import random_client_id
-from immortal.appsdk.client.handles import CANCEL, Status
-from immortal.appsdk.client.results import Method, NamedMethod, NamedQuery, typed_method, typed_query
-from immortal.appsdk.client.threaded import Client
+from immortal.appsdk.client.methods import CANCEL, Method, NamedMethod, NamedQuery, Status, typed_method, typed_query
 from immortal.appsdk.handlers.definition import Definition
-from immortal.protocol.client import CLIENT_ID_SIZE_BYTES_MAX, KEY_PREFIX
+from immortal.protocol.client_frames import CLIENT_ID_SIZE_BYTES_MAX, KEY_PREFIX
 from immortal.protocol.errors import LocalProtocolError
-from immortal.protocol.shown import is_encodable
+from immortal.protocol.safe_output import is_encodable
 from immortal.protocol.trace_context import read_traceparent
 
 QUERY = "query"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from immortal.appsdk.client.errors import ClientError
-from immortal.appsdk.client.lane import Call, refused
 from immortal.appsdk.client.limits import BUSY_S, QUERIES_SENT_MAX, QUERY_POLL_S
-from immortal.protocol.client import ClientCode, ClientFrame, ClientFrameType, decode_replies, encode_request
+from immortal.appsdk.client.session import Call, refused
+from immortal.protocol.client_frames import ClientCode, ClientFrame, ClientFrameType, decode_replies, encode_request
 
 _LATER = frozenset({ClientCode.NOT_READY, ClientCode.BUSY})
 """Why a query is asked again by itself."""
@@ -63,7 +63,7 @@ class Queries:
     # --- out ---------------------------------------------------------------------------------------------------------
 
     def frames(self, client_id: str, resolve: Callable[[Call], bool], now_s: float) -> Iterator[ClientFrame]:
-        """Those to be asked now. ``resolve``: as in :meth:`immortal.appsdk.client.lane.Lane.requests`."""
+        """Those to be asked now. ``resolve``: as in :meth:`immortal.appsdk.client.session.Lane.requests`."""
         for number in [number for number, due_s in self._due_s.items() if now_s >= due_s]:
             yield self._frame(client_id, number, now_s)
         for number, call in list(self._waiting.items()):

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import struct
 import time
 
 import zmq
 
 from immortal.appsdk.client.connection import Connection
+from immortal.appsdk.client.discovery import Finder, Places, ProcessStatus, RegistryWatch, presence
 from immortal.appsdk.client.errors import NotConnectable
 from immortal.appsdk.client.limits import (
     DESERTED_S,
     KEY_REFUSED_S,
     KEY_RETRY_S,
     MESSAGE_SIZE_BYTES_MAX,
-    MOVED_LOOK_S,
+    MOVED_POLL_S,
     QUEUED_MAX,
     RECONNECT_MS_MAX,
     RECONNECT_MS_MIN,
     STOPPED_S,
 )
-from immortal.appsdk.client.places import Finder, Following, Places
-from immortal.appsdk.client.presence import Presence, presence
-from immortal.appsdk.client.watch import Watch
+from immortal.appsdk.client.session import Call
 
 _NOBLOCK = int(zmq.NOBLOCK)
 GOODBYE_LINGER_MS = 100
@@ -35,11 +35,11 @@ class Transport:
         self._finder = finder
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._turn = 0
-        self._watch = Watch(self._context)
+        self._watch = SocketMonitor(self._context)
         self._refused_s: float | None = None  # when the key was turned away first
         self._stopped_s: float | None = None  # when the instance was found stopped first
         self._look_due_s: float | None = None
-        self._following: Following | None = None
+        self._following: RegistryWatch | None = None
         try:
             self._places: Places = finder.find()
             self._open()
@@ -97,15 +97,15 @@ class Transport:
         if not connection.is_talking:
             self._look(now_s)
         if len(self._places.endpoints) > 1 and self._is_deserted(now_s):
-            connection.wants_reopening = True  # at the next endpoint, where the instance may be by now
+            connection.needs_reconnect = True  # at the next endpoint, where the instance may be by now
         if self._following is not None and self._following.moved(self._places):
             self._turn = -1  # the first of its places, with the first of its keys
-            connection.wants_reopening = True
+            connection.needs_reconnect = True
         while True:
             self._receive()
             now_s = time.monotonic()
             data = connection.data_to_send(now_s)
-            if connection.wants_reopening:
+            if connection.needs_reconnect:
                 self._reopen(now_s)
                 reopened = True
                 continue
@@ -120,11 +120,11 @@ class Transport:
         self._watch.look()
         self._look_due_s = None
         refusal = self._places.refusal or self._key_refusal(now_s)
-        if not refusal and self._watch.finds_nobody and not self.connection.was_welcomed:
+        if not refusal and self._watch.is_unreachable and not self.connection.was_welcomed:
             refusal = self._absence(now_s)
         if refusal:
             self.connection.refuse(NotConnectable(refusal))
-        elif self._watch.has_another_key and len(self._places.endpoints) == 1:
+        elif self._watch.has_key_mismatch and len(self._places.endpoints) == 1:
             self._try_next_key(now_s)
 
     def _try_next_key(self, now_s: float) -> None:
@@ -133,7 +133,7 @@ class Transport:
         is_last = (self._turn + 1) % count == 0
         due_s = self._opened_s + KEY_RETRY_S if is_last else now_s
         if now_s >= due_s:
-            self.connection.wants_reopening = True
+            self.connection.needs_reconnect = True
         else:
             self._look_due_s = due_s
 
@@ -142,7 +142,7 @@ class Transport:
         if now_s - self._opened_s < DESERTED_S:
             return False
         self._watch.look()
-        return not self._watch.is_up and self._watch.finds_nobody
+        return not self._watch.is_up and self._watch.is_unreachable
 
     def _key_refusal(self, now_s: float) -> str:
         """A new key may not be known there yet: it is shown again, until it was turned away long enough."""
@@ -156,7 +156,7 @@ class Transport:
         self._look_due_s = self._opened_s + KEY_RETRY_S
         if now_s >= self._look_due_s:
             self._turn -= 1  # whoever turns the caller's key away has shown that it has the one that is tried
-            self.connection.wants_reopening = True
+            self.connection.needs_reconnect = True
         return ""
 
     def _absence(self, now_s: float) -> str:
@@ -172,9 +172,9 @@ class Transport:
         return ""
 
     @property
-    def _presence(self) -> Presence:
+    def _presence(self) -> ProcessStatus:
         folder = self._places.folder
-        return Presence(False, "") if folder is None else presence(folder)
+        return ProcessStatus(False, "") if folder is None else presence(folder)
 
     @property
     def problem(self) -> str:
@@ -228,7 +228,7 @@ class Transport:
         """When :meth:`process` is to be called, whatever happens; monotonic."""
         due_s = self.connection.next_deadline_s()
         if self._following is not None:
-            due_s = min(due_s, time.monotonic() + MOVED_LOOK_S)
+            due_s = min(due_s, time.monotonic() + MOVED_POLL_S)
         return due_s if self._look_due_s is None else min(due_s, self._look_due_s)
 
     def close(self) -> None:
@@ -240,3 +240,126 @@ class Transport:
             self._following.close()
         self._socket.close(linger=GOODBYE_LINGER_MS)
         self._context.term()
+
+
+# What a client says to people.
+
+
+def timeout_message(transport: Transport, method: str, call: Call, timeout_s: float) -> str:
+    instance = transport.connection.instance
+    front = f"{method}: no reply of {instance!r} at {transport.endpoint} within {timeout_s:g} s: {transport.problem}"
+    if not call.sent and call.message:  # a query beside the log, which has no number there
+        return f"{front}; a query changes nothing, and may be asked again"
+    if not call.sent:
+        return f"{front}; the request was never sent, and will not be"
+    return (
+        f"{front}; the request (number {(call.leader or call).number} of client {(call.leader or call).client_id!r}) "
+        f"may have been done or may still be"
+    )
+
+
+# What ZeroMQ tells of a socket's connection: why nothing comes, where nothing comes.
+
+
+_EVENT = struct.Struct("=HI")
+_UP = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_CONNECTED = int(zmq.EVENT_CONNECTED)
+_BROKEN = int(zmq.EVENT_DISCONNECTED)
+_NOBODY = int(zmq.EVENT_CLOSED)  # of an attempt that found nobody
+_REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+_OTHER_MECHANISM = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+_BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_ALL = _UP | _CONNECTED | _BROKEN | _NOBODY | _REFUSED | _OTHER_MECHANISM | _BROKEN_OFF
+_NOBODY_LISTENS = "nobody listens there"
+_NOBLOCK = int(zmq.NOBLOCK)
+
+
+class SocketMonitor:
+    """Of one socket after the other. ``problem``: what keeps it from talking; "" where nothing is known.
+
+    ``refusals`` counts how often the key was turned away, since a connection was made last or who listens was another
+    one; ``connections`` those that were made in all. ``is_up``: there is one. ``has_key_mismatch``: who listens has
+    broken off the handshake with this socket, as one does that has another key.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.problem = ""
+        self.refusals = 0
+        self.connections = 0
+        self.is_up = self.has_key_mismatch = False
+        self._context = context
+        self._count = 0
+        self._watched: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._has_keys = False
+
+    def watch(self, socket: zmq.Socket[bytes], *, has_keys: bool) -> None:
+        """From now on this one, which has not connected yet."""
+        self.close()
+        self._watched = socket
+        self._count += 1
+        self._has_keys = has_keys
+        address = f"inproc://watch-{id(self)}-{self._count}"  # of one context
+        socket.monitor(address, _ALL)
+        self._monitor = self._context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.LINGER, 0)
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # so that nobody waits for who does not look
+        self._monitor.connect(address)
+        self.is_up = self.has_key_mismatch = False
+
+    @property
+    def is_unreachable(self) -> bool:
+        return self.problem == _NOBODY_LISTENS
+
+    def fileno(self) -> int:
+        """What to wait for; it tells of news, once: :meth:`look` takes them all. Only while a socket is watched."""
+        assert self._monitor is not None
+        descriptor = self._monitor.getsockopt(zmq.FD)
+        assert isinstance(descriptor, int)
+        return descriptor
+
+    def look(self) -> None:
+        """Take in what has happened."""
+        if self._monitor is None:
+            return
+        try:
+            while True:
+                event, _ = _EVENT.unpack(self._monitor.recv_multipart(_NOBLOCK)[0])
+                self._note(event)
+        except zmq.Again:
+            return
+
+    def _note(self, event: int) -> None:
+        if event == _UP:
+            self.problem, self.refusals, self.has_key_mismatch = "", 0, False
+            self.is_up = True
+            self.connections += 1
+        elif event == _BROKEN:
+            self.is_up = False
+        elif event == _REFUSED:
+            self.refusals += 1
+            self.problem = "it does not let the caller's key in"
+        elif event == _OTHER_MECHANISM and self._has_keys:
+            self.problem = "it has no keys, and here it is known with some"
+        elif event == _OTHER_MECHANISM:
+            self.problem = "it takes only callers with keys, and none of its public keys is known here"
+        elif event == _BROKEN_OFF and self._has_keys:
+            self.refusals, self.has_key_mismatch = 0, True
+            self.problem = "it breaks off the handshake: it has other keys than those that are known here"
+        elif event == _NOBODY:
+            self.problem = _NOBODY_LISTENS
+        elif event == _CONNECTED and self.problem in ("", _NOBODY_LISTENS):  # else there is more to say
+            self.problem = "somebody listens there, and does not answer"
+
+    def close(self) -> None:
+        """Before the socket that is watched is closed.
+
+        It must not have anything more to tell: ZeroMQ's thread would wait for somebody who listens, for ever, and make
+        no connection any more.
+        """
+        if self._watched is not None:
+            self._watched.disable_monitor()
+            self._watched = None
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
-from immortal.appsdk.determinism.excepts import INSTEAD, suppressed, swallowed
 from immortal.appsdk.determinism.rules import AWAIT, AWAIT_OR_FORK, IN_A_STEP, NOT_BEGUN, REFUSED, Rule, Rules
 from immortal.appsdk.determinism.values import (
     Bound,
@@ -34,9 +33,9 @@ from immortal.appsdk.determinism.values import (
     state_names,
     values_of,
 )
-from immortal.appsdk.determinism.waits import METHODS, useless_awaitables
-from immortal.appsdk.effects.options import Effects
+from immortal.appsdk.effects.effect import Effects
 from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.waiting.waits import Wait
 
 _OPTED_OUT = re.compile(r"#\s*immortal:\s*deterministic\b")
 _ORDER_FREE = frozenset({sorted, min, max, sum, len, any, all, set, frozenset, bool})
@@ -119,7 +118,7 @@ class Reader(ast.NodeVisitor):
         for part in body if isinstance(body, list) else [body]:
             self.visit(part)
         if self._waits:
-            for call in useless_awaitables(self._node):
+            for call in dropped_awaitables(self._node):
                 if instead := self._begins_by(call):
                     self._report(call, f"does not await {ast.unparse(call.func)}(...), {NOT_BEGUN}", instead)
 
@@ -425,3 +424,92 @@ class Reader(ast.NodeVisitor):
 
     def visit_arg(self, node: ast.arg) -> None:
         """An annotation."""
+
+
+# Where an exception is swallowed that is none of the program's own: by what the SDK stops or cancels a handler.
+
+
+INSTEAD = "write 'except Exception' or end with 'raise', as the SDK stops and cancels handlers by exceptions of its own"
+
+
+def swallowed(node: ast.Try | ast.TryStar, value_of: Callable[[ast.expr], Value]) -> Iterator[tuple[int, str]]:
+    """(line, what it does), of an 'except' without a 'raise' and a 'finally' that returns."""
+    for handler in node.handlers:
+        if _catches_all(handler.type, value_of) and not _has(handler.body, ast.Raise):
+            what = "except" if handler.type is None else f"except {ast.unparse(handler.type)}"
+            yield handler.lineno, f"swallows every exception ('{what}:')"
+    if _has(node.finalbody, ast.Return):
+        yield node.finalbody[0].lineno, "swallows every exception (a 'return' in a 'finally')"
+
+
+def suppressed(node: ast.With | ast.AsyncWith, value_of: Callable[[ast.expr], Value]) -> Iterator[tuple[int, str]]:
+    """(line, what it does), of 'with suppress(BaseException)'."""
+    for with_item in node.items:
+        call = with_item.context_expr
+        if not isinstance(call, ast.Call) or not is_object(value_of(call.func), contextlib.suppress):
+            continue
+        if any(_catches_all(argument, value_of) for argument in call.args):
+            yield call.lineno, f"swallows every exception ('{ast.unparse(call)}')"
+
+
+def _catches_all(kind: ast.expr | None, value_of: Callable[[ast.expr], Value]) -> bool:
+    if isinstance(kind, ast.Tuple):
+        return any(_catches_all(each, value_of) for each in kind.elts)
+    return kind is None or is_object(value_of(kind), BaseException)
+
+
+def _has(body: list[ast.stmt], kind: type[ast.stmt]) -> bool:
+    return any(isinstance(node, kind) for node in nodes_of_function(ast.Module(body, [])))
+
+
+# Where an awaitable is of no use: what is not awaited there never begins.
+
+
+METHODS = frozenset({"sleep", "at", "event", "gather", "race"})  # of self, in an async handler
+_OF_AWAITABLES = frozenset({"__await__", *dir(Wait)})
+
+
+def nodes_of_function(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function, without those of functions and classes within it."""
+    for child in ast.iter_child_nodes(function):
+        yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            yield from nodes_of_function(child)
+
+
+def dropped_awaitables(function: ast.AST) -> Iterator[ast.Call]:
+    """The calls whose value is dropped, or used as what the awaitable would give.
+
+    What is passed on, or kept under a name that is read, may be awaited elsewhere.
+    """
+    read: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            read.add(node.id)
+        elif isinstance(node, ast.Global | ast.Nonlocal):
+            read.update(node.names)
+    for node in ast.walk(function):
+        for used in _used(node, read):
+            if isinstance(used, ast.Call):
+                yield used
+
+
+def _used(node: ast.AST, read: set[str]) -> list[ast.expr]:
+    match node:
+        case ast.Expr(value=value) | ast.AugAssign(value=value) | ast.FormattedValue(value=value):
+            return [value]
+        case ast.Assign(targets=[ast.Name(id=name)], value=value) if name not in read:
+            return [value]
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) | ast.Assert(test=test):
+            return [test]
+        case ast.For(iter=value) | ast.comprehension(iter=value, is_async=0) | ast.Subscript(value=value):
+            return [value]
+        case ast.Attribute(value=value, attr=name) if name not in _OF_AWAITABLES:
+            return [value]
+        case ast.UnaryOp(operand=value):
+            return [value]
+        case ast.BinOp(left=left, right=right):
+            return [left, right]
+        case ast.Compare(left=left, comparators=others):
+            return [left, *others]
+    return []

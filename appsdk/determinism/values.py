@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Final, Union
 from msgspec import Struct
 from msgspec.structs import replace
 
-from immortal.appsdk.effects.options import Effects
+from immortal.appsdk.effects.effect import Effects
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Peer
 

@@ -8,23 +8,34 @@ from typing import TYPE_CHECKING, Any
 
 from immortal.appsdk.calls.codec import ArgumentCodec, Decode
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.failures import failure_of, misfit_text, refusal
-from immortal.appsdk.calls.report import handler_failed
-from immortal.appsdk.calls.run_failures import is_failure
-from immortal.appsdk.dispatch.receivers import answering_receiver, receiver, waking
+from immortal.appsdk.calls.failures import argument_mismatch, failure_of, refusal
+from immortal.appsdk.calls.user_code import handler_failed, is_user_failure
+from immortal.appsdk.dispatch.invocation import receiver, rpc_receiver, waking
 from immortal.appsdk.errors import Failure, HandlerError
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
 from immortal.appsdk.handlers.definition import Definition
-from immortal.appsdk.nodes.messages import decode_awaited_node_call, decode_node_call, decode_word
-from immortal.appsdk.ordering.multicasts import decode_executed, decode_fencing, decode_of_ordering, decode_propose
-from immortal.appsdk.waiting.clock import ToldTime
-from immortal.appsdk.waiting.effects import EffectResult
+from immortal.appsdk.nodes.reference_counts import decode_awaited_node_call, decode_node_call, decode_word
+from immortal.appsdk.ordering.multicasts import (
+    decode_executed,
+    decode_fence_message,
+    decode_ordering_message,
+    decode_propose,
+)
+from immortal.appsdk.waiting.impulses import EffectResult, ToldTime
 from immortal.protocol import decoding
 from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID, ORDER_METHOD_ID, Order
 from immortal.protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
-from immortal.protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
-from immortal.protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from immortal.protocol.system_methods import (
+    CANCEL_CALL_METHOD_ID,
+    EXECUTED_METHOD_ID,
+    FENCING_METHOD_ID,
+    HANDLES_METHOD_ID,
+    NODE_METHOD_ID,
+    ORDER_METHOD_ID,
+    ORDERED_METHOD_ID,
+    ORDERING_METHOD_ID,
+    Order,
+)
 from immortal.protocol.varint import encode_zigzag
 from immortal.protocol.verdicts import Cause
 
@@ -85,8 +96,12 @@ class Delivery:
             (CANCEL_CALL_METHOD_ID, RpcType.ASYNC, cancels),
             (EFFECT_METHOD_ID, RpcType.FORK, effects),  # one that had to wait for multicasts
             (ORDERED_METHOD_ID, RpcType.FORK, _own(decode_propose, multicasts.proposed, "an ordered multicast")),
-            (ORDERING_METHOD_ID, RpcType.FORK, _own(decode_of_ordering, multicasts.received, "an ordered multicast")),
-            (FENCING_METHOD_ID, RpcType.FORK, _own(decode_fencing, multicasts.fencing, "an ordered multicast")),
+            (
+                ORDERING_METHOD_ID,
+                RpcType.FORK,
+                _own(decode_ordering_message, multicasts.received, "an ordered multicast"),
+            ),
+            (FENCING_METHOD_ID, RpcType.FORK, _own(decode_fence_message, multicasts.fencing, "an ordered multicast")),
             (EXECUTED_METHOD_ID, RpcType.FORK, _own(decode_executed, multicasts.executed, "an ordered multicast")),
             (NODE_METHOD_ID, RpcType.FORK, _own(decode_node_call, inbox.called, "a handle")),
             (NODE_METHOD_ID, RpcType.ASYNC, _own(decode_awaited_node_call, inbox.called, "a handle")),
@@ -104,7 +119,7 @@ class Delivery:
             return codec.decode_call(arguments)  # made when it is needed: few apps are called so
 
         taken: Decode = self._context.nodes.accounts.taking(decode) if codec.may_hold_handles else decode
-        return taken, answering_receiver(self._context.tasks, handler), codec.name
+        return taken, rpc_receiver(self._context.tasks, handler), codec.name
 
     @staticmethod
     def _no_initial(instance: object) -> None:
@@ -181,7 +196,7 @@ class Delivery:
             try:
                 arguments = decode(view[start:offset] if is_large else octets[start:offset])
             except BaseException as error:  # msgspec's own, and what a type's __post_init__ raises
-                if not is_failure(error):
+                if not is_user_failure(error):
                     raise
                 context.message_index = index
                 arguments = self._read_again(content, offset - stride, name, error, content[start:offset], index)
@@ -194,7 +209,7 @@ class Delivery:
             except HandlerError:  # of an async handler, which says more
                 raise
             except BaseException as error:
-                if not is_failure(error):
+                if not is_user_failure(error):
                     raise
                 method_id, front_count = _method_and_front(content, offset - stride)
                 raise self._failed(method_id, name, arguments[front_count:], error, index) from error
@@ -273,7 +288,7 @@ class Delivery:
             try:
                 return self._definition.codec(handler).decode_again(data, error)
             except BaseException as another:
-                if not is_failure(another):
+                if not is_user_failure(another):
                     raise
                 error = another
         raise self._misfit(method_id, name, error, data, index, front_count) from None
@@ -286,7 +301,7 @@ class Delivery:
         if handler is None:
             text = f"{name}: it can't be read: {error}"
             return self._refused(index, refusal(name, method_id, Cause.UNUSABLE, text))
-        text = misfit_text(self._definition.codec(handler), error, data, front)
+        text = argument_mismatch(self._definition.codec(handler), error, data, front)
         return self._refused(index, refusal(name, method_id, Cause.ARGUMENTS, text))
 
     def _failed(

@@ -18,27 +18,24 @@ from typing import Any
 
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.outbox import Chunk, Outbox, encode_call, make_writer
-from immortal.appsdk.dispatch.asking import answer_query
 from immortal.appsdk.dispatch.delivery import Delivery
 from immortal.appsdk.dispatch.events import BecamePrimary, Event, Goodbye, OutputReady, Refusal, SnapshotBegun
-from immortal.appsdk.dispatch.failing import Failures
-from immortal.appsdk.dispatch.healing import Healing, one_line
-from immortal.appsdk.dispatch.hooks import HookGate
-from immortal.appsdk.dispatch.life import Life
+from immortal.appsdk.dispatch.invocation import answer_query
+from immortal.appsdk.dispatch.lifecycle import HookGate, Life, guarded
 from immortal.appsdk.dispatch.records import Records
 from immortal.appsdk.dispatch.rewinds import Rewinds
-from immortal.appsdk.dispatch.upgrades import guarded
-from immortal.appsdk.effects.request import EffectRunner
+from immortal.appsdk.dispatch.state_repair import StateRepair, one_line
+from immortal.appsdk.dispatch.verdicts import Failures
+from immortal.appsdk.effects.effect import EffectRunner
 from immortal.appsdk.errors import StateError, UpgradeError
 from immortal.appsdk.handlers.decorators import INITIAL_METHOD_ID
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.handlers.proxy import all_method_names
 from immortal.appsdk.nodes.nodes import Nodes
 from immortal.appsdk.ordering.multicasts import Multicasts
-from immortal.appsdk.state.copies import Copies
+from immortal.appsdk.state.snapshots import Copies
 from immortal.appsdk.types.handles import current
-from immortal.appsdk.waiting.listing import describe_all, describe_one
-from immortal.appsdk.waiting.retries import retry_effects
+from immortal.appsdk.waiting.operator import describe_all, describe_one, retry_effects
 from immortal.appsdk.waiting.tasks import Tasks
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.extensions import (
@@ -53,11 +50,17 @@ from immortal.protocol.extensions import (
     encode_app_description,
     encode_hello,
 )
-from immortal.protocol.handlers import TIMES_TASK, HandlersAnswer, HandlersQuestion, decode_question, encode_answer
 from immortal.protocol.messages import MessageType, RpcType, decode_messages, encode_checkpoint, encode_message
 from immortal.protocol.queries import QueryQuestion, decode_query, encode_query_answer
 from immortal.protocol.readers import BlobData, BlobStart, Record, RecordReader
 from immortal.protocol.record import CONTROL_SEQUENCE_ID
+from immortal.protocol.system_methods import (
+    TIMES_TASK,
+    HandlersAnswer,
+    HandlersQuestion,
+    decode_handlers_question,
+    encode_answer,
+)
 from immortal.protocol.verdicts import (
     Handling,
     Unsaved,
@@ -109,7 +112,7 @@ class Dispatcher:
         copies = Copies(enabled=any(one.can_undo for one in definition.chain), keeps_large=keeps_large_copies)
         self.records = Records(self.context, self._life, self._failures)
         self._rewinds = Rewinds(self.context, self._life, self.records, self._failures, copies)
-        self.healing = Healing(self.context, self._life, self.records, self._failures, self._rewinds)
+        self.healing = StateRepair(self.context, self._life, self.records, self._failures, self._rewinds)
         self._gate = HookGate(self.context)
         self._draw_seed = draw_seed
         self._effects = effects
@@ -151,7 +154,7 @@ class Dispatcher:
         return self._primary
 
     @property
-    def hooks_may_start(self) -> bool:
+    def may_start_hooks(self) -> bool:
         """The state covers all impulses that were logged before: :class:`BecamePrimary` says so once."""
         return self._gate.is_open
 
@@ -177,7 +180,7 @@ class Dispatcher:
         finally:
             current.life = None
 
-    def say_leaving(self, reason: str) -> None:
+    def announce_leaving(self, reason: str) -> None:
         """The app ends the connection by itself: it has not crashed."""
         if self._failures.can_fail:
             self.outbox.report(encode_message(MessageType.LEAVING, reason.encode("utf-8", "replace")))
@@ -260,7 +263,7 @@ class Dispatcher:
                 if self.time.jumped_ns:
                     self.tasks.time_impulses.jumped(self.time.time_ns, self.time.jumped_ns)
             elif message_type == MessageType.HANDLERS_ASKED:
-                self._tell_handlers(decode_question(data))
+                self._tell_handlers(decode_handlers_question(data))
                 yield OutputReady()
             elif message_type == MessageType.QUERY_ASKED:
                 self._answer_query(decode_query(data))
@@ -296,7 +299,7 @@ class Dispatcher:
         answer = answer_query(question, self.definition, self.instance, self.context, self.tasks)
         self.outbox.report(encode_query_answer(answer))
         if answer.changed:
-            self._rewinds.back_to_log()
+            self._rewinds.reload_from_log()
 
     def _logged(self, record: Record) -> Iterator[Event]:
         sequence_id = record.header.sequence_id
@@ -355,7 +358,7 @@ class Dispatcher:
                 self._checkpoint(guarded(self.definition, f"{self.definition.name}.checkpoint", self._life.encode))
                 self._upgraded = True
             else:
-                self._rewinds.copy_again()
+                self._rewinds.retake_copy()
         except UpgradeError as error:
             self.outbox.send(encode_message(MessageType.UPGRADE_FAILED, error.reason.encode("utf-8", "replace")))
             raise
@@ -420,5 +423,5 @@ class Dispatcher:
             self._rewinds.guards()
             self.tasks.time_impulses.start()
             self._gate.begin()
-            if self.hooks_may_start:
+            if self.may_start_hooks:
                 yield BecamePrimary()

@@ -12,26 +12,25 @@ from msgspec.structs import replace
 
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import method_of
-from immortal.appsdk.dispatch.events import Event, Flush, MessageFailed, OutputReady
-from immortal.appsdk.dispatch.failing import Failures, UndoNeededError, message_at, offset_behind, waking_part
-from immortal.appsdk.dispatch.life import Life
-from immortal.appsdk.dispatch.times import HandlerTimes
+from immortal.appsdk.dispatch.events import Event, Flush, HandlerTimeSamples, MessageFailed, OutputReady
+from immortal.appsdk.dispatch.lifecycle import Life
+from immortal.appsdk.dispatch.verdicts import Failures, RewindNeededError, awaited_part, message_at, offset_behind
 from immortal.appsdk.errors import HandlerError
-from immortal.appsdk.ordering.plain import Plain
+from immortal.appsdk.ordering.messages import Plain
 from immortal.appsdk.state.guard import Guard
 from immortal.protocol.batch import decode_batch, decode_replayable_batch
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.extensions import decode_record_time
-from immortal.protocol.handlers import OTHER_MESSAGES
 from immortal.protocol.messages import MessageType, decode_messages
 from immortal.protocol.readers import Record
+from immortal.protocol.system_methods import OTHER_MESSAGES
 from immortal.protocol.varint import encode_zigzag
 from immortal.protocol.verdicts import Careful, Handling, Verdict, VerdictKind, encode_handling
 
 SLICE_SIZE_BYTES = 64 << 10  # of input, handled before the transport may send: keeps both ends at work
 
 
-class LookCloserError(Exception):
+class SingleStepNeededError(Exception):
     """Some message of the record that is handled, from ``message_index`` on, has left a state that can't be saved."""
 
     def __init__(self, message_index: int) -> None:
@@ -51,7 +50,7 @@ class Records:
 
     def __init__(self, context: Context, life: Life, failures: Failures) -> None:
         self.careful: Careful | None = None
-        self.times = HandlerTimes()
+        self.times = HandlerTimeSamples()
         self.guard = Guard()
         self.can_rewind: Callable[[], bool] = lambda: False
         self.closely: tuple[int, int] | None = None
@@ -85,7 +84,7 @@ class Records:
         yield Flush()
 
     def handle(self, record: Record) -> Iterator[Event]:
-        """Handle the messages of one record. Raises UndoNeededError."""
+        """Handle the messages of one record. Raises RewindNeededError."""
         sequence_id, content = record.header.sequence_id, record.content
         context = self._context
         if context.multicasts.waiting:  # as where each record comes alone; a replay brings many at once
@@ -121,12 +120,12 @@ class Records:
         self._life.next_sequence_id = sequence_id + 1
 
     def _check(self) -> None:
-        """Before anything leaves that the messages so far have made. Raises LookCloserError."""
+        """Before anything leaves that the messages so far have made. Raises SingleStepNeededError."""
         first, self._unchecked_from = self._unchecked_from, None
         if first is None or self.guard.check() is None:
             return
         if self.can_rewind():
-            raise LookCloserError(first)
+            raise SingleStepNeededError(first)
         self.guard.give_up()  # the next checkpoint says so
 
     def _check_one(self, message: bytes, index: int) -> None:
@@ -222,7 +221,7 @@ class Records:
         return self.closely is not None and (sequence_id, message_index) >= self.closely
 
     def _check_kept(self, error: HandlerError, content: bytes, by_itself: bool) -> HandlerError:
-        """Of a message that fails, while what it did stays: is that saved, or undone? Raises LookCloserError."""
+        """Of a message that fails, while what it did stays: is that saved, or undone? Raises SingleStepNeededError."""
         if not by_itself:
             self._check()
         else:
@@ -266,7 +265,7 @@ class Records:
     def _failed(self, error: HandlerError, message: bytes) -> Iterator[Event]:
         """``message`` has failed: note it, and go on behind it.
 
-        Raises ``error`` where it can't fail alone, and UndoNeededError where the state must be as before it first.
+        Raises ``error`` where it can't fail alone, and RewindNeededError where the state must be as before it first.
         """
         verdict = self._failures.verdict(error, message)
         if verdict is None:
@@ -276,7 +275,7 @@ class Records:
             raise error  # when it was handled before: no replay can be right
         if verdict.kind is VerdictKind.UNDONE:
             self._failures.note(verdict)
-            raise UndoNeededError(verdict, error.failure.method_id if error.failure else None)
+            raise RewindNeededError(verdict, error.failure.method_id if error.failure else None)
         self._context.tasks.drain()
         if not known:
             self._failures.note(verdict)
@@ -298,7 +297,7 @@ class Records:
 
     def _end_waiting(self, verdict: Verdict, message: bytes) -> Iterator[Event]:
         """Who waits for what is in ``message``, and passed over, must not wait for ever."""
-        if not verdict.ends_waiting or (waking := waking_part(message)) is None:
+        if not verdict.ends_waiting or (waking := awaited_part(message)) is None:
             return
         context, index = self._context, self._context.message_index
         with context.tasks.incoming.failing(verdict):

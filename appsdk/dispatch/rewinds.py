@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.dispatch.events import Event, MessageFailed
-from immortal.appsdk.dispatch.failing import Failures, UndoNeededError
-from immortal.appsdk.dispatch.life import Life
-from immortal.appsdk.dispatch.records import LookCloserError, Records
+from immortal.appsdk.dispatch.lifecycle import Life
+from immortal.appsdk.dispatch.records import Records, SingleStepNeededError
+from immortal.appsdk.dispatch.verdicts import Failures, RewindNeededError
 from immortal.appsdk.errors import RecoveryNeeded, StateError
-from immortal.appsdk.state.copies import Copies, Copy
+from immortal.appsdk.state.snapshots import Copies, Copy
 from immortal.protocol.readers import Record
 
 MESSAGE_INDEX_MAX = (1 << 31) - 1  # of a record: above any that there is
@@ -35,49 +35,49 @@ class Rewinds:
             try:
                 yield from self._records.handle(record)
                 break
-            except UndoNeededError as needed:
+            except RewindNeededError as needed:
                 self._undo(needed, record)
                 rewound = True
                 yield MessageFailed(needed.verdict)
-            except LookCloserError as closer:
+            except SingleStepNeededError as closer:
                 sequence_id = record.header.sequence_id
                 self._records.closely = sequence_id, closer.message_index
                 copy = self._current_copy()
                 self._failures.repeat_all(sequence_id, self._life.delivery)
-                self._context.outbox.back_to_copy()
+                self._context.outbox.rewind_to_copy()
                 self._go_over(copy, copy.tail, (sequence_id, MESSAGE_INDEX_MAX))
                 rewound = True
         self._records.closely = None
         if rewound:
             self.settle()
         if self.copies.add(record, rewound=rewound):
-            self.copy_again()
+            self.retake_copy()
 
-    def _undo(self, needed: UndoNeededError, record: Record) -> None:
+    def _undo(self, needed: RewindNeededError, record: Record) -> None:
         """Back to the copy of the state, and again over the records behind it, up to ``record``."""
         copy, verdict = self.copies.current, needed.verdict
         if copy is None:
-            self._context.outbox.back_to_copy()
+            self._context.outbox.rewind_to_copy()
             raise RecoveryNeeded(
                 f"{verdict.method} failed at record {verdict.sequence_id}, message {verdict.message_index}; the app "
                 f"is recovered without it"
             )
         size_bytes = len(copy.blob) + copy.tail_size_bytes
         self._failures.repeat(needed, [*copy.tail, record], size_bytes, self._life.delivery)
-        self._context.outbox.back_to_copy()
+        self._context.outbox.rewind_to_copy()
         self._go_over(copy, copy.tail, verdict.key[:2])
 
-    def back_to_log(self) -> None:
+    def reload_from_log(self) -> None:
         """The state is none that the records so far make: make it anew from them. Raises RecoveryNeeded."""
         copy = self.copies.current
         self._context.outbox.mark()
         if copy is None:
             raise RecoveryNeeded("a query has changed the state: the app is recovered from its log, without that")
-        self._context.outbox.back_to_copy()
-        self.go_over_again(copy, copy.tail)
+        self._context.outbox.rewind_to_copy()
+        self.replay_records(copy, copy.tail)
         self.settle()
 
-    def go_over_again(self, copy: Copy, records: Iterable[Record]) -> None:
+    def replay_records(self, copy: Copy, records: Iterable[Record]) -> None:
         """Handle ``records`` of its tail once more, from the first one on; none of them is to fail anew. Then comes
         :meth:`settle`, at once or behind other such runs."""
         last_sequence_id = copy.sequence_id + len(copy.tail)
@@ -125,13 +125,13 @@ class Rewinds:
         self._failures.settle(self._life.delivery)
         self._context.tasks.effects.resume()
 
-    def copy_again(self) -> None:
+    def retake_copy(self) -> None:
         """Much log lies behind the last copy, or the state has changed in another way than by records."""
         self._context.outbox.close_batches()
         try:
             blob = b"".join(self._life.encode())
         except StateError:
-            self.copies.could_not()  # the next checkpoint says so
+            self.copies.copy_failed()  # the next checkpoint says so
             return
         self.take_copy((blob,))
 

@@ -8,19 +8,22 @@ the user's code is at. The loop is there when the first effect needs it.
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from immortal.appsdk.calls.run_failures import is_failure
-from immortal.appsdk.effects.request import EffectRequest, encodable
-from immortal.appsdk.effects.threads import Threads
+from immortal.appsdk.calls.user_code import is_user_failure
+from immortal.appsdk.effects.effect import EffectRequest, EffectRunner, encodable
+from immortal.appsdk.errors import UsageError
 
 if TYPE_CHECKING:
     from immortal.appsdk.effects.loop import EffectLoop
+
 
 SAY_INTERVAL_S = 10.0  # between two lines about failed attempts of one function
 
@@ -43,7 +46,7 @@ class _Attempt:
         return None if timeout is None else timeout.total_seconds()
 
 
-class OutsideRunner:
+class LocalEffectRunner:
     """An EffectRunner. ``places``: how many attempts run at once. ``warn`` is told, by any thread, what people should
     know."""
 
@@ -109,9 +112,7 @@ class OutsideRunner:
     def _use_loop(self) -> EffectLoop:
         with self._lock:
             if self._loop is None:
-                from immortal.appsdk.effects.loop import (
-                    EffectLoop,  # here: asyncio takes longer to import than all else
-                )
+                from immortal.appsdk.effects.loop import EffectLoop
 
                 self._loop = EffectLoop()
             return self._loop
@@ -186,7 +187,7 @@ class OutsideRunner:
                 request.returned(value)
                 return
             except BaseException as problem:  # what it returned is not what it is declared to
-                if not is_failure(problem):
+                if not is_user_failure(problem):
                     raise
                 error = problem
         if request.is_cancelled or self._is_stopped:
@@ -245,3 +246,119 @@ class OutsideRunner:
 
 def _nothing_came(timeout_s: float) -> TimeoutError:
     return TimeoutError(f"nothing returned within {timeout_s:g} s")
+
+
+# Threads that take work in order, each piece in a thread of its own as long as none is free.
+#
+# A thread that is woken up must wait for the interpreter, which whoever runs does not let go for some 0.5 ms. So one is
+# woken at a time: work that computes, and is done by then, is all done by the thread that runs already. Work that waits
+# lets the interpreter go at once, to the thread that takes the next piece and wakes one more.
+
+
+W = TypeVar("W")
+
+
+class Threads(Generic[W]):
+    """At most ``count`` daemons, which call ``run`` with each piece of work; it raises nothing. They never end."""
+
+    def __init__(self, count: int, run: Callable[[W], None]) -> None:
+        self._count = count
+        self._run = run
+        self._lock = threading.Lock()
+        self._work: deque[W] = deque()
+        self._idle: list[SimpleQueue[None]] = []  # the bells of those that are, the last one first: it is still warm
+        self._made_count = 0
+        self._is_called = False  # one is woken or made, and has not looked yet
+
+    def add(self, work: W) -> None:
+        """Any thread; returns at once."""
+        with self._lock:
+            self._work.append(work)
+            self._call_one()
+
+    def forget_all(self) -> None:
+        """What no thread has begun with."""
+        with self._lock:
+            self._work.clear()
+
+    def _call_one(self) -> None:
+        if self._is_called:
+            return  # it calls the next one
+        if self._idle:
+            self._is_called = True
+            self._idle.pop().put(None)
+        elif self._made_count < self._count:
+            try:
+                threading.Thread(target=self._serve, name="effect", daemon=True).start()
+            except RuntimeError:  # the system gives no more: those that there are take it when they are done
+                if not self._made_count:
+                    raise
+            else:
+                self._made_count += 1
+                self._is_called = True
+
+    def _serve(self) -> None:
+        bell: SimpleQueue[None] = SimpleQueue()
+        is_called = True
+        while True:
+            with self._lock:
+                if is_called:
+                    self._is_called = is_called = False
+                work = self._work.popleft() if self._work else None
+                if work is None:
+                    self._idle.append(bell)
+                elif self._work:
+                    self._call_one()
+            if work is None:
+                bell.get()
+                is_called = True
+            else:
+                self._run(work)
+                del work  # not to be kept until there is more
+
+
+# Other functions in place of those that work in the outside world, while a service is developed.
+#
+#     IMMORTAL_EFFECTS='{"shop:charge": "fakes:charge"}'
+#
+# in the environment of the app; `immortal dev` takes it from ``immortal.toml``. Tests have their own way
+# (:mod:`immortal.appsdk.testing.effect_stubs`).
+
+
+class StubEffectRunner:
+    """An EffectRunner: ``runner`` calls what ``stand_ins`` has for a function, in its place."""
+
+    def __init__(self, runner: EffectRunner, stand_ins: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+        self._runner = runner
+        self._stand_ins = stand_ins
+
+    def start(self, request: EffectRequest) -> None:
+        request.stand_in = self._stand_ins.get(request.function)
+        self._runner.start(request)
+
+    def cancel(self, request: EffectRequest) -> None:
+        self._runner.cancel(request)
+
+
+def load_stand_ins(names: Mapping[str, str]) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """``names``: "module:function" by "module:function". Raises UsageError; what a module raises as it is imported
+    passes."""
+    return {_load(function): _load(stand_in) for function, stand_in in names.items()}
+
+
+def _load(name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name.isidentifier():
+        raise UsageError(f"{name!r}: a function is given as module:function, such as shop:charge")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # something that the module imports
+        raise UsageError(f"{name!r}: there is no module {error.name!r}") from None
+    found = getattr(module, function_name, None)
+    if not callable(found) or isinstance(found, type):
+        what = "nothing of that name" if found is None else f"a {type(found).__name__} of that name, and no function"
+        raise UsageError(f"{name!r}: the module has {what}")
+    function: Callable[..., Any] = found
+    return function

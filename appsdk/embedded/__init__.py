@@ -28,13 +28,13 @@ from immortal.coordinator.config.values import check_app
 from immortal.coordinator.core.notices import Level
 from immortal.coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry, RegistryError
 from immortal.coordinator.notices import Notices, configure
-from immortal.coordinator.notices.readiness import Readiness
+from immortal.coordinator.notices.sinks import Readiness
 from immortal.coordinator.operator import control
 from immortal.coordinator.peers.security import check_start
 from immortal.coordinator.service.runtime import Coordinator, run_coordinator
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.forks import watch
-from immortal.protocol.timing_files import FOLDER_NAME
+from immortal.protocol.process import watch
+from immortal.protocol.timings import FOLDER_NAME
 
 if TYPE_CHECKING:
     from immortal.appsdk.immortal import Immortal

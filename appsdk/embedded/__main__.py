@@ -8,7 +8,7 @@ import click
 
 from immortal.appsdk.embedded import run
 from immortal.appsdk.errors import EXIT_NOT_RUNNABLE
-from immortal.appsdk.running.runner import load_or_say
+from immortal.appsdk.running.runner import load_or_report
 from immortal.coordinator.core.notices import Level
 from immortal.coordinator.notices import LOG_LEVELS
 
@@ -20,7 +20,7 @@ from immortal.coordinator.notices import LOG_LEVELS
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info")
 def main(name: str, target: str, home: str | None, log_level: Level) -> None:
     """Run MODULE:CLASS as the instance NAME, with its coordinator in this process."""
-    cls = load_or_say(target)
+    cls = load_or_report(target)
     if cls is None:
         sys.exit(EXIT_NOT_RUNNABLE)
     run(cls, name, home=home, log_level=log_level)

@@ -186,7 +186,7 @@ class EmbeddedApp:
     def _leave(self, life: AppLife, error: ImmortalError) -> list[ev.Event]:
         """The app ends, and says so: with ``error``, or to come back as the log has it."""
         if isinstance(error, AppError):
-            life.dispatcher.say_leaving(str(error).partition("\n")[0])
+            life.dispatcher.announce_leaving(str(error).partition("\n")[0])
         life.loop.take_output()
         events = [*self._said(life), self._lose(life)]
         if isinstance(error, RecoveryNeeded):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 
 from msgspec import Struct
 
-from immortal.appsdk.calls.annotations import signature_of
+from immortal.appsdk.calls.codec import signature_of
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import checked_on_error, checked_raises
 from immortal.appsdk.errors import DefinitionError, OnError, UsageError
@@ -78,7 +78,7 @@ class BoundHandler(Generic[P, R]):
         raise UsageError("self.<handler>.step(...): only an 'async def' handler awaits it: call self.<handler>(...)")
 
 
-class AnImmortal(Protocol):
+class ImmortalProtocol(Protocol):
     """What a type checker takes for an instance of a class below :class:`immortal.Immortal`."""
 
     _immortal_context: Context
@@ -97,7 +97,7 @@ if TYPE_CHECKING:
         @overload
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
         @overload  # ``Counter.count(counter, ...)``, a plain call
-        def __call__(self, instance: AnImmortal, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+        def __call__(self, instance: ImmortalProtocol, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[misc]
 
 
@@ -155,7 +155,7 @@ class Handler(property, Generic[P, R]):
         self.function = function
         self.decorator = decorator
         self.name = getattr(function, "__name__", repr(function))
-        self.signature = check_function(function, decorator)
+        self.signature = check_handler_signature(function, decorator)
         self.is_async = inspect.iscoroutinefunction(function)
         self.is_query = decorator == "query"
         self.raises = checked_raises(f"{self.name}: @{decorator}", raises)
@@ -219,7 +219,7 @@ def _refuse_generator(function: Callable[..., Any], decorator: str, where: str) 
         raise DefinitionError(f"{where}: a generator can't be run as @{decorator}: it would never be resumed")
 
 
-def check_function(function: Callable[..., Any], decorator: str) -> inspect.Signature:
+def check_handler_signature(function: Callable[..., Any], decorator: str) -> inspect.Signature:
     """The signature of a handler without ``self``. Raises DefinitionError, naming the method and the parameter."""
     if not inspect.isfunction(function):
         what = type(function).__name__

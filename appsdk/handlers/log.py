@@ -23,7 +23,7 @@ from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from immortal.appsdk.calls.context import Context
-from immortal.protocol.shown import printable, printable_json
+from immortal.protocol.safe_output import printable, printable_json
 
 if TYPE_CHECKING:
     from immortal.appsdk.handlers.definition import Definition

@@ -11,7 +11,7 @@ from typing import Any
 
 from immortal.appsdk.calls.codec import bind_arguments
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.outbox import encode_call, make_writer, not_in_handler
+from immortal.appsdk.calls.outbox import encode_call, make_writer, outside_handler_error
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Definition, Peer
@@ -19,7 +19,7 @@ from immortal.appsdk.handlers.proxy import PeerMethod, find_handler
 from immortal.appsdk.ordering.messages import Scope
 from immortal.appsdk.types.handles import Handle as HandleType
 from immortal.protocol.messages import RpcType
-from immortal.protocol.nodes import NODE_METHOD_ID
+from immortal.protocol.system_methods import NODE_METHOD_ID
 
 Handle: Any = HandleType
 
@@ -67,7 +67,7 @@ Destination = tuple[str, Callable[[], Definition]]
 """Its name, and what finds its class."""
 
 
-def common_method_id(method_ids: Iterable[int]) -> int:
+def shared_method_id(method_ids: Iterable[int]) -> int:
     """Of calls of one multicast: theirs, or the negative one of the instances where there are nodes as well."""
     given = set(method_ids)
     others = given - {NODE_METHOD_ID}
@@ -103,7 +103,7 @@ def destinations_of(
     return list(found.values())
 
 
-def common_handler(destinations: list[Destination], name: str) -> Handler[Any, Any]:
+def shared_handler(destinations: list[Destination], name: str) -> Handler[Any, Any]:
     """The handler ``name`` that all have, under one method ID. Raises AttributeError, UsageError."""
     handlers = [find_handler(resolve(), name) for _, resolve in destinations]
     for (destination, _), handler in zip(destinations, handlers, strict=True):
@@ -125,7 +125,7 @@ def make_multicast_fork(
     names = [destination for destination, _ in destinations]
     nodes = [source if isinstance(source, NodeHandles) else None for _, source in destinations]
     write_node = make_writer(name, NODE_METHOD_ID, RpcType.FORK, context=context)
-    common = common_method_id(method_id if node is None else NODE_METHOD_ID for node in nodes)
+    common = shared_method_id(method_id if node is None else NODE_METHOD_ID for node in nodes)
     codec = destinations[0][1]().codec(handler)
 
     def fork(*arguments: Any, **keywords: Any) -> None:
@@ -133,8 +133,8 @@ def make_multicast_fork(
             bound = bind_arguments(name, signature, arguments, keywords)
             arguments = bound if keywords else arguments
         if threading.get_ident() != context.handling_thread_id:
-            raise not_in_handler(context, f"multicast(...).{name}")
-        if codec.may_hold_any and context.keeps_types:
+            raise outside_handler_error(context, f"multicast(...).{name}")
+        if codec.may_hold_untyped and context.keeps_types:
             arguments = codec.exactly(arguments)
         if not any(nodes):
             context.multicasts.send(name, method_id, names, [encode_call(write, arguments)], scope)
@@ -179,7 +179,7 @@ class Multicast:
         if name.startswith("__"):
             raise AttributeError(name)
         context, destinations, scope = self._immortal_made_from
-        handler = common_handler(destinations, name)
+        handler = shared_handler(destinations, name)
         method = MulticastMethod(
             f"multicast(...).{handler.function.__qualname__}",
             make_multicast_fork(context, destinations, handler, scope),
@@ -188,7 +188,7 @@ class Multicast:
         return method
 
 
-class Multicasters:
+class MulticastCache:
     """Those of one instance, kept by their destinations."""
 
     def __init__(self, context: Context) -> None:

@@ -7,13 +7,16 @@ a call, and ``await self.counter.count("text")`` is what ``count`` returns. At r
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import chain
 from types import MethodType, SimpleNamespace
 from typing import Any, TypeVar, overload
 
 from immortal.appsdk.calls.codec import ArgumentCodec, bind_arguments
-from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.context import SEED_SIZE_BYTES, Context
 from immortal.appsdk.calls.outbox import ImpulseQueue, make_writer
 from immortal.appsdk.errors import DefinitionError, UsageError
 from immortal.appsdk.handlers.decorators import (
@@ -23,11 +26,11 @@ from immortal.appsdk.handlers.decorators import (
     BoundHandler,
     Handler,
 )
-from immortal.appsdk.handlers.definition import Definition, Peer
+from immortal.appsdk.handlers.definition import Definition, Peer, definition_of
 from immortal.protocol.extensions import QUERIES
-from immortal.protocol.handlers import ORDER_METHOD_ID
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 from immortal.protocol.messages import RpcType
+from immortal.protocol.system_methods import ORDER_METHOD_ID
 
 T = TypeVar("T")
 
@@ -138,7 +141,7 @@ def _exact_fork(
         codec = definition.codec(handler)
     except (DefinitionError, NameError):  # said elsewhere
         return fork
-    if not codec.may_hold_any:
+    if not codec.may_hold_untyped:
         return fork
 
     def fork_exactly(*arguments: Any, **keywords: Any) -> None:
@@ -257,7 +260,7 @@ def _make_impulse(
         if keywords or len(arguments) != parameters_count:
             bound = bind_arguments(name, signature, arguments, keywords)
             arguments = bound if keywords else arguments
-        if codec.may_hold_any:
+        if codec.may_hold_untyped:
             arguments = codec.exactly(arguments)
         append(destination, name, write, arguments)
 
@@ -314,3 +317,33 @@ class Impulses:
             found = getattr(self._own, name)
         setattr(self, name, found)
         return found
+
+
+# Which context an instance lives in: that of a run, which gives it time, randomness and calls, or a plain one.
+
+
+_context_factory: ContextVar[Callable[[], Context] | None] = ContextVar("context factory", default=None)
+
+
+def attach(instance: Any, context: Context) -> None:
+    """Make ``context`` the life that ``instance`` lives in."""
+    definition = definition_of(type(instance))
+    context.handlers = handler_namespace(instance, definition, context)
+    context.peers = peer_namespace(definition, context)
+    instance._immortal_context = context
+
+
+def new_context() -> Context:
+    """For an instance that is made now: as :func:`instances_use_context` says, or that of a plain object."""
+    make_context = _context_factory.get()
+    return Context(os.urandom(SEED_SIZE_BYTES)) if make_context is None else make_context()
+
+
+@contextmanager
+def instances_use_context(make_context: Callable[[], Context]) -> Iterator[None]:
+    """Instances that this thread makes meanwhile get a context of ``make_context`` in place of a plain one."""
+    token = _context_factory.set(make_context)
+    try:
+        yield
+    finally:
+        _context_factory.reset(token)

@@ -48,12 +48,11 @@ from pydantic_ai.run import AgentRunResult
 from pydantic_ai.tools import AgentDepsT, RunContext
 
 from immortal.appsdk.calls.codec import encode_value
-from immortal.appsdk.effects.options import Effects, Retry, current_context
-from immortal.appsdk.effects.request import EffectFunction
+from immortal.appsdk.effects.effect import EffectFunction, Effects, Retry, current_context
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.integrations.handler_loop import HandlerLoop
-from immortal.appsdk.waiting.effects import Effect
+from immortal.appsdk.waiting.impulses import Effect
 from immortal.protocol import decoding
 
 __all__ = ["ImmortalDurability", "in_handler", "run_agent", "run_step"]

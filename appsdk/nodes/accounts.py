@@ -1,6 +1,6 @@
 """Who holds which handles: what goes out and comes in with messages is entered here, and what follows is told.
 
-The counting itself is :mod:`immortal.appsdk.nodes.counting`'s, without I/O.
+The counting itself is :mod:`immortal.appsdk.nodes.reference_counts`'s, without I/O.
 """
 
 from __future__ import annotations
@@ -13,15 +13,28 @@ import msgspec
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import method_of
 from immortal.appsdk.calls.outbox import Send, make_writer
-from immortal.appsdk.calls.rules import OrderRules
+from immortal.appsdk.calls.replay_rules import OrderRules
 from immortal.appsdk.errors import UsageError
-from immortal.appsdk.nodes.counting import Grant, Held, Holder, LastReleased, Owner, Stage, Tell
-from immortal.appsdk.nodes.messages import Ended, Ending, Key, Passed, Stale, decode_word
-from immortal.appsdk.ordering.checking import arguments_of
-from immortal.appsdk.types.handles import MARK, handles_in, tag_of
-from immortal.protocol.client import CLIENTS
+from immortal.appsdk.nodes.reference_counts import (
+    Ended,
+    Ending,
+    Grant,
+    Held,
+    Holder,
+    Key,
+    NoHoldersLeft,
+    Owner,
+    Passed,
+    Stage,
+    Stale,
+    Tell,
+    decode_word,
+)
+from immortal.appsdk.ordering.messages import arguments_of
+from immortal.appsdk.types.handles import MARK, handle_label, handles_in
+from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.messages import RpcKind, RpcType
-from immortal.protocol.nodes import HANDLES_METHOD_ID
+from immortal.protocol.system_methods import HANDLES_METHOD_ID
 
 WHAT = "a handle"
 
@@ -52,7 +65,7 @@ class Accounts:
                 if isinstance(action, Tell):
                     to = "" if action.to == own_name else action.to
                     self.sender(to, HANDLES_METHOD_ID)((own_name, action.message))
-                elif isinstance(action, LastReleased):
+                elif isinstance(action, NoHoldersLeft):
                     self.released.append(self.owner.grants[action.key])
 
     def sender(self, destination: str, method_id: int, name: str = WHAT) -> Send:
@@ -158,7 +171,7 @@ class Accounts:
             return False
 
     def _require_passable(self, owner: str, key: Key, to: str) -> None:
-        what = f"handle {tag_of(key)} of {owner!r} can't be passed on"
+        what = f"handle {handle_label(key)} of {owner!r} can't be passed on"
         if to.startswith(CLIENTS):
             raise self._refused(f"{what}: clients hold no handles, instances do")
         self.require_usable(owner, key, what)

@@ -9,29 +9,30 @@ from typing import Any
 
 from immortal.appsdk.calls.codec import ArgumentCodec
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.failures import encode_refused, method_of, misfit_text, refused, rpc_of
-from immortal.appsdk.calls.rules import OrderRules
-from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.calls.failures import argument_mismatch, encode_refused, method_of, refused, rpc_of
+from immortal.appsdk.calls.replay_rules import OrderRules
+from immortal.appsdk.calls.user_code import is_user_failure
 from immortal.appsdk.errors import HandlerError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.nodes.accounts import WHAT, Accounts
-from immortal.appsdk.nodes.counting import DESTROYED, REVOKED, Stage
-from immortal.appsdk.nodes.living import LivingNodes
-from immortal.appsdk.nodes.messages import (
+from immortal.appsdk.nodes.node import Node, NodeTable, node_definition
+from immortal.appsdk.nodes.reference_counts import (
+    DESTROYED,
+    REVOKED,
     AwaitedNodeCall,
     Ending,
     Forgotten,
     NodeCall,
     Passed,
     Released,
+    Stage,
     Stale,
     Word,
     decode_word,
 )
-from immortal.appsdk.nodes.node import Node, node_definition
 from immortal.appsdk.types.handles import MARK, Handle
-from immortal.protocol.client import CLIENTS
-from immortal.protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
+from immortal.protocol.client_frames import CLIENTS
+from immortal.protocol.system_methods import HANDLES_METHOD_ID, NODE_METHOD_ID
 from immortal.protocol.verdicts import Cause, Verdict, VerdictKind
 
 
@@ -42,7 +43,7 @@ class Inbox:
         self._life = life
         self._context: Context = life.context
         self._accounts: Accounts = life.accounts
-        self._living: LivingNodes = life.living
+        self._living: NodeTable = life.living
         self._hooks: list[tuple[str, Any]] = []
 
     def forget_hooks(self) -> None:
@@ -100,9 +101,9 @@ class Inbox:
         try:
             return handler, codec, codec.decode(arguments)
         except BaseException as error:
-            if not is_failure(error):
+            if not is_user_failure(error):
                 raise
-            raise self._wrong(misfit_text(codec, error, arguments, 0), Cause.ARGUMENTS) from None
+            raise self._wrong(argument_mismatch(codec, error, arguments, 0), Cause.ARGUMENTS) from None
 
     def _run(
         self,

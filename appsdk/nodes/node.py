@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar, Self, cast
 
-from immortal.appsdk.calls.codec import ArgumentCodec
-from immortal.appsdk.calls.rules import Rules
-from immortal.appsdk.errors import DefinitionError, UsageError
+import msgspec
+
+from immortal.appsdk.calls.codec import ArgumentCodec, bind_arguments
+from immortal.appsdk.calls.outbox import outside_handler_error
+from immortal.appsdk.calls.replay_rules import Rules
+from immortal.appsdk.errors import DefinitionError, StateError, UsageError
 from immortal.appsdk.handlers.decorators import HOOK_MARK, BoundHandler, Handler
-from immortal.appsdk.handlers.definition import resolving
+from immortal.appsdk.handlers.definition import Definition, resolving
 from immortal.appsdk.state.schema import StateSchema, copied_envelope
 
 
@@ -157,3 +161,116 @@ class Node:
                 f"{type(self).__qualname__}.owner: no instance has made this node: self.create_node(...) does"
             )
         return life.instance
+
+
+# The nodes that an instance has, by number: made, kept in checkpoints, and moved to newer classes.
+
+
+class SavedNode(msgspec.Struct, array_like=True):
+    number: int
+    class_name: str
+    state: bytes
+
+
+class NodeTable:
+    """``life``: an immortal.appsdk.nodes.nodes.Nodes, which nodes name as their own."""
+
+    def __init__(self, life: Any) -> None:
+        self.definition: Definition | None = None
+        self._life = life
+        self._nodes: dict[int, Node] = {}
+
+    def __getitem__(self, number: int) -> Node:
+        return self._nodes[number]
+
+    def get(self, number: int) -> Node | None:
+        return self._nodes.get(number)
+
+    def use(self, definition: Definition) -> None:
+        """From here on this class's code runs. Raises StateError where it does not fit the nodes that there are."""
+        before, self.definition = self.definition, definition
+        if before is not None and before is not definition:
+            self.restore(self.save())
+
+    def save(self) -> list[SavedNode]:
+        """Raises StateError."""
+        saved, keeps_types = [], self._life.context.keeps_types
+        for number, node in self._nodes.items():
+            definition = node_definition(type(node))
+            saved.append(SavedNode(number, definition.name, definition.encode(node, keeps_types=keeps_types)))
+        return saved
+
+    def restore(self, saved: Iterable[SavedNode]) -> None:
+        """In place of those that there are. Raises StateError."""
+        self._nodes = {one.number: self._restored(one) for one in saved}
+
+    def _restored(self, saved: SavedNode) -> Node:
+        classes = () if self.definition is None else self.definition.nodes
+        for cls in classes:
+            definition = node_definition(cls)
+            if saved.class_name in (definition.name, *definition.formerly):
+                node = self._new(cls, saved.number)
+                definition.restore(node, saved.class_name, saved.state, self._life.context.sites.rules)
+                return node
+        name = "?" if self.definition is None else self.definition.name
+        known = ", ".join(cls.__qualname__ for cls in classes) or "none"
+        raise StateError(
+            f"there is a node of the class {saved.class_name!r}, and {name} has {known}: name it in nodes=(...); if it "
+            f"was renamed: class New(Node, formerly=({saved.class_name!r},))"
+        )
+
+    def make(self, cls: type, number: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Raises what its ``__init__`` raises; then it is there, and has no handle."""
+        node: Any = self._new(cls, number)
+        self._nodes[number] = node
+        node.__init__(*arguments, **keywords)
+
+    def remove(self, number: int) -> None:
+        self._nodes.pop(number, None)
+
+    def _new(self, cls: type, number: int) -> Node:
+        given: Any = cls
+        made: Node = given.__new__(given)
+        made._immortal_context = NodeContext(made, self._life, number)
+        return made
+
+
+# What handlers do with a handle: ``handle.fill.fork(3)``, ``await handle.fill(3)``, and in multicasts.
+
+
+class HandleMethod:
+    """A handler of a node. ``life``: an immortal.appsdk.nodes.nodes.Nodes."""
+
+    __slots__ = ("_handle", "_handler", "_life")
+
+    def __init__(self, life: Any, handle: Any, handler: Handler[Any, Any]) -> None:
+        self._life = life
+        self._handle = handle
+        self._handler = handler
+
+    @property
+    def _name(self) -> str:
+        return self._handler.function.__qualname__
+
+    def fork(self, *arguments: Any, **keywords: Any) -> None:
+        life, context = self._life, self._life.context
+        bound = bind_arguments(self._name, self._handler.signature, arguments, keywords)
+        if threading.get_ident() != context.handling_thread_id:
+            raise outside_handler_error(context, self._name)
+        task = context.tasks.running
+        if task is None or not task.is_silent:
+            codec = node_definition(self._handle._immortal_of[2]).codec(self._handler)
+            if codec.may_hold_untyped and context.keeps_types:
+                bound, keywords = codec.exactly(bound), {"": None}
+            life.send(self._handle, self._handler, bound if keywords else arguments)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        life = self._life
+        task = life.context.tasks.running
+        if task is None:
+            raise UsageError(
+                f"{self._name}(...): only async handlers wait for an answer: send the call with "
+                f"{self._handler.name}.fork(...), or move it into an 'async def' handler"
+            )
+        make_call: Callable[..., Any] = life.make_call
+        return make_call(task, self._handle, self._handler, arguments, keywords)

@@ -20,17 +20,14 @@ from immortal.appsdk.errors import AS_RPC, QueryError, StateError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Definition, Peer
 from immortal.appsdk.nodes.accounts import WHAT, Accounts
-from immortal.appsdk.nodes.counting import DESTROYED, REVOKED, Grant, Held, Stage
-from immortal.appsdk.nodes.handles import HandleMethod
 from immortal.appsdk.nodes.inbox import Inbox
-from immortal.appsdk.nodes.living import LivingNodes, SavedNode
-from immortal.appsdk.nodes.messages import Ended, Key
-from immortal.appsdk.nodes.node import Node, node_definition
+from immortal.appsdk.nodes.node import HandleMethod, Node, NodeTable, SavedNode, node_definition
+from immortal.appsdk.nodes.reference_counts import DESTROYED, REVOKED, Ended, Grant, Held, Key, Stage
 from immortal.appsdk.types.handles import KEY_SIZE_BYTES, Handle
 from immortal.protocol import decoding
 from immortal.protocol.messages import RpcType
-from immortal.protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
-from immortal.protocol.shown import is_encodable
+from immortal.protocol.safe_output import is_encodable
+from immortal.protocol.system_methods import HANDLES_METHOD_ID, NODE_METHOD_ID
 
 
 class Saved(msgspec.Struct):
@@ -65,7 +62,7 @@ class Nodes:
         self.instance: Any = None
         self.make_call: Callable[..., Any] = lambda *arguments: None
         self.accounts = Accounts(context)
-        self.living = LivingNodes(self)
+        self.living = NodeTable(self)
         self.inbox = Inbox(self)
         self._last_number = 0  # of nodes and keys
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from immortal.appsdk.ordering.fences import Asked, Fences, Ready, Silent
+from immortal.appsdk.ordering.fences import Asked, Fences, QueuedRun, Ready, Sent, Silent, Stage, State
 from immortal.appsdk.ordering.messages import (
     Cancel,
     Commit,
@@ -30,7 +30,6 @@ from immortal.appsdk.ordering.messages import (
     Settled,
     Timestamp,
 )
-from immortal.appsdk.ordering.state import Filed, Sent, Stage, State
 
 TIMESTAMP_MAX = 1 << 62  # more than any clock counts to: one that says so is broken, and must not break others
 
@@ -48,16 +47,16 @@ class Send(msgspec.Struct, frozen=True):
 class Release(msgspec.Struct, frozen=True):
     """Execute ``calls`` behind all that was released before; then :meth:`Ordering.executed`."""
 
-    filed: Filed
+    filed: QueuedRun
 
 
-class Standing(msgspec.Struct, frozen=True):
+class RunsCommitted(msgspec.Struct, frozen=True):
     """All runs up to ``number`` stand: what waited for them may leave."""
 
     number: int
 
 
-Action: TypeAlias = Send | Release | Standing | Asked | Ready | Silent
+Action: TypeAlias = Send | Release | RunsCommitted | Asked | Ready | Silent
 
 
 class Ordering:
@@ -107,7 +106,7 @@ class Ordering:
         """One's own runs that are not committed, the oldest first."""
         return list(self._sent.values())
 
-    def first(self) -> Filed | None:
+    def first(self) -> QueuedRun | None:
         """What everything else in the queue waits for."""
         self._drop_stale()
         return self._queue[0][1] if self._queue else None
@@ -134,14 +133,14 @@ class Ordering:
         for index, destination in enumerate(destinations):
             theirs = calls[index if len(calls) > 1 else 0]
             if destination == self.name:
-                self._file_run(Filed(self.name, number, estimate, Stage.BLOCK, theirs, now_ns, scope))
+                self._file_run(QueuedRun(self.name, number, estimate, Stage.BLOCK, theirs, now_ns, scope))
                 sent.proposed[destination] = estimate
             else:
                 self.tell(destination, Propose(method_id, self.name, number, estimate, theirs, sent.alone, scope))
         self._advance()
         return number
 
-    def extend(self, filed: Filed, method_id: int, destination: str) -> bool:
+    def extend(self, filed: QueuedRun, method_id: int, destination: str) -> bool:
         """One's own run goes to ``destination`` as well. False: its timestamp is final."""
         sent = self._sent.get(filed.number)
         if filed.sender != self.name or sent is None or sent.timestamp or destination in sent.destinations:
@@ -178,7 +177,7 @@ class Ordering:
                 elif not sent.alone:
                     self.tell(destination, Commit(number, sent.timestamp))
             state.standing = number
-            self.actions.append(Standing(number))
+            self.actions.append(RunsCommitted(number))
         self._release()
 
     def _finish(self, sent: Sent) -> None:
@@ -255,7 +254,7 @@ class Ordering:
             self.tell(sender, Refused(message.number, "it is expelled"))
             return
         state.clock = timestamp = self._propose(message.estimate)
-        filed = Filed(sender, message.number, timestamp, Stage.BLOCK, message.calls, now_ns, message.scope)
+        filed = QueuedRun(sender, message.number, timestamp, Stage.BLOCK, message.calls, now_ns, message.scope)
         self._file_run(filed)
         self.tell(sender, Proposed(message.number, timestamp))
         if message.alone:
@@ -266,7 +265,7 @@ class Ordering:
         """Above all that was ever proposed or final here."""
         return max(self.state.clock + 1, estimate)
 
-    def _file_run(self, filed: Filed) -> None:
+    def _file_run(self, filed: QueuedRun) -> None:
         self._own_count += filed.sender == self.name
         self._runs[filed.sender, filed.number] = filed
         heappush(self._queue, (self._key(filed), filed))
@@ -294,11 +293,11 @@ class Ordering:
             self._own_count -= sender == self.name
             self._ready_count -= filed.stage == Stage.COMMITTED
 
-    def runs(self) -> list[Filed]:
+    def runs(self) -> list[QueuedRun]:
         """Those in the queue."""
         return list(self._runs.values())
 
-    def plain_calls(self) -> Iterator[Filed]:
+    def plain_calls(self) -> Iterator[QueuedRun]:
         """Those in the queue, in no order."""
         return (filed for _, filed in self._queue if not filed.sender)
 
@@ -309,18 +308,18 @@ class Ordering:
         state.filed_count += 1
         if is_own:
             state.own_filed.append(state.filed_count)
-        filed = Filed("", state.filed_count, state.clock, Stage.COMMITTED, [call], now_ns)
+        filed = QueuedRun("", state.filed_count, state.clock, Stage.COMMITTED, [call], now_ns)
         heappush(self._queue, (self._key(filed), filed))
         self._ready_count += 1
         self._release()
 
     @property
-    def late(self) -> Filed | None:
+    def late(self) -> QueuedRun | None:
         """The run that holds up what could be delivered, and whose sender was not asked yet to move it."""
         first = self.first() if self._ready_count else None
         return None if first is None or first.asked else first
 
-    def put_off(self, filed: Filed) -> None:
+    def put_off(self, filed: QueuedRun) -> None:
         """Ask that it moves behind all that stands here by now."""
         state = self.state
         state.clock = filed.asked = state.clock + 1
@@ -378,12 +377,12 @@ class Ordering:
         self.executed_count += count
 
     @staticmethod
-    def _key(filed: Filed) -> Key:
+    def _key(filed: QueuedRun) -> Key:
         """Its place: runs at one timestamp by the names of their senders, and before the calls that came by themselves
         at that time."""
         return filed.timestamp, not filed.sender, filed.sender, filed.number
 
-    def _is_at(self, key: Key, filed: Filed) -> bool:
+    def _is_at(self, key: Key, filed: QueuedRun) -> bool:
         if not filed.sender:
             return True
         return self._runs.get((filed.sender, filed.number)) is filed and self._key(filed) == key
@@ -456,7 +455,7 @@ class Ordering:
             self._commit(sender, message)
         return True
 
-    def commit_as_it_is(self, filed: Filed) -> None:
+    def commit_as_it_is(self, filed: QueuedRun) -> None:
         """Another destination knows that it stands: so its timestamp is final here as well."""
         self._commit(filed.sender, Commit(filed.number, filed.timestamp))
 

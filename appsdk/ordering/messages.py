@@ -6,9 +6,23 @@ made, one after the other, to the same destinations. ``number`` is the sender's,
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TypeAlias
 
 import msgspec
+
+from immortal.protocol import decoding
+from immortal.protocol.client_frames import CLIENTS, decode_answered_number, decode_caller
+from immortal.protocol.errors import ProtocolError
+from immortal.protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_message
+from immortal.protocol.system_methods import (
+    FENCING_METHOD_ID,
+    HANDLES_METHOD_ID,
+    NODE_METHOD_ID,
+    ORDERED_METHOD_ID,
+    ORDERING_METHOD_ID,
+)
+from immortal.protocol.varint import decode_zigzag_int, encode_zigzag
 
 Timestamp: TypeAlias = int
 """Of a queue's clock, a counter. No user sees one."""
@@ -126,3 +140,114 @@ Fencing: TypeAlias = Fence | Resolve
 """What only those may send that may change a group."""
 OfFences: TypeAlias = Fencing | Fenced
 Message: TypeAlias = Proposed | Settle | Settled | Commit | Refused | Cancel | Fenced | Late
+
+
+# Whether the calls of a run are its sender's to make: the destination makes them to itself, and may make any.
+
+
+_decode_items = decoding.Decoder(list[msgspec.Raw]).decode
+_decode_speaker = decoding.Decoder(str).decode
+
+
+def problem_of(propose: Propose, source: str | None) -> str | None:
+    """What is wrong with a Propose that came from ``source``, in words; None: nothing."""
+    if propose.sender != source:
+        return f"{source!r} speaks for {propose.sender!r}"
+    front = bytes((RpcKind.CALL,)) + encode_zigzag(propose.method_id)
+    is_of_nodes = propose.method_id in (NODE_METHOD_ID, HANDLES_METHOD_ID)
+    if (not 1 <= propose.method_id < ORDERED_METHOD_ID and not is_of_nodes) or not propose.calls:
+        return f"{len(propose.calls)} calls of method {propose.method_id}"
+    for call in propose.calls:
+        try:
+            _, start, end = decode_message(call, 0)
+            rpc_type = call[start + len(front)]
+        except (ProtocolError, IndexError):
+            return "a call that can't be read"
+        if end != len(call) or not call.startswith(front, start):
+            return f"a call of another method than {propose.method_id}"
+        if rpc_type == RpcType.ASYNC:
+            caller = decode_caller(call, start, end)
+            if caller is None or caller.name != propose.sender:
+                return "a call whose answer would go to somebody else"
+        elif rpc_type != RpcType.FORK:
+            return f"a call of the type {rpc_type}"
+        if is_of_nodes and _speaker(arguments_of(call), rpc_type) != propose.sender:
+            return "a call to a node in the name of somebody else"
+    return None
+
+
+def arguments_of(call: bytes) -> bytes:
+    """Of a whole RPC message."""
+    _, start, end = decode_message(call, 0)
+    return bytes(decode_incoming_rpc(call, start, end).arguments)
+
+
+def _speaker(arguments: bytes, rpc_type: int) -> str:
+    """Who sends a call to a node, or word of a handle, as the call itself says; "" where it does not."""
+    try:
+        found = _decode_speaker(_decode_items(arguments)[2 if rpc_type == RpcType.ASYNC else 0])
+    except (decoding.DecodeError, IndexError):
+        return ""
+    return found
+
+
+# Input that is no message of the protocol: whether it comes from outside, so that it may have to wait in the queue.
+#
+# What an instance sends to itself does not wait, as it follows from what it has handled. To tell it from requests of
+# clients and impulses, which have no other source either, goes by what it is: these are never forks or answers.
+
+
+CLOCK_METHOD_ID, EFFECT_METHOD_ID = -2, -3
+
+
+class Plain:
+    """One RPC message of a record, from its size on. ``source``: as :class:`appsdk.calls.context.Context` has it."""
+
+    def __init__(self, message: bytes, source: str | None) -> None:
+        self.message = message
+        self.source = source
+        _, self._start, self._end = decode_message(message, 0)
+        self.kind = message[self._start]
+        self.method_id, self.type_offset = decode_zigzag_int(message, self._start + 1)
+        self.rpc_type = message[self.type_offset]
+
+    @property
+    def is_own(self) -> bool:
+        """The instance has sent it to itself; so has it the whole batch that it is in."""
+        if self.source != "" or self.rpc_type == RpcType.IMPULSE:
+            return False
+        return self.kind != RpcKind.CALL or self.rpc_type == RpcType.FORK or self.caller is None
+
+    @property
+    def may_wait(self) -> bool:
+        if self.source is None or self.is_own:
+            return False
+        if self.kind == RpcKind.CALL:
+            # Timers and orders of operators tell nothing that somebody else has done because of a multicast.
+            reserved = (ORDERED_METHOD_ID, ORDERING_METHOD_ID, FENCING_METHOD_ID)
+            return self.method_id == EFFECT_METHOD_ID or (self.method_id > 0 and self.method_id not in reserved)
+        return True
+
+    @cached_property
+    def caller(self) -> tuple[str, int] | None:
+        """The client that waits for its answer, and the number of its request; None: no client does."""
+        found = decode_caller(self.message, self._start, self._end)
+        if found is None or not found.name.startswith(CLIENTS):
+            return None
+        return found.name, found.number
+
+    @property
+    def answers(self) -> int | None:
+        """The number of the call that it answers; None: it is a call."""
+        if self.kind == RpcKind.CALL:
+            return None
+        number = decode_answered_number(self.message, self._start, self._end)
+        return -1 if number is None else number
+
+
+def as_fork(plain: Plain) -> bytes:
+    """The message as the instance can send it to itself: an impulse is a fork there."""
+    message = plain.message
+    if plain.rpc_type != RpcType.IMPULSE:
+        return message
+    return message[: plain.type_offset] + bytes((RpcType.FORK,)) + message[plain.type_offset + 1 :]

@@ -15,21 +15,33 @@ from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import refused
 from immortal.appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
-from immortal.appsdk.calls.rules import NEWEST_ORDER, OrderRules
+from immortal.appsdk.calls.replay_rules import NEWEST_ORDER, OrderRules
 from immortal.appsdk.errors import HandlerError, StateError, UsageError
-from immortal.appsdk.ordering.checking import arguments_of, problem_of
-from immortal.appsdk.ordering.fences import Asked, Ready, Silent
+from immortal.appsdk.ordering.fences import Asked, QueuedRun, Ready, Silent, Stage, State
 from immortal.appsdk.ordering.machine import Ordering, Release, Send
-from immortal.appsdk.ordering.messages import Fencing, Message, Propose, Refused, Scope
-from immortal.appsdk.ordering.plain import Plain, as_fork
-from immortal.appsdk.ordering.sending import EFFECT, Held, Run, Sending
-from immortal.appsdk.ordering.state import Filed, Stage, State
+from immortal.appsdk.ordering.messages import (
+    Fencing,
+    Message,
+    Plain,
+    Propose,
+    Refused,
+    Scope,
+    arguments_of,
+    as_fork,
+    problem_of,
+)
+from immortal.appsdk.ordering.send_queue import EFFECT, Held, Run, Sending
 from immortal.protocol import decoding
-from immortal.protocol.client import CLIENTS
+from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.errors import ProtocolError
 from immortal.protocol.messages import RpcType, decode_message
-from immortal.protocol.nodes import HANDLES_METHOD_ID
-from immortal.protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from immortal.protocol.system_methods import (
+    EXECUTED_METHOD_ID,
+    FENCING_METHOD_ID,
+    HANDLES_METHOD_ID,
+    ORDERED_METHOD_ID,
+    ORDERING_METHOD_ID,
+)
 from immortal.protocol.varint import decode_zigzag_int
 from immortal.protocol.verdicts import Cause
 
@@ -76,7 +88,7 @@ decode_propose: Callable[[bytes], Propose] = decoding.Decoder(Propose).decode
 _decode_one: Any = decoding.Decoder(tuple[Message]).decode
 
 
-def decode_of_ordering(data: bytes) -> Message:
+def decode_ordering_message(data: bytes) -> Message:
     """Raises msgspec.DecodeError."""
     message: Message = _decode_one(data)[0]
     return message
@@ -85,7 +97,7 @@ def decode_of_ordering(data: bytes) -> Message:
 _decode_fencing: Any = decoding.Decoder(tuple[Fencing]).decode
 
 
-def decode_fencing(data: bytes) -> Fencing:
+def decode_fence_message(data: bytes) -> Fencing:
     """Raises msgspec.DecodeError."""
     message: Fencing = _decode_fencing(data)[0]
     return message
@@ -109,7 +121,7 @@ class Multicasts:
         self._sending: Sending | None = None
         self._clients: set[tuple[str, int]] = set()
         self._pushed: Parts = {}
-        self._released: list[Filed] = []
+        self._released: list[QueuedRun] = []
         self._own_calls: list[bytes] = []  # to oneself, behind what is released
         self.proxies: Any = None  # what handlers have been given
         self.run_effect: Callable[[int], None] = lambda number: None
@@ -394,7 +406,7 @@ class Multicasts:
         return ordering is not None and (ordering.is_busy or bool(self.waiting))
 
     def files(self, message: Plain) -> bool:
-        """Whether ``message`` waits now. ``is_busy``; it is from outside (:mod:`immortal.appsdk.ordering.plain`)."""
+        """Whether ``message`` waits now. ``is_busy``; it is from outside (:mod:`immortal.appsdk.ordering.messages`)."""
         ordering, sending = self._begun()
         if not ordering.is_busy or not message.may_wait:
             return False
@@ -418,7 +430,7 @@ class Multicasts:
             ordering, sending = self._begun()
             self._act(ordering, sending)
 
-    def _look_for_late(self) -> Filed | None:
+    def _look_for_late(self) -> QueuedRun | None:
         """The run that has held others up for LATE_NS; else it is noted when that is to be looked at."""
         ordering = self._ordering
         late = None if ordering is None or self.rules < OrderRules.SECOND else ordering.late
@@ -492,7 +504,7 @@ class Multicasts:
         else:
             self._pushed.setdefault(held.destination, []).extend(held.parts)
 
-    def _release(self, filed: Filed) -> None:
+    def _release(self, filed: QueuedRun) -> None:
         self._released.append(filed)
         parts = self._pushed.setdefault("", [])
         for call in filed.calls:

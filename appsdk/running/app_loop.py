@@ -15,7 +15,7 @@ from immortal.appsdk.calls.outbox import Chunk
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
 from immortal.appsdk.dispatch.events import BecamePrimary, Event, Goodbye, MessageFailed, Refusal, SnapshotBegun
 from immortal.appsdk.errors import AppError, Refused, StateError
-from immortal.appsdk.state.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
+from immortal.appsdk.state.snapshots import CHUNK_SIZE_BYTES_MAX, Snapshot
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType
 from immortal.protocol.varint import encode_zigzag

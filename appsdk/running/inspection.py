@@ -5,7 +5,7 @@
     diff-shown FILE FILE [--limit N]                       the same of two answers of "show", in files: for two classes
                                                            of one name
     rows module:Class FILE OUT                             the state as rows, into the file OUT: a JSON list of table
-                                                           and row on each line (:mod:`immortal.appsdk.state.rows`)
+                                                           and row on each line (:mod:`immortal.appsdk.state.tree`)
     methods module:Class                                   what its methods and those of its peers are called, as a JSON
                                                            list of [destination, method ID, name]
     unanswered module:Class FILE                           what its handlers wait for and the log does not have, after a
@@ -29,27 +29,25 @@ from typing import Any
 
 from msgspec import Struct
 
-from immortal.appsdk.calls.annotations import resolve_hints
+from immortal.appsdk.calls.codec import resolve_hints
 from immortal.appsdk.calls.context import datetime_of
-from immortal.appsdk.calls.run_failures import is_failure
-from immortal.appsdk.dispatch.upgrades import class_that_restores
+from immortal.appsdk.calls.user_code import is_user_failure
+from immortal.appsdk.dispatch.lifecycle import restoring_class
 from immortal.appsdk.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_RUNNABLE, AppError, StateError
 from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.handlers.proxy import all_method_names
-from immortal.appsdk.nodes.counting import Stage
 from immortal.appsdk.nodes.nodes import decode_saved
+from immortal.appsdk.nodes.reference_counts import Stage
 from immortal.appsdk.running.life import say
-from immortal.appsdk.running.runner import load_or_say
-from immortal.appsdk.state.diff import differences
+from immortal.appsdk.running.runner import load_or_report
 from immortal.appsdk.state.journal import SavedTask, SavedTasks, described
-from immortal.appsdk.state.rows import Row, state_rows, task_rows
 from immortal.appsdk.state.schema import Envelope, decode_envelope, is_transient
-from immortal.appsdk.state.tree import Fields, to_json, tree
-from immortal.appsdk.types.handles import read_extension, tag_of
+from immortal.appsdk.state.tree import Fields, Row, differences, state_rows, task_rows, to_json, tree
+from immortal.appsdk.types.handles import handle_label, read_extension
 from immortal.protocol import decoding
 from immortal.protocol.checksum import crc64
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.private_files import opener
+from immortal.protocol.files import opener
 
 
 class InspectedState(Struct, frozen=True):
@@ -73,7 +71,7 @@ def inspect_state(main: Definition, blob: bytes) -> InspectedState:
     Raises StateError, and DefinitionError for a class whose annotations can't be resolved.
     """
     envelope, state = decode_envelope(blob)
-    definition = class_that_restores(main, envelope)
+    definition = restoring_class(main, envelope)
     schema = definition.state()
     instance = definition.new_instance()
     try:
@@ -81,24 +79,24 @@ def inspect_state(main: Definition, blob: bytes) -> InspectedState:
     except ImmortalError:
         raise
     except BaseException as error:
-        if not is_failure(error):
+        if not is_user_failure(error):
             raise
         raise StateError(f"{definition.name}.restore raised {type(error).__name__}: {error}") from error
     if schema.serializer == "own" and not _annotated(definition, instance):
-        waiting = Fields() if envelope.tasks is None else shown_tasks(definition, envelope.tasks)
+        waiting = Fields() if envelope.tasks is None else describe_tasks(definition, envelope.tasks)
         if envelope.nodes is not None:
-            waiting.update(shown_nodes(envelope.nodes))
+            waiting.update(describe_nodes(envelope.nodes))
         opaque = Fields({"$opaque": len(state), "check": f"{crc64(bytes(state)):016x}"})
         return InspectedState(envelope, Fields({**opaque, **waiting}))
-    shown = shown_state(definition, instance, envelope.tasks)
+    shown = describe_state(definition, instance, envelope.tasks)
     if envelope.nodes is not None:
-        shown.update(shown_nodes(envelope.nodes))
+        shown.update(describe_nodes(envelope.nodes))
     return InspectedState(envelope, shown)
 
 
-def shown_state(definition: Definition, instance: object, tasks: SavedTasks | None) -> Fields:
+def describe_state(definition: Definition, instance: object, tasks: SavedTasks | None) -> Fields:
     """The attributes of an instance that are its state, as trees, and what waits. Raises StateError."""
-    waiting = Fields() if tasks is None else shown_tasks(definition, tasks)
+    waiting = Fields() if tasks is None else describe_tasks(definition, tasks)
     schema = definition.state()
     names = _annotated(definition, instance) if schema.serializer == "own" else list(schema.fields)
     try:
@@ -112,11 +110,11 @@ def rows(main: Definition, blob: bytes) -> Iterator[tuple[str, Row | str]]:
     inspected = inspect_state(main, blob)
     yield from state_rows(inspected.state)
     if inspected.envelope.tasks is not None:
-        definition = class_that_restores(main, inspected.envelope)
+        definition = restoring_class(main, inspected.envelope)
         yield from task_rows(inspected.envelope.tasks, partial(_handler_name, definition), _decoded)
 
 
-def shown_tasks(definition: Definition, saved: SavedTasks) -> Fields:
+def describe_tasks(definition: Definition, saved: SavedTasks) -> Fields:
     """What the SDK keeps of async handlers, under names that no attribute has: those that wait, and what for."""
     shown = Fields()
     if saved.tasks:
@@ -134,7 +132,7 @@ def shown_tasks(definition: Definition, saved: SavedTasks) -> Fields:
     return shown
 
 
-def shown_nodes(data: bytes) -> Fields:
+def describe_nodes(data: bytes) -> Fields:
     """Its nodes, who holds their handles, and the handles of others that it holds. Raises StateError."""
     saved = decode_saved(data)
     nodes = [
@@ -142,23 +140,23 @@ def shown_nodes(data: bytes) -> Fields:
         for one in sorted(saved.nodes, key=lambda one: one.number)
     ]
     grants = [
-        Fields(handle=tag_of(one.key), node=one.node, stage=Stage(one.stage).name, holders=tree(one.holders))
+        Fields(handle=handle_label(one.key), node=one.node, stage=Stage(one.stage).name, holders=tree(one.holders))
         for one in saved.grants
     ]
     held = [
-        Fields(handle=tag_of(one.key), owner=one.owner, copies=one.count, ended=one.ended)
+        Fields(handle=handle_label(one.key), owner=one.owner, copies=one.count, ended=one.ended)
         for one in sorted(saved.held, key=lambda one: (one.owner, one.key))
     ]
     return Fields({"$nodes": nodes, "$handles": Fields(of_nodes=grants, held=held)})
 
 
 def unanswered(main: Definition, blob: bytes) -> list[Fields]:
-    """What async handlers wait for that has no counterpart in the log (:mod:`immortal.appsdk.running.counterparts`).
+    """What async handlers wait for that has no counterpart in the log (:mod:`immortal.appsdk.running.tracing`).
 
     Raises StateError.
     """
     envelope, _ = decode_envelope(blob)
-    definition = class_that_restores(main, envelope)
+    definition = restoring_class(main, envelope)
     return [
         Fields(
             handler=_handler_name(definition, task.method_id),
@@ -257,7 +255,7 @@ def _answer(options: argparse.Namespace) -> tuple[int, Any]:
     read = []
     for side in sides:
         target, file = getattr(options, f"{side}target"), getattr(options, f"{side}file")
-        if (cls := load_or_say(target)) is None:
+        if (cls := load_or_report(target)) is None:
             return EXIT_NOT_RUNNABLE, None
         try:
             definition, blob = definition_of(cls), file.read_bytes()
@@ -290,7 +288,7 @@ def _write_rows(definition: Definition, blob: bytes, out: Path) -> int:
 
 
 def _methods(target: str) -> tuple[int, Any]:
-    if (cls := load_or_say(target)) is None:
+    if (cls := load_or_report(target)) is None:
         return EXIT_NOT_RUNNABLE, None
     try:
         names = all_method_names(definition_of(cls))

@@ -10,23 +10,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from immortal.appsdk.calls.context import SEED_SIZE_BYTES, Context
-from immortal.appsdk.calls.report import FailureReporter, user_traceback
-from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.calls.user_code import FailureReporter, is_user_failure, user_traceback
 from immortal.appsdk.dispatch.delivery import Delivery
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
-from immortal.appsdk.effects.request import EffectRunner
-from immortal.appsdk.effects.runner import OutsideRunner
-from immortal.appsdk.effects.stand_ins import StandInRunner, load_stand_ins
+from immortal.appsdk.effects.effect import EffectRunner
+from immortal.appsdk.effects.runner import LocalEffectRunner, StubEffectRunner, load_stand_ins
 from immortal.appsdk.errors import AppError, Disconnected, HookError, UsageError
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.handlers.proxy import Impulses
 from immortal.appsdk.running import tracing
 from immortal.appsdk.running.app_loop import AppLoop
-from immortal.appsdk.running.encoding_limit import limited
 from immortal.appsdk.running.options import EFFECTS_VARIABLE, OptionError, RunOptions
-from immortal.appsdk.running.query_limit import QueryLimit
-from immortal.appsdk.running.watchdog import Watchdog
-from immortal.protocol.shown import printable_message
+from immortal.appsdk.running.time_limits import QueryLimit, Watchdog, limited
+from immortal.protocol.safe_output import printable_message
 from immortal.protocol.verdicts import Verdict
 
 if TYPE_CHECKING:
@@ -37,7 +33,7 @@ class AppLife:
     """From the connection with a coordinator to its end.
 
     ``wake``: called by other threads when ``loop`` has something to do. ``coordinator``: which one it is, for messages.
-    ``say_beside`` and ``is_left``: see :class:`Watchdog`.
+    ``send_from_other_thread`` and ``is_left``: see :class:`Watchdog`.
     """
 
     def __init__(
@@ -46,7 +42,7 @@ class AppLife:
         options: RunOptions,
         wake: Callable[[], None],
         *,
-        say_beside: Callable[[bytes], bool] = lambda message: False,
+        send_from_other_thread: Callable[[bytes], bool] = lambda message: False,
         is_left: Callable[[], bool] = lambda: False,
         coordinator: str = "",
     ) -> None:
@@ -54,7 +50,7 @@ class AppLife:
         self._effects = _effect_runner(definition)
         effects: EffectRunner | None = self._effects
         if effects is not None and options.effects:
-            effects = StandInRunner(effects, stand_ins_of(options, definition.name))
+            effects = StubEffectRunner(effects, load_run_stand_ins(options, definition.name))
         trace, stop = options.trace, options.stop
         make_dispatcher = tracing.TracingDispatcher if trace else Dispatcher
         self.dispatcher = make_dispatcher(
@@ -79,7 +75,7 @@ class AppLife:
         self.dispatcher.tasks.queries.bound = limit.run
         self._watchdog = Watchdog(
             lambda: self.dispatcher.records.now_handling,
-            say_beside,
+            send_from_other_thread,
             None if stop is not None else definition.handler_time_limit,
             lambda text: say(definition.name, text),
             is_left if stop is None else lambda: False,
@@ -131,7 +127,7 @@ class AppLife:
         except Disconnected:
             pass  # the main thread says so
         except BaseException as error:
-            if not is_failure(error):
+            if not is_user_failure(error):
                 raise
             self.fail(
                 HookError(
@@ -154,13 +150,13 @@ def show(text: str) -> None:
     print(printable_message(text), file=sys.stderr, flush=True)  # noqa: T201 (the one place)
 
 
-def _effect_runner(definition: Definition) -> OutsideRunner | None:
+def _effect_runner(definition: Definition) -> LocalEffectRunner | None:
     if not any(one.has_tasks for one in definition.chain):
         return None
-    return OutsideRunner(definition.concurrent_effects, lambda text: say(definition.name, text))
+    return LocalEffectRunner(definition.concurrent_effects, lambda text: say(definition.name, text))
 
 
-def stand_ins_of(options: RunOptions, label: str) -> dict[Callable[..., Any], Callable[..., Any]]:
+def load_run_stand_ins(options: RunOptions, label: str) -> dict[Callable[..., Any], Callable[..., Any]]:
     """What runs in place of effects; the user is told. Raises OptionError."""
     try:
         found = load_stand_ins(options.effects)

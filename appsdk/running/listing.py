@@ -22,7 +22,7 @@ from typing import Any
 from immortal.appsdk.errors import EXIT_DONE, EXIT_NOT_RUNNABLE, DefinitionError
 from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.running.user_modules import HiddenModules, add_to_path, is_import, load_module
-from immortal.protocol.shown import printable_message
+from immortal.protocol.safe_output import printable_message
 
 
 def services(module: Any) -> dict[str, dict[str, Any]]:

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.outbox import Chunk
-from immortal.appsdk.calls.run_failures import PassesThrough
+from immortal.appsdk.calls.user_code import ControlFlowSignal
 from immortal.appsdk.dispatch.delivery import Delivery
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
 from immortal.appsdk.dispatch.events import Goodbye, Refusal, SnapshotBegun
-from immortal.appsdk.effects.request import EffectRunner
+from immortal.appsdk.effects.effect import EffectRunner
 from immortal.appsdk.errors import HandlerError, Refused, StateError, UpgradeError
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.running.tracing import TracingDispatcher
@@ -28,7 +28,7 @@ def earlier(one_ns: int | None, other_ns: int | None) -> int | None:
     return min(one_ns, other_ns)
 
 
-class ProcessDies(PassesThrough):
+class ProcessDies(ControlFlowSignal):
     """Raised in a handler of a test: the app's process ends there, as by a segfault. Its coordinator lives on."""
 
 

@@ -16,7 +16,7 @@ from operator import attrgetter
 from types import FrameType
 from typing import NoReturn
 
-from immortal.appsdk.calls.run_failures import interrupts_known
+from immortal.appsdk.calls.user_code import mark_interrupts
 from immortal.appsdk.determinism.check import DeterminismError, check
 from immortal.appsdk.errors import (
     EXIT_DONE,
@@ -35,7 +35,6 @@ from immortal.appsdk.errors import (
 )
 from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.running import tracing
-from immortal.appsdk.running.authenticate import authenticate
 from immortal.appsdk.running.life import AppLife, say, show
 from immortal.appsdk.running.options import (
     BREAK_VARIABLE,
@@ -45,11 +44,10 @@ from immortal.appsdk.running.options import (
     RunOptions,
     run_options,
 )
-from immortal.appsdk.running.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect, read_secret
-from immortal.appsdk.running.user_code import UserCode
-from immortal.appsdk.running.user_modules import HiddenModules, add_to_path, is_import, load_module
-from immortal.protocol.allocator import keep_freed_memory
+from immortal.appsdk.running.transport import CONNECT_TIMEOUT_S, Transport, Waker, authenticate, connect, read_secret
+from immortal.appsdk.running.user_modules import HiddenModules, UserCode, add_to_path, is_import, load_module
 from immortal.protocol.errors import ImmortalError
+from immortal.protocol.process import retain_freed_memory
 
 ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
@@ -105,7 +103,7 @@ def load(target: str) -> type:
     return cls
 
 
-def load_or_say(target: str) -> type | None:
+def load_or_report(target: str) -> type | None:
     """As :func:`load`, also from the current folder; None when the user has been told, on stderr, what is wrong."""
     folder = os.getcwd()
     hidden = HiddenModules(folder)
@@ -174,7 +172,7 @@ def _run_connected(definition: Definition, connection: socket.socket, address: s
         definition,
         options,
         waker.wake,
-        say_beside=lambda message: transport.say_beside(message),
+        send_from_other_thread=lambda message: transport.send_from_other_thread(message),
         is_left=lambda: transport.is_left(),
         coordinator=f" at {address}",
     )
@@ -188,8 +186,8 @@ def _run_connected(definition: Definition, connection: socket.socket, address: s
         if isinstance(dispatcher, tracing.TracingDispatcher) and isinstance(error, HandlerError):
             tracing.report_failure(error, dispatcher, transport)
         else:
-            dispatcher.say_leaving(str(error).partition("\n")[0])
-            transport.say_last_words()
+            dispatcher.announce_leaving(str(error).partition("\n")[0])
+            transport.send_last_words()
         raise
     except Disconnected as error:
         reason = str(error)
@@ -211,11 +209,11 @@ def run_to_status(
     ``address``, ``options`` and ``secret_file`` are by default those in the environment.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    keep_freed_memory()
+    retain_freed_memory()
     end = _EndAtOnce()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, end)
-    with interrupts_known():
+    with mark_interrupts():
         end.status = _run_to_status(cls, address, connect_timeout_s, options, secret_file)
     return end.status  # which stays the status, whatever comes while Python ends
 
@@ -251,7 +249,7 @@ def _run_to_status(
         return EXIT_INTERRUPTED
 
 
-def again_if_needed(status: int) -> int:
+def restart_if_needed(status: int) -> int:
     """``status``; where the app is to be recovered it begins anew instead, in this very process, as it was started.
 
     So nobody has to start it, whatever started it first; the threads of its hooks are gone with the old program.
@@ -287,7 +285,7 @@ def run(cls: type, address: str | None = None) -> NoReturn:
     coordinator is gone or refuses, EXIT_NOT_RUNNABLE for a class that can't be run, EXIT_HANDLER_FAILED when a handler,
     hook or the state fails, EXIT_UPGRADE_FAILED when an upgrade does.
     """
-    sys.exit(again_if_needed(run_to_status(cls, address)))
+    sys.exit(restart_if_needed(run_to_status(cls, address)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -328,9 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(options.target, str(error))
         return EXIT_NOT_RUNNABLE
     try:
-        cls = load_or_say(options.target)
+        cls = load_or_report(options.target)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     if cls is None:
         return EXIT_NOT_RUNNABLE
-    return again_if_needed(run_to_status(cls, options.address, options=how, secret_file=options.secret_file))
+    return restart_if_needed(run_to_status(cls, options.address, options=how, secret_file=options.secret_file))

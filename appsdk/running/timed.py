@@ -15,8 +15,7 @@ from typing import Any
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.dispatch.delivery import Delivery, Entry
 from immortal.appsdk.handlers.definition import Definition
-from immortal.protocol.timing_files import APP, Noting, SegmentWriter
-from immortal.protocol.timings import PlainRow, TimingKind
+from immortal.protocol.timings import APP, Noting, PlainRow, SegmentWriter, TimingKind
 
 _KIND = int(TimingKind.HANDLED)
 _Handled = tuple[int, PlainRow]  # by committer ID

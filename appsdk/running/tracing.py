@@ -1,7 +1,7 @@
 """A run that is looked at: it says which logged message made each call, and which one its handler failed at.
 
 It also tells the numbers that it draws for what its handlers wait for, and takes those of another run
-(:mod:`immortal.appsdk.running.counterparts`).
+(:mod:`immortal.appsdk.running.tracing`).
 
 Nothing of it is in the way of an ordinary run, which has neither this outbox nor these extensions.
 """
@@ -9,8 +9,12 @@ Nothing of it is in the way of an ordinary run, which has neither this outbox no
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from msgspec import Struct, field
 
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.outbox import Batch, Chunk, Outbox, Send
@@ -18,18 +22,24 @@ from immortal.appsdk.dispatch.dispatcher import Dispatcher
 from immortal.appsdk.dispatch.events import Event
 from immortal.appsdk.errors import HandlerError
 from immortal.appsdk.handlers.definition import Definition
-from immortal.appsdk.running.counterparts import TracedTasks
 from immortal.appsdk.running.transport import Transport
+from immortal.appsdk.state.journal import Described, SavedTasks
+from immortal.appsdk.waiting.operations import Call, Operation
+from immortal.appsdk.waiting.task import Task
+from immortal.appsdk.waiting.tasks import Tasks
 from immortal.protocol.extensions import (
     ALL_EXTENSIONS,
+    DRAWS_MAX,
     TRACE_EXTENSIONS,
     HandlerFailure,
     Origin,
+    RandomDraw,
+    decode_numbers,
     encode_handler_failed,
+    encode_numbers,
     encode_origins,
 )
 from immortal.protocol.messages import MessageType, RpcKind, RpcType, decode_messages
-from immortal.protocol.numbers import DRAWS_MAX, decode_numbers, encode_numbers
 from immortal.protocol.readers import Record
 
 EXTENSIONS = ALL_EXTENSIONS | TRACE_EXTENSIONS
@@ -80,8 +90,8 @@ class TracingOutbox(Outbox):
 
         return traced
 
-    def back_to_copy(self) -> None:
-        super().back_to_copy()
+    def rewind_to_copy(self) -> None:
+        super().rewind_to_copy()
         for runs in self._runs.values():
             runs.clear()
 
@@ -119,7 +129,7 @@ class TracingOutbox(Outbox):
 class TracingDispatcher(Dispatcher):
     """One connection's life of an app that is looked at."""
 
-    tasks: TracedTasks
+    tasks: RenumberedTasks
 
     def __init__(
         self,
@@ -128,7 +138,7 @@ class TracingDispatcher(Dispatcher):
         wake: Callable[[], None] = lambda: None,
         **how: Any,
     ) -> None:
-        tracing: dict[str, Any] = {"make_outbox": TracingOutbox, "make_tasks": TracedTasks}
+        tracing: dict[str, Any] = {"make_outbox": TracingOutbox, "make_tasks": RenumberedTasks}
         super().__init__(definition, draw_seed, wake, extensions=EXTENSIONS, **tracing, **how)
         self._rewinds.copies.keeps_all = True  # nobody starts it again
         self._ended_sequence_id = -1  # the last record that was handled whole
@@ -144,7 +154,7 @@ class TracingDispatcher(Dispatcher):
 
     def _logged(self, record: Record) -> Iterator[Event]:
         yield from super()._logged(record)
-        self.tasks.record_ends()
+        self.tasks.end_record()
         self._ended_sequence_id = sequence_id = record.header.sequence_id
         drawn, self.tasks.drawn = self.tasks.drawn, []
         for start in range(0, len(drawn), DRAWS_MAX):
@@ -170,4 +180,241 @@ class TracingDispatcher(Dispatcher):
 def report_failure(error: HandlerError, dispatcher: TracingDispatcher, transport: Transport) -> None:
     """Tell the coordinator, before the connection is closed. Raises nothing."""
     dispatcher.report_failure(error)
-    transport.say_last_words(LAST_WORDS_TIMEOUT_S)
+    transport.send_last_words(LAST_WORDS_TIMEOUT_S)
+
+
+# Two runs over one log: what the code of the second does alike has the number that it had in the first.
+#
+# Each ``async def`` handler, and each thing that one waits for, has a number, drawn in turn: answers and the results of
+# effects come back with it, and random numbers follow from it. So code that leaves out a single call would shift all
+# numbers behind it. In a what-if the old code therefore tells what it draws, and what for, and the new code is told it
+# before each record. What it does alike takes the same number: the same handler instance, callee, method and arguments,
+# the first with the first, the second with the second. What has no counterpart has a number below 0, which no log has.
+#
+# The two need not do it at the same record. What comes for something that the new code has not asked for yet is kept for
+# it, as long as the handler runs; and where the new code was first, it is given the number once that is known.
+
+
+What = tuple[str, int]
+T = TypeVar("T")
+
+
+class RenumberedTasks(Tasks):
+    """Those of a run that tells its numbers, in ``drawn``, or that is told those of another run."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.drawn: list[RandomDraw] = []
+        self.others: RunMatcher | None = None
+        self._since_copy: list[_Drawn] = []
+        self._again: deque[_Drawn] = deque()
+
+    def draw_number(self, operation: Operation | None = None) -> int:
+        if self._again:
+            drawn = self._again.popleft()
+        else:
+            drawn = self._draw(operation)
+            self._since_copy.append(drawn)
+        self._next_number = max(self._next_number, abs(drawn.number) + 1)
+        if operation is not None and drawn.outcome is not None:  # it is there already, for when this waits
+            self.later(partial(self.resolve, operation, *drawn.outcome))
+        return drawn.number
+
+    def _draw(self, operation: Operation | None) -> _Drawn:
+        if self.others is not None:
+            return self.others.drawn_for(operation)
+        number = super().draw_number()
+        if operation is None:
+            self.drawn.append(RandomDraw(number, 0, "", self.context.message_index))
+        else:
+            self.drawn.append(RandomDraw(number, operation.task.number, *_what(operation)))
+        return _Drawn(number)
+
+    def copied(self) -> None:
+        self._since_copy.clear()
+
+    def rewinds(self) -> None:
+        self._again = deque(self._since_copy)  # it draws what it drew
+
+    def renumbered(self, own: int, number: int) -> None:
+        for drawn in self._since_copy:
+            if drawn.number == own:
+                drawn.number = number
+
+    def told(self, draws: Sequence[RandomDraw]) -> None:
+        """What the other run has drawn in the record that comes next."""
+        if self.others is None:
+            self.others = RunMatcher(self)
+        self.others.told(draws)
+
+    def end_record(self) -> None:
+        self._again.clear()
+        if self.others is not None:
+            self.others.end_record()
+
+    def runs(self, number: int) -> bool:
+        return number in self._tasks
+
+    def restore(self, saved: SavedTasks) -> None:
+        super().restore(saved)
+        if self.others is not None:
+            self.others.restored()
+
+    def _end(self, task: Task) -> None:
+        if self.others is not None:
+            self.others.forget(task.number)
+        super()._end(task)
+
+    def resolve(self, operation: Any, raised: bool, value: bytes) -> None:
+        if isinstance(operation, MatchedOperation):
+            operation.outcome = (raised, value)
+        else:
+            super().resolve(operation, raised, value)
+
+
+class _Drawn(Struct):
+    """``outcome``: what has come for it before it was drawn, (whether it raised, value)."""
+
+    number: int
+    outcome: tuple[bool, bytes] | None = None
+
+
+def _what(operation: Operation) -> What:
+    """As a journal has it, but a call by what the log knows of its method: code may give that another name."""
+    if isinstance(operation, Call):
+        return f"call {operation.target.handler.method_id} of {operation.target.destination}", operation.detail
+    return operation.what, operation.detail
+
+
+class MatchedOperation:
+    """What the old code waits for and the new code does not, so far. It is found in place of an Operation."""
+
+    __slots__ = ("number", "outcome", "what")
+
+    result_may_hold_handles = True
+
+    def __init__(self, number: int, what: str) -> None:
+        self.number = number
+        self.what = what
+        self.outcome: tuple[bool, bytes] | None = None
+
+    def went_to(self, name: str) -> bool:
+        return self.what.endswith(f" of {name}")
+
+    def fits(self, saved: Described) -> bool:
+        """The old code has asked for what comes for it."""
+        return True
+
+
+class _Handler(Struct):
+    """One that both run. ``ahead``: what only the old code has done so far; ``behind``: numbers of what only the new
+    code has."""
+
+    ahead: dict[What, deque[MatchedOperation]] = field(default_factory=dict)
+    behind: dict[What, deque[int]] = field(default_factory=dict)
+
+
+def _taken(waiting: dict[What, deque[T]], what: What) -> T | None:
+    """The first of them, which waits no longer."""
+    if (found := waiting.get(what)) is None:
+        return None
+    first = found.popleft()
+    if not found:
+        del waiting[what]
+    return first
+
+
+class RunMatcher:
+    """What the other run has drawn, for ``tasks``."""
+
+    def __init__(self, tasks: RenumberedTasks) -> None:
+        self._tasks = tasks
+        self._starts: dict[int, int] = {}  # of the handlers that start in this record: by the index of their message
+        self._handlers: dict[int, _Handler] = {}
+        self._last_own = 0
+
+    # --- the other run ----------------------------------------------------------------------------------------------
+
+    def told(self, draws: Sequence[RandomDraw]) -> None:
+        for draw in draws:
+            if not draw.task:
+                self._starts[draw.detail] = draw.number
+                self._handlers[draw.number] = _Handler()
+            elif (handler := self._handler(draw.task)) is not None:
+                what = (draw.what, draw.detail)
+                if (own := _taken(handler.behind, what)) is not None:
+                    self._renumber(own, draw.number)
+                else:
+                    counterpart = MatchedOperation(draw.number, draw.what)
+                    handler.ahead.setdefault(what, deque()).append(counterpart)
+                    self._register(counterpart)
+
+    def end_record(self) -> None:
+        """What the other run has started in it and this one has not will never run here."""
+        for number in self._starts.values():
+            self.forget(number)
+        self._starts.clear()
+
+    def forget(self, number: int) -> None:
+        """The handler of that number has ended here, or never begun."""
+        handler = self._handlers.pop(number, None)
+        if handler is not None:
+            for counterparts in handler.ahead.values():
+                for counterpart in counterparts:
+                    self._unregister(counterpart)
+
+    def restored(self) -> None:
+        """All that waits was registered anew."""
+        for handler in self._handlers.values():
+            for counterparts in handler.ahead.values():
+                for counterpart in counterparts:
+                    self._register(counterpart)
+
+    # --- this run ---------------------------------------------------------------------------------------------------
+
+    def drawn_for(self, operation: Operation | None) -> _Drawn:
+        """None: for the handler that starts."""
+        if operation is None:
+            number = self._starts.pop(self._tasks.context.message_index, None)
+            return self._own() if number is None else _Drawn(number)
+        handler = self._handler(operation.task.number)
+        if handler is None:
+            return self._own()
+        what = _what(operation)
+        counterpart = _taken(handler.ahead, what)
+        if counterpart is None:
+            own = self._own()
+            handler.behind.setdefault(what, deque()).append(own.number)
+            return own
+        self._unregister(counterpart)
+        return _Drawn(counterpart.number, counterpart.outcome)
+
+    def _own(self) -> _Drawn:
+        self._last_own -= 1
+        return _Drawn(self._last_own)
+
+    def _handler(self, number: int) -> _Handler | None:
+        """None for one that does not run here, or not there."""
+        handler = self._handlers.get(number)
+        if handler is None and number > 0 and self._tasks.runs(number):  # it waits since before the replay
+            handler = self._handlers[number] = _Handler()
+        return handler
+
+    # --- whom what comes in finds -----------------------------------------------------------------------------------
+
+    def _register(self, counterpart: Any) -> None:
+        self._tasks.calls[counterpart.number] = counterpart
+        self._tasks.effects.add(counterpart)
+
+    def _unregister(self, counterpart: Any) -> None:
+        self._tasks.calls.pop(counterpart.number, None)
+        self._tasks.effects.remove(counterpart)
+
+    def _renumber(self, own: int, number: int) -> None:
+        """What waits under ``own`` is found by ``number`` from here on. Timers and events are found without."""
+        operation = self._tasks.calls.get(own) or self._tasks.effects.get(own)
+        if operation is not None:
+            self._tasks.unregister(operation)
+            operation.number = number
+            self._tasks.register(operation)
+            self._tasks.renumbered(own, number)

@@ -7,16 +7,30 @@ what an ``import`` of that name gives. It does no harm, but for whoever means th
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import importlib.util
+import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import (
+    ExtensionFileLoader,
+    ModuleSpec,
+    PathFinder,
+    SourceFileLoader,
+    SourcelessFileLoader,
+)
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
+from typing import Any
+from zipimport import zipimporter
 
-from immortal.appsdk.types.former_names import current_module
+from immortal.appsdk.errors import LoadError
+from immortal.appsdk.types.registry import current_module
 
 
 def add_to_path(folder: str) -> None:
@@ -131,3 +145,145 @@ def _imports(module: ModuleType) -> set[str]:
         node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module and not node.level
     ]
     return {name.partition(".")[0] for name in names}
+
+
+# The user's code in a replay: compiled from its sources, that of ``--code`` first, and noted with a digest.
+#
+# In service Python's own rules hold. Where code is judged they would not do: a stale ``.pyc`` whose source has the same
+# size and second, an editable install with a finder of its own, or PYTHONPATH would run other code than the one that is
+# named, and nobody would see it.
+
+
+CODE_VARIABLE = "IMMORTAL_CODE"
+"""A folder or a wheel whose modules come before those of any other place; empty: none."""
+
+NOTES_VARIABLE = "IMMORTAL_CODE_NOTES"
+"""A file that gets a line of JSON for each module of the user's: {"module", "file", "sha256"}. Set in replays only."""
+
+_INSTALLED = frozenset({"site-packages", "dist-packages"})  # below these is no code of the user's but the class itself
+
+
+class UserCode(MetaPathFinder):
+    """Finds modules before all other finders. ``code``: what CODE_VARIABLE says. ``target``: "module:Class"."""
+
+    def __init__(self, target: str, code: str, notes: str) -> None:
+        self._target = target
+        self._top = target.partition(":")[0].partition(".")[0]
+        self._code = os.path.realpath(code) if code else ""  # as the kernel has it, behind symbolic links
+        self._notes = notes
+        self._known = [sysconfig.get_path("stdlib"), str(Path(__file__).parents[2])]
+        self._is_used = False  # a module of ``code`` was loaded
+
+    @classmethod
+    def from_environment(cls, target: str) -> UserCode | None:
+        """None in service. Raises LoadError for code that can't be taken."""
+        notes = os.environ.get(NOTES_VARIABLE)
+        if not notes:
+            return None
+        found = cls(target, os.environ.get(CODE_VARIABLE, ""), notes)
+        found._begin()
+        return found
+
+    def _begin(self) -> None:
+        if self._code:
+            if (problem := HiddenModules(self._code).problem(self._top)) is not None:
+                raise LoadError(f"{self._target!r}: {problem}")
+            add_to_path(self._code)  # for namespace packages and resources
+        sys.meta_path.insert(0, self)
+
+    def check(self) -> None:
+        """The class is loaded. Raises LoadError where nothing of it came from ``code``."""
+        if self._code and not self._is_used:
+            module = sys.modules.get(self._target.partition(":")[0])
+            raise LoadError(
+                f"{self._target!r}: nothing of it is in {self._code}: its module is"
+                f" {getattr(module, '__file__', None) or 'built in'}; give the folder or the wheel that has it"
+            )
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] in sys.stdlib_module_names:
+            return None
+        spec = self._in_code(fullname, path) or self._elsewhere(fullname, path, target)
+        if spec is None or spec.loader is None or not spec.origin:
+            return spec
+        is_code = self._is_in_code(spec.origin)
+        if is_code or self._is_users(fullname, spec.origin):
+            self._is_used |= is_code
+            self._take(fullname, spec)
+        return spec
+
+    def _in_code(self, fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
+        """Not: a namespace package, whose other parts are elsewhere."""
+        if not self._code:
+            return None
+        entries = [self._code] if path is None else [entry for entry in path if self._is_in_code(entry)]
+        spec = PathFinder.find_spec(fullname, entries) if entries else None
+        return None if spec is None or spec.loader is None else spec
+
+    def _elsewhere(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        for finder in sys.meta_path:
+            if not isinstance(finder, UserCode) and (spec := finder.find_spec(fullname, path, target)) is not None:
+                return spec
+        return None
+
+    def _is_in_code(self, place: str) -> bool:
+        return bool(self._code) and _is_below(place, self._code)
+
+    def _is_users(self, fullname: str, origin: str) -> bool:
+        if fullname.partition(".")[0] == self._top:
+            return True
+        if not os.path.isabs(origin) or _INSTALLED & set(origin.split(os.sep)):
+            return False
+        return not any(_is_below(origin, folder) for folder in self._known)
+
+    def _take(self, fullname: str, spec: ModuleSpec) -> None:
+        """Let it be compiled from its source, and noted; what has no source is noted as it is."""
+        loader: object = spec.loader
+        origin = str(spec.origin)
+        if type(loader) is SourceFileLoader:
+            spec.loader, spec.cached = _FromSource(fullname, origin, self), None
+        elif type(loader) is zipimporter:
+            wheel: Any = _FromWheel(os.path.join(loader.archive, loader.prefix), self)  # a Loader, to whom it matters
+            spec.loader = wheel
+        elif isinstance(loader, ExtensionFileLoader | SourcelessFileLoader):
+            self.note(fullname, origin, Path(origin).read_bytes())
+
+    def note(self, fullname: str, file: str, content: bytes) -> None:
+        row = {"module": fullname, "file": os.path.abspath(file), "sha256": hashlib.sha256(content).hexdigest()}
+        with open(self._notes, "a") as notes:
+            notes.write(f"{json.dumps(row)}\n")
+
+
+class _FromSource(SourceFileLoader):
+    def __init__(self, fullname: str, path: str, code: UserCode) -> None:
+        super().__init__(fullname, path)
+        self._code = code
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compiled now: no ``.pyc`` is read, nor written."""
+        path = self.get_filename(fullname)
+        source = self.get_data(path)
+        self._code.note(fullname, path, source)
+        code: CodeType = self.source_to_code(source, path)
+        return code
+
+
+class _FromWheel(zipimporter):
+    def __init__(self, path: str, code: UserCode) -> None:
+        super().__init__(path)
+        self._code = code
+
+    def get_code(self, fullname: str) -> CodeType:
+        path, source = self.get_filename(fullname), self.get_source(fullname)
+        if source is None:
+            self._code.note(fullname, path, self.get_data(path))
+            return super().get_code(fullname)
+        self._code.note(fullname, path, source.encode())
+        code: CodeType = compile(source, path, "exec", dont_inherit=True)
+        return code
+
+
+def _is_below(place: str, folder: str) -> bool:
+    return place == folder or place.startswith(folder.rstrip(os.sep) + os.sep)

@@ -13,7 +13,7 @@ from typing import Any
 
 from immortal.appsdk.errors import StateError
 from immortal.appsdk.state.schema import StateSchema
-from immortal.appsdk.types.exact import encode_value
+from immortal.appsdk.types.encoding import encode_value
 
 SMALL_SIZE_BYTES_MAX = 4 << 10
 """Of attributes that are encoded each time, all together: some 10 microseconds."""
@@ -67,7 +67,7 @@ class Guard:
         small = self._small_ones(schema, instance, size_bytes)
         for name in schema.fields:
             value = getattr(instance, name, _UNSET)
-            is_plain = value is _UNSET or schema.takes_plainly(name, value)
+            is_plain = value is _UNSET or schema.is_plain_value(name, value)
             self._seen[name] = _Seen(value, None if is_plain else small.get(name))
             if name in small and not is_plain and self._problem(name, value) is not None:
                 self._left_out.add(name)
@@ -124,7 +124,7 @@ class Guard:
 
     def _look(self, schema: StateSchema, name: str, seen: _Seen, value: Any) -> StateError | None:
         is_new = value is not seen.value
-        if is_new and schema.takes_plainly(name, value):
+        if is_new and schema.is_plain_value(name, value):
             self._seen[name] = _Seen(value, None)
             return None
         if seen.data is None and (not is_new or _length(value) > NEW_ITEMS_MAX):

@@ -15,9 +15,8 @@ import msgspec
 
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value
 from immortal.appsdk.calls.context import datetime_of
-from immortal.appsdk.calls.failures import decode_failed
-from immortal.appsdk.calls.raised import attributes_of, made
-from immortal.appsdk.calls.rules import NEWEST, Rules
+from immortal.appsdk.calls.failures import attributes_of, decode_failed, made
+from immortal.appsdk.calls.replay_rules import NEWEST, Rules
 from immortal.appsdk.errors import StateError
 
 TIMER = "timer"

@@ -22,19 +22,15 @@ from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 import msgspec
 
-from immortal.appsdk.calls.annotations import resolve_hints
-from immortal.appsdk.calls.codec import ValueDecoder, encode_value, encoder
-from immortal.appsdk.calls.rules import OrderRules, Rules
+from immortal.appsdk.calls.codec import ValueDecoder, encode_value, encoder, resolve_hints
+from immortal.appsdk.calls.replay_rules import OrderRules, Rules
 from immortal.appsdk.errors import DefinitionError, StateError
-from immortal.appsdk.state.diff import differences
 from immortal.appsdk.state.journal import SavedTasks
-from immortal.appsdk.state.tree import tree
-from immortal.appsdk.types.decoding import with_integers
-from immortal.appsdk.types.exact import PLAIN_CLASSES, AnnotatedForm, form_of
-from immortal.appsdk.types.former_names import current_module
+from immortal.appsdk.state.tree import differences, tree
+from immortal.appsdk.types.encoding import PLAIN_CLASSES, AnnotatedForm, allow_integers, form_of
 from immortal.appsdk.types.handles import MARK
-from immortal.appsdk.types.registry import unsupported_type
-from immortal.appsdk.types.steps import UnfitError
+from immortal.appsdk.types.registry import current_module, unsupported_type
+from immortal.appsdk.types.steps import NotRoundTrippableError
 from immortal.protocol import decoding
 from immortal.protocol.state_envelope import FRONT, MAGIC
 
@@ -170,7 +166,7 @@ class StateSchema:
             for name, annotation in self.fields.items():
                 if problem := unsupported_type(annotation):
                     raise DefinitionError(f"{self._class_name}: attribute {name!r}: {problem}; {WAYS_OUT}")
-                exact = with_integers(annotation)
+                exact = allow_integers(annotation)
                 self._decoders[name] = ValueDecoder(annotation)
                 self._exact_decoders[name] = ValueDecoder(exact)
                 self._forms[name] = form_of(exact)
@@ -211,7 +207,7 @@ class StateSchema:
         form = self._forms[name]
         try:
             return form.tag(value) if form.is_odd(value) else value
-        except UnfitError as error:
+        except NotRoundTrippableError as error:
             raise self._unfit(name, error) from None
 
     def encode_attribute(self, name: str, value: Any) -> bytes:
@@ -221,11 +217,11 @@ class StateSchema:
         except Exception as error:
             raise self._unfit(name, self._forms[name].unencodable(value, error)) from None
 
-    def takes_plainly(self, name: str, value: Any) -> bool:
+    def is_plain_value(self, name: str, value: Any) -> bool:
         """It is a number, text or the like that :meth:`check_attribute` is sure to let through: known at a glance."""
         if self.serializer == "pickle":
             return type(value) in PLAIN_CLASSES
-        return self._forms[name].takes_plainly(value)
+        return self._forms[name].is_plain_value(value)
 
     def check_attribute(self, name: str, value: Any, data: bytes | None = None, *, keeps_types: bool = True) -> None:
         """As :meth:`encode` would. ``data``: what the encoder makes of it, where that is known. Raises StateError."""
@@ -243,7 +239,7 @@ class StateSchema:
         """Raises whatever a class of the user's raises."""
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
-    def _unfit(self, name: str, error: UnfitError) -> StateError:
+    def _unfit(self, name: str, error: NotRoundTrippableError) -> StateError:
         path = f" {error.path}" if error.path else ""
         return StateError(
             f"{self._class_name}: attribute {name!r}{path} can't be saved: {error.problem}; use a type that is kept, "

@@ -10,17 +10,19 @@ import dataclasses
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 import msgspec
+from msgspec import Struct
 
+from immortal.appsdk.state.journal import TIMER, Pending, SavedTask, SavedTasks, described
 from immortal.appsdk.types.registry import find_codec, show_custom
 
 Tree = Any
@@ -175,3 +177,175 @@ def key_text(key: Any) -> str:
 def canonical(part: Tree) -> str:
     """A text that equal trees share."""
     return json.dumps(to_json(part), sort_keys=True)
+
+
+# What differs between two trees of :mod:`immortal.appsdk.state.tree`, part by part.
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT: Final = _Absent()
+
+
+class Difference(Struct, frozen=True):
+    """One part that is not the same. ``path`` is as in Python: ``items[0].name``, ``counts['the']``, ``tags{'a'}``.
+
+    ``old`` or ``new`` is ABSENT where there is none.
+    """
+
+    path: str
+    old: Tree | _Absent
+    new: Tree | _Absent
+
+    def to_json(self) -> dict[str, Any]:
+        sides = (("old", self.old), ("new", self.new))
+        return {"path": self.path, **{name: to_json(part) for name, part in sides if part is not ABSENT}}
+
+
+def differences(old: Tree, new: Tree, path: str = "") -> Iterator[Difference]:
+    """In the order of the old tree. Values of two types differ (1 and 1.0), NaN is the same as NaN.
+
+    In lists what is alike in front and at the end is left out; the rest is compared item by item.
+    """
+    if type(old) is not type(new):
+        yield Difference(path, old, new)
+    elif isinstance(old, Members):
+        yield from _of_members(old, new, path)
+    elif isinstance(old, list):
+        yield from _of_lists(old, new, path)
+    elif isinstance(old, dict):
+        before, after = ({_step(holder, key, path): part for key, part in holder.items()} for holder in (old, new))
+        for step in {**before, **after}:
+            yield from _of_parts(before.get(step, ABSENT), after.get(step, ABSENT), path + step)
+    elif old != new if not isinstance(old, float) else repr(old) != repr(new):
+        yield Difference(path, old, new)
+
+
+def _step(holder: dict[Any, Tree], key: Any, path: str) -> str:
+    """The text tells keys apart that a dict takes for the same, such as 1 and True."""
+    if isinstance(holder, Fields):
+        return f".{key}" if path else f"{key}"
+    return f"[{key!r}]"
+
+
+def _of_parts(old: Tree, new: Tree, path: str) -> Iterator[Difference]:
+    if old is ABSENT or new is ABSENT:
+        yield Difference(path, old, new)
+    else:
+        yield from differences(old, new, path)
+
+
+def _of_members(old: Members, new: Members, path: str) -> Iterator[Difference]:
+    before, after = ({canonical(member): member for member in members} for members in (old, new))
+    for text in sorted({*before, *after}):
+        if (text in before) != (text in after):
+            part = before[text] if text in before else after[text]
+            name = text if isinstance(part, list | dict) else repr(part)
+            yield Difference(f"{path}{{{name}}}", before.get(text, ABSENT), after.get(text, ABSENT))
+
+
+def _of_lists(old: list[Tree], new: list[Tree], path: str) -> Iterator[Difference]:
+    shorter = min(len(old), len(new))
+    front = 0
+    while front < shorter and _same(old[front], new[front]):
+        front += 1
+    end = 0
+    while end < shorter - front and _same(old[-1 - end], new[-1 - end]):
+        end += 1
+    befores, afters = old[front : len(old) - end], new[front : len(new) - end]
+    for offset in range(max(len(befores), len(afters))):
+        before = befores[offset] if offset < len(befores) else ABSENT
+        after = afters[offset] if offset < len(afters) else ABSENT
+        yield from _of_parts(before, after, f"{path}[{front + offset}]")
+
+
+def _same(old: Tree, new: Tree) -> bool:
+    return next(differences(old, new), None) is None
+
+
+# A state as rows of tables: for queries. The trees of :mod:`immortal.appsdk.state.tree` tell structs from mappings.
+#
+#     state          one row: each attribute that is no container, under its own name
+#     ATTRIBUTE      of a mapping a row for each key ("key"), of a sequence for each item ("index"), of a set for each
+#                    member; a struct gives its fields, all else is "value"
+#     $waiting       what async handlers wait for: a row for each thing, and for each call that waits for its turn
+#     $timers        when what sleeps wakes, and each schedule is due next
+#     $effects       effects that have no result yet
+#
+# Within a cell lists, mappings and structs stay what they are.
+
+
+STATE = "state"
+WAITING = "$waiting"
+TIMERS = "$timers"
+EFFECTS = "$effects"
+_KINDS = ("call", "effect", "event")
+
+Row = dict[str, Tree]
+
+
+def state_rows(state: Fields) -> Iterator[tuple[str, Row | str]]:
+    """(table, row) of the attributes; those of what the SDK keeps itself are in :func:`task_rows`.
+
+    Each container has the name of its first column in front of its rows, as it may have none.
+    """
+    single: Row = {}
+    for name, value in state.items():
+        if name.startswith("$") and name not in ("$opaque", "check"):
+            continue
+        if isinstance(value, Fields) or not isinstance(value, dict | list):
+            single[name] = value
+            continue
+        keyed = value.items() if isinstance(value, dict) else enumerate(value)
+        front = "key" if isinstance(value, dict) else "index"
+        yield name, front
+        for key, item in keyed:
+            yield name, _row(front, key, item)
+    yield STATE, single
+
+
+def _row(front: str, key: Tree, item: Tree) -> Row:
+    if not isinstance(item, Fields):
+        return {front: key, "value": item}
+    return {front: key, **{f"{name}_" if name == front else name: value for name, value in item.items()}}
+
+
+def task_rows(
+    saved: SavedTasks, name_of: Callable[[int], str], decoded: Callable[[bytes], Any]
+) -> Iterator[tuple[str, Row]]:
+    """``name_of``: a handler's, by its method ID. ``decoded``: what arguments are."""
+    for task in saved.tasks:
+        front: Row = {"id": task.number, "handler": name_of(task.method_id)}
+        for pending in task.pending:
+            yield WAITING, {**front, **_of(task, decoded), **_for(pending)}
+            if pending.what == TIMER:
+                yield TIMERS, {**front, "kind": "sleep", "due_ns": pending.detail}
+            elif pending.what.startswith("effect "):
+                effect = pending.what.removeprefix("effect ")
+                yield EFFECTS, {**front, "effect": effect, "number": pending.number, "step": pending.step}
+    for call in saved.queued:
+        front = {"id": call.number, "handler": name_of(call.method_id)}
+        yield WAITING, {**front, **_of(call, decoded), "kind": "turn", "waits_for": "its turn", "step": 0}
+    for method_id, due_ns in saved.schedules.items():
+        yield TIMERS, {"id": None, "handler": name_of(method_id), "kind": "schedule", "due_ns": due_ns}
+
+
+def _of(task: SavedTask, decoded: Callable[[bytes], Any]) -> Row:
+    return {
+        "arguments": decoded(task.arguments),
+        "since_ns": task.started_ns,
+        "caller": task.caller,
+        "call_number": None if task.caller is None else task.call_number,
+        "sequence_id": None if task.sequence_id < 0 else task.sequence_id,
+        "index": None if task.sequence_id < 0 else task.message_index,
+    }
+
+
+def _for(pending: Pending) -> Row:
+    first = pending.what.partition(" ")[0]
+    kind = "timer" if pending.what == TIMER else first if first in _KINDS else "other"
+    what = described(pending) if kind == "timer" else pending.what
+    return {"kind": kind, "waits_for": what, "step": pending.step}

@@ -1,11 +1,9 @@
 """Tests of immortals: several in one process, on a clock of the test's own. See docs/guide/testing.md."""
 
 from immortal.appsdk.running.local_app import ProcessDies
-from immortal.appsdk.testing.environment import Environment
-from immortal.appsdk.testing.exploring import crash_everywhere
-from immortal.appsdk.testing.golden import assert_replays
+from immortal.appsdk.testing.environment import Environment, crash_everywhere
 from immortal.appsdk.testing.instance import Instance, Pending
-from immortal.appsdk.testing.replaying import ReplayDiffers
+from immortal.appsdk.testing.replay_check import ReplayDiffers, assert_replays
 from immortal.appsdk.testing.world import NoAnswerError
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -11,15 +12,14 @@ from immortal.appsdk.errors import HandlerError, UsageError
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.testing import outside
-from immortal.appsdk.testing.crashes import CrashPlan
-from immortal.appsdk.testing.instance import Instance
-from immortal.appsdk.testing.memory import MemorySource
-from immortal.appsdk.testing.replaying import ReplayDiffers, problems_of
-from immortal.appsdk.testing.stand_ins import StandIns
+from immortal.appsdk.testing.effect_stubs import EffectStubs
+from immortal.appsdk.testing.instance import Instance, MemorySource
+from immortal.appsdk.testing.node import CrashPlan, Victim
+from immortal.appsdk.testing.replay_check import ReplayDiffers, problems_of
 from immortal.appsdk.testing.world import World
 from immortal.coordinator.core import events as ev
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
-from immortal.protocol.shown import is_encodable
+from immortal.protocol.safe_output import is_encodable
 
 T = TypeVar("T", bound=Immortal)
 
@@ -78,7 +78,7 @@ class Environment:
 
     # --- instances ---------------------------------------------------------------------------------------------------
 
-    def start(self, cls: type[T], name: str, *, effects: StandIns | None = None) -> Instance[T]:
+    def start(self, cls: type[T], name: str, *, effects: EffectStubs | None = None) -> Instance[T]:
         """Start a new instance of ``cls`` under the name by which others call it. Returns once all is at rest.
 
         ``effects``: what runs in place of the functions that its handlers give to ``self.effect``. Raises UsageError,
@@ -202,3 +202,40 @@ class Environment:
     def crash_point_count(self) -> int:
         """How many points there were so far at which an instance could have crashed."""
         return self._world.crashes.count
+
+
+# The same test again and again, each time with a crash somewhere else.
+
+
+def crash_everywhere(
+    *,
+    victims: Sequence[Victim] = ("instance", "app"),
+    runs_max: int | None = None,
+    start: datetime = START,
+    seed: int = 0,
+    order: int | None = None,
+    fail_alone: bool = False,
+) -> Iterator[Environment]:
+    """Environments for one test: first one without a crash, then one for each point at which an instance could crash.
+
+    ::
+
+        for env in crash_everywhere():
+            with env:
+                ...  # the test
+
+    The crash comes by itself, at one of the points between any two steps of any instance, and what has crashed comes
+    back at once. ``victims``: "instance" is app and coordinator, "app" the app alone. ``runs_max``: at most so many
+    runs, spread evenly over the points. ``fail_alone``: see :class:`Environment`. Whatever fails says where the crash
+    was.
+    """
+    first = Environment(start=start, seed=seed, order=order, fail_alone=fail_alone)
+    yield first
+    if not first.is_closed:
+        raise UsageError("crash_everywhere: each environment is to be used in a with statement: with env: ...")
+    plans = [(point, victim) for victim in victims for point in range(1, first.crash_point_count + 1)]
+    if runs_max is not None and len(plans) >= runs_max:
+        plans = [plans[index * len(plans) // (runs_max - 1)] for index in range(runs_max - 1)]
+    for point, victim in plans:
+        plan = CrashPlan(point, victim)
+        yield Environment(start=start, seed=seed, order=order, crashes=plan, fail_alone=fail_alone)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.outbox import ImpulseQueue, Write
 from immortal.appsdk.errors import Disconnected, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import definition_of
@@ -17,17 +21,20 @@ from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.running.local_app import LocalApp
 from immortal.appsdk.state.journal import decode_raised
 from immortal.appsdk.state.schema import copied_envelope
-from immortal.appsdk.testing.hooks import HookQueue
-from immortal.appsdk.testing.memory import MemorySource
 from immortal.appsdk.testing.node import Node
 from immortal.appsdk.testing.world import World
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.interfaces import LogSummary
+from immortal.coordinator.log import LogIdentity
+from immortal.coordinator.log.format import FORMAT_VERSION
+from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.verdicts import Verdict
-from immortal.replay.recorded import RecordedLog
+from immortal.replay.sources import RecordedLog
 
 if TYPE_CHECKING:
     from immortal.appsdk.handlers.decorators import RemoteHandler
     from immortal.appsdk.handlers.definition import Definition
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -241,7 +248,7 @@ class Instance(Generic[T]):
         )
 
         def may_start() -> bool:  # or its app is gone
-            return dispatcher.hooks_may_start or self._node.local_app is not app
+            return dispatcher.may_start_hooks or self._node.local_app is not app
 
         self._world.wait_for(f"the hook of {self!r}", may_start, PATIENCE)
         if self._node.local_app is not app:
@@ -259,4 +266,91 @@ class Instance(Generic[T]):
             raise UsageError(f"{what} is no handler of {self!r}: it has {known}")
         codec = self.definition.codec(found)
         bound = codec.bind(args, kwargs)
-        return found, codec.exactly(bound) if codec.may_hold_any else bound
+        return found, codec.exactly(bound) if codec.may_hold_untyped else bound
+
+
+# ``@on_primary`` hooks in the test's own thread: each impulse that they send is handled before they go on.
+
+
+NO_THREAD = 0
+
+
+class HookQueue(ImpulseQueue):
+    """Stands before an app's own. Nothing waits in it: where a hook's thread would let others go on, ``run`` does."""
+
+    def __init__(
+        self, context: Context, queue: ImpulseQueue, run: Callable[[], None], is_alive: Callable[[], bool]
+    ) -> None:
+        super().__init__(context, lambda: None)
+        self._hook_context = context
+        self._queue = queue
+        self._run = run
+        self._is_alive = is_alive
+
+    def append(self, destination: str, name: str, write: Write, arguments: tuple[Any, ...]) -> None:
+        self._queue.append(destination, name, write, arguments)
+        self._run_handlers()
+
+    def flush(self, timeout_s: float | None) -> None:
+        self._run_handlers()
+        self._queue.flush(0)  # all is accepted, or says why not
+
+    def ask_for_checkpoint(self) -> None:
+        self._queue.ask_for_checkpoint()
+        self._run_handlers()
+
+    def _run_handlers(self) -> None:
+        with self.thread(threading.get_ident()):
+            self._run()
+        if not self._is_alive():  # a hook's thread dies with its app: this one is to go no further
+            raise Disconnected("the app has crashed")
+
+    @contextmanager
+    def thread(self, thread_id: int = NO_THREAD) -> Iterator[None]:
+        """Meanwhile the handlers' thread is ``thread_id``; NO_THREAD: what only handlers may do is refused here."""
+        context, before = self._hook_context, self._hook_context.thread_id
+        context.thread_id = thread_id
+        try:
+            yield
+        finally:
+            context.thread_id = before
+
+
+# A log in memory as a replay reads it.
+
+
+READ_SIZE_BYTES = 1 << 20
+
+
+def checkpoint_chunks(store: MemoryLogStore, checkpoint_id: int) -> Iterator[bytes]:
+    """The pieces of a checkpoint's blob, in order."""
+    for index in count():
+        chunk = store.read_checkpoint_chunk(checkpoint_id, index)
+        if not chunk:
+            return
+        yield chunk
+
+
+class MemorySource:
+    """A :class:`replay.RecordSource` over the log of the instance ``name``."""
+
+    def __init__(self, name: str, store: MemoryLogStore) -> None:
+        self._store = store
+        self.identity = LogIdentity(FORMAT_VERSION, name, store.summary().committer_id, 0)
+        self.problems: list[str] = []
+        self.trusts_pickle = True  # this process made it
+
+    def summary(self) -> LogSummary:
+        return self._store.summary()
+
+    def values(self, first_sequence_id: int, last_sequence_id: int | None = None) -> Iterator[bytes]:
+        sequence_id = max(first_sequence_id, 0)
+        while values := self._store.read(sequence_id, READ_SIZE_BYTES):
+            for value in values:
+                if last_sequence_id is not None and sequence_id > last_sequence_id:
+                    return
+                yield value
+                sequence_id += 1
+
+    def checkpoint_chunks(self, checkpoint_id: int) -> Iterator[bytes]:
+        return checkpoint_chunks(self._store, checkpoint_id)

@@ -6,14 +6,14 @@ import contextvars
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from immortal.appsdk.calls.context import SEED_SIZE_BYTES
+from immortal.appsdk.calls.user_code import ControlFlowSignal
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.running.local_app import LocalApp, earlier
-from immortal.appsdk.testing.crashes import CrashNow, CrashPlan
+from immortal.appsdk.testing.effect_stubs import EffectStubs, StubEffectRunner
 from immortal.appsdk.testing.outside import OUTSIDERS, OutsideApp
-from immortal.appsdk.testing.stand_ins import StandInRunner, StandIns
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.limits import Limits
@@ -27,15 +27,15 @@ from immortal.protocol.errors import ImmortalError
 LIMITS = Limits(hold_off_ns_min=0)  # the clock of a test stands still: who is held off would never be heard again
 
 
-class Wires(Protocol):
-    """What an instance sends goes there: see :class:`immortal.appsdk.testing.network.Network`."""
+class PeerNetwork(Protocol):
+    """What an instance sends goes there: see :class:`immortal.appsdk.testing.world.Network`."""
 
     def send(self, sender: Node, effect: ef.SendToPeer) -> None: ...
     def reply(self, receiver: Node, effect: ef.ReplyToPeer) -> None: ...
     def forget_sender(self, sender: Node, destination: str | None = None) -> None: ...
 
 
-class Surroundings(Protocol):
+class SharedWorld(Protocol):
     """What all instances of an environment share: see :class:`immortal.appsdk.testing.world.World`."""
 
     now_ns: int
@@ -46,17 +46,17 @@ class Surroundings(Protocol):
     variables: contextvars.Context
 
     @property
-    def network(self) -> Wires: ...
+    def network(self) -> PeerNetwork: ...
 
 
 class Node:
     """``definition`` None: the outside, whose app is none of the user's and which never crashes."""
 
-    def __init__(self, world: Surroundings, name: str, definition: Definition | None, committer_id: int) -> None:
+    def __init__(self, world: SharedWorld, name: str, definition: Definition | None, committer_id: int) -> None:
         self.world = world
         self.name = name
         self.definition = definition
-        self.effects: StandIns = {}
+        self.effects: EffectStubs = {}
         self.store = MemoryLogStore(committer_id)
         self.store.clock_ns = lambda: world.now_ns
         self._driver: Driver | None = None
@@ -105,7 +105,7 @@ class Node:
             self.app = OutsideApp()
         else:
             seed = hashlib.blake2b(f"{self.world.seed} {self.name}".encode(), digest_size=SEED_SIZE_BYTES).digest()
-            effects = StandInRunner(self.effects, lambda: self.world.now_ns)
+            effects = StubEffectRunner(self.effects, lambda: self.world.now_ns)
             self.app = self.world.variables.copy().run(
                 LocalApp,
                 self.definition,
@@ -153,7 +153,7 @@ class Node:
                 self._app_is_lost = False
                 self._handle(ev.AppClosed())
                 self.connect()
-        except CrashNow:
+        except SimulatedCrash:
             self.crash()
             self.start()
 
@@ -320,3 +320,50 @@ class _Host(PlainHost):
 
     def stop(self, effect: ef.Stop) -> None:
         self._node.stopped(effect.error)
+
+
+# Crashes at every point of a test: the same test again and again, each time with one crash more to the right.
+
+
+Victim = Literal["instance", "app"]
+"""What crashes: the app and its coordinator together, with all that is not durable, or the app alone."""
+
+
+class SimulatedCrash(ControlFlowSignal):
+    """The process dies between two of its steps. Not an Exception: nothing on the way is to catch it."""
+
+
+class Crashable(Protocol):
+    """An instance, as who lets it die knows it. ``definition`` None: it never dies; ``app`` None: its app is gone."""
+
+    name: str
+
+    @property
+    def definition(self) -> object | None: ...
+    @property
+    def app(self) -> object | None: ...
+    def lose_app(self) -> None: ...
+
+
+class CrashPlan:
+    """Counts the points at which an instance could die, and lets it die at ``point`` (from 1; 0: never)."""
+
+    def __init__(self, point: int = 0, victim: Victim = "instance") -> None:
+        self.count = 0
+        self.happened = ""  # which instance has crashed, and where
+        self._point = point
+        self._victim = victim
+
+    def point(self, node: Crashable) -> None:
+        """``node`` is between two steps. Raises SimulatedCrash where it is to die."""
+        if node.definition is None:
+            return
+        self.count += 1
+        if self.count != self._point:
+            return
+        if self._victim == "instance":
+            self.happened = f"with app and coordinator of {node.name!r} crashed at point {self._point}"
+            raise SimulatedCrash
+        if node.app is not None:
+            self.happened = f"with the app of {node.name!r} crashed at point {self._point}"
+            node.lose_app()

@@ -23,9 +23,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 @pytest.fixture
 def immortal_env(request: pytest.FixtureRequest) -> Iterator[Environment]:
     """An appsdk.testing.Environment. If the test passes, all of its instances are replayed and compared at its end."""
-    from immortal.appsdk.testing import (
-        Environment,  # here: pytest loads this plugin in every project that has it installed
-    )
+    from immortal.appsdk.testing import Environment
 
     env = Environment()
     yield env

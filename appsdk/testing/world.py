@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import cast
+from types import TracebackType
+from typing import NoReturn, cast
 
 from immortal.appsdk.calls.context import datetime_of
-from immortal.appsdk.calls.run_contexts import handed_down
-from immortal.appsdk.calls.run_failures import interrupts_known
-from immortal.appsdk.errors import UsageError
+from immortal.appsdk.calls.user_code import inherited_context, mark_interrupts
+from immortal.appsdk.errors import AppError, UsageError
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.testing import outside
-from immortal.appsdk.testing.crashes import CrashPlan
-from immortal.appsdk.testing.failures import raise_as_the_users
-from immortal.appsdk.testing.network import Network
-from immortal.appsdk.testing.node import Node
+from immortal.appsdk.testing.node import CrashPlan, Node
 from immortal.appsdk.testing.outside import OutsideApp
-from immortal.coordinator.core.errors import require
+from immortal.coordinator.core import effects as ef
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.errors import InvariantError, require
 from immortal.protocol.errors import ImmortalError
+from immortal.protocol.peer_frames import PeerFrame
 
 STEPS_MAX = 500_000
 """Of all instances, at one moment of the clock: handlers that call each other for ever would be waited for."""
@@ -28,7 +30,7 @@ STEPS_MAX = 500_000
 REPORTS_SHOWN = 3  # of the coordinators', where an answer does not come
 
 
-class RestlessError(ImmortalError):
+class LivelockError(ImmortalError):
     """The instances go on and on at one moment of the clock."""
 
 
@@ -45,7 +47,7 @@ class World:
     def __init__(
         self, start_ns: int, seed: int, order: int | None, crashes: CrashPlan, *, fail_alone: bool = False
     ) -> None:
-        self.variables = handed_down()
+        self.variables = inherited_context()
         self.now_ns = start_ns
         self.fail_alone = fail_alone
         self.seed = seed
@@ -83,7 +85,7 @@ class World:
             moved, at_rest = self._pass(steps_left) if self._random is None else self._drawn(self._random)
             steps_left -= moved
             if steps_left <= 0:
-                raise RestlessError(
+                raise LivelockError(
                     f"after {STEPS_MAX:,} steps there is still something to do at one moment of the clock: do "
                     f"handlers call each other for ever? (A pause, such as await self.sleep(...), ends it.)"
                 )
@@ -144,12 +146,12 @@ class World:
         __tracebackhide__ = True
         self.require_open()
         try:
-            with interrupts_known():
+            with mark_interrupts():
                 action()
             return
         except ImmortalError as error:
             failure = error
-        raise_as_the_users(failure)
+        raise_user_error(failure)
 
     def require_open(self) -> None:
         """Raises UsageError."""
@@ -186,3 +188,84 @@ class World:
                 absent = {peer.name for peer in node.definition.peers.values()} - self.nodes.keys()
                 lines += [f"{node.name!r} has a peer {name!r}, which was not started" for name in sorted(absent)]
         return "".join(f"\n  {line}" for line in lines)
+
+
+# What is on its way between the instances of an environment: at least once, in order, until it is answered.
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    """Sent again, to each life of its receiver, until it is answered."""
+
+    sender: Node
+    effect: ef.SendToPeer
+    delivered: tuple[Node, int] | None = None  # to which life of the receiver
+    answer: PeerFrame | None = None
+
+
+class Network:
+    """Loses nothing and keeps the order. Who is parted waits."""
+
+    def __init__(self, nodes: Mapping[str, Node]) -> None:
+        self._nodes = nodes
+        self._messages: list[_Message] = []
+        self.parted: set[frozenset[str]] = set()
+
+    def send(self, sender: Node, effect: ef.SendToPeer) -> None:
+        self._messages.append(_Message(sender, effect))
+
+    def reply(self, receiver: Node, effect: ef.ReplyToPeer) -> None:
+        message = effect.token
+        if isinstance(message, _Message) and message.delivered == (receiver, receiver.life):
+            message.answer = effect.frame
+
+    def forget_sender(self, sender: Node, destination: str | None = None) -> None:
+        self._messages = [
+            message
+            for message in self._messages
+            if message.sender is not sender or destination not in (None, message.effect.destination)
+        ]
+
+    def step(self) -> bool:
+        """Bring the first that can be brought; False if there is none."""
+        for message in self._messages:
+            effect = message.effect
+            receiver = self._nodes.get(effect.destination)
+            if self.parted and frozenset((message.sender.name, effect.destination)) in self.parted:
+                continue
+            if message.answer is not None:
+                self._messages.remove(message)
+                message.sender.handle(ev.PeerReplied(effect.destination, effect.tag, message.answer))
+                return True
+            if receiver is None or not receiver.is_up or message.delivered == (receiver, receiver.life):
+                continue
+            message.delivered = (receiver, receiver.life)
+            receiver.handle(ev.PeerFrameReceived(message, effect.frame))
+            return True
+        return False
+
+
+# What fails in an app, as the test is to see it.
+
+
+_OWN_FOLDERS = (os.path.dirname(os.path.dirname(__file__)),)
+
+
+def raise_user_error(failure: ImmortalError) -> NoReturn:
+    """Raise the user's own exception behind ``failure``, with the user's own traceback; without one ``failure``."""
+    __tracebackhide__ = True
+    error = failure.__cause__
+    if not isinstance(failure, AppError) or error is None:
+        raise failure if isinstance(failure, InvariantError) else failure.with_traceback(None)
+    said = str(failure).split("\n")
+    for line in [*getattr(failure, "__notes__", ()), *said[: 2 if said[1:2] and "arguments:" in said[1] else 1]]:
+        error.add_note(line.strip())
+    raise error.with_traceback(_users_own(error.__traceback__))
+
+
+def _users_own(trace: TracebackType | None) -> TracebackType | None:
+    """From the first frame on that is none of the SDK's."""
+    found = trace
+    while found is not None and os.path.dirname(found.tb_frame.f_code.co_filename).startswith(_OWN_FOLDERS):
+        found = found.tb_next
+    return found or trace

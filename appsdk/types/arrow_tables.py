@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from immortal.appsdk.types.registry import Codec, what_came
+from immortal.appsdk.types.registry import Codec, describe_received
 
 
 def codec_of(cls: type) -> Codec | None:
@@ -36,7 +36,7 @@ def read_table(name: str, plain: Any) -> Any:
     elif isinstance(plain, list):
         table = pa.Table.from_pylist(plain)
     else:
-        raise ValueError(f"Expected `{name}` (an Arrow stream, columns or rows), got {what_came(plain)}")
+        raise ValueError(f"Expected `{name}` (an Arrow stream, columns or rows), got {describe_received(plain)}")
     table.validate(full=True)
     return table
 

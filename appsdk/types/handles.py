@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 import msgspec
 
 from immortal.appsdk.errors import UsageError
-from immortal.appsdk.types.registry import Codec, what_came
-from immortal.protocol import decoding, values
+from immortal.appsdk.types.registry import Codec, describe_received
+from immortal.protocol import decoding, extension_values
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
 
 T = TypeVar("T")
@@ -69,13 +69,13 @@ class _Handle(Generic[T]):
 
     def __repr__(self) -> str:
         owner, key, cls, _ = self._immortal_of
-        return f"<handle {tag_of(key)} of {owner!r}{f', {cls.__qualname__}' if cls is not None else ''}>"
+        return f"<handle {handle_label(key)} of {owner!r}{f', {cls.__qualname__}' if cls is not None else ''}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, self._immortal_of[:3]
 
 
-def tag_of(key: bytes) -> str:
+def handle_label(key: bytes) -> str:
     """For people: it says which handle it is, and nothing of its key."""
     return hashlib.blake2b(key, digest_size=4).hexdigest()
 
@@ -110,7 +110,7 @@ def read_extension(code: int, data: Any) -> Any:
     """
     found = bytes(data)
     if code != EXTENSION_CODE or not found.startswith(MARK) or len(found) <= len(MARK) + KEY_SIZE_BYTES:
-        return values.read_extension(code, found, read_extension)
+        return extension_values.read_extension(code, found, read_extension)
     key, owner = found[len(MARK) : len(MARK) + KEY_SIZE_BYTES], found[len(MARK) + KEY_SIZE_BYTES :]
     if 0 in owner or len(owner) > NAME_SIZE_BYTES_MAX:  # word of it goes there
         raise ValueError(f"a handle whose owner is {owner[:20]!r}, which no instance can be called")
@@ -119,7 +119,7 @@ def read_extension(code: int, data: Any) -> Any:
 
 def _decode(annotation: Any, plain: Any) -> _Handle[Any]:
     if not isinstance(plain, _Handle):
-        raise ValueError(f"Expected a handle, got {what_came(plain)}")
+        raise ValueError(f"Expected a handle, got {describe_received(plain)}")
     owner, key, _, life = plain._immortal_of
     (cls,) = typing.get_args(annotation) or (None,)
     return _Handle(owner, key, cls if hasattr(cls, "_immortal_node") else None, life)
@@ -142,8 +142,8 @@ def handles_in(data: bytes) -> list[tuple[str, bytes]]:
         return found
 
     def collect(code: int, content: Any) -> None:
-        if code == values.EXTENSION_CODE:
-            values.read_extension(code, content, collect)
+        if code == extension_values.EXTENSION_CODE:
+            extension_values.read_extension(code, content, collect)
         elif isinstance(handle := read_extension(code, content), _Handle):
             found.append(handle._immortal_of[:2])
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from immortal.appsdk.types.registry import Codec, what_came
+from immortal.appsdk.types.registry import Codec, describe_received
 
 _KINDS = frozenset("biufcmMSU")  # as np.dtype.kind has them: all but objects, and structures, whose gaps hold anything
 _PADDED = frozenset("gG")  # np.longdouble: as above
@@ -71,7 +71,7 @@ def _decode(annotation: Any, plain: Any) -> np.ndarray[Any, Any]:
     elif isinstance(plain, list):
         array = _from_list(plain, scalar)
     else:
-        raise ValueError(f"Expected `ndarray` (dtype, shape and data, or a list), got {what_came(plain)}")
+        raise ValueError(f"Expected `ndarray` (dtype, shape and data, or a list), got {describe_received(plain)}")
     if scalar is not None and not np.issubdtype(array.dtype, scalar):
         raise ValueError(f"Expected `ndarray` of {scalar.__name__}, got one of {array.dtype}")
     if dimensions_count is not None and array.ndim != dimensions_count:
@@ -145,7 +145,7 @@ def _decode_scalar(annotation: Any, plain: Any) -> Any:
     elif issubclass(annotation, np.floating):
         expected = (int, float)
     if not isinstance(plain, expected) or (type(plain) is bool and bool not in expected):
-        raise ValueError(f"Expected `{annotation.__name__}`, got {what_came(plain)}")
+        raise ValueError(f"Expected `{annotation.__name__}`, got {describe_received(plain)}")
     try:
         return annotation(plain)
     except OverflowError as error:

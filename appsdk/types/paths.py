@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from immortal.appsdk.types.registry import Codec, what_came
+from immortal.appsdk.types.registry import Codec, describe_received
 
 
 def codec_of(cls: type) -> Codec | None:
@@ -14,7 +14,7 @@ def codec_of(cls: type) -> Codec | None:
 
 def _decode(annotation: Any, plain: Any) -> PurePath:
     if not isinstance(plain, str):
-        raise ValueError(f"Expected `{annotation.__name__}` (a text), got {what_came(plain)}")
+        raise ValueError(f"Expected `{annotation.__name__}` (a text), got {describe_received(plain)}")
     path: PurePath = annotation(plain)
     return path
 

@@ -12,6 +12,7 @@ import importlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -161,7 +162,7 @@ def decode_custom(annotation: Any, plain: Any) -> Any:
         raise ValueError(f"the codec of {cls.__qualname__} raised {type(error).__name__}: {error}") from error
 
 
-def what_came(plain: Any) -> str:
+def describe_received(plain: Any) -> str:
     """The type of a plain value, in the words that msgspec has for them."""
     names = {dict: "object", list: "array", type(None): "null"}
     return f"`{names.get(type(plain), type(plain).__name__)}`"
@@ -209,7 +210,7 @@ def may_hold_handles(annotation: Any) -> bool:
     return False
 
 
-def may_hold_any(annotation: Any) -> bool:
+def may_hold_untyped(annotation: Any) -> bool:
     """Whether some of a value of it has no type to be read by."""
     return any(
         isinstance(info, msgspec.inspect.AnyType)
@@ -279,3 +280,26 @@ def _named_in(annotation: Any) -> Iterator[Any]:
     yield annotation
     for part in typing.get_args(annotation):
         yield from _named_in(part)
+
+
+# Module paths from before the one import root `immortal`: checkpoints, registrations, projects still name them.
+
+
+_FORMER_ROOT = "appsdk"
+_MOVED = {"appsdk.waits": "immortal.appsdk.waiting.waits"}
+
+
+def current_module(name: str) -> str:
+    """Return today's path of the module ``name``: ``appsdk.patterns.queue`` is ``immortal.appsdk.patterns.queue``.
+
+    Any other name comes back as it is, also one below a package `appsdk` of the user's own that the SDK does not have.
+    """
+    if name in _MOVED:
+        return _MOVED[name]
+    if name.partition(".")[0] != _FORMER_ROOT:
+        return name
+    path = f"immortal.{name}"
+    try:
+        return path if find_spec(path) is not None else name
+    except ModuleNotFoundError:  # a package above it
+        return name

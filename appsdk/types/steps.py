@@ -1,4 +1,4 @@
-"""What is done with the values of one class in one place of an annotation: see :mod:`immortal.appsdk.types.exact`.
+"""What is done with the values of one class in one place of an annotation: see :mod:`immortal.appsdk.types.encoding`.
 
 Each kind of values is a :class:`Step`: it looks at all that stand in its place together, knows what is in them, and
 what is encoded in their place.
@@ -22,7 +22,7 @@ from immortal.appsdk.types import registry
 from immortal.appsdk.types.handles import read_extension
 from immortal.appsdk.types.registry import Codec, decode_custom, encode_custom
 from immortal.protocol import decoding
-from immortal.protocol.values import encode_extension, is_beyond, zone_problem
+from immortal.protocol.extension_values import encode_extension, is_beyond, zone_problem
 
 EXTENSIONS_DEPTH_MAX = 32
 """Tuples and sets in one another that are extensions: to read one takes four levels of Python's recursion, of 1,000."""
@@ -33,7 +33,7 @@ encoder = msgspec.msgpack.Encoder(enc_hook=encode_custom)
 """The only encoder, of arguments and state: sets, dicts and so on are written in the order they have."""
 
 
-class UnfitError(TypeError):
+class NotRoundTrippableError(TypeError):
     """A value that would not come back as what it is. ``path``: to it, as in Python: ``['eu'][3].price``."""
 
     def __init__(self, problem: str, path: str = "") -> None:
@@ -69,7 +69,7 @@ Level = list[tuple["Form", Column]]
 
 
 class Form:
-    """What an annotation says about one place: an :class:`immortal.appsdk.types.exact.AnnotatedForm`."""
+    """What an annotation says about one place: an :class:`immortal.appsdk.types.encoding.AnnotatedForm`."""
 
     def look(self, column: Column, below: Level) -> bool:
         """As :meth:`Step.look`, of values of any classes."""
@@ -92,7 +92,7 @@ class Step:
     """Plain values: they come back as they are."""
 
     def look(self, column: Column, below: Level) -> bool:
-        """Whether some of ``column`` are to be tagged; what is in them goes ``below``. Raises UnfitError."""
+        """Whether some of ``column`` are to be tagged; what is in them goes ``below``. Raises NotRoundTrippableError."""
         return False
 
     def parts(self, value: Any) -> Iterator[tuple[str, Form, Any]]:
@@ -109,7 +109,7 @@ class Unfit(Step):
         self.problem = problem
 
     def look(self, column: Column, below: Level) -> bool:
-        raise UnfitError(self.problem)
+        raise NotRoundTrippableError(self.problem)
 
 
 class Literals(Step):
@@ -119,7 +119,7 @@ class Literals(Step):
     def look(self, column: Column, below: Level) -> bool:
         for value in column:
             if value not in self._values:
-                raise UnfitError(f"{clipped(value)} where Literal{list(self._values)} is annotated")
+                raise NotRoundTrippableError(f"{clipped(value)} where Literal{list(self._values)} is annotated")
         return False
 
 
@@ -157,7 +157,7 @@ class Moments(Step):
     def look(self, column: Column, below: Level) -> bool:
         for value in column:
             if value.tzinfo is not None and (problem := zone_problem(value.tzinfo)):
-                raise UnfitError(problem)
+                raise NotRoundTrippableError(problem)
         return not all(map(self._is_plain, column))
 
     def tag(self, value: Any) -> Any:
@@ -177,7 +177,7 @@ class Custom(Step):
             value = column[0]
             plain = decoding.decode(encoder.encode(self.tag(value)), ext_hook=read_extension)
             if type(came := decode_custom(self._cls, plain)) is not type(value):
-                raise UnfitError(not_the_same(type(value), f"a {type(came).__qualname__}"))
+                raise NotRoundTrippableError(not_the_same(type(value), f"a {type(came).__qualname__}"))
         return False
 
     def tag(self, value: Any) -> Any:
@@ -209,7 +209,9 @@ class Items(Step):
             _depth.now += 1
             try:
                 if _depth.now > EXTENSIONS_DEPTH_MAX:
-                    raise UnfitError(f"tuples and sets in Any are nested more than {EXTENSIONS_DEPTH_MAX} deep")
+                    raise NotRoundTrippableError(
+                        f"tuples and sets in Any are nested more than {EXTENSIONS_DEPTH_MAX} deep"
+                    )
                 tagged.extension = encode_extension(value, lambda items: encoder.encode([tag(item) for item in items]))
             finally:
                 _depth.now -= 1
@@ -251,7 +253,9 @@ class Records(Step):
     def look(self, column: Column, below: Level) -> bool:
         for value in column:
             for key in value.keys() - self._fields.keys():
-                raise UnfitError(f"the key {clipped(key)} is not in the TypedDict, so a recovery would lose it")
+                raise NotRoundTrippableError(
+                    f"the key {clipped(key)} is not in the TypedDict, so a recovery would lose it"
+                )
         for key, form in self._fields.items():
             if found := [value[key] for value in column if key in value]:
                 below.append((form, found))
@@ -276,7 +280,7 @@ class Tuples(Step):
     def look(self, column: Column, below: Level) -> bool:
         for value in column:
             if len(value) != len(self._forms):
-                raise UnfitError(f"a tuple of {len(value)} items where {len(self._forms)} are annotated")
+                raise NotRoundTrippableError(f"a tuple of {len(value)} items where {len(self._forms)} are annotated")
         below += [(form, [value[index] for value in column]) for index, form in enumerate(self._forms)]
         return False
 
@@ -311,7 +315,7 @@ class Objects(Step):
     def _require_no_more(self, value: Any) -> None:
         for name in vars(value).keys() - self._names:
             if not isinstance(getattr(self._cls, name, None), functools.cached_property):  # which is made again
-                raise UnfitError(
+                raise NotRoundTrippableError(
                     f"{self._cls.__qualname__} has an attribute {name!r} that is no field of it, so a recovery would "
                     f"lose it"
                 )

@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
 
-from immortal.appsdk.calls.codec import ArgumentCodec
+import msgspec
+
+from immortal.appsdk.calls.codec import ArgumentCodec, encode_value, encoder
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.rules import Rules
+from immortal.appsdk.calls.failures import answer_of, encode_failed, failure_of, reference, verdict_on
+from immortal.appsdk.calls.outbox import Send, encode_call, make_writer
+from immortal.appsdk.calls.replay_rules import Rules
+from immortal.appsdk.calls.user_code import handler_failed, inherited_context, is_user_failure
+from immortal.appsdk.errors import HandlerError, StateError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Definition, Peer
+from immortal.appsdk.handlers.multicast import shared_method_id
 from immortal.appsdk.handlers.proxy import make_fork
 from immortal.appsdk.handlers.queries import Queries
-from immortal.appsdk.waiting.answers import Answers
-from immortal.appsdk.waiting.clock import Clock
-from immortal.appsdk.waiting.effects import Effect, WaitingEffects
-from immortal.appsdk.waiting.events import Events
-from immortal.appsdk.waiting.handler_runs import HandlerRuns
-from immortal.appsdk.waiting.operations import Call, Event, MulticastCall, Operation, Step, Target, Timer
-from immortal.appsdk.waiting.signals import event_decoder
+from immortal.appsdk.state.journal import SavedTask, declared_name, encode_raised
+from immortal.appsdk.waiting.impulses import Clock, Effect, Events, WaitingEffects
+from immortal.appsdk.waiting.operations import (
+    NOTHING,
+    Call,
+    Event,
+    MulticastCall,
+    Operation,
+    Step,
+    Target,
+    Timer,
+    event_decoder,
+)
 from immortal.appsdk.waiting.waits import Fiber
+from immortal.protocol import decoding
+from immortal.protocol.client_frames import CLIENTS, Caller
+from immortal.protocol.messages import RpcKind, RpcType
+from immortal.protocol.verdicts import MessageKey, Verdict
 
 
 class Host:
@@ -158,3 +177,296 @@ class Host:
         if (fork := self._forks.get(key)) is None:
             fork = self._forks[key] = make_fork(self.context, destination, handler)
         return fork
+
+
+# Calls that are sent for somebody who waits, and the answers to those who wait here.
+#
+# A call that waits for an answer has the RPC type ASYNC, and [caller's name ("" is oneself), number of the call,
+# arguments ...] as its arguments. The answer goes to the caller with the same method ID: RETURNED_VALUE [number, value],
+# RETURNED_NOTHING [number] or RAISED [number, name of the exception, its arguments, its attributes].
+
+
+_RETURNED_VALUE, _RETURNED_NOTHING = RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING
+# ... found faster than an enum's attributes
+
+
+class Answers:
+    """Those of one instance, and its calls."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._senders: dict[tuple[str, int, RpcKind], Send] = {}
+
+    def send_call(self, call: Call, arguments: tuple[Any, ...]) -> None:
+        """Raises UsageError."""
+        target = call.target
+        caller = self._context.instance_name if target.destination else ""
+        if target.destination and not caller:
+            raise UsageError(
+                f"{call}: the log does not say what this instance is called, so the answer could not come back: a log "
+                f"that an older version of the coordinator has begun; start the instance with a new log"
+            )
+        if (send := target.send) is None:
+            send = target.send = self._sender(target.destination, target.handler, RpcKind.CALL)
+        send((caller, call.number, *target.wrapped(arguments)))
+
+    def send_multicast(self, calls: Sequence[MulticastCall]) -> None:
+        """Once all ``calls`` have begun. Raises UsageError."""
+        if any(call.sent is None for call in calls):
+            return
+        handler, own_name = calls[0].target.handler, self._context.instance_name
+        name = handler.function.__qualname__
+        messages = []
+        for call in calls:
+            parameters, method_id = handler.signature.parameters, call.target.method_id
+            write = make_writer(name, method_id, RpcType.ASYNC, parameters=parameters, context=self._context)
+            front = "" if call.to == own_name else own_name, call.number
+            messages.append(encode_call(write, (*front, *call.target.wrapped(call.sent or ()))))
+        method_id = shared_method_id(call.target.method_id for call in calls)
+        self._context.multicasts.send(name, method_id, [call.to for call in calls], messages, calls[0].scope)
+
+    def _sender(self, destination: str, handler: Handler[Any, Any], kind: RpcKind) -> Send:
+        key = (destination, handler.method_id, kind)
+        if (send := self._senders.get(key)) is None:
+            outbox, name = self._context.outbox, handler.function.__qualname__
+            parameters = ("$caller", "$call", *handler.signature.parameters) if kind == RpcKind.CALL else ()
+            made: Send = outbox.make_sender(destination, name, handler.method_id, kind, parameters)
+            send = self._senders[key] = made
+        return send
+
+    def answer(self, handler: Handler[Any, Any], caller: str, number: int, raised: bool, value: bytes) -> None:
+        to, front = self.addressed(caller, number)
+        if raised:
+            name, arguments, attributes = decoding.decode(value, type=list[msgspec.Raw])
+            self._sender(to, handler, RpcKind.RAISED)((*front, name, arguments, attributes))
+        elif value == NOTHING:
+            self._sender(to, handler, _RETURNED_NOTHING)(front)
+        else:
+            self._sender(to, handler, _RETURNED_VALUE)((*front, msgspec.Raw(value)))
+
+    def answer_value(self, caller: Caller, value: bool) -> None:
+        """Of a call of a method of the SDK's own."""
+        self._send(caller, _RETURNED_VALUE, value)
+
+    def answer_verdict(self, verdict: Verdict, caller: Caller) -> None:
+        """Its call has failed: tell ``caller`` how."""
+        self._send(caller, RpcKind.RAISED, *answer_of(verdict, self._context.instance_name))
+
+    def _send(self, caller: Caller, kind: RpcKind, *values: Any) -> None:
+        to, front = self.addressed(caller.name, caller.number)
+        self._context.outbox.make_sender(to, "the answer to a call", caller.method_id, kind)((*front, *values))
+
+    @staticmethod
+    def addressed(caller: str, number: int) -> tuple[str, tuple[Any, ...]]:
+        """Where an answer goes, and what its arguments begin with: all answers to clients go one way."""
+        return (CLIENTS, (caller, number)) if caller.startswith(CLIENTS) else (caller, (number,))
+
+
+# Runs of ``def`` handlers for somebody who waits: for callers, and as steps of ``async def`` handlers.
+
+
+class HandlerRuns:
+    """``definition`` and ``instance`` are of the class that runs; ``verdicts`` are those that are known.
+
+    ``tell``: of one verdict more; False: the message can't fail alone.
+    """
+
+    definition: Definition
+
+    def __init__(self, context: Context, queries: Queries) -> None:
+        self.context = context
+        self.instance: Any = None
+        self.queries = queries
+        self.verdicts: Mapping[MessageKey, Verdict] = {}
+        self.tell: Callable[[Verdict], bool] = lambda verdict: False
+        self.check: Callable[[], StateError | None] | None = None  # the state, behind each handler that may change it
+
+    def use(self, definition: Definition, instance: Any) -> None:
+        """From here on this class's code runs."""
+        self.definition = definition
+        self.instance = instance
+        self.queries.use(definition.state())
+
+    def run_handler(
+        self, handler: Handler[Any, Any], arguments: tuple[Any, ...], *, waits: bool = True, node: Any = None
+    ) -> tuple[bool, bytes]:
+        """Run a ``def`` handler, the instance's or of ``node``, for somebody who ``waits``: (whether it raised, what
+        for them). Raises HandlerError."""
+        try:
+            if handler.is_query:
+                value = self.queries.run(handler, self.instance, *arguments)
+            else:
+                value = handler.function(self.instance if node is None else node, *arguments)
+        except BaseException as error:
+            if not is_user_failure(error):
+                raise
+            if (declared := declared_name(handler.raises, error)) is None:
+                failed = self.failed(handler, arguments, error)
+                if failed.failure is not None and failed.failure.policy == "keep":
+                    self._require_savable(handler)
+                raise failed from error
+            self._require_savable(handler)
+            if not waits:
+                return True, NOTHING
+            return True, self.encoded(
+                handler, arguments, partial(encode_raised, declared, error, self.context.sites.rules)
+            )
+        self._require_savable(handler)
+        if not waits:
+            return False, NOTHING
+        return False, self.encoded(handler, arguments, partial(self.result, handler, value))
+
+    def _require_savable(self, handler: Handler[Any, Any]) -> None:
+        """Raises HandlerError."""
+        if self.check is not None and not handler.is_query and (problem := self.check()) is not None:
+            raise self.unsavable(handler, problem, max(self.context.message_index, 0))
+
+    def unsavable(self, handler: Handler[Any, Any] | None, problem: StateError, message_index: int) -> HandlerError:
+        """``handler`` (None: one that is not known) has left a state that can't be saved: its call is undone."""
+        context, definition = self.context, self.definition
+        policy = "undo" if handler is None else definition.policy(handler)
+        name = "a message" if handler is None else handler.function.__qualname__
+        made = HandlerError(
+            f"{name} has left a state that can't be saved, at record {context.sequence_id}, message {message_index}; "
+            f"the app stops\n  {problem}",
+            context.sequence_id,
+            message_index,
+        )
+        if policy != "stop":
+            made.failure = failure_of("undo", name, None if handler is None else handler.method_id, problem)
+        made.__cause__ = problem
+        return made
+
+    def result(self, handler: Handler[Any, Any], value: Any) -> bytes:
+        """What goes to who waits: checked here, so that what does not fit is this handler's failure, not theirs."""
+        codec = self.definition.codec(handler)
+        data = codec.encode_result(value) if self.context.keeps_types else encoder.encode(value)
+        if value is not None or not codec.returns_nothing:
+            codec.decode_result(data)
+        return data
+
+    def encoded(self, handler: Handler[Any, Any], arguments: tuple[Any, ...], encode: Callable[[], bytes]) -> bytes:
+        """What ``handler`` returned or raised, by ``encode``. Raises HandlerError where it can't be sent."""
+        try:
+            return encode()
+        except BaseException as error:
+            if not is_user_failure(error):
+                raise
+            name = handler.function.__qualname__
+            problem = TypeError(f"what {name} returned or raised can't be sent to whoever waits for it: {error}")
+            raise self.failed(handler, arguments, problem) from error
+
+    def failed(
+        self, handler: Handler[Any, Any], arguments: tuple[Any, ...], error: BaseException, task: int = 0
+    ) -> HandlerError:
+        """It raised ``error``, or did what it can't. ``task``: its number, of one that waits."""
+        context, definition = self.context, self.definition
+        name = handler.function.__qualname__
+        made = handler_failed(name, arguments, error, context.sequence_id, max(context.message_index, 0))
+        if (policy := definition.policy(handler)) != "stop":
+            shares_trace = definition.share_tracebacks
+            made.failure = failure_of(policy, name, handler.method_id, error, task, shares_trace=shares_trace)
+        made.__cause__ = error
+        return made
+
+    def run_step(
+        self, task: int, step: int, handler: Handler[Any, Any], arguments: tuple[Any, ...]
+    ) -> tuple[bool, bytes]:
+        """A ``def`` handler that the ``async def`` handler with the number ``task`` awaits: as :meth:`run_handler`.
+
+        One that has failed is not called again.
+        """
+        context = self.context
+        key = context.sequence_id, context.message_index, task, step
+        verdict = self.verdicts.get(key)
+        if verdict is None or not verdict.skips:
+            try:
+                return inherited_context().run(self.run_handler, handler, arguments)
+            except HandlerError as error:
+                if error.failure is None:
+                    raise
+                error.failure = failure = replace(error.failure, task=task, step=step)
+                verdict = verdict_on(error, failure, None, b"")
+                if failure.policy != "keep" or not self.tell(verdict):
+                    raise
+        where = reference(context.instance_name, verdict.sequence_id, verdict.message_index)
+        return True, encode_failed(verdict.type_name, verdict.text, where)
+
+
+# How many ``async def`` handlers run at once: of the class, of one handler, of one handler for each key.
+#
+# A call that may not begin yet waits here for its turn, in the order of the log. It begins where another one ends, which
+# the log decides as well.
+
+
+Group: TypeAlias = tuple[int, bytes]  # a method ID, and the key among its calls
+_ALL: Group = (0, b"")
+
+
+class Limits:
+    """Those of one instance. ``queued``: what waits for its turn, by number, the oldest first."""
+
+    _definition: Definition
+
+    def __init__(self) -> None:
+        self.queued: dict[int, SavedTask] = {}
+        self._running: Counter[Group] = Counter()
+        self._groups_of: dict[int, list[tuple[Group, int]]] = {}
+
+    def use(self, definition: Definition) -> None:
+        """From here on this class's limits hold. Nothing runs and nothing waits that was told of before."""
+        self._definition = definition
+        self._running.clear()
+        self._groups_of.clear()
+        self.queued.clear()
+
+    def has_room(self, handler: Handler[Any, Any], arguments: bytes) -> bool:
+        return all(self._running[group] < limit for group, limit in self._groups(handler, arguments))
+
+    def began(self, number: int, handler: Handler[Any, Any], arguments: bytes) -> None:
+        groups = self._groups(handler, arguments)
+        if groups:
+            self._groups_of[number] = groups
+            self._running.update(group for group, _ in groups)
+
+    def ended(self, number: int) -> None:
+        for group, _ in self._groups_of.pop(number, ()):
+            self._running[group] -= 1
+            if not self._running[group]:
+                del self._running[group]
+
+    def take_next(self) -> SavedTask | None:
+        """The oldest that may begin now, which does not wait any more."""
+        definition = self._definition
+        whole = definition.concurrent_handlers
+        if whole is not None and self._running[_ALL] >= whole:
+            return None
+        for number, saved in self.queued.items():
+            if self.has_room(definition.by_method_id[saved.method_id], saved.arguments):
+                return self.queued.pop(number)
+        return None
+
+    def describe(self, saved: SavedTask) -> str:
+        """What it waits for, for people."""
+        handler = self._definition.by_method_id[saved.method_id]
+        full = [limit for group, limit in self._groups(handler, saved.arguments) if self._running[group] >= limit]
+        return f"its turn: {full[0]} run at once" if full else "its turn"
+
+    def _groups(self, handler: Handler[Any, Any], arguments: bytes) -> list[tuple[Group, int]]:
+        definition = self._definition
+        groups: list[tuple[Group, int]] = []
+        if definition.concurrent_handlers is not None:
+            groups.append((_ALL, definition.concurrent_handlers))
+        if handler.limit is not None:
+            groups.append(((handler.method_id, self._key(definition, handler, arguments)), handler.limit))
+        return groups
+
+    @staticmethod
+    def _key(definition: Definition, handler: Handler[Any, Any], arguments: bytes) -> bytes:
+        if handler.limit_by is None:
+            return b""
+        names = list(handler.signature.parameters)
+        values = definition.codec(handler).decode(arguments)
+        at = names.index(handler.limit_by)
+        value = values[at] if at < len(values) else handler.signature.parameters[handler.limit_by].default
+        return encode_value(value)

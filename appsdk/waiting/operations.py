@@ -1,19 +1,37 @@
 """The waits that a journal knows: calls of other instances, one's own handlers, timers and events.
 
-Effects are in :mod:`immortal.appsdk.waiting.effects`.
+Effects are in :mod:`immortal.appsdk.waiting.impulses`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from immortal.appsdk.calls.codec import ArgumentCodec, encoder
+from immortal.appsdk.calls.codec import ArgumentCodec, ValueDecoder, encode_value, encoder
+from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.nodes.node import node_definition
+from immortal.appsdk.nodes.nodes import Nodes
 from immortal.appsdk.ordering.messages import Scope
-from immortal.appsdk.state.journal import TIMER, Described, Pending, decode_raised
+from immortal.appsdk.state.journal import (
+    TIMER,
+    WAYS_OUT,
+    Described,
+    Entry,
+    JournalError,
+    Pending,
+    SavedTask,
+    decode_raised,
+    described,
+)
+from immortal.appsdk.types.registry import unsupported_type
 from immortal.appsdk.waiting.waits import Fibers, Wait
 from immortal.protocol.checksum import crc64
+from immortal.protocol.decoding import DecodeError
+from immortal.protocol.messages import RpcKind
+from immortal.protocol.safe_output import is_encodable
+from immortal.protocol.system_methods import NODE_METHOD_ID
 
 NOTHING = encoder.encode(None)
 
@@ -231,3 +249,132 @@ class Event(Operation):
 
     def decode(self, value: bytes) -> Any:
         return self._decode(value)
+
+
+# Calls of nodes that an ``async def`` handler awaits.
+
+
+class NodeTarget(Target):
+    """A handler of the node that ``handle`` leads to."""
+
+    __slots__ = ("handle", "nodes")
+
+    def __init__(self, nodes: Nodes, handle: Any, handler: Handler[Any, Any]) -> None:
+        codec = node_definition(handle._immortal_of[2]).codec(handler)
+        super().__init__(nodes.destination(handle), handler, handler, codec)
+        self.nodes = nodes
+        self.handle = handle
+        self.is_call = True  # also of one's own node: by its handle it is called through the log
+        self.what = f"call node {handler.function.__qualname__} of {self.destination or 'self'}"
+        name = handler.function.__qualname__
+        self.send = nodes.context.outbox.make_sender(self.destination, name, NODE_METHOD_ID, RpcKind.CALL)
+
+    @property
+    def method_id(self) -> int:
+        return NODE_METHOD_ID
+
+    def wrapped(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Raises UsageError."""
+        self.nodes.require_usable(self.handle)
+        return self.nodes.wrapped([self.handle._immortal_of[1]], self.handler, arguments)
+
+
+def make_node_call(
+    task: Owner, handle: Any, handler: Handler[Any, Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> Call:
+    """What ``handle.<handler>(...)`` is in an async handler. Raises TypeError, DefinitionError."""
+    target = NodeTarget(handle._immortal_of[3], handle, handler)
+    bound = target.codec.bind(arguments, keywords)
+    _ = target.codec.decode_result  # raises here, where the call is made
+    return Call(task, target, bound)
+
+
+# The values of signals, from who signals to who waits.
+
+
+def event_name(what: str, name: object) -> str:
+    """What is kept: a plain str. ``what``: for people. Raises UsageError."""
+    if not isinstance(name, str):
+        raise UsageError(f"{what}({name!r}): the name of an event is a str")
+    if not is_encodable(name):
+        raise UsageError(f"{what}({name!r}): the name of an event is text that can be encoded, without lone surrogates")
+    return str.__str__(name)
+
+
+def encode_signal(name: str, value: object) -> bytes:
+    """Raises TypeError."""
+    try:
+        return encode_value(value)
+    except Exception as error:
+        raise TypeError(f"self.signal({name!r}, ...): the value can't be encoded: {error}") from error
+
+
+def event_decoder(kind: Any) -> Callable[[bytes], Any]:
+    """Raises UsageError for a type that can't be encoded."""
+    if problem := unsupported_type(kind):
+        raise UsageError(f"self.event(..., {kind!r}): {problem}")
+    return ValueDecoder(kind).decode
+
+
+# A handler that waited is run again over its journal: what it does is compared with that, and taken from there.
+
+
+MISFITS = (DecodeError, LookupError)
+"""What :meth:`Operation.outcome` raises where what came is not what was declared."""
+
+
+class Rebuild:
+    """The journal of ``saved``. ``next_entry``: the first not used up yet. ``title``: of the handler, for people."""
+
+    def __init__(self, saved: SavedTask, title: Callable[[], str]) -> None:
+        self.pending = {pending.step: pending for pending in saved.pending}
+        self.next_entry: Entry | None = None
+        self._entries = iter(saved.entries)
+        self._by_step: dict[int, Entry | Pending] = {**self.pending, **{entry.step: entry for entry in saved.entries}}
+        self._title = title
+        self.use_up()
+
+    def use_up(self) -> None:
+        self.next_entry = next(self._entries, None)
+
+    def check(self, operation: Operation) -> None:
+        """It is what had this step, and has the number again under which it waits. Raises JournalError."""
+        saved = self._by_step.get(operation.step)
+        if saved is not None and not operation.fits(saved):
+            raise self.mismatch(operation.step, saved, described(operation))
+        if isinstance(saved, Pending) and not operation.is_immediate:
+            operation.number = saved.number
+
+    def take(self, operation: Operation) -> Entry:
+        """What ``operation``, which does not wait, has come to. Raises JournalError."""
+        entry = self.next_entry
+        if entry is None or entry.step != operation.step:
+            raise self.mismatch(operation.step, entry or self._by_step.get(operation.step), described(operation))
+        self.use_up()
+        return entry
+
+    def outcome(self, operation: Operation, entry: Entry) -> tuple[Any, Exception | None]:
+        """As :meth:`Operation.outcome`. Raises JournalError."""
+        try:
+            return operation.outcome(entry.raised, entry.value)
+        except MISFITS as error:
+            raise JournalError(
+                f"{self._title()} has a result at step {entry.step} ({entry.what}) that does not fit what that is "
+                f"declared to return or raise any more: {error}; the app stops\n{WAYS_OUT}"
+            ) from None
+
+    def mismatch(self, step: int, saved: Entry | Pending | None, got: str) -> JournalError:
+        expected = described(saved) if saved is not None else "nothing more"
+        if got == expected:
+            got = f"{got}, in another order"
+        return JournalError(
+            f"{self._title()} does not match its journal at step {step}: expected {expected}, got {got}; the app "
+            f"stops\n{WAYS_OUT}"
+        )
+
+    def wrong_end(self, waits: Mapping[int, Operation], steps_count: int, got: str) -> JournalError:
+        """The journal is used up, and it ``waits`` for other things than before."""
+        missing = [pending for step, pending in self.pending.items() if step not in waits]
+        extra = [operation for step, operation in waits.items() if step not in self.pending]
+        step = (missing or extra)[0].step if missing or extra else steps_count
+        return self.mismatch(step, missing[0] if missing else None, got)

@@ -11,20 +11,18 @@ from typing import Any, NoReturn
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import datetime_of
 from immortal.appsdk.calls.failures import encode_failed, text_of
-from immortal.appsdk.calls.report import describe_arguments
-from immortal.appsdk.calls.run_failures import PassesThrough, is_failure
+from immortal.appsdk.calls.user_code import ControlFlowSignal, describe_arguments, is_user_failure
 from immortal.appsdk.errors import AppError, Cancelled, HandlerError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, SavedTask, described
-from immortal.appsdk.waiting import asyncio_uses
+from immortal.appsdk.waiting import waits
 from immortal.appsdk.waiting.host import Host
-from immortal.appsdk.waiting.operations import Operation, Owner
-from immortal.appsdk.waiting.rebuild import MISFITS, Rebuild
+from immortal.appsdk.waiting.operations import MISFITS, Operation, Owner, Rebuild
 from immortal.appsdk.waiting.waits import Fiber
 from immortal.protocol import decoding
 
 
-class _Ending(PassesThrough):
+class _Ending(ControlFlowSignal):
     """No coroutine is to catch it."""
 
     def __init__(self, error: Any) -> None:
@@ -40,7 +38,7 @@ class Abandoned(_Ending):
     """The handler ends with ``error``, whatever its coroutines would do about it."""
 
 
-class ContinueAs(PassesThrough):
+class ContinueAs(ControlFlowSignal):
     """The handler goes on from its beginning, with ``arguments`` and no journal. No coroutine is to catch it."""
 
     def __init__(self, arguments: bytes) -> None:
@@ -154,7 +152,7 @@ class Task(Owner):
             except Abandoned as abandoned:
                 self._abandoned = self._abandoned or abandoned
             except BaseException as error:  # a coroutine's that was cancelled and did not let go
-                if not is_failure(error):
+                if not is_user_failure(error):
                     raise
                 self.abandon(error)
             finally:
@@ -252,7 +250,7 @@ class Task(Owner):
         except HandlerError as error:
             raise self.stop(error) from error
         except BaseException as error:
-            if not is_failure(error):
+            if not is_user_failure(error):
                 raise
             raise self.abandon(error) from error
         if outcome is not None:
@@ -393,7 +391,7 @@ class Task(Owner):
 
     def failure(self, error: BaseException) -> HandlerError:
         """This handler raised ``error``, or did what it can't: it fails alone, or the app stops."""
-        error = asyncio_uses.refused(error) or error
+        error = waits.refused(error) or error
         return self.tasks.handler_runs.failed(self.handler, self.decoded_arguments(), error, self.number)
 
     def _title(self) -> str:

@@ -18,8 +18,8 @@ from types import FrameType, FunctionType, MethodType
 from typing import Any, NoReturn
 
 from immortal.appsdk.calls.context import datetime_of
-from immortal.appsdk.calls.failures import misfit_text
-from immortal.appsdk.effects.options import EffectOptions, Effects
+from immortal.appsdk.calls.failures import argument_mismatch
+from immortal.appsdk.effects.effect import EffectOptions, Effects
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Peer
@@ -27,17 +27,25 @@ from immortal.appsdk.handlers.log import HandlerLog, LogAttribute
 from immortal.appsdk.handlers.multicast import (
     Destination,
     NodeHandles,
-    common_handler,
     destinations_of,
     make_multicast_fork,
+    shared_handler,
 )
 from immortal.appsdk.handlers.proxy import find_handler
 from immortal.appsdk.handlers.schedules import TIME_NS_MAX
 from immortal.appsdk.ordering.messages import Scope
-from immortal.appsdk.waiting.effects import Effect
-from immortal.appsdk.waiting.nodes import NodeTarget
-from immortal.appsdk.waiting.operations import Call, Event, MulticastCall, Step, Target, Timer
-from immortal.appsdk.waiting.signals import encode_signal, event_name
+from immortal.appsdk.waiting.impulses import Effect
+from immortal.appsdk.waiting.operations import (
+    Call,
+    Event,
+    MulticastCall,
+    NodeTarget,
+    Step,
+    Target,
+    Timer,
+    encode_signal,
+    event_name,
+)
 from immortal.appsdk.waiting.task import Task
 from immortal.appsdk.waiting.waits import Gather, Race, Wait, as_wait
 
@@ -185,7 +193,7 @@ class TaskSelf:
         try:
             codec.decode(encoded)
         except Exception as error:
-            raise TypeError(f"self.continue_as: {misfit_text(codec, error, encoded, 0)}") from None
+            raise TypeError(f"self.continue_as: {argument_mismatch(codec, error, encoded, 0)}") from None
         task.continue_as(encoded)
 
 
@@ -232,7 +240,7 @@ class TaskHandler:
     def fork(self, *arguments: Any, **keywords: Any) -> None:
         task, target = self._task, self._target
         if not task.is_silent:
-            if target.codec.may_hold_any and task.keeps_types:
+            if target.codec.may_hold_untyped and task.keeps_types:
                 arguments, keywords = target.codec.exactly(target.codec.bind(arguments, keywords)), {}
             task.tasks.fork(target.destination, target.handler)(*arguments, **keywords)
 
@@ -273,7 +281,7 @@ class TaskMulticast:
     def __getattr__(self, name: str) -> TaskMulticastMethod:
         if name.startswith("__"):
             raise AttributeError(name)
-        handler = common_handler(self._destinations, name)
+        handler = shared_handler(self._destinations, name)
         return TaskMulticastMethod(self._immortal_task, self._destinations, handler, self._scope)
 
 

@@ -18,20 +18,14 @@ from immortal.appsdk.errors import AS_RPC, QueryError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Definition
 from immortal.appsdk.state.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks
-from immortal.appsdk.waiting.clock import Deadline, TimeImpulses, ToldTime
-from immortal.appsdk.waiting.effects import EffectResult
-from immortal.appsdk.waiting.endings import Endings
-from immortal.appsdk.waiting.host import Host
-from immortal.appsdk.waiting.incoming import Incoming
-from immortal.appsdk.waiting.limits import Limits
-from immortal.appsdk.waiting.nodes import make_node_call
-from immortal.appsdk.waiting.operations import NOTHING, Timer
-from immortal.appsdk.waiting.orders import Orders
-from immortal.appsdk.waiting.signals import encode_signal, event_name
+from immortal.appsdk.waiting.completions import Endings, Incoming, Orders
+from immortal.appsdk.waiting.host import Host, Limits
+from immortal.appsdk.waiting.impulses import Deadline, EffectResult, TimeImpulses, ToldTime
+from immortal.appsdk.waiting.operations import NOTHING, Timer, encode_signal, event_name, make_node_call
 from immortal.appsdk.waiting.task import Task
 from immortal.appsdk.waiting.task_self import TaskSelf
-from immortal.protocol.client import Caller
-from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID, REASON_CHARACTERS_MAX, Order
+from immortal.protocol.client_frames import Caller
+from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID, REASON_CHARACTERS_MAX, Order
 from immortal.protocol.verdicts import VerdictKind
 
 DEADLINE = "its timeout"  # who has cancelled a handler that had none left

@@ -14,13 +14,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator,
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from types import CoroutineType, FrameType
+from types import CodeType, CoroutineType, FrameType
 from typing import Any, Generic, TypeVar
 
-from immortal.appsdk.calls.run_contexts import handed_down
-from immortal.appsdk.calls.run_failures import is_failure
+from immortal.appsdk.calls.user_code import inherited_context, is_user_failure
 from immortal.appsdk.errors import UsageError
-from immortal.appsdk.waiting import asyncio_uses
 
 T = TypeVar("T")
 
@@ -228,7 +226,7 @@ class Fiber(Wait[T]):
         except StopIteration as stop:
             self.complete(stop.value)
         except BaseException as error:
-            if not is_failure(error):
+            if not is_user_failure(error):
                 raise
             self.complete(error=error)
         else:
@@ -236,7 +234,7 @@ class Fiber(Wait[T]):
                 self._waits_for = awaited
                 awaited.watch(self._resume)
             else:
-                refusal = asyncio_uses.awaited(awaited, self.frames()) or foreign(awaited)
+                refusal = awaited(awaited, self.frames()) or foreign(awaited)
                 self._variables.run(self._coroutine.close)
                 self.complete(error=refusal)
 
@@ -265,7 +263,7 @@ def as_wait(fibers: Fibers, awaitable: Awaitable[T]) -> Wait[T]:
     if isinstance(awaitable, Wait) and awaitable.belongs_to(fibers):
         return awaitable
     if isinstance(awaitable, Coroutine):
-        return Fiber(fibers, awaitable, handed_down())
+        return Fiber(fibers, awaitable, inherited_context())
     raise foreign(awaitable)
 
 
@@ -355,3 +353,110 @@ class Race(_Several[Winner[Any]]):
         else:
             self.complete(Winner(index, wait.value))
         self._drop()
+
+
+# asyncio in an ``async def`` handler: no loop of its runs there, and its errors say so in words of its own.
+#
+# They are told by where they come from, and said with the name of what was used and what is used in its place.
+
+
+_SEVERAL = "await self.gather(...) or self.race(...) for several at once, and .fork(...) for what nobody waits for"
+_EVENT = "wait with await self.event(...), which self.signal(...) in a 'def' handler ends"
+_TIME = "await self.race(..., self.sleep(...)), or give the whole handler @rpc(timeout=...)"
+_ALONE = (
+    "nothing comes between two awaits: put what must not be disturbed into one 'def' handler (@rpc), or let one run at "
+    "once with @rpc(limit=1)"
+)
+_ROWS = (
+    ("sleep", "await self.sleep(...) or self.at(...)"),
+    ("wait_for timeout timeout_at Timeout", _TIME),
+    ("gather wait as_completed shield ensure_future create_task Task TaskGroup _GatheringFuture", _SEVERAL),
+    ("Queue PriorityQueue LifoQueue", f"keep the items in the state, changed by 'def' handlers (@rpc), and {_EVENT}"),
+    ("Event Condition Barrier create_future", _EVENT),
+    ("Future wrap_future", f"{_EVENT}; what is done outside is an effect: await self.effect(<function>, ...)"),
+    ("Lock Semaphore BoundedSemaphore", _ALONE),
+)
+_INSTEAD = {name: instead for names, instead in _ROWS for name in names.split()}
+_EFFECT = "do it in an effect: await self.effect(<function>, ...)"
+CAN_AWAIT = (
+    "it can await calls (await self.<peer>.<method>(...)), its own handlers, self.effect, self.sleep, self.at, "
+    "self.event, self.gather and self.race"
+)
+_TELLING = (  # in what asyncio raises where no loop runs
+    "event loop",
+    "'NoneType' object has no attribute",
+    "inside a task",
+    "parent task",
+    "Passing coroutines is forbidden",
+)
+
+
+def refused(error: BaseException) -> UsageError | None:
+    """What is said in place of ``error``, which a handler has raised; None: it is none of asyncio's for want of a
+    loop."""
+    if not isinstance(error, RuntimeError | AttributeError | TypeError) or not any(
+        text in str(error) for text in _TELLING
+    ):
+        return None
+    frames = list(_frames_of(error))
+    used = _name_of(frames)
+    if used is None and str(error) != "no running event loop":  # which functions in C raise as well
+        return None
+    return _refusal(used or "get_running_loop").with_traceback(error.__traceback__)
+
+
+def awaited(what: object, frames: Iterator[FrameType]) -> UsageError | None:
+    """The same, of what one awaits in ``frames``, the innermost last; None: it is none of asyncio's, or a bare
+    'yield'."""
+    if what is None:
+        return None
+    used = _name_of(list(frames))
+    if used is None and type(what).__module__.partition(".")[0] in ("asyncio", "_asyncio"):
+        used = type(what).__name__
+    return None if used is None else _refusal(used)
+
+
+def _refusal(used: str) -> UsageError:
+    instead = _INSTEAD.get(used.partition(".")[0]) or (_EFFECT if _is_outside(used) else CAN_AWAIT)
+    name = "gather" if used == "_GatheringFuture" else used
+    return UsageError(
+        f"asyncio.{name} in an async handler: asyncio does not run async handlers, and no log would wake one from it: "
+        f"{instead}"
+    )
+
+
+def _is_outside(used: str) -> bool:
+    return any(part in used for part in ("thread", "executor", "connection", "server", "subprocess", "Stream"))
+
+
+def _frames_of(error: BaseException) -> Iterator[FrameType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _name_of(frames: list[FrameType]) -> str | None:
+    """Of what of asyncio was called, where that is the innermost: by the first of its frames behind the user's last."""
+    found: str | None = None
+    for frame in reversed(frames):
+        if not _is_asyncios(frame):
+            break
+        found = _called(frame)
+    return found
+
+
+def _is_asyncios(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "asyncio"
+
+
+def _called(frame: FrameType) -> str:
+    """Such as ``Queue.get``, ``Lock`` (of ``async with``), ``sleep``, ``run_in_executor``."""
+    code: CodeType = frame.f_code
+    of = frame.f_locals.get("self")
+    if of is None or "<locals>" in code.co_qualname:
+        return code.co_qualname.partition(".")[0]
+    name = type(of).__name__
+    if name.endswith("EventLoop"):
+        return code.co_name
+    return name if code.co_name.startswith("__") else f"{name}.{code.co_name}"

@@ -1,22 +1,69 @@
-"""The app as the core sees it: what happens at its sockets becomes events, the core's effects go to them."""
+"""What a coordinator's loop has of its app, whether that is another process or runs in this one."""
 
 from __future__ import annotations
 
 import select
 import time
 from collections.abc import Mapping
+from typing import Protocol
 
 from immortal.coordinator.app import secret as app_secret
-from immortal.coordinator.app.connection import GONE, AppConnection
-from immortal.coordinator.app.gate import AppGate
-from immortal.coordinator.app.listener import AppListener
+from immortal.coordinator.app.authenticator import AppAuthenticator
+from immortal.coordinator.app.sockets import GONE, AppConnection, AppListener
+from immortal.coordinator.clock import earliest
 from immortal.coordinator.config import AppAuth, InstanceSettings
-from immortal.coordinator.config.app_hosts import is_loopback
+from immortal.coordinator.config.socket_addresses import is_loopback
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.earliest import earliest
+from immortal.coordinator.driver.ports import AppPort
 from immortal.coordinator.notices import Notices
 from immortal.protocol.errors import ImmortalError
+
+
+class AppInterface(AppPort, Protocol):
+    """One app at a time. Times are on the monotonic clock."""
+
+    moved_ns: int
+    """When a byte last went to the app or came from it."""
+
+    @property
+    def where(self) -> Mapping[str, str | None]:
+        """Where the app is, or where it connects: what a line of the log names."""
+
+    @property
+    def is_handling(self) -> bool:
+        """A handler runs in the coordinator's own thread. From signal handlers, too."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """How many bytes the next :meth:`take_sent` will tell of."""
+
+    def listen(self) -> None:
+        """Let the app come. For who holds the lock of the log. Raises ImmortalError."""
+
+    def become_instance(self, settings: InstanceSettings) -> None:
+        """The follower that this app belongs to has become the instance of ``settings``: let apps come there, too."""
+
+    def next_deadline_ns(self) -> int | None:
+        """When :meth:`process` is to be called although nothing is ready."""
+
+    def is_due(self, now_ns: int) -> bool:
+        """Whether :meth:`process` has something to do although nothing is ready."""
+
+    def process(self, ready: Mapping[int, int]) -> list[ev.Event]:
+        """Take in what is ``ready`` (masks by descriptor) or due.
+
+        The core must have handled all earlier events: what it has for an app that is gone must not reach the next.
+        """
+
+    def drain(self, timeout_s: float) -> None:
+        """Let what is left reach the app. Blocks, up to ``timeout_s``."""
+
+    def close(self) -> None: ...
+
+
+# The app as the core sees it: what happens at its sockets becomes events, the core's effects go to them.
+
 
 REOPEN_NS = 1_000_000_000
 
@@ -39,7 +86,7 @@ class AppEndpoint:
         self._secret = b""
         self._instance: InstanceSettings | None = None  # where a follower that has taken over listens as well
         self._opens_ns: int | None = None  # when it tries to do so next
-        self._gate: AppGate | None = None
+        self._gate: AppAuthenticator | None = None
         self._app: AppConnection | None = None
         self._interest: dict[int, int] = {}
         self._interest_for = (False, False, False)  # what it follows from: paused, something waits, closing
@@ -66,7 +113,7 @@ class AppEndpoint:
             # Before anybody can connect: who has connected finds the right one.
             self._secret = secret = app_secret.make(settings.folder)
             takes_secret = settings.app_auth is AppAuth.SECRET
-            self._gate = AppGate(settings.name, secret, self._log, self._arrivals, takes_secret=takes_secret)
+            self._gate = AppAuthenticator(settings.name, secret, self._log, self._arrivals, takes_secret=takes_secret)
         self._listeners[0].listen()
 
     def become_instance(self, settings: InstanceSettings) -> None:

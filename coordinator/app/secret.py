@@ -10,7 +10,7 @@ import secrets
 from pathlib import Path
 
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.private_files import make_folder, open_beside
+from immortal.protocol.files import make_folder, open_beside
 
 SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
 FILE_NAME = "app_secret"

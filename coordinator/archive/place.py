@@ -16,20 +16,18 @@ from urllib.parse import urlsplit
 from immortal.coordinator.core.errors import DamagedLogError, LogError, LogFormatError, LogUnavailableError
 
 try:
-    from immortal.coordinator.archive.archive import Archive
-    from immortal.coordinator.archive.ciphers import Cipher
+    from immortal.coordinator.archive.archive import Archive, Cipher
     from immortal.coordinator.objects.store import Objects, store_of
 except ImportError as error:
     raise LogError(f"archives need the extra archive, pip install 'immortal[archive]': {error}") from None
 
-from immortal.coordinator.archive.archived import ArchivedView
-from immortal.coordinator.archive.chain import encrypted_parts, needs_of
-from immortal.coordinator.archive.manifests import Moment, Part
-from immortal.coordinator.archive.packs import PackedRow
+from immortal.coordinator.archive.chain import encrypted_parts, needed_objects
+from immortal.coordinator.archive.format import Moment, PackedRow, Part
+from immortal.coordinator.archive.view import ArchivedView
 from immortal.coordinator.config import ConfigError, check_instance_name
 from immortal.coordinator.log.backend import Backend, Mac, Options, Place, ReadBackend, Row, View
-from immortal.coordinator.log.meta import LogIdentity, read_identity
-from immortal.coordinator.objects.errors import DamagedObjectError, ObjectError, StoreError
+from immortal.coordinator.log.identity import LogIdentity, read_identity
+from immortal.coordinator.objects import DamagedObjectError, ObjectError, StoreError
 
 KEY_FILE_VARIABLE = "IMMORTAL_ARCHIVE_KEY_FILE"
 
@@ -68,7 +66,7 @@ class ArchiveReader(ReadBackend):
                 (data,) = self._archive.stored([part])
                 return self._archive.rows_of(part, data, encrypted=encrypted[part.name])
 
-            self._view = ArchivedView(needs_of(moments, len(moments) - 1), rows_of, moments[-1])
+            self._view = ArchivedView(needed_objects(moments, len(moments) - 1), rows_of, moments[-1])
             self._digest = its_digest
         return self._view
 

@@ -6,10 +6,16 @@ Everything else has a default. A file that says something which is not understoo
 line and the field: a typo must not become a default. Every setting stands in :mod:`coordinator.config.schema`, once.
 """
 
-from immortal.coordinator.config.reading import check_settings, line_of, read_settings
 from immortal.coordinator.config.schema import AppAuth, AppSendMode, Checkpoints, InstanceSettings, Tuning
+from immortal.coordinator.config.settings_file import (
+    check_settings,
+    line_of,
+    override,
+    read_settings,
+    settings_text,
+    write_atomically,
+)
 from immortal.coordinator.config.values import LOG_KEY_FILE, ConfigError, check_instance_name, split_tcp
-from immortal.coordinator.config.writing import override, settings_text, write_atomically
 
 __all__ = [
     "LOG_KEY_FILE",

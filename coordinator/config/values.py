@@ -27,8 +27,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from immortal.coordinator.config.app_hosts import UNIX
-from immortal.coordinator.config.socket_paths import UNIX_PATH_SIZE_BYTES_MAX
+from immortal.coordinator.config.socket_addresses import UNIX, UNIX_PATH_SIZE_BYTES_MAX
 from immortal.coordinator.core.permissions import ALL_METHODS, EVERYTHING, Permission
 from immortal.coordinator.log_url import is_in_folder, split_url
 from immortal.protocol.errors import ImmortalError

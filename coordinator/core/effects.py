@@ -8,8 +8,8 @@ Duties of a driver:
 2. Nothing is answered as done before it is: Committed means durable. A log that another has taken answers Fenced.
 3. SendToApp's bytes go to the connection that was up when it was asked for, in order, or nowhere.
 4. SendToPeer is at least once and may be reordered; after ResetPeer nothing asked for before it is sent any more.
-5. LoadLog, CheckCheckpoint and the reads are answered once each, LogFailed counting as an answer. AcquireRight is
-   answered by RightHeld while another has it, and by RightGranted once it is ours.
+5. LoadLog, CheckCheckpoint and the reads are answered once each, LogFailed counting as an answer. AcquireWriteLease is
+   answered by WriteLeaseHeld while another has it, and by WriteLeaseGranted once it is ours.
 6. WakeAt is answered by one Tick once as much time has passed as was left to it, whatever the wall clock does
    meanwhile; a later WakeAt takes its place.
 7. After Stop nothing else is carried out.
@@ -24,9 +24,9 @@ from msgspec import Struct
 
 from immortal.coordinator.core.interfaces import CheckpointHeader, Offer, Token, Transaction
 from immortal.coordinator.core.notices import Notice
-from immortal.protocol.client import ClientFrame
+from immortal.protocol.client_frames import ClientFrame
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.peer import PeerFrame
+from immortal.protocol.peer_frames import PeerFrame
 from immortal.protocol.verdicts import MessageKey
 
 
@@ -46,7 +46,7 @@ class ResumeApp(Struct):
     pass
 
 
-class AcquireRight(Struct):
+class AcquireWriteLease(Struct):
     """Ask for the right to write the log, which only one has at a time: it is waited for where another has it."""
 
 
@@ -214,7 +214,7 @@ Effect = (
     | CloseApp
     | PauseApp
     | ResumeApp
-    | AcquireRight
+    | AcquireWriteLease
     | Commit
     | WriteCheckpointChunk
     | AskStandby

@@ -20,9 +20,9 @@ from immortal.coordinator.core.effects import (
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.core.interfaces import Letter, LogSpace, LogSummary, Offer, OutputBatch, StoredClients, Token
 from immortal.coordinator.core.permissions import Permission
-from immortal.protocol.client import ClientFrame
-from immortal.protocol.handlers import Order
-from immortal.protocol.peer import PeerFrame
+from immortal.protocol.client_frames import ClientFrame
+from immortal.protocol.peer_frames import PeerFrame
+from immortal.protocol.system_methods import Order
 from immortal.protocol.verdicts import MessageKey
 
 
@@ -171,8 +171,8 @@ class HandlerOrdered(Struct):
     token: Token
 
 
-class RightGranted(Struct):
-    """Answers AcquireRight: this coordinator is the log's writer, and nobody else is from now on.
+class WriteLeaseGranted(Struct):
+    """Answers AcquireWriteLease: this coordinator is the log's writer, and nobody else is from now on.
 
     ``term``: rises with each that is given the right. ``appends_max``: as many Commits are worth handing over at once.
     """
@@ -181,8 +181,8 @@ class RightGranted(Struct):
     appends_max: int = 1
 
 
-class RightHeld(Struct):
-    """Answers AcquireRight: ``holder``, in words, has it. RightGranted follows where it is given up or lost."""
+class WriteLeaseHeld(Struct):
+    """Answers AcquireWriteLease: ``holder``, in words, has it. WriteLeaseGranted follows where it is given up or lost."""
 
     holder: str
 
@@ -367,8 +367,8 @@ Event = (
     | InstanceResumed
     | HandlersAsked
     | HandlerOrdered
-    | RightGranted
-    | RightHeld
+    | WriteLeaseGranted
+    | WriteLeaseHeld
     | Committed
     | Fenced
     | TailRead

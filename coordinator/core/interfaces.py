@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from msgspec import Struct, field
 
 from immortal.coordinator.core.errors import LogError, require
-from immortal.protocol.client import CLIENTS
+from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.verdicts import RECORD, MessageKey, Verdict
 
 Token: TypeAlias = Any
@@ -332,16 +332,16 @@ class LogStore(Protocol):
     def standbys(self) -> Sequence[Standby]:
         """Who follows it, as of a moment ago. Any thread."""
 
-    def leave_to(self, heir: str) -> None:
+    def hand_over_to(self, successor: str) -> None:
         """The standby of this name is to have the log once it is given up; for a moment nobody else may."""
 
     def give_up(self) -> None:
         """Write no more, so that others may: what is closed does so as well. Reads go on."""
 
-    def ask_standby(self, name: str, checkpoint_id: int, epoch: int) -> None:
+    def request_standby_checkpoint(self, name: str, checkpoint_id: int, epoch: int) -> None:
         """Ask the standby ``name`` for a checkpoint. Raises LogError. These three are for any thread, one at a time."""
 
-    def drop_asked(self) -> None:
+    def cancel_standby_request(self) -> None:
         """What was asked for is not wanted any more. Raises LogError."""
 
     def take_offer(self) -> Offer | None:

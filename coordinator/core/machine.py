@@ -14,13 +14,13 @@ from typing import Any
 
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core import notices
-from immortal.coordinator.core.committing import Committing
-from immortal.coordinator.core.effects import Effect, Stop
-from immortal.coordinator.core.lifecycle import BEHIND
+from immortal.coordinator.core.effects import Commit, Effect, ReadCheckpointChunk, Stop, Trim
+from immortal.coordinator.core.errors import FencedError
+from immortal.coordinator.core.life_cycle.recovery import BEHIND
+from immortal.coordinator.core.life_cycle.session import NORMAL, RECOVERED, WORKS, Phase, Step
 from immortal.coordinator.core.parts import Parts
-from immortal.coordinator.core.session import NORMAL, RECOVERED, WORKS, Phase, Step
-from immortal.coordinator.core.view import View
-from immortal.protocol.client import CLIENTS, ClientFrameType
+from immortal.coordinator.core.status import View
+from immortal.protocol.client_frames import CLIENTS, ClientFrameType
 from immortal.protocol.errors import ImmortalError, RemoteProtocolError
 from immortal.protocol.messages import MessageType
 
@@ -38,11 +38,11 @@ class Machine:
         self.name, self.limits, self.running = parts.name, parts.limits, parts.running
         self.right, self.epoch = parts.right, parts.epoch
         self._turn, self._session, self._log, self._peers = parts.turn, parts.session, parts.log, parts.peers
-        self._committing = committing = Committing(parts)
+        self._committing = committing = LogCommitter(parts)
         self._handlers: dict[type, Callable[[Any], None]] = {
-            ev.Started: parts.taking_over.started,
-            ev.RightHeld: parts.taking_over.held,
-            ev.RightGranted: self._right_granted,
+            ev.Started: parts.failover.started,
+            ev.WriteLeaseHeld: parts.failover.held,
+            ev.WriteLeaseGranted: self._right_granted,
             ev.AppConnected: parts.lifecycle.connected,
             ev.AppData: parts.inbox.received,
             ev.AppSent: self._app_sent,
@@ -63,10 +63,10 @@ class Machine:
             ev.HandlerOrdered: parts.waiting.order,
             ev.Committed: committing.committed,
             ev.ChunkWritten: committing.chunk_written,
-            ev.StandbysChanged: parts.adopting.standbys_changed,
-            ev.CheckpointOffered: parts.adopting.offered,
-            ev.CheckpointAsked: parts.offering.asked,
-            ev.ChunkOffered: parts.offering.chunk_offered,
+            ev.StandbysChanged: parts.snapshot_receiver.standbys_changed,
+            ev.CheckpointOffered: parts.snapshot_receiver.offered,
+            ev.CheckpointAsked: parts.snapshot_sender.asked,
+            ev.ChunkOffered: parts.snapshot_sender.chunk_offered,
             ev.LogLoaded: committing.was_read(self._log_loaded),
             ev.CheckpointChecked: committing.was_read(self._checkpoint_checked),
             ev.CheckpointChunkRead: committing.was_read(parts.feeding.checkpoint_chunk_read),
@@ -129,29 +129,29 @@ class Machine:
     def _advance(self, now_ns: int) -> None:
         peers, clients = self._peers, self.parts.clients
         if self.parts.lifecycle.proof is BEHIND:
-            self.parts.lifecycle.look_whether_behind()
-        if self.parts.taking_over.waits:
-            self.parts.taking_over.go_on()
+            self.parts.lifecycle.check_replay_complete()
+        if self.parts.failover.waits:
+            self.parts.failover.go_on()
             self.parts.feeding.feed()
-            self.parts.taking_over.go_on()  # that may have brought the app to where it follows
+            self.parts.failover.go_on()  # that may have brought the app to where it follows
         else:
             self.parts.feeding.feed()
-        if self.parts.offering.waits:
-            self.parts.offering.go_on()
+        if self.parts.snapshot_sender.waits:
+            self.parts.snapshot_sender.go_on()
         if self.parts.waiting.waits:
             self.parts.waiting.go_on()
         if self.parts.queries.waits:
             self.parts.queries.go_on()
         if self.parts.impulses.held_bytes:
-            self.parts.inbox.let_impulses_in()
+            self.parts.inbox.admit_impulses()
         if peers.turns.waiting_bytes:
             peers.take_turns(now_ns)
         peers.send(now_ns)
         for answers in peers.take_answers():
             clients.answered(answers)
         clients.flush()
-        if self.parts.adopting.is_under_way and self._session.phase is NORMAL:
-            self.parts.adopting.go_on()
+        if self.parts.snapshot_receiver.is_under_way and self._session.phase is NORMAL:
+            self.parts.snapshot_receiver.go_on()
         while self._log.commits_next:
             self._committing.commit(now_ns)
 
@@ -159,27 +159,27 @@ class Machine:
         if self._session.phase is NORMAL and self.parts.checkpoints.settled:
             self.parts.taking.ask_if_due()
         self.parts.back_pressure.look()
-        self.parts.wakes.look_after(self._peers, now_ns)
+        self.parts.wakes.schedule_wakes(self._peers, now_ns)
         stopping = self.parts.stopping
         if stopping.said_goodbye and self._session.unsent_bytes <= 0:
             self._stop(None)
         elif stopping.hands_over and self._log.is_idle:
-            stopping.say_why()
+            stopping.report_stop_reason()
             self._stop(None)
 
     # --- the log -----------------------------------------------------------------------------------------------------
 
-    def _right_granted(self, event: ev.RightGranted) -> None:
-        self.parts.taking_over.granted(event)
-        self.parts.offering.took_over()
+    def _right_granted(self, event: ev.WriteLeaseGranted) -> None:
+        self.parts.failover.granted(event)
+        self.parts.snapshot_sender.took_over()
 
     def _checkpoint_checked(self, event: ev.CheckpointChecked) -> None:
-        if not self.parts.adopting.checked(event):
+        if not self.parts.snapshot_receiver.checked(event):
             self.parts.lifecycle.checkpoint_checked(event)
 
     def _log_loaded(self, event: ev.LogLoaded) -> None:
         was_loaded = self._session.is_loaded
-        self.parts.taking_over.log_loaded(event)
+        self.parts.failover.log_loaded(event)
         if not was_loaded:  # what an app has said by now is judged now
             try:
                 self.parts.inbox.received(ev.AppData(b""))
@@ -224,12 +224,12 @@ class Machine:
         session.advance(Step.APP_LOST)
         session.connect()
         self._log.forget_app()
-        self.parts.intake.open_calls.is_known = not self._peers.ready  # if it is, the next app recovers
+        self.parts.admission.open_calls.is_known = not self._peers.ready  # if it is, the next app recovers
         self._peers.forget_outputs()
         self.parts.checkpoints.abandon()
         self.parts.checkpoints.wanted = False
-        self.parts.offering.app_lost()
-        self.parts.adopting.app_lost()
+        self.parts.snapshot_sender.app_lost()
+        self.parts.snapshot_receiver.app_lost()
         self.parts.lifecycle.app_lost()
         self.parts.back_pressure.paused = False
         self.parts.impulses.forget()
@@ -261,7 +261,7 @@ class Machine:
         self.parts.clients.received(event.token, event.frame, now_ns, event.caller)
 
     def _permissions_changed(self, event: ev.PermissionsChanged) -> None:
-        self.parts.intake.change(event.given, has_keys=event.has_keys)
+        self.parts.admission.change(event.given, has_keys=event.has_keys)
         self._answer_parked()
 
     def _answer_parked(self) -> None:
@@ -292,7 +292,7 @@ class Machine:
         self._peers.accepting = self.parts.clients.accepting = False
         self.parts.failing.stop_asked(self._turn.now_ns)
         if self._session.phase not in RECOVERED:
-            stopping.say_why()
+            stopping.report_stop_reason()
             self._stop(None)
 
     def _stop(self, error: ImmortalError | None) -> None:
@@ -303,3 +303,120 @@ class Machine:
         self.stopped = True
         self._session.advance(Step.STOP)
         self._turn.effects.append(Stop(error))
+
+
+# Between the machine and its log: what is handed over to become durable, and what follows from the log's answers.
+
+
+class LogCommitter:
+    """Of the machine that has these parts. What there is no way on from is raised, an ImmortalError."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._turn, self._session, self._peers = parts.turn, parts.session, parts.peers
+        self._log, self._access, self._checkpoints = parts.log, parts.access, parts.checkpoints
+
+    def commit(self, now_ns: int) -> None:
+        """What is to become durable next, if there is anything."""
+        parts = self._parts
+        log = self._log
+        # Marks are new once only: they are taken when there is a record to hold them.
+        marked = self._session.phase in WORKS and log.seals_next
+        group = log.next_commit(now_ns, self._peers.new_marks(log.next_ticket) if marked else {})
+        if group is not None:
+            expected_last, fence = group.expected_last_sequence_id, parts.right.fence
+            self._access.write(Commit(group.ticket, group.transaction, group.size_bytes, expected_last, fence))
+
+    def committed(self, event: ev.Committed) -> None:
+        parts = self._parts
+        self._access.written()
+        ticket, now_ns, peers = event.ticket, self._turn.now_ns, self._peers
+        group = self._log.committed(ticket)
+        peers.turns.committed(ticket, now_ns)
+        transaction = group.transaction
+        if group.impulses_accepted:
+            self._session.note_accepted(group.impulses_accepted, self._log.durable_sequence_id)
+        parts.feeding.committed(group)
+        if transaction.sources:
+            peers.became_durable(transaction.sources.items(), now_ns)
+        if CLIENTS in transaction.acknowledged:
+            peers.answers_durable(transaction.acknowledged[CLIENTS])
+        parts.resets.committed(ticket)
+        parts.operator.committed(ticket)
+        if transaction.epoch is not None:
+            self._turn.report(notices.NewEpoch(transaction.epoch))
+        if peers.trim_ticket and ticket >= peers.trim_ticket:
+            peers.trim_ticket = 0
+            self._turn.effects.append(Trim())
+        if transaction.cut_healed:
+            parts.lifecycle.cut_healed()
+        if transaction.version is not None:
+            parts.upgrades.began(transaction.version)
+        if transaction.checkpoint is not None:
+            parts.taking.durable(transaction.checkpoint, adopted=transaction.adopts)
+
+    def chunk_written(self, event: ev.ChunkWritten) -> None:
+        self._access.written()
+        self._checkpoints.chunks_pending_bytes -= event.size_bytes
+
+    def checkpoint_requested(self, event: ev.CheckpointRequested) -> None:
+        self._checkpoints.wanted = True
+
+    def tail_read(self, event: ev.TailRead) -> None:
+        for write in self._access.settle(event):
+            if isinstance(write, Commit):
+                self.committed(ev.Committed(write.ticket))
+            else:
+                self.chunk_written(ev.ChunkWritten(len(write.data)))
+
+    def log_failed(self, event: ev.LogFailed) -> None:
+        parts = self._parts
+        if event.retryable:
+            self._access.failed(event)
+            parts.wakes.log_at(self._access.due_ns)
+        elif isinstance(event.request, ReadCheckpointChunk) and parts.right.follows:
+            if self._session.phase is Phase.RESTORING:  # its writer may have removed it; the next look says
+                self._session.reading = False
+                parts.lifecycle.begin_anew(f"the checkpoint can't be restored ({event.error})")
+        else:
+            raise event.error
+
+    def fenced(self, event: ev.Fenced) -> None:
+        """Another has the right to write by now: what is not durable is nobody's, and nothing more may leave.
+
+        Raises FencedError.
+        """
+        parts = self._parts
+        epoch = parts.epoch.number
+        raise FencedError(
+            event.holder,
+            f"fenced by {event.holder} at epoch {epoch}: it writes the log of {parts.name!r} now; nothing that was "
+            f"acknowledged is lost, and nothing more of this coordinator counts",
+        )
+
+    def was_read(self, then: Callable[[Any], None]) -> Callable[[Any], None]:
+        """``then``, behind a look whether that ends a silence of the log."""
+        access = self._access
+
+        def read(event: Any) -> None:
+            access.read()
+            then(event)
+
+        return read
+
+    def log_measured(self, event: ev.LogMeasured) -> None:
+        """A log that is full takes no input but what the app makes of it: that is the way to a checkpoint, and room."""
+        parts = self._parts
+        room, session, turn = parts.log_room, self._session, self._turn
+        if room.measured(event.space):
+            self._peers.log_full = room.full
+            parts.clients.log_full = bool(room.full)
+            if room.full:
+                turn.report(notices.LogFull(room.full))
+            else:
+                turn.report(notices.LogHasRoom())
+        last = self._checkpoints.last
+        if session.phase is Phase.NORMAL and room.wants_checkpoint(
+            session.fed_sequence_id, self._log.durable_sequence_id, last
+        ):
+            self._checkpoints.wanted = True

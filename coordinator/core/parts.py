@@ -4,48 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from immortal.coordinator.core.adopting import Adopting
-from immortal.coordinator.core.app_clock import AppClock
-from immortal.coordinator.core.app_inbox import AppInbox
-from immortal.coordinator.core.app_outbox import AppOutbox
-from immortal.coordinator.core.back_pressure import BackPressure
-from immortal.coordinator.core.careful import Watch
-from immortal.coordinator.core.checkpoint_taking import CheckpointTaking
-from immortal.coordinator.core.checkpointing import Checkpointing
-from immortal.coordinator.core.clients import Clients
-from immortal.coordinator.core.clock import RunningTime
-from immortal.coordinator.core.culprits import Culprits
-from immortal.coordinator.core.dead_letters import Operator
-from immortal.coordinator.core.epoch import Epoch
-from immortal.coordinator.core.failing import Failing
-from immortal.coordinator.core.feeding import Feeding
+from immortal.coordinator.core.availability.failover import TakingOver
+from immortal.coordinator.core.availability.snapshot_transfer import SnapshotReceiver, SnapshotSender
+from immortal.coordinator.core.availability.write_lease import LogRequests, Right
+from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy, Recovery
+from immortal.coordinator.core.checkpoints.taking import CheckpointTaker
+from immortal.coordinator.core.client.queries import Queries
+from immortal.coordinator.core.client.requests import Clients
+from immortal.coordinator.core.clock import AppClock, RunningTime
+from immortal.coordinator.core.failures.call_failure import Failing, Verdicts
+from immortal.coordinator.core.failures.dead_letters import OperatorActions
+from immortal.coordinator.core.failures.poison_guard import CallerPenalties, Watch
+from immortal.coordinator.core.failures.unsaved_state import UnsavedState
 from immortal.coordinator.core.group_commit import GroupCommit
-from immortal.coordinator.core.handlers import Handlers
-from immortal.coordinator.core.impulses import Impulses
+from immortal.coordinator.core.input.admission import Admission
+from immortal.coordinator.core.input.app_inbox import AppInbox
+from immortal.coordinator.core.input.back_pressure import BackPressure, Impulses, LogCapacity
 from immortal.coordinator.core.interfaces import NO_SUSPECT, LogSummary, StoredClients
-from immortal.coordinator.core.lifecycle import Lifecycle
+from immortal.coordinator.core.life_cycle.feeding import RecordFeeder
+from immortal.coordinator.core.life_cycle.pause_stop import Pausing, Stopping
+from immortal.coordinator.core.life_cycle.recovery import Lifecycle, Upgrades
+from immortal.coordinator.core.life_cycle.session import AppSession
+from immortal.coordinator.core.life_cycle.waiting_handlers import Handlers
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.log_access import LogAccess
-from immortal.coordinator.core.log_room import LogRoom
-from immortal.coordinator.core.offering import Offering
-from immortal.coordinator.core.pausing import Pausing
+from immortal.coordinator.core.output.replay_check import ReplayPolicy
+from immortal.coordinator.core.peers import PeerResets, Peers
 from immortal.coordinator.core.permissions import Permission
-from immortal.coordinator.core.queries import Queries
-from immortal.coordinator.core.recovery import Recovery
-from immortal.coordinator.core.replay_check import ReplayPolicy
-from immortal.coordinator.core.resets import Resets
-from immortal.coordinator.core.right import Right
-from immortal.coordinator.core.saving import Saving
-from immortal.coordinator.core.session import AppSession
-from immortal.coordinator.core.stopping import Stopping
-from immortal.coordinator.core.streams.intake import Intake
-from immortal.coordinator.core.streams.peers import Peers
-from immortal.coordinator.core.taking_over import TakingOver
-from immortal.coordinator.core.turn import Turn
-from immortal.coordinator.core.upgrades import Upgrades
-from immortal.coordinator.core.verdicts import Verdicts
-from immortal.coordinator.core.versions import Versions
-from immortal.coordinator.core.wakes import Wakes
+from immortal.coordinator.core.state import AppOutbox, Epoch, Turn, Versions
+from immortal.coordinator.core.timers import Wakes
 from immortal.protocol.limits import RPC_FRONT_SIZE_BYTES_MAX
 
 
@@ -76,20 +62,20 @@ class Parts:
         self.turn = turn = Turn()
         self.right = right = Right()
         self.log = log = GroupCommit(limits.group_size_bytes)
-        self.access = access = LogAccess(limits, log, turn)
+        self.access = access = LogRequests(limits, log, turn)
         self.epoch = epoch = Epoch(log, turn)
         self.session = session = AppSession(limits.arguments_bytes_max + RPC_FRONT_SIZE_BYTES_MAX)
         self.outbox = outbox = AppOutbox(session, turn)
         self.app_clock = app_clock = AppClock(session, outbox.control)
         self.policy = policy = ReplayPolicy(name, limits, session, turn.effects)
-        self.intake = intake = Intake(name, permissions or {}, limits.nesting_max, has_keys=has_keys)
-        self.peers = peers = Peers(name, limits, log, turn.effects, policy=policy, intake=intake)
+        self.admission = admission = Admission(name, permissions or {}, limits.nesting_max, has_keys=has_keys)
+        self.peers = peers = Peers(name, limits, log, turn.effects, policy=policy, admission=admission)
         self.clients = Clients(name, limits, log, turn.effects, lambda: peers.ready, peers.delivery, self.running)
         self.impulses = Impulses(limits, log, peers, epoch, turn)
-        self.checkpoints = Checkpointing(limits)
+        self.checkpoints = CheckpointPolicy(limits)
         self.versions = Versions(upgrade_to)
         self.wakes = Wakes(limits, turn.effects)
-        self.log_room = LogRoom(name, limits)
+        self.log_room = LogCapacity(name, limits)
         verdicts = Verdicts(limits, log)
         watch = Watch(NO_SUSPECT, limits.kills_max)
         self.failing = failing = Failing(
@@ -103,15 +89,19 @@ class Parts:
             verdicts,
             watch,
             right,
-            Culprits(limits),
+            CallerPenalties(limits),
         )
-        intake.failing = failing
-        self.saving = Saving(name, limits, turn, outbox, session, peers, self.checkpoints, verdicts, self.log_room)
-        self.operator = Operator(failing, verdicts, self.impulses, self.log_room, self.versions, self.saving, turn)
+        admission.failing = failing
+        self.saving = UnsavedState(
+            name, limits, turn, outbox, session, peers, self.checkpoints, verdicts, self.log_room
+        )
+        self.operator = OperatorActions(
+            failing, verdicts, self.impulses, self.log_room, self.versions, self.saving, turn
+        )
         self.pausing = pausing = Pausing(name, session, turn)
         self.waiting = handlers = Handlers(name, session, outbox, self.impulses, self.log_room, pausing, turn)
-        self.queries = Queries(name, limits, session, outbox, self.clients, intake, failing, peers, turn)
-        self.resets = Resets(log, peers, epoch, turn)
+        self.queries = Queries(name, limits, session, outbox, self.clients, admission, failing, peers, turn)
+        self.resets = PeerResets(log, peers, epoch, turn)
         self.stopping = stopping = Stopping(outbox, turn)
         self.back_pressure = BackPressure(
             limits, session, log, peers, self.checkpoints, self.impulses, stopping, pausing, turn
@@ -128,7 +118,7 @@ class Parts:
             epoch,
             peers,
             self.clients,
-            intake,
+            admission,
             policy,
             failing,
             recovery,
@@ -138,8 +128,8 @@ class Parts:
             limits,
             promote,
         )
-        self.taking_over = TakingOver(name, turn, right, session, log, epoch, self.lifecycle, self.load, follow)
-        self.feeding = Feeding(
+        self.failover = TakingOver(name, turn, right, session, log, epoch, self.lifecycle, self.load, follow)
+        self.feeding = RecordFeeder(
             turn,
             outbox,
             session,
@@ -147,31 +137,31 @@ class Parts:
             limits,
             log,
             peers,
-            intake,
+            admission,
             self.versions,
             recovery,
             self.lifecycle,
             stopping,
             pausing,
         )
-        self.offering = Offering(
+        self.snapshot_sender = SnapshotSender(
             turn,
             right,
             outbox,
             session,
             log,
             peers,
-            intake,
+            admission,
             failing,
             self.checkpoints,
             self.versions,
             policy,
             limits,
         )
-        self.adopting = Adopting(
+        self.snapshot_receiver = SnapshotReceiver(
             turn, session, log, epoch, peers, failing, self.checkpoints, self.versions, limits, self.wakes
         )
-        self.taking = CheckpointTaking(
+        self.taking = CheckpointTaker(
             name,
             turn,
             outbox,
@@ -179,15 +169,15 @@ class Parts:
             log,
             access,
             peers,
-            intake,
+            admission,
             failing,
             self.checkpoints,
             self.upgrades,
             self.lifecycle,
             stopping,
             self.wakes,
-            self.offering,
-            self.adopting,
+            self.snapshot_sender,
+            self.snapshot_receiver,
             self.saving,
         )
         self.inbox = AppInbox(
@@ -199,7 +189,7 @@ class Parts:
             self.clients,
             self.impulses,
             self.log_room,
-            intake,
+            admission,
             failing,
             self.operator,
             handlers,
@@ -221,7 +211,7 @@ class Parts:
         self.checkpoints.load(summary.checkpoints)
         self.versions.load(summary.versions)
         self.failing.load(summary)
-        self.intake.open_calls.is_known = not peers.ready  # if it is, the next app recovers
+        self.admission.open_calls.is_known = not peers.ready  # if it is, the next app recovers
         if clients is not None:
             self.clients.load(summary.committer_id, clients)
             peers.accepting = self.clients.accepting = not self.stopping.asked

@@ -19,12 +19,13 @@ from msgspec import Struct
 from immortal.protocol import decoding
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.extensions import ANYBODYS, GROUP_MARK, INSTANCES, OWNERS, QUERIES, AppDescription
-from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID
 from immortal.protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_messages
-from immortal.protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
-from immortal.protocol.ordering import (
+from immortal.protocol.system_methods import (
+    CANCEL_CALL_METHOD_ID,
     FENCING_METHOD_ID,
     FENCING_METHODS,
+    HANDLES_METHOD_ID,
+    NODE_METHOD_ID,
     ORDERED_METHOD_ID,
     ORDERING_METHOD_ID,
     ordered_method,
@@ -195,7 +196,7 @@ class Permissions:
         """The settings list no methods for it, and it is not the owner: what is for a role it may not call."""
         return self._has_keys and caller != self._name and self._given.get(caller, ANYTHING).methods is None
 
-    def why_waiting(self, caller: str, *, is_instance: bool = False) -> str:
+    def wait_reason(self, caller: str, *, is_instance: bool = False) -> str:
         """Why the calls of ``caller`` can't be judged yet, in words; "" if they can.
 
         Another instance does not wait to hear of roles: what it sends is accepted while the app is away.
@@ -227,7 +228,7 @@ class Permissions:
         """How many of the ``count`` packed RPC messages may be taken now, and where they end; they count as taken.
 
         ``open_count``: calls of a client that are not answered yet. None: of a peer, whose open calls hold nothing back
-        (:mod:`immortal.coordinator.core.open_calls`).
+        (:mod:`immortal.coordinator.core.input.admission`).
         """
         bucket, concurrent = self._buckets.get(caller), None
         if open_count is None:

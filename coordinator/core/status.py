@@ -1,20 +1,97 @@
-"""What there is to say of a live instance, in plain values."""
+"""What an operator asks of a running machine, in plain values. Nothing here changes anything."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from immortal.coordinator.core.back_pressure import BackPressure
-from immortal.coordinator.core.client_table import ClientTable
+from immortal.coordinator.core.availability.write_lease import LogRequests, Right
+from immortal.coordinator.core.client.table import ClientTable
 from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.input.back_pressure import BackPressure, LogCapacity
 from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader
+from immortal.coordinator.core.life_cycle.session import GETS_RECORDS, WORKS, AppSession, Phase
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.log_access import LogAccess
-from immortal.coordinator.core.log_room import LogRoom
-from immortal.coordinator.core.right import Right
-from immortal.coordinator.core.session import GETS_RECORDS, AppSession, Phase
-from immortal.coordinator.core.streams.peers import Peers
-from immortal.protocol.client import CLIENTS
+from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.peers import Peers
+from immortal.protocol.client_frames import CLIENTS
+from immortal.protocol.verdicts import MessageKey
+
+
+class View:
+    """Of the machine that has these parts."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def peers(self) -> dict[str, dict[str, object]]:
+        """What `immortal peers show` shows of each other instance; plain values."""
+        return describe_peers(self._parts.peers, self._parts.back_pressure.held_up_for)
+
+    def clients(self) -> dict[str, object]:
+        """What the page shows of outside callers; plain values."""
+        return describe_clients(self._parts.clients.table)
+
+    @property
+    def forbidden(self) -> Mapping[str, int]:
+        """Calls that were refused as their caller may not make them, by caller, since the start."""
+        return self._parts.failing.forbidden
+
+    @property
+    def refusals(self) -> Mapping[str, Mapping[str, int]]:
+        """How often what was done to a caller, by what and whom, since the start: for the audit log."""
+        failing = self._parts.failing
+        return {
+            "refused: a method that it may not call": self.forbidden,
+            "refused: nested too deeply": failing.nested,
+            "held back: too many calls": self._parts.admission.permissions.held_back,
+            "its call has ended the app's process": failing.penalties.deaths,
+        }
+
+    @property
+    def letters(self) -> list[MessageKey]:
+        """The dead letters that are kept, oldest first."""
+        return list(self._parts.failing.verdicts.letters)
+
+    @property
+    def can_hand_over(self) -> bool:
+        """The app works: all that there is is in the log, or is made once more from it."""
+        return self._parts.right.writes and self._parts.session.phase in WORKS and not self._parts.stopping.asked
+
+    def handling_in_words(self, now_ns: int) -> str:
+        """The handler that the app does not come back from, in words; "" where there is none."""
+        return self._parts.failing.watch.in_words(now_ns)
+
+    def status(self, now_ns: int) -> dict[str, object]:
+        """What `immortal status` shows of a live instance; plain values."""
+        parts = self._parts
+        return describe(
+            parts.name,
+            parts.peers.committer_id,
+            parts.epoch.number,
+            parts.session,
+            parts.log,
+            parts.peers,
+            parts.checkpoints.last,
+            now_ns,
+        ) | {
+            **describe_write_lease(parts.right, parts.access, now_ns),
+            **describe_flow(parts.back_pressure, parts.log_room, parts.log, parts.name, parts.limits),
+            **parts.failing.describe(now_ns),
+            **parts.saving.describe(now_ns),
+            **parts.pausing.describe(),
+            "impulses": parts.impulses.count,
+            "nested": dict(parts.failing.nested),
+            "deaths_caused": parts.failing.penalties.deaths,
+            "held_back": dict(parts.admission.permissions.held_back),
+            "open_calls": parts.admission.open_calls.counts,
+            "clients": parts.clients.describe() | parts.queries.describe(),
+            "version": parts.versions.current,
+            "upgrade_to": parts.versions.upgrade_to,
+        }
+
+
+# What there is to say of a live instance, in plain values.
+
 
 CLIENTS_TOLD_MAX = 200
 
@@ -74,7 +151,7 @@ def _granted(peers: Peers, source: str) -> dict[str, int]:
     return {} if granted_bytes is None else {"window_bytes": granted_bytes}
 
 
-def describe_right(right: Right, access: LogAccess, now_ns: int) -> dict[str, object]:
+def describe_write_lease(right: Right, access: LogRequests, now_ns: int) -> dict[str, object]:
     """Whether this coordinator writes the log, or who does; and since when the log does not answer."""
     since_ns = access.silent_since_ns
     return {
@@ -85,7 +162,7 @@ def describe_right(right: Right, access: LogAccess, now_ns: int) -> dict[str, ob
 
 
 def describe_flow(
-    pressure: BackPressure, room: LogRoom, log: GroupCommit, name: str, limits: Limits
+    pressure: BackPressure, room: LogCapacity, log: GroupCommit, name: str, limits: Limits
 ) -> dict[str, object]:
     """Whether and for whom the app is held up; the log's room, as last measured."""
     return {

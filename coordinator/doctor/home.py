@@ -12,8 +12,8 @@ from pathlib import Path
 
 from immortal.coordinator.app.secret import FILE_NAME as APP_SECRET_FILE_NAME
 from immortal.coordinator.config import ConfigError, InstanceSettings
-from immortal.coordinator.config.app_hosts import SOCKET_FILE_NAME as APP_SOCKET_FILE_NAME
-from immortal.coordinator.config.socket_paths import SHORT_FOLDERS, socket_path
+from immortal.coordinator.config.socket_addresses import SHORT_FOLDERS, socket_path
+from immortal.coordinator.config.socket_addresses import SOCKET_FILE_NAME as APP_SOCKET_FILE_NAME
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.doctor import installation
 from immortal.coordinator.doctor.finding import Area, Finding, note, ok, problem
@@ -25,8 +25,7 @@ from immortal.coordinator.log_url import is_in_folder, split_url
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control import SOCKET_FILE_NAME as CONTROL_SOCKET_FILE_NAME
 from immortal.protocol.command_line import counted
-from immortal.protocol.private_files import openness
-from immortal.protocol.process_file import COORDINATOR_FILE_NAME, ProcessFile, read_living
+from immortal.protocol.files import COORDINATOR_FILE_NAME, ProcessFile, openness, read_living
 
 AREA = Area.HOME
 LOG_FOLDER_NAME = "log"

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.interfaces import LogStore
-from immortal.coordinator.driver.ports import Offered, Read, Write
-from immortal.coordinator.driver.reads import answer
+from immortal.coordinator.driver.ports import Offered, Read, Write, answer
 
 
 class PlainApp:
@@ -77,8 +76,8 @@ class PlainLog:
         self.jobs: deque[Write] = deque()
         self._ticket = 0  # of the last append that was done
 
-    def acquire(self, effect: ef.AcquireRight) -> None:
-        self.inbox.append(ev.RightGranted(1))
+    def acquire(self, effect: ef.AcquireWriteLease) -> None:
+        self.inbox.append(ev.WriteLeaseGranted(1))
 
     def submit(self, request: Write | Read) -> None:
         if isinstance(request, ef.Commit | ef.WriteCheckpointChunk):
@@ -104,10 +103,10 @@ class PlainLog:
     def trim(self, effect: ef.Trim) -> None:
         pass
 
-    def ask_standby(self, effect: ef.AskStandby) -> None:
+    def request_standby_checkpoint(self, effect: ef.AskStandby) -> None:
         pass
 
-    def drop_asked(self, effect: ef.DropAsked) -> None:
+    def cancel_standby_request(self, effect: ef.DropAsked) -> None:
         pass
 
     def offer(self, effect: Offered) -> None:

@@ -17,8 +17,7 @@ from msgspec import Struct
 
 from immortal.coordinator.config import InstanceSettings
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.file_lock import open_lock, take
-from immortal.protocol.private_files import make_folder
+from immortal.protocol.files import make_folder, open_lock, take
 
 FOLDER_NAME = "followers"
 LOCK_FILE_NAME = "lock"
@@ -41,7 +40,7 @@ class FollowerPlace(Struct):
             self._descriptor = -1
 
 
-def take_place(settings: InstanceSettings) -> FollowerPlace:
+def claim_place(settings: InstanceSettings) -> FollowerPlace:
     """A place of its own for a follower of the instance. Raises FollowerPlaceError."""
     folder = settings.folder / FOLDER_NAME
     try:
@@ -60,7 +59,7 @@ def take_place(settings: InstanceSettings) -> FollowerPlace:
     raise FollowerPlaceError(f"{settings.name!r} has {PLACES_MAX} followers on this machine already: stop one of them")
 
 
-def settings_at(
+def follower_settings(
     settings: InstanceSettings, folder: Path, *, app_port: int | None = None, app_send_port: int | None = None
 ) -> InstanceSettings:
     """``settings`` with the sockets and files of a follower in ``folder``: its app comes by a Unix socket there, or by

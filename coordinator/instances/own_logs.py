@@ -1,33 +1,68 @@
-"""The keys of an instance's log, and the note of which logs were made here.
-
-<home>/counter/keys/log_key     a key in hex on each line, the one in use first; mode 0600, in a folder of mode 0700
-<home>/counter/keys/own_logs    a log on each line: "committer ID, when it was made in ns", and "authenticated" if it is
-
-So a log that somebody put in the place of the instance's own is known to be none of its own, and one that was
-authenticated is never taken for one that was not yet.
-"""
+"""States of logs that this home did not make: to read one that pickle wrote is to run what somebody else put there."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from immortal.coordinator.config import LOG_KEY_FILE, InstanceSettings, write_atomically
+from immortal.coordinator.core.errors import DamagedCheckpointError, LogError
 from immortal.coordinator.core.interfaces import LogStore
-from immortal.coordinator.instances.foreign_state import refuse_pickle_in
 from immortal.coordinator.log import LogIdentity, RowLogStore, create_log, log_exists
 from immortal.coordinator.log import open_log as open_log_folder
 from immortal.coordinator.log import open_reader as open_folder_reader
-from immortal.coordinator.log.authentication import KEY_SIZE_BYTES, LogKey, LogKeyError, not_authenticated
+from immortal.coordinator.log.authentication import KEY_SIZE_BYTES, LogKey, LogKeyError, not_authenticated_message
 from immortal.coordinator.log.backend import Place
+from immortal.protocol.state_envelope import PICKLE, serializer_of
 
 if TYPE_CHECKING:
     from immortal.coordinator.log import LogReader
+    from immortal.coordinator.log.reader import RecordSource
     from immortal.coordinator.log.verify import LogVerification
 
-COLUMNS_FOLDER_NAME = "columns"  # in an instance's folder: what queries made of its log (immortal.sight.sql.extract)
+
+class PickleRefusedError(LogError):
+    """A state that pickle wrote is of a log that this home did not make."""
+
+
+def refuse_pickle(source: RecordSource, checkpoint_ids: Iterable[int]) -> None:
+    """Raises PickleRefusedError where ``source`` is not trusted, and pickle wrote one of these checkpoints."""
+    if not source.trusts_pickle:
+        refuse_pickle_in(source.checkpoint_chunks, checkpoint_ids, source.identity.instance_name)
+
+
+def refuse_pickle_in(
+    chunks_of: Callable[[int], Iterator[bytes]], checkpoint_ids: Iterable[int], instance_name: str
+) -> None:
+    """As :func:`refuse_pickle`, for a log that nobody trusts."""
+    for checkpoint_id in checkpoint_ids:
+        try:
+            serializer = serializer_of(chunks_of(checkpoint_id))
+        except DamagedCheckpointError:
+            continue  # nobody restores it either
+        if serializer == PICKLE:
+            raise PickleRefusedError(
+                f"checkpoint {checkpoint_id} of the log of {instance_name!r} was written by pickle, and this home did"
+                " not make that log: to read it would run whatever somebody put into it. Where you trust all who could"
+                " write it as you trust the app's own code, say --trust-pickle (in tests trust_pickle=True);"
+                " docs/guide/security.md, 'Logs of others', says what that means"
+            )
+
+
+# The keys of an instance's log, and the note of which logs were made here.
+#
+# <home>/counter/keys/log_key     a key in hex on each line, the one in use first; mode 0600, in a folder of mode 0700
+# <home>/counter/keys/own_logs    a log on each line: "committer ID, when it was made in ns", and "authenticated" if it is
+#
+# So a log that somebody put in the place of the instance's own is known to be none of its own, and one that was
+# authenticated is never taken for one that was not yet.
+
+
+COLUMNS_FOLDER_NAME = (
+    "columns"  # in an instance's folder: what queries made of its log (immortal.pipeline.sql.parquet_cache)
+)
 FOLDER_NAME = "keys"  # with the pairs of immortal.coordinator.peers.keys
 KEY_FILE_NAME = "log_key"
 OWN_LOGS_FILE_NAME = "own_logs"
@@ -186,7 +221,7 @@ def open_log(settings: InstanceSettings, place: Place | None = None) -> RowLogSt
         )
     try:
         if wanted and store.macs is None:
-            raise LogKeyError(not_authenticated(settings.name))
+            raise LogKeyError(not_authenticated_message(settings.name))
         if not exists or own.has(store.identity):
             own.add(store.identity, authenticated=store.macs is not None)
     except BaseException:
@@ -195,7 +230,7 @@ def open_log(settings: InstanceSettings, place: Place | None = None) -> RowLogSt
     return store
 
 
-def take_for_own(settings: InstanceSettings, store: RowLogStore, *, trust_pickle: bool) -> None:
+def adopt_log(settings: InstanceSettings, store: RowLogStore, *, trust_pickle: bool) -> None:
     """A coordinator is to begin on the log ``store``: it is the instance's own from here on.
 
     Raises PickleRefusedError for one that was not, with a state that pickle wrote, unless ``trust_pickle``.
@@ -224,16 +259,14 @@ def open_reader(settings: InstanceSettings, *, trust_pickle: bool = False, check
     reader = open_folder_reader(settings.log, settings.name, keys=read_keys(settings), check=check)
     if own.any_authenticated and reader.macs is None:
         reader.close()
-        raise LogKeyError(not_authenticated(settings.name))
+        raise LogKeyError(not_authenticated_message(settings.name))
     reader.trusts_pickle = trust_pickle or own.has(reader.identity)
     return reader
 
 
 def verify(settings: InstanceSettings) -> LogVerification:
     """As :func:`immortal.coordinator.log.verify.verify_log`, with the instance's keys."""
-    from immortal.coordinator.log.verify import (
-        verify_log,  # here, since a coordinator, which opens its log with us, never does
-    )
+    from immortal.coordinator.log.verify import verify_log
 
     own = OwnLogs(settings.folder)
     return verify_log(settings.log, settings.name, keys=read_keys(settings), must_be_authentic=own.any_authenticated)

@@ -1,5 +1,5 @@
 """The registry: a folder with one settings file per instance, and a folder beside each for its log and runtime files.
-That of many machines is in a database, and the folder of each a copy of it (immortal.protocol.shared_home).
+That of many machines is in a database, and the folder of each a copy of it (immortal.protocol.shared_registry).
 
 <home>/counter.toml     the settings
 <home>/counter/         log/, and what a running coordinator says about itself (coordinator.json,
@@ -20,20 +20,26 @@ from pathlib import Path
 from typing import Any
 
 from immortal.coordinator.config import AppAuth, ConfigError, InstanceSettings, check_instance_name, split_tcp
-from immortal.coordinator.config.app_hosts import LOCALHOST, hosts_of
-from immortal.coordinator.config.reading import check_settings, log_of, read_settings
+from immortal.coordinator.config.settings_file import (
+    check_settings,
+    file_values,
+    log_of,
+    read_settings,
+    settings_text,
+    text_with,
+    write_atomically,
+)
+from immortal.coordinator.config.socket_addresses import LOCALHOST, hosts_of
 from immortal.coordinator.config.values import check_app
-from immortal.coordinator.config.writing import file_values, settings_text, text_with, write_atomically
 from immortal.coordinator.core.errors import LogError
-from immortal.coordinator.log_url import is_in_folder, own_log, split_url
-from immortal.protocol import shared_home
+from immortal.coordinator.log_url import is_in_folder, log_of_instance, split_url
+from immortal.protocol import shared_registry
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.file_lock import holder_of, open_lock, take
-from immortal.protocol.private_files import PUBLIC_FILE_MODE, make_folder, openness
-from immortal.protocol.shown import near_miss
+from immortal.protocol.files import PUBLIC_FILE_MODE, describe_lock_holder, make_folder, open_lock, openness, take
+from immortal.protocol.safe_output import did_you_mean
 
-HOME_VARIABLE = shared_home.HOME_VARIABLE
-HOME_DEFAULT = shared_home.HOME_DEFAULT
+HOME_VARIABLE = shared_registry.HOME_VARIABLE
+HOME_DEFAULT = shared_registry.HOME_DEFAULT
 _LOCK_FILE_NAME = ".lock"
 PUBLIC_KEYS_FILE_NAME = "public_keys"  # here, as immortal.coordinator.peers.keys needs ZeroMQ, whose loading takes long
 LOCK_TIMEOUT_S = 60.0  # a change takes milliseconds, and hundreds of instances may start at once
@@ -60,8 +66,8 @@ class Registry:
     """
 
     def __init__(self, home: str | os.PathLike[str]) -> None:
-        self.home = shared_home.folder_of(home)
-        self.copy = shared_home.copy_of(self.home)
+        self.home = shared_registry.folder_of(home)
+        self.copy = shared_registry.copy_of(self.home)
         self._cache: dict[str, tuple[tuple[int, int, int], InstanceSettings]] = {}
         self._looked_at = False  # whether others can write to the folder
 
@@ -145,7 +151,7 @@ class Registry:
             if "log" in values and is_in_folder(values["log"]):
                 values["log"] = os.path.abspath(split_url(values["log"])[1])
             elif "log" in values:
-                values["log"] = own_log(values["log"], name)
+                values["log"] = log_of_instance(values["log"], name)
             settings = check_settings(values, name, path)
             peer_address = split_tcp(settings.peer)
             if peer_address is not None and peer_address[1] in (settings.app_port, settings.app_send_port):
@@ -183,10 +189,10 @@ class Registry:
             files = {
                 (name, part): path
                 for name in names
-                for part in (shared_home.SETTINGS, shared_home.PUBLIC_KEYS, shared_home.UPGRADE)
-                if (path := shared_home.path_in(self.home, name, part)).exists()
+                for part in (shared_registry.SETTINGS, shared_registry.PUBLIC_KEYS, shared_registry.UPGRADE)
+                if (path := shared_registry.path_in(self.home, name, part)).exists()
             }
-            self.copy = shared_home.share(url, self.home, {key: path.read_text() for key, path in files.items()})
+            self.copy = shared_registry.share(url, self.home, {key: path.read_text() for key, path in files.items()})
         return names
 
     @contextlib.contextmanager
@@ -257,7 +263,7 @@ class Registry:
                 f" --home or {HOME_VARIABLE} names another folder)"
             )
         known = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-        hint = near_miss(name, names) or ":"
+        hint = did_you_mean(name, names) or ":"
         return UnknownInstanceError(f"there is no instance {name!r}{hint} registered in {self.home}: {known}")
 
     def _refuse_open(self) -> None:
@@ -283,7 +289,7 @@ class Registry:
                 take(descriptor, LOCK_TIMEOUT_S)
             except BlockingIOError:
                 raise RegistryError(
-                    f"the registry folder {self.home} is being changed by {holder_of(descriptor)}, for more than"
+                    f"the registry folder {self.home} is being changed by {describe_lock_holder(descriptor)}, for more than"
                     f" {LOCK_TIMEOUT_S:g} s: wait for that process, or end it"
                 ) from None
             with contextlib.nullcontext() if self.copy is None else self.copy.changing():
@@ -350,10 +356,10 @@ def _share(path: Path, text: str | None) -> bool:
     """Whether ``path`` is in a copy, and so in its database."""
     is_settings = path.suffix == ".toml"
     home = path.parent if is_settings else path.parent.parent
-    copy = shared_home.copy_of(home)
+    copy = shared_registry.copy_of(home)
     if copy is None:
         return False
-    part = shared_home.SETTINGS if is_settings else shared_home.PARTS[path.name]
+    part = shared_registry.SETTINGS if is_settings else shared_registry.PARTS[path.name]
     copy.put(path.stem if is_settings else path.parent.name, part, text)
     return True
 

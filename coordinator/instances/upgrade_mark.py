@@ -13,7 +13,7 @@ import msgspec
 from immortal.coordinator.instances.registry import remove_file, write_text
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.private_files import FILE_MODE, make_folder
+from immortal.protocol.files import FILE_MODE, make_folder
 
 _FILE_NAME = "upgrade.json"
 

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from immortal.coordinator.log.meta import LogIdentity
+from immortal.coordinator.log.identity import LogIdentity, check_value, verify_value
 from immortal.coordinator.log.open import create_log, is_locked, log_exists, open_log, open_reader
 from immortal.coordinator.log.store import RowLogStore
-from immortal.coordinator.log.values import check_value, verify_value
 
 if TYPE_CHECKING:
     from immortal.coordinator.log.reader import LoggedValue, LogReader, TrimmedError

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
 from immortal.coordinator.log import format as log_format
-from immortal.coordinator.log import reading
+from immortal.coordinator.log import view_queries
 from immortal.coordinator.log.backend import View
 from immortal.coordinator.log.format import (
     CHUNK_KEY,
@@ -27,7 +27,7 @@ from immortal.coordinator.log.format import (
     META_SEAL,
     SEQUENCE_KEY,
 )
-from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id, meta_value
+from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, meta_value
 from immortal.protocol import decoding
 from immortal.protocol.varint import Readable
 
@@ -186,7 +186,7 @@ def check_state(view: View, macs: Macs, instance_name: str) -> dict[str, int]:
     )
 
 
-def not_authenticated(instance_name: str) -> str:
+def not_authenticated_message(instance_name: str) -> str:
     return (
         f"the log of {instance_name!r} is not authenticated, and was once, or another log was: this is an older copy,"
         " or somebody else's work; restore it from a copy that is"
@@ -201,7 +201,7 @@ def way_out(instance_name: str) -> str:
     )
 
 
-def are_authentic(view: View, macs: Macs | None, rows: Iterable[tuple[int, Readable]]) -> list[bool]:
+def authenticate_records(view: View, macs: Macs | None, rows: Iterable[tuple[int, Readable]]) -> list[bool]:
     """Of each (sequence ID, value): whether it is what was written there. Without ``macs`` nobody can tell: True."""
     if macs is None:
         return [True for _ in rows]
@@ -232,8 +232,8 @@ def forged_record(sequence_id: int) -> ForgedLogError:
 
 
 def read_chunk(view: View, macs: Macs | None, checkpoint_id: int, index: int) -> bytes:
-    """As :func:`immortal.coordinator.log.reading.read_chunk`; one that is not authentic is damaged."""
-    data = reading.read_chunk(view, checkpoint_id, index)
+    """As :func:`immortal.coordinator.log.view_queries.read_chunk`; one that is not authentic is damaged."""
+    data = view_queries.read_chunk(view, checkpoint_id, index)
     if macs is None:
         return data
     stored = view.get("checkpoint_seals", SEQUENCE_KEY.pack(checkpoint_id))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from enum import Enum
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -17,8 +18,8 @@ from msgspec import Struct
 from immortal.coordinator.core.errors import LogError, fail
 from immortal.coordinator.core.interfaces import Standby
 from immortal.coordinator.fault_points import FaultPoint
-from immortal.coordinator.log.findings import Finding
-from immortal.coordinator.log.meta import LogIdentity
+from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.coordinator.log.identity import LogIdentity
 from immortal.protocol.varint import Readable
 
 LEASE_S = 3.0
@@ -115,7 +116,7 @@ class ReadBackend(Protocol):
         """
         return iter(())
 
-    def have_touched(self, size_bytes: int) -> None:
+    def count_bytes_touched(self, size_bytes: int) -> None:
         """So much of what views gave was looked at: memory may be given back now and then."""
         return
 
@@ -149,7 +150,7 @@ class Backend(ReadBackend, Protocol):
     """What it can't do as it should, in words; "": it can. Any thread."""
     standbys: Sequence[Standby] = ()
     """Who follows the log, as of a moment ago. Any thread."""
-    heir: str = ""
+    successor: str = ""
     """The standby for whom :meth:`give_up` keeps the log for a moment; "": it is whoever comes first."""
 
     @property
@@ -157,14 +158,14 @@ class Backend(ReadBackend, Protocol):
         """Set where another one has taken the log over since, as was seen without an append. Any thread."""
         return None
 
-    def require_right(self) -> None:
+    def require_write_lease(self) -> None:
         """For who finds the log damaged: what is missing may have been trimmed by another one, who has taken it since.
 
         Raises FencedError then, LogUnavailableError where nobody can tell.
         """
         return
 
-    def refuse_after_failure(self) -> None:
+    def raise_failure(self) -> None:
         """Raises :attr:`failure`, if there is one."""
         if self.failure is not None:
             raise type(self.failure)(*self.failure.args)
@@ -211,18 +212,18 @@ class Backend(ReadBackend, Protocol):
         """The log has another key from here on, or none: its end is as it is now."""
         return
 
-    def keep_apart(self, name: str, rows: Iterable[Row]) -> Path:
+    def export_cut_rows(self, name: str, rows: Iterable[Row]) -> Path:
         """Write ``rows``, table by table and in the order of their keys, into a log of its own; where that is."""
         raise only_in_folders(self.where, "cut")
 
-    def ask_standby(self, name: str, checkpoint_id: int, epoch: int) -> None:
+    def request_standby_checkpoint(self, name: str, checkpoint_id: int, epoch: int) -> None:
         """Ask the standby ``name`` for that checkpoint. What was asked for before is not taken any more.
 
-        Raises LogUnavailableError, LogError, as :meth:`drop_asked` and :meth:`take_offer` do.
+        Raises LogUnavailableError, LogError, as :meth:`cancel_standby_request` and :meth:`take_offer` do.
         """
         raise LogError(f"nobody else writes chunks into {self.where}")
 
-    def drop_asked(self) -> None:
+    def cancel_standby_request(self) -> None:
         """Nothing is asked of anybody."""
         return
 
@@ -251,7 +252,7 @@ class Place(Protocol):
     """What a URL has behind the scheme."""
     is_shared: bool = False
     """Other machines reach it, too: who finds it held follows."""
-    least_sequence_id: int = -1
+    sequence_id_required_min: int = -1
     """A record that the log has had: where it is shared, one that ends before it is not opened for writing."""
 
     def __init__(self, location: str) -> None:
@@ -411,3 +412,62 @@ class Options(Struct, frozen=True):
 
 def only_in_folders(where: str, what: str) -> LogError:
     return LogError(f"the log {where} can't be {what}: only a log in a folder (lmdb:) can")
+
+
+# What a verification finds, and how bad it is.
+
+
+class Severity(Enum):
+    NOTE = "note"  # nothing is lost
+    DAMAGE = "damage"  # something is not what was written, and recovery does not need it
+    FATAL = "fatal"  # recovery will stop there, or go wrong
+
+
+class Finding(Struct, frozen=True):
+    """One thing that is wrong. ``message`` says what, where, and what it means."""
+
+    severity: Severity
+    place: str  # "file", "meta", "checkpoint 3", "record 812", "sources", ...
+    message: str
+    records: tuple[int, int] | None = None  # the first and the last of those that are damaged or missing
+
+
+# How much one step of removing may take: a commit waits for it.
+
+
+STEP_ROWS_MAX = 1024  # a millisecond or two
+STEP_SIZE_BYTES_MAX = 16 << 20
+
+
+class RemovalBudget(Struct):
+    """How much one step may still remove; the row that uses it up is removed too."""
+
+    rows_left: int
+    bytes_left: int
+
+    @classmethod
+    def step(cls) -> RemovalBudget:
+        return cls(STEP_ROWS_MAX, STEP_SIZE_BYTES_MAX)
+
+    @property
+    def exhausted(self) -> bool:
+        return self.rows_left <= 0 or self.bytes_left <= 0
+
+    def take(self, size_bytes: int) -> None:
+        self.rows_left -= 1
+        self.bytes_left -= size_bytes
+
+    def spend_span(self, view: View, table: str, end: bytes, first: bytes = b"") -> list[Span]:
+        """The rows of ``table`` before the key ``end``, as far as the budget lasts: one span, or none."""
+        last_key = None
+        for key_view, size_bytes in view.sizes(table, first):
+            key = bytes(key_view)
+            if self.exhausted or key >= end:
+                break
+            self.take(size_bytes)
+            last_key = key
+        if last_key is None:
+            return []
+        # Records end at an ID, for what has to know which was the last that went.
+        stop = SEQUENCE_KEY.pack(SEQUENCE_KEY.unpack(last_key)[0] + 1) if table == "records" else last_key + b"\0"
+        return [Span(table, first, stop)]

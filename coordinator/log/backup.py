@@ -11,11 +11,11 @@ from msgspec import Struct
 
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.log.authentication import LogKey
-from immortal.coordinator.log.findings import Severity
-from immortal.coordinator.log.meta import first_and_last_sequence_id
+from immortal.coordinator.log.backend import Severity
+from immortal.coordinator.log.identity import first_and_last_sequence_id
 from immortal.coordinator.log.open import Log, open_reader, place_of
-from immortal.coordinator.log.reading import stored_headers
 from immortal.coordinator.log.verify import LogVerification, verify_log
+from immortal.coordinator.log.view_queries import stored_headers
 
 
 class Backup(Struct, frozen=True):

@@ -6,27 +6,38 @@ one append, so that a crash leaves the log whole or cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from immortal.coordinator.core.errors import LogError, LogFullError
+from msgspec import Struct, field
+
+from immortal.coordinator.core.errors import DamagedLogError, LogError, LogFullError
+from immortal.coordinator.core.interfaces import IMPULSES, LogSummary
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log.authentication import LogKey, Macs, find_key, read_marker, record_mac
-from immortal.coordinator.log.backend import Append, Backend, Row, Span, View
-from immortal.coordinator.log.cut_plan import CutPlan, plan_cut
-from immortal.coordinator.log.findings import Finding
+from immortal.coordinator.log.backend import Append, Backend, Finding, Row, Severity, Span, View
+from immortal.coordinator.log.checkpoints import checkpoint_spans
 from immortal.coordinator.log.format import (
+    INT,
+    INTS,
     META_AUTHENTICATED,
     META_CUT,
+    META_CUTS,
     META_FORMAT,
     META_SEAL,
+    META_SUSPECT,
     META_TRIMMED,
     SEQUENCE_KEY,
+    record_key,
 )
-from immortal.coordinator.log.meta import first_and_last_sequence_id, meta_row
-from immortal.coordinator.log.open import Log, place_of
-from immortal.coordinator.log.removal import cut_checkpoint_ids, cut_spans, removal
-from immortal.coordinator.log.sealing import seal_after
+from immortal.coordinator.log.identity import first_and_last_sequence_id, meta_row, meta_value, verify_value
+from immortal.coordinator.log.open import Log, open_reader, place_of
+from immortal.coordinator.log.reader import LoggedValue, LogReader
+from immortal.coordinator.log.rows import Changes
+from immortal.coordinator.log.sealer import seal_after
+from immortal.coordinator.log.verify import LogVerification, verify_log
+from immortal.coordinator.log.view_queries import stored_headers
+from immortal.protocol.trailer import BatchKind
 
 _COPIED_WHOLE = ("sources", "acknowledged", "peers", "clients", "replies", "versions", "meta")
 _NOT_OF_THE_PART = (META_CUT, META_AUTHENTICATED, META_SEAL)
@@ -73,7 +84,7 @@ class LogCutter:
                 checkpoint_ids = cut_checkpoint_ids(view, plan.sequence_id)
                 append = self._removal(view, backend, plan.sequence_id, checkpoint_ids)
                 name = f"cut-{plan.sequence_id}-{plan.last_sequence_id}"
-                kept = backend.keep_apart(name, _kept_rows(view, plan.sequence_id, checkpoint_ids))
+                kept = backend.export_cut_rows(name, _kept_rows(view, plan.sequence_id, checkpoint_ids))
             try:
                 backend.append(append)
             except LogFullError as error:
@@ -112,3 +123,214 @@ def _kept_rows(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Itera
                 yield span.table, key, value
     # It begins where the cut was, and a cut at its beginning means nothing to it.
     yield meta_row(META_TRIMMED, sequence_id - 1)
+
+
+# What cutting a log off at a record would take away and what would be left; and when it is refused.
+
+
+class CutRefusedError(LogError):
+    """Cutting there would not help, or is not needed."""
+
+
+class LostMessages(Struct, frozen=True):
+    """What a cut takes away of one source: an instance, ONESELF or IMPULSES.
+
+    ``first_position`` None: which ones is not known, at most those up to ``last_position``; no kept record has any of
+    this source, and of those to be cut the damaged ones can't tell.
+    """
+
+    source: str
+    first_position: int | None
+    last_position: int
+
+
+class CutPlan(Struct, frozen=True):
+    """The records from ``sequence_id`` on are to be cut off."""
+
+    sequence_id: int
+    last_sequence_id: int
+    recovery_checkpoint_id: int  # recovery starts from this one afterwards
+    recovery_sequence_id: int  # ... and replays from the record behind this one
+    checkpoint_ids: list[int] = field(default_factory=list)  # readable ones that are cut as well
+    records_readable: int = 0  # of those to be cut
+    records_damaged: int = 0
+    first_damaged: int | None = None  # of those to be cut
+    lost: list[LostMessages] = field(default_factory=list)
+
+
+def plan_cut(
+    log: Log,
+    instance_name: str,
+    sequence_id: int,
+    *,
+    force: bool = False,
+    on_finding: Callable[[Finding], None] = lambda finding: None,
+    keys: Sequence[LogKey] | None = None,
+) -> CutPlan:
+    """Judge a cut at ``sequence_id``. The caller holds the log's lock, and no reader is open in this process.
+
+    ``force``: also where recovery does not need the record. Raises CutRefusedError, which says why, and LogError.
+    """
+    verification = verify_log(log, instance_name, lock_held=True, keys=keys)
+    unreadable = None
+    for finding in verification.findings():
+        on_finding(finding)
+        if finding.severity is Severity.FATAL and verification.identity is None:
+            unreadable = finding
+    if unreadable is not None:
+        raise CutRefusedError(f"{unreadable.message}: cutting records off does not help")
+    with open_reader(log, instance_name) as reader:
+        try:
+            summary = reader.summary()
+        except DamagedLogError as error:
+            raise CutRefusedError(
+                f"{error}: the log cannot be opened at all, cutting records off does not help; restore it from a copy"
+            ) from None
+        checkpoint_id, checkpoint_sequence_id = _judge(verification, summary, instance_name, sequence_id, force)
+        return _plan(reader, verification, summary, sequence_id, checkpoint_id, checkpoint_sequence_id)
+
+
+def _judge(
+    verification: LogVerification, summary: LogSummary, name: str, sequence_id: int, force: bool
+) -> tuple[int, int]:
+    """(ID, sequence ID) of the checkpoint from which recovery would start afterwards. Raises CutRefusedError."""
+    first, last = summary.first_sequence_id, summary.last_sequence_id
+    # Where records at the end are missing, the first that is not there is a place to cut: a checkpoint has seen it.
+    newest = max((header.sequence_id for header in summary.checkpoints), default=-1)
+    if not first <= sequence_id <= max(last, newest):
+        kept = f"records {first} to {last}" if first <= last else "no record"
+        raise CutRefusedError(f"record {sequence_id} is not in the log of {name!r}: it holds {kept}")
+    for checkpoint_id, seen in reversed(verification.whole_checkpoints):
+        if sequence_id <= seen <= last and not force:
+            raise CutRefusedError(
+                f"checkpoint {checkpoint_id} (after record {seen}) is whole, so recovery does not need record"
+                f" {sequence_id}: 'immortal recover {name}' says what it needs (--force cuts all the same)"
+            )
+    usable = [one for one in verification.whole_checkpoints if first - 1 <= one[1] < sequence_id]
+    if not usable:
+        raise CutRefusedError(
+            f"no whole checkpoint from before record {sequence_id} is kept, so the state there can't be rebuilt:"
+            f" restore the log of {name!r} from a copy"
+        )
+    before = verification.first_damage(usable[-1][1] + 1)
+    if before is not None and before < sequence_id:
+        raise CutRefusedError(
+            f"record {before} is damaged as well, and recovery needs it: cut there"
+            f" ('immortal recover {name} --truncate-at {before}')"
+        )
+    return usable[-1]
+
+
+def _plan(
+    reader: LogReader,
+    verification: LogVerification,
+    summary: LogSummary,
+    sequence_id: int,
+    checkpoint_id: int,
+    checkpoint_sequence_id: int,
+) -> CutPlan:
+    committer_id = reader.identity.committer_id
+    kept: dict[str, int] = {}
+    for logged in reader.records(last_sequence_id=sequence_id - 1):
+        for source, (_, last_position) in _positions(logged, committer_id).items():
+            kept[source] = last_position
+    cut: dict[str, tuple[int, int]] = {}
+    readable = damaged = 0
+    for logged in reader.records(sequence_id):
+        if logged.problem is not None:
+            damaged += max(1, logged.last_sequence_id - logged.sequence_id + 1)
+            continue
+        readable += 1
+        for source, (first_position, last_position) in _positions(logged, committer_id).items():
+            cut[source] = (cut[source][0] if source in cut else first_position, last_position)
+    return CutPlan(
+        sequence_id,
+        max(summary.last_sequence_id, sequence_id - 1),
+        checkpoint_id,
+        checkpoint_sequence_id,
+        [header.checkpoint_id for header in summary.checkpoints if header.sequence_id >= sequence_id],
+        readable,
+        damaged,
+        verification.first_damage(sequence_id),
+        _lost(summary, kept, cut, bool(damaged)),
+    )
+
+
+def _positions(logged: LoggedValue, committer_id: int) -> dict[str, tuple[int, int]]:
+    """(first, last) position of each source in a record; nothing where it is damaged."""
+    positions: dict[str, tuple[int, int]] = {}
+    if logged.problem is not None:
+        return positions
+    try:
+        _, trailer = verify_value(logged.value, logged.sequence_id, committer_id)
+    except DamagedLogError:
+        return positions
+    for batch in trailer.batches:
+        if batch.kind == BatchKind.INITIAL:
+            continue
+        source = IMPULSES if batch.kind == BatchKind.IMPULSES else batch.name
+        first_position = positions[source][0] if source in positions else batch.first_position
+        positions[source] = (first_position, batch.last_position)
+    return positions
+
+
+def _lost(
+    summary: LogSummary, kept: Mapping[str, int], cut: Mapping[str, tuple[int, int]], any_damaged: bool
+) -> list[LostMessages]:
+    """By source: what it has sent last is in the table of sources, also where the records themselves are unreadable."""
+    lost = []
+    for source in sorted({*summary.sources, *cut}):
+        known = summary.sources.get(source)
+        last_position = max(known.position if known else 0, cut[source][1] if source in cut else 0)
+        if source in kept:
+            first_position: int | None = kept[source] + 1
+        elif any_damaged and source not in cut:
+            first_position = None
+        else:
+            first_position = cut[source][0] if source in cut else last_position + 1
+        if first_position is None or first_position <= last_position:
+            lost.append(LostMessages(source, first_position, last_position))
+    return lost
+
+
+# What cutting a log off at a record takes out of its tables.
+
+
+def cut_spans(sequence_id: int, checkpoint_ids: list[int]) -> list[Span]:
+    """The records from ``sequence_id`` on with what is said of them, and those checkpoints."""
+    spans = [Span("records", SEQUENCE_KEY.pack(sequence_id))]
+    spans += [Span(table, record_key(sequence_id)) for table in ("verdicts", "letters")]
+    for checkpoint_id in checkpoint_ids:
+        spans += [Span.of_one("checkpoints", SEQUENCE_KEY.pack(checkpoint_id)), *checkpoint_spans(checkpoint_id)]
+    return spans
+
+
+def removal(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Changes:
+    """Remove :func:`cut_spans`, and the versions that began there. Raises DamagedLogError."""
+    changes = Changes(deletes=cut_spans(sequence_id, checkpoint_ids))
+    changes.remove("meta", META_SUSPECT)
+    for key_view, value in view.scan("versions"):
+        key = bytes(key_view)
+        if log_format.decode_version_start(key, bytes(value)).sequence_id >= sequence_id:
+            changes.remove("versions", key)
+    earlier = meta_value(view, META_CUT, INT)
+    cuts = meta_value(view, META_CUTS, INTS) or []
+    changes.puts.append(meta_row(META_CUT, sequence_id if earlier is None else min(earlier, sequence_id)))
+    # A cut in what is cut off now is no longer in this log.
+    changes.puts.append(meta_row(META_CUTS, [one for one in cuts if one < sequence_id] + [sequence_id]))
+    return changes
+
+
+def cut_checkpoint_ids(view: View, sequence_id: int) -> list[int]:
+    """The checkpoints that have seen the record: sequence IDs never shrink from one checkpoint to the next.
+
+    One with an unreadable header goes with those behind the last that stays: it is of no use in either place.
+    """
+    headers = list(stored_headers(view))
+    staying = [
+        checkpoint_id
+        for checkpoint_id, stored in headers
+        if not isinstance(stored, DamagedLogError) and stored.header.sequence_id < sequence_id
+    ]
+    last_staying = max(staying, default=0)
+    return [checkpoint_id for checkpoint_id, _ in headers if checkpoint_id > last_staying]

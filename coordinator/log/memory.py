@@ -6,9 +6,9 @@ from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.core.interfaces import AuditEntry
 from immortal.coordinator.log import verdicts
 from immortal.coordinator.log.backends.memory import MemoryBackend, MemoryTables
+from immortal.coordinator.log.cut import cut_checkpoint_ids, removal
 from immortal.coordinator.log.format import CHUNK_KEY, CRC_SIZE_BYTES, FORMAT_VERSION, SEQUENCE_KEY
-from immortal.coordinator.log.meta import LogIdentity
-from immortal.coordinator.log.removal import cut_checkpoint_ids, removal
+from immortal.coordinator.log.identity import LogIdentity
 from immortal.coordinator.log.store import RowLogStore
 
 NAME = "memory"

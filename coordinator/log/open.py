@@ -20,7 +20,7 @@ from immortal.coordinator.core.errors import LogError, require
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log.authentication import LogKey
 from immortal.coordinator.log.backend import LEASE_S, Backend, Options, Place
-from immortal.coordinator.log.meta import LogIdentity, meta_row
+from immortal.coordinator.log.identity import LogIdentity, meta_row
 from immortal.coordinator.log.store import RowLogStore
 from immortal.coordinator.log_url import FOLDERS, split_url
 

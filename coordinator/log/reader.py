@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 from msgspec import Struct
 
 from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
 from immortal.coordinator.core.interfaces import AuditEntry, Letter, LogSummary, OutputBatch
-from immortal.coordinator.log import reading, verdicts
+from immortal.coordinator.log import verdicts, view_queries
 from immortal.coordinator.log.authentication import (
     LogKey,
     Macs,
     Marker,
-    are_authentic,
     authentic_prefix,
+    authenticate_records,
     check_state,
     find_key,
     forged_record,
     read_chunk,
     read_marker,
 )
-from immortal.coordinator.log.backend import ReadBackend, View
-from immortal.coordinator.log.findings import Finding
+from immortal.coordinator.log.backend import Finding, ReadBackend, View
 from immortal.coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY, StoredHeader, decode_header
-from immortal.coordinator.log.meta import first_and_last_sequence_id, meta_value
-from immortal.coordinator.log.values import check_value, checked_prefix
+from immortal.coordinator.log.identity import (
+    LogIdentity,
+    check_value,
+    checked_prefix,
+    first_and_last_sequence_id,
+    meta_value,
+)
 from immortal.protocol.checksum import crc64
 from immortal.protocol.verdicts import MessageKey, Verdict
 
@@ -62,7 +67,7 @@ class LogReader:
         """None: the log is not authenticated, or that is not looked at."""
         self.trusts_pickle = False
         """Whether a state in it that pickle wrote may be read, which runs what is in it (instances.own_logs)."""
-        self.had_sequence_id = -1
+        self.sequence_id_read_max = -1
         """The last record that :meth:`last_sequence_id` has ever told of."""
         self._backend = backend
 
@@ -105,7 +110,7 @@ class LogReader:
         """As RowLogStore.summary, as of now."""
         problems: list[str] = []
         with self.view() as view:
-            summary = reading.load_summary(view, self.identity.committer_id, self._load_outputs, problems)
+            summary = view_queries.load_summary(view, self.identity.committer_id, self._load_outputs, problems)
         self.problems = problems
         self.release()  # the heads of rows were looked at, and whole rows mapped
         return summary
@@ -118,14 +123,14 @@ class LogReader:
     def last_sequence_id(self) -> int:
         """The last record's, as of now; -1 in a new log. Cheap: whoever follows a live log may poll it."""
         last = self.ends()[1]
-        self.had_sequence_id = max(self.had_sequence_id, last)
+        self.sequence_id_read_max = max(self.sequence_id_read_max, last)
         return last
 
     def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:
         """As RowLogStore.read; behind the last record an empty list."""
         with self.view() as view:
-            values, gap = reading.collect_values(view, first_sequence_id, size_bytes_max)
-            are = are_authentic(view, self.macs, enumerate(values, first_sequence_id))
+            values, gap = view_queries.collect_values(view, first_sequence_id, size_bytes_max)
+            are = authenticate_records(view, self.macs, enumerate(values, first_sequence_id))
         if not values and gap is not None:
             raise gap
         checked = checked_prefix(values, first_sequence_id, self.identity.committer_id)
@@ -145,7 +150,7 @@ class LogReader:
                 if expected <= last_there and (last_sequence_id is None or expected <= last_sequence_id):
                     raise self._not_there(expected)
                 return
-            self.have_touched(sum(len(value) for _, value in rows))
+            self.count_bytes_touched(sum(len(value) for _, value in rows))
             for (sequence_id, value), is_authentic in zip(rows, are, strict=True):
                 if sequence_id != expected:
                     raise self._not_there(expected)
@@ -170,7 +175,7 @@ class LogReader:
             rows, are, _ = self._scan_to_last(expected, last_sequence_id)
             if not rows:
                 return
-            self.have_touched(sum(len(value) for _, value in rows))
+            self.count_bytes_touched(sum(len(value) for _, value in rows))
             for (sequence_id, value), is_authentic in zip(rows, are, strict=True):
                 if sequence_id > expected and not self._trimmed(sequence_id - 1):
                     yield _missing(expected, sequence_id - 1)
@@ -200,7 +205,7 @@ class LogReader:
                 raise
             size_bytes += len(chunk)
             check = crc64(chunk, check)
-            self.have_touched(len(chunk))
+            self.count_bytes_touched(len(chunk))
             yield chunk
         header = stored.header
         if (size_bytes, check) != (header.size_bytes, header.check):
@@ -218,13 +223,13 @@ class LogReader:
     def letter(self, key: MessageKey) -> Letter | None:
         """A dead letter; None where there is none. Raises DamagedLogError."""
         with self.view() as view:
-            return verdicts.load_letter(view, key)
+            return verdicts.load_dead_letter(view, key)
 
     def letters(self) -> Iterator[Letter]:
         """The dead letters, in the order of their records; a damaged one is left out and told in :attr:`problems`."""
         self.problems = []
         with self.view() as view:
-            keys = list(verdicts.letter_sizes(view))
+            keys = list(verdicts.dead_letter_sizes(view))
         for key in keys:
             try:
                 letter = self.letter(key)
@@ -252,9 +257,9 @@ class LogReader:
         """As ReadBackend.findings."""
         return self._backend.findings(None if self.macs is None else self.macs.mark)
 
-    def have_touched(self, size_bytes: int) -> None:
+    def count_bytes_touched(self, size_bytes: int) -> None:
         """So much was looked at: a scan of a large log must not make this process as large as the log."""
-        self._backend.have_touched(size_bytes)
+        self._backend.count_bytes_touched(size_bytes)
 
     def release(self) -> None:
         """Nothing is read for a while: give back the memory that reading took."""
@@ -265,14 +270,14 @@ class LogReader:
 
     def _load_outputs(self, stored: StoredHeader) -> dict[str, list[OutputBatch]]:
         with self.view() as view:
-            return reading.load_outputs(view, stored)
+            return view_queries.load_outputs(view, stored)
 
     def _scan_to_last(self, first: int, last: int | None) -> tuple[list[tuple[int, bytes]], list[bool], int]:
         """Rows, which are authentic, and the last record's ID at that moment: it tells the log's end from a gap."""
         with self.view() as view:
             rows = _scan(view, first, last)
             last_there = first_and_last_sequence_id(view)[1]
-            return rows, are_authentic(view, self.macs, rows), last_there
+            return rows, authenticate_records(view, self.macs, rows), last_there
 
     def _stored_header(self, checkpoint_id: int) -> StoredHeader:
         """Raises TrimmedError, DamagedCheckpointError."""
@@ -334,3 +339,22 @@ def _scan(view: View, first: int, last: int | None) -> list[tuple[int, bytes]]:
         if rest_bytes <= 0 or len(rows) >= SCAN_ROWS_MAX:
             break
     return rows
+
+
+# What a replay reads of a log.
+
+
+class RecordSource(Protocol):
+    """A log open for reading: :class:`immortal.coordinator.log.LogReader` is one."""
+
+    identity: LogIdentity
+    problems: list[str]
+    """What the last summary had to leave out, in words."""
+    trusts_pickle: bool
+    """Whether a state in it that pickle wrote may be read, which runs what is in it."""
+
+    def summary(self) -> LogSummary: ...
+
+    def values(self, first_sequence_id: int, last_sequence_id: int | None = None) -> Iterator[bytes]: ...
+
+    def checkpoint_chunks(self, checkpoint_id: int) -> Iterator[bytes]: ...

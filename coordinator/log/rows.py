@@ -12,10 +12,10 @@ from msgspec import Struct, field
 from immortal.coordinator.core.errors import require
 from immortal.coordinator.core.interfaces import SpilledBatch, Transaction, VersionStart
 from immortal.coordinator.log import format as log_format
-from immortal.coordinator.log import reading, spilled, verdicts
+from immortal.coordinator.log import spilled, verdicts, view_queries
 from immortal.coordinator.log.backend import Row, Span, View
 from immortal.coordinator.log.format import IMPULSES_TABLE, MESSAGE_KEY, SEQUENCE_KEY, SPILLED_TABLE
-from immortal.coordinator.log.meta import meta_row
+from immortal.coordinator.log.identity import meta_row
 
 
 class Changes(Struct):
@@ -89,7 +89,7 @@ def add_dependent(changes: Changes, transaction: Transaction, view: View) -> Non
         for batch in left:
             _put_spilled(changes, batch)
     if transaction.stream_starts:
-        starts = {**reading.stream_starts(view), **transaction.stream_starts}
+        starts = {**view_queries.stream_starts(view), **transaction.stream_starts}
         rows = {name: (start.offset, start.pending, start.forked) for name, start in sorted(starts.items())}
         changes.puts.append(meta_row(log_format.META_STREAM_STARTS, rows))
     if transaction.version is not None:

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 from immortal.coordinator.core.errors import DamagedLogError
 from immortal.coordinator.core.interfaces import OutputBatch, SpilledBatch, SpilledExtent
-from immortal.coordinator.core.pieces import cut
+from immortal.coordinator.core.output.send_buffer import cut
 from immortal.coordinator.log import format as log_format
-from immortal.coordinator.log.backend import Span, View
-from immortal.coordinator.log.budget import Budget
+from immortal.coordinator.log.backend import RemovalBudget, Span, View
 from immortal.coordinator.log.format import SPILLED_TABLE
 
 EXTENT_SIZE_BYTES = 1 << 20  # rows are told as one up to this: there may be very many
@@ -97,7 +96,7 @@ def end_at(view: View, destination: str, position: int) -> tuple[list[SpilledBat
     return left, Span("spilled", log_format.batch_key(destination, position + 1), end)
 
 
-def trim(view: View, table: str, destination: str, position: int, budget: Budget) -> list[Span]:
+def trim(view: View, table: str, destination: str, position: int, budget: RemovalBudget) -> list[Span]:
     """One step of the rows of ``table`` to ``destination`` that end at or below ``position``."""
     name, first = table.encode(), log_format.batch_key(destination, 0)
     last_key = None

@@ -29,32 +29,29 @@ from immortal.coordinator.core.interfaces import (
     Transaction,
 )
 from immortal.coordinator.fault_points import FaultPoint, reach
-from immortal.coordinator.log import reading, spilled, trim, verdicts
+from immortal.coordinator.log import checkpoints, spilled, verdicts, view_queries
 from immortal.coordinator.log.authentication import (
     LogKey,
     LogKeyError,
     Macs,
-    are_authentic,
     authentic_prefix,
+    authenticate_records,
     find_key,
-    not_authenticated,
+    not_authenticated_message,
     read_chunk,
     read_marker,
 )
-from immortal.coordinator.log.backend import Append, Backend
-from immortal.coordinator.log.budget import Budget
-from immortal.coordinator.log.checkpoint_store import CheckpointWriter, half_written
+from immortal.coordinator.log.backend import Append, Backend, RemovalBudget
+from immortal.coordinator.log.checkpoints import CheckpointWriter, decode_offer, half_written
 from immortal.coordinator.log.format import StoredHeader
-from immortal.coordinator.log.meta import first_and_last_sequence_id
-from immortal.coordinator.log.offers import decode_offer
-from immortal.coordinator.log.rebuild import rebuilding
+from immortal.coordinator.log.identity import checked_prefix, first_and_last_sequence_id
+from immortal.coordinator.log.repair import repair_sources
 from immortal.coordinator.log.rows import Changes, add_dependent, changes_of, depends_on_log
-from immortal.coordinator.log.values import checked_prefix
 from immortal.protocol.varint import Readable
 from immortal.protocol.verdicts import MessageKey
 
 if TYPE_CHECKING:
-    from immortal.coordinator.log.sealing import Change, Sealer
+    from immortal.coordinator.log.sealer import Change, Sealer
 
 _RECORD_HEADER = struct.Struct("<iiQq")
 
@@ -86,7 +83,7 @@ class RowLogStore:
         self.problems: list[str] = []  # what was found damaged and could be left out, in words
         self.rebuilt: list[str] = []  # what was found damaged when it was opened and was put right, in words
         self.clock_ns: Callable[[], int] = time.time_ns  # says when a dead letter's verdict was given
-        self.impulses_loaded_size_bytes_max = reading.IMPULSES_LOADED_SIZE_BYTES_MAX
+        self.impulses_loaded_size_bytes_max = view_queries.IMPULSES_LOADED_SIZE_BYTES_MAX
         self._write_lock = threading.RLock()
         self._damaged_checkpoint_ids: set[int] = set()
         self._checkpoint_writer = CheckpointWriter()
@@ -102,7 +99,7 @@ class RowLogStore:
         if marker is not None and not accept:
             self._authenticate(Macs(find_key(keys, marker, self.identity.instance_name), self.identity, marker))
         elif keys and not (adopt or accept):
-            raise LogKeyError(not_authenticated(self.identity.instance_name))
+            raise LogKeyError(not_authenticated_message(self.identity.instance_name))
         mended = [] if accept else backend.check_end(self.macs and self.macs.mark)
         while self._remove_half_written():
             pass
@@ -133,19 +130,19 @@ class RowLogStore:
     def standbys(self) -> Sequence[Standby]:
         return self.backend.standbys
 
-    def leave_to(self, heir: str) -> None:
-        self.backend.heir = heir
+    def hand_over_to(self, successor: str) -> None:
+        self.backend.successor = successor
 
     def give_up(self) -> None:
         self.backend.give_up()
 
-    def ask_standby(self, name: str, checkpoint_id: int, epoch: int) -> None:
-        """As LogStore.ask_standby."""
-        self.backend.ask_standby(name, checkpoint_id, epoch)
+    def request_standby_checkpoint(self, name: str, checkpoint_id: int, epoch: int) -> None:
+        """As LogStore.request_standby_checkpoint."""
+        self.backend.request_standby_checkpoint(name, checkpoint_id, epoch)
 
-    def drop_asked(self) -> None:
-        """As LogStore.drop_asked."""
-        self.backend.drop_asked()
+    def cancel_standby_request(self) -> None:
+        """As LogStore.cancel_standby_request."""
+        self.backend.cancel_standby_request()
 
     def take_offer(self) -> Offer | None:
         """As LogStore.take_offer."""
@@ -156,7 +153,7 @@ class RowLogStore:
 
     def _authenticate(self, macs: Macs) -> None:
         """Raises ForgedLogError, DamagedLogError."""
-        from immortal.coordinator.log.sealing import Sealer  # here, as below: few logs have a key
+        from immortal.coordinator.log.sealer import Sealer  # here, as below: few logs have a key
 
         with self.backend.view() as view:
             self._sealer = Sealer(macs, view, self.identity.instance_name)
@@ -165,21 +162,21 @@ class RowLogStore:
 
     def _give_key(self, key: LogKey, first_sequence_id: int | None) -> None:
         """Authenticate all that is in the log as it is now; ``first_sequence_id``: as it was with another key."""
-        from immortal.coordinator.log import sealing
+        from immortal.coordinator.log import sealer
 
         self._sealer = None
         with self.backend.view() as view:
-            macs, append = sealing.seal_all(view, key, self.identity, first_sequence_id)
+            macs, append = sealer.seal_all(view, key, self.identity, first_sequence_id)
         self._append(append)
         self._authenticate(macs)
         self.backend.mark_end(macs.mark)
 
     def forget_key(self) -> None:
         """Make it a log without authentication, as far as the disk goes: close it then."""
-        from immortal.coordinator.log import sealing
+        from immortal.coordinator.log import sealer
 
         self._sealer = None
-        self._append(sealing.unsealed(self._last_sequence_id))
+        self._append(sealer.unsealed(self._last_sequence_id))
         self.backend.mark_end(None)
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -193,7 +190,7 @@ class RowLogStore:
         """
         problems: list[str] = []
         with self._naming_remedy(), self.backend.view() as view:
-            summary = reading.load_summary(
+            summary = view_queries.load_summary(
                 view, self.identity.committer_id, self._load_outputs, problems, self.impulses_loaded_size_bytes_max
             )
         self.problems = problems
@@ -202,7 +199,7 @@ class RowLogStore:
 
     def _load_outputs(self, stored: StoredHeader) -> dict[str, list[OutputBatch]]:
         with self.backend.view() as view:
-            return reading.load_outputs(view, stored)
+            return view_queries.load_outputs(view, stored)
 
     def clients(self) -> StoredClients:
         """What is known of clients. A damaged reply counts as not kept any more and is described in :attr:`problems`.
@@ -211,7 +208,7 @@ class RowLogStore:
         """
         problems: list[str] = []
         with self._naming_remedy(), self.backend.view() as view:
-            clients = reading.load_clients(view, problems)
+            clients = view_queries.load_clients(view, problems)
         self.problems = problems
         return clients
 
@@ -223,8 +220,8 @@ class RowLogStore:
         last = self._last_sequence_id  # before the view: what was committed by now must be there
         with self._naming_remedy():
             with self.backend.view() as view:
-                values, gap = reading.collect_values(view, first_sequence_id, size_bytes_max)
-                are = are_authentic(view, self.macs, enumerate(values, first_sequence_id))
+                values, gap = view_queries.collect_values(view, first_sequence_id, size_bytes_max)
+                are = authenticate_records(view, self.macs, enumerate(values, first_sequence_id))
             if not values:
                 if gap is not None:
                     raise gap
@@ -232,7 +229,7 @@ class RowLogStore:
                     raise DamagedLogError(
                         f"record {first_sequence_id} is missing: the last is record {last}", first_sequence_id
                     )
-            self.backend.have_touched(sum(map(len, values)))
+            self.backend.count_bytes_touched(sum(map(len, values)))
             checked = checked_prefix(values, first_sequence_id, self.identity.committer_id)
             return authentic_prefix(checked, are[: len(checked)], first_sequence_id)
 
@@ -242,13 +239,13 @@ class RowLogStore:
         """As LogStore.read_spilled."""
         with self._naming_remedy(), self.backend.view() as view:
             batches = spilled.read(view, destination, first_position, last_position, size_bytes_max)
-        self.backend.have_touched(sum(len(batch.payload) for batch in batches))
+        self.backend.count_bytes_touched(sum(len(batch.payload) for batch in batches))
         return batches
 
     def letter(self, key: MessageKey) -> Letter | None:
         """As LogStore.letter."""
         with self.backend.view() as view:
-            return verdicts.load_letter(view, key)
+            return verdicts.load_dead_letter(view, key)
 
     def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes:
         """Chunk ``index``, b"" after the last.
@@ -261,7 +258,7 @@ class RowLogStore:
         except DamagedCheckpointError:
             self._damaged_checkpoint_ids.add(checkpoint_id)
             raise
-        self.backend.have_touched(len(chunk))
+        self.backend.count_bytes_touched(len(chunk))
         return chunk
 
     def space(self) -> LogSpace:
@@ -274,7 +271,7 @@ class RowLogStore:
         try:
             yield
         except DamagedLogError as error:
-            self.backend.require_right()
+            self.backend.require_write_lease()
             remedy = f"'immortal recover {self.identity.instance_name}' says what can be done"
             raise DamagedLogError(f"{error}: {remedy}", error.sequence_id) from error
 
@@ -339,7 +336,7 @@ class RowLogStore:
             self._change(changes)
             self._checkpoint_writer.chunk_committed(checkpoint_id, index, data)
 
-    def trim(self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> bool:
+    def checkpoints(self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> bool:
         """Remove one bounded step of what need not be kept; True if more remains.
 
         Kept are the newest ``keep_checkpoints`` with the records after them and, where ``keep_since_ns`` (ns since the
@@ -349,12 +346,12 @@ class RowLogStore:
         """
         keep = None
         if keep_checkpoints is not None or keep_since_ns is not None:
-            keep = trim.Retention(keep_checkpoints, keep_since_ns)
-        budget = Budget.step()
+            keep = checkpoints.Retention(keep_checkpoints, keep_since_ns)
+        budget = RemovalBudget.step()
         with self._write_lock:
             self._resolve()
             with self.backend.view() as view:
-                changes, from_spilled = trim.trim_step(view, keep, self._damaged_checkpoint_ids, budget)
+                changes, from_spilled = checkpoints.trim_step(view, keep, self._damaged_checkpoint_ids, budget)
             if changes:
                 spill_points = (FaultPoint.DURING_SPILL_TRIM,) if from_spilled else ()
                 self._change(changes, *spill_points, FaultPoint.DURING_TRIM)
@@ -373,7 +370,7 @@ class RowLogStore:
     def _rebuild(self) -> list[str]:
         """Put damaged rows right that can be; what was done, in words. Raises DamagedLogError."""
         with self._naming_remedy(), self.backend.view() as view:
-            changes, done = rebuilding(view, self.identity.committer_id)
+            changes, done = repair_sources(view, self.identity.committer_id)
         if changes:
             self._change(changes)
         return done

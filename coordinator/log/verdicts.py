@@ -13,7 +13,7 @@ from immortal.coordinator.core.interfaces import NO_SUSPECT, AuditEntry, Letter,
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log.backend import Row, View
 from immortal.coordinator.log.format import MESSAGE_KEY, META_SUSPECT, SEQUENCE_KEY
-from immortal.coordinator.log.meta import meta_row
+from immortal.coordinator.log.identity import meta_row
 from immortal.protocol import decoding
 from immortal.protocol.varint import Readable
 from immortal.protocol.verdicts import MessageKey, Verdict
@@ -24,7 +24,7 @@ _AUDIT = decoding.Decoder(tuple[int, str, str])
 _SUSPECT = decoding.Decoder(Annotated[list[int], msgspec.Meta(min_length=4, max_length=5)])
 
 
-def letter_name(key: MessageKey) -> str:
+def dead_letter_name(key: MessageKey) -> str:
     """How people call it: SEQ:INDEX; of a step with the task and the step behind."""
     return ":".join(map(str, key if any(key[2:]) else key[:2]))
 
@@ -67,12 +67,12 @@ def load_verdicts(view: View, first_sequence_id: int = 0) -> list[Verdict]:
     return [log_format.unseal(b"verdicts", bytes(key), bytes(value), _VERDICT) for key, value in rows]
 
 
-def letter_sizes(view: View) -> dict[MessageKey, int]:
+def dead_letter_sizes(view: View) -> dict[MessageKey, int]:
     """What each dead letter takes, in bytes, in the order of their records; damaged ones as well."""
     return {_message_key(key): len(value) for key, value in view.scan("letters") if len(key) == MESSAGE_KEY.size}
 
 
-def load_letter(view: View, key: MessageKey) -> Letter | None:
+def load_dead_letter(view: View, key: MessageKey) -> Letter | None:
     """None where there is none. Raises DamagedLogError."""
     try:
         packed = MESSAGE_KEY.pack(*key)
@@ -84,7 +84,7 @@ def load_letter(view: View, key: MessageKey) -> Letter | None:
     try:
         time_ns, verdict = log_format.unseal(b"letters", packed, bytes(value), _LETTER)
     except DamagedLogError as error:
-        raise DamagedLogError(f"the dead letter {letter_name(key)} is damaged: {error}", -1) from None
+        raise DamagedLogError(f"the dead letter {dead_letter_name(key)} is damaged: {error}", -1) from None
     return Letter(verdict, time_ns)
 
 

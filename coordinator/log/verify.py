@@ -1,26 +1,99 @@
-"""A walk over all that a log holds: what is damaged, where, and what that means for recovery."""
+"""Whether the positions of each incoming stream follow one another through a log, and end where its tables say."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct, field
 
 from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogLockedError
-from immortal.coordinator.core.interfaces import ClientPosition
+from immortal.coordinator.core.interfaces import IMPULSES, ClientPosition
 from immortal.coordinator.log import format as log_format
-from immortal.coordinator.log import reading, spilled, verdicts
-from immortal.coordinator.log.authentication import ForgedLogError, LogKey, LogKeyError, not_authenticated
-from immortal.coordinator.log.backend import Place, View
-from immortal.coordinator.log.findings import Finding, Severity
+from immortal.coordinator.log import spilled, verdicts, view_queries
+from immortal.coordinator.log.authentication import ForgedLogError, LogKey, LogKeyError, not_authenticated_message
+from immortal.coordinator.log.backend import Finding, Place, Severity, View
 from immortal.coordinator.log.format import StoredHeader
-from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id, meta_value
+from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, meta_value, verify_value
 from immortal.coordinator.log.open import Log, open_reader, place_of
 from immortal.coordinator.log.reader import LogReader, TrimmedError
-from immortal.coordinator.log.rebuild import plan_rebuilding
-from immortal.coordinator.log.stream_positions import StreamPositions
-from immortal.coordinator.log.values import verify_value
-from immortal.protocol.client import caller_of
+from immortal.coordinator.log.repair import plan_source_repair
+from immortal.protocol.client_frames import CLIENTS, caller_of
+from immortal.protocol.trailer import BatchKind, Trailer
+
+_CUT_OFF = "what was between was cut off by hand"
+
+
+class StreamPositions:
+    """Fed with the trailers of a log in their order. ``cuts``: the sequence IDs at which the log was once cut off."""
+
+    def __init__(self, cuts: Iterable[int] = ()) -> None:
+        self._expected: dict[str, int] = {}  # by source
+        self._cuts = sorted(cuts)  # those that lie ahead
+        self._cut_sources: set[str] = set()  # those of which nothing has come yet behind the last cut
+
+    def skip(self, sequence_id: int) -> None:
+        """A record can't be read: what it held of any stream is unknown."""
+        self._pass_cuts(sequence_id)
+        self._expected.clear()
+
+    def check(self, sequence_id: int, trailer: Trailer) -> Iterator[Finding]:
+        """Each stream's positions must follow one another; 1 is a stream that began anew."""
+        self._pass_cuts(sequence_id)
+        place = f"record {sequence_id}"
+        for batch in trailer.batches:
+            if batch.kind == BatchKind.INITIAL:
+                continue
+            source = IMPULSES if batch.kind == BatchKind.IMPULSES else batch.name
+            expected = self._expected.get(source)
+            self._expected[source] = batch.last_position + 1
+            behind_cut = source in self._cut_sources
+            self._cut_sources.discard(source)
+            if expected is None or batch.first_position == expected:
+                continue
+            message = f"{place}: {_text(source)} goes on at position {batch.first_position}, expected {expected}"
+            if behind_cut and batch.first_position > expected:
+                yield Finding(Severity.NOTE, place, f"{message}: {_CUT_OFF}")
+            elif batch.first_position == 1:
+                yield Finding(Severity.NOTE, place, f"{message}: that stream began anew")
+            else:
+                yield Finding(Severity.FATAL, place, f"{message}: messages were lost or executed twice")
+
+    def compare(self, last_sequence_id: int, sources: Mapping[str, int]) -> Iterator[Finding]:
+        """The last position of each source by the tables, against the trailers up to the last record.
+
+        ``sources``: the table of that name, and that of clients by their callers' names.
+        """
+        self._pass_cuts(last_sequence_id + 1)
+        for source, expected in sorted(self._expected.items()):
+            position = sources.get(source, 0)
+            if position == expected - 1 or (source.startswith(CLIENTS) and source not in sources):  # forgotten
+                continue
+            table = "clients" if source.startswith(CLIENTS) else "sources"
+            message = f"{_text(source)}: table {table!r} says {position}, the trailers end at {expected - 1}"
+            if source in self._cut_sources and position >= expected:
+                yield Finding(Severity.NOTE, table, f"{message}: {_CUT_OFF}")
+            elif position == 0 and source in sources:
+                yield Finding(Severity.NOTE, table, f"{message}: the stream was reset")
+            else:
+                yield Finding(Severity.FATAL, table, f"{message}: messages would be lost or executed twice")
+
+    def _pass_cuts(self, sequence_id: int) -> None:
+        """What was cut off counts as received: behind a cut each stream may jump ahead, once."""
+        while self._cuts and self._cuts[0] <= sequence_id:
+            self._cuts.pop(0)
+            self._cut_sources = set(self._expected)
+
+
+def _text(source: str) -> str:
+    if source == IMPULSES:
+        return "the impulses to oneself"
+    if source.startswith(CLIENTS):
+        return f"the requests of client {source[len(CLIENTS) :]!r}"
+    return f"the stream from {source!r}" if source else "the stream from oneself"
+
+
+# A walk over all that a log holds: what is damaged, where, and what that means for recovery.
+
 
 _READ_SIZE_BYTES = 1 << 20
 _READ_SIZE_BYTES_MIN = 4096  # to name the place
@@ -111,7 +184,7 @@ class LogVerification(Struct):
                 yield Finding(Severity.FATAL, "authentication", str(error))
         self.authenticity = reader.authenticity
         if self.must_be_authentic and reader.marker is None:
-            yield Finding(Severity.FATAL, "authentication", not_authenticated(reader.identity.instance_name))
+            yield Finding(Severity.FATAL, "authentication", not_authenticated_message(reader.identity.instance_name))
 
     def _verify_checkpoints(self, reader: LogReader) -> Iterator[Finding]:
         damaged: list[tuple[int, str]] = []
@@ -119,7 +192,7 @@ class LogVerification(Struct):
         while True:
             try:
                 with reader.view() as view:
-                    headers = list(reading.stored_headers(view))
+                    headers = list(view_queries.stored_headers(view))
             except DamagedLogError as error:
                 yield Finding(Severity.FATAL, "checkpoints", str(error))
                 return
@@ -159,7 +232,7 @@ class LogVerification(Struct):
             for _ in reader.checkpoint_chunks(stored.header.checkpoint_id):
                 pass
             with reader.view() as view:
-                reading.check_outputs(view, stored)
+                view_queries.check_outputs(view, stored)
         except (DamagedCheckpointError, DamagedLogError, TrimmedError) as error:
             return str(error)
         return None
@@ -230,7 +303,7 @@ class LogVerification(Struct):
         """Every small value's CRC; ``sources`` against the trailers; the payloads of all impulses."""
         try:
             with reader.view() as view:  # one, for the last record and the tables: a live writer may have gone on
-                sources = reading.named_rows(view, "sources", log_format.SOURCE)
+                sources = view_queries.named_rows(view, "sources", log_format.SOURCE)
                 clients = _client_positions(view)
                 last = first_and_last_sequence_id(view)[1]
             if last == self.last_sequence_id:
@@ -242,10 +315,10 @@ class LogVerification(Struct):
         yield from self._verify_clients(reader)
         yield from self._verify_letters(reader)
         for place, check, meaning in (
-            ("versions", reading.version_starts, "the log cannot be opened"),
-            ("acknowledged", reading.acknowledged_positions, "the log cannot be opened"),
+            ("versions", view_queries.version_starts, "the log cannot be opened"),
+            ("acknowledged", view_queries.acknowledged_positions, "the log cannot be opened"),
             ("peers", _check_peers, "the log cannot be opened"),
-            ("impulses", reading.check_impulses, "impulses that were accepted may be lost"),
+            ("impulses", view_queries.check_impulses, "impulses that were accepted may be lost"),
             ("spilled", spilled.check, "calls that wait for a peer may be lost"),
             ("verdicts", verdicts.load_verdicts, "the log cannot be opened"),
             ("meta", _check_meta, "the log cannot be opened"),
@@ -260,7 +333,7 @@ class LogVerification(Struct):
         problems: list[str] = []
         try:
             with reader.view() as view:
-                reading.load_clients(view, problems)
+                view_queries.load_clients(view, problems)
         except DamagedLogError as error:
             yield Finding(Severity.FATAL, "clients", f"{error}; the log cannot be opened")
         for problem in problems:
@@ -280,7 +353,7 @@ class LogVerification(Struct):
         committer_id = reader.identity.committer_id
         try:
             with reader.view() as view:
-                plan = plan_rebuilding(view, committer_id)
+                plan = plan_source_repair(view, committer_id)
         except DamagedLogError as error:
             yield Finding(Severity.FATAL, "sources", f"{error}; the log cannot be opened")
             return
@@ -296,20 +369,20 @@ def _has_header(reader: LogReader, checkpoint_id: int) -> bool:
 def _client_positions(view: View) -> dict[str, ClientPosition]:
     """None where the table is damaged, which is a finding of its own."""
     try:
-        return reading.client_positions(view)
+        return view_queries.client_positions(view)
     except DamagedLogError:
         return {}
 
 
 def _check_peers(view: View) -> None:
-    reading.named_rows(view, "peers", log_format.INT)
+    view_queries.named_rows(view, "peers", log_format.INT)
 
 
 def _check_meta(view: View) -> None:
     meta_value(view, log_format.META_EPOCH, log_format.INT)
     meta_value(view, log_format.META_EXTENSIONS, log_format.INTS)
     meta_value(view, log_format.META_CUT, log_format.INT)
-    reading.stream_starts(view)
+    view_queries.stream_starts(view)
     verdicts.load_suspect(view)
 
 

@@ -16,10 +16,9 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import LogError, LogUnavailableError, fail
 from immortal.coordinator.core.interfaces import LogStore, Standby
-from immortal.coordinator.driver.ports import Offered, Read, StoreRead, Write
-from immortal.coordinator.driver.reads import answer, failed, problem_of
+from immortal.coordinator.driver.ports import Offered, Read, StoreRead, Write, answer, failed, problem_of
 from immortal.coordinator.fault_points import FaultPoint, reach
-from immortal.coordinator.log_port.reads import LogReads
+from immortal.coordinator.log_port.mailbox import ReadThread
 from immortal.coordinator.log_port.writer import LogWriter
 from immortal.coordinator.notices import Notices
 
@@ -62,7 +61,7 @@ class LogEndpoint:
         self._keep_ns = keep_ns
         self._follower, self._was_granted = follower, was_granted
         self._writer: LogWriter | None = None
-        self._reads = LogReads()
+        self._reads = ReadThread()
         self._ready = select.epoll()
         self._ready.register(self._reads.fileno(), select.EPOLLIN)
         if follower is not None:
@@ -71,24 +70,24 @@ class LogEndpoint:
         self._measuring = False
         self._unmeasured_bytes = 0  # handed to the disk since it was measured
         self.measure_at_ns = 0  # on the monotonic clock
-        self.heir = ""  # to whom the log is left
+        self.successor = ""  # to whom the log is left
         self._standbys: Sequence[Standby] = ()  # as they were looked at last
         self._has_standby = self._is_asked = self._takes_offer = False
 
     # --- the right to write ------------------------------------------------------------------------------------------
 
-    def acquire(self, effect: ef.AcquireRight) -> None:
+    def acquire(self, effect: ef.AcquireWriteLease) -> None:
         if self._store is not None:
             self._inbox.append(self._grant(self._store))
         elif self._follower is not None:
             self._follower.acquire()
 
-    def _grant(self, store: LogStore) -> ev.RightGranted:
+    def _grant(self, store: LogStore) -> ev.WriteLeaseGranted:
         self._store = store
         self._was_granted(store)
         self._writer = self._make_writer(store)
         self._ready.register(self._writer.fileno(), select.EPOLLIN)
-        return ev.RightGranted(ONLY_TERM, store.appends_max)
+        return ev.WriteLeaseGranted(ONLY_TERM, store.appends_max)
 
     @property
     def store(self) -> LogStore | None:
@@ -105,12 +104,12 @@ class LogEndpoint:
         """Who follows the log, as of a moment ago; none while another process writes it."""
         return () if self._store is None else self._store.standbys
 
-    def leave_to(self, heir: str) -> None:
+    def hand_over_to(self, successor: str) -> None:
         """The standby of this name is to have the log behind this process."""
         if self._store is None:
             fail("a log is left to another one that is not ours")
-        self.heir = heir
-        self._store.leave_to(heir)
+        self.successor = successor
+        self._store.hand_over_to(successor)
 
     @property
     def commit_s(self) -> float:
@@ -162,7 +161,7 @@ class LogEndpoint:
         reads = self._reads
 
         def is_given_up() -> bool:
-            reads.do_waiting()
+            reads.run_pending()
             return reads.closing
 
         try:
@@ -187,16 +186,16 @@ class LogEndpoint:
 
     # --- checkpoints of standbys -------------------------------------------------------------------------------------
 
-    def ask_standby(self, effect: ef.AskStandby) -> None:
+    def request_standby_checkpoint(self, effect: ef.AskStandby) -> None:
         store, names = self._store, [standby.name for standby in self.standbys if standby.is_ready]
         if store is not None and names:
             self._is_asked = True
-            self._do(lambda: store.ask_standby(names[0], effect.checkpoint_id, effect.epoch))
+            self._do(lambda: store.request_standby_checkpoint(names[0], effect.checkpoint_id, effect.epoch))
 
-    def drop_asked(self, effect: ef.DropAsked) -> None:
+    def cancel_standby_request(self, effect: ef.DropAsked) -> None:
         if (store := self._store) is not None:
             self._is_asked = False
-            self._do(store.drop_asked)
+            self._do(store.cancel_standby_request)
 
     def _do(self, work: Callable[[], None]) -> None:
         """What fails is as if nobody had answered: the core waits for that for a while only."""

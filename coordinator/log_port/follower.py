@@ -16,18 +16,17 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import DamagedLogError, LogError, LogLockedError, LogUnavailableError
 from immortal.coordinator.core.interfaces import LogStore, LogSummary
-from immortal.coordinator.driver.ports import Offered, StoreRead
-from immortal.coordinator.driver.reads import failed, problem_of
+from immortal.coordinator.driver.ports import Offered, StoreRead, failed, problem_of
 from immortal.coordinator.log.backend import Asked, Following
-from immortal.coordinator.log.offers import encode_offer, sealed_chunk
+from immortal.coordinator.log.checkpoints import encode_offer, sealed_chunk
 from immortal.coordinator.log_port.mailbox import Mailbox
 from immortal.protocol.errors import ImmortalError
 
 LOOK_S = 0.01
-IDLE_LOOK_S = 0.05  # once nothing was new for a second: 0.5 % of a processor, where LOOK_S takes 2 %
+IDLE_POLL_INTERVAL_S = 0.05  # once nothing was new for a second: 0.5 % of a processor, where LOOK_S takes 2 %
 IDLE_S = 1.0
-HAD_ALL_S = 1.0  # who has all now and then keeps up, however fast the log grows
-STANDBY_LEAVES_S = 1.0  # for who writes the log to be told that it is gone
+CAUGHT_UP_S = 1.0  # who has all now and then keeps up, however fast the log grows
+STANDBY_CLOSE_TIMEOUT_S = 1.0  # for who writes the log to be told that it is gone
 
 
 class FollowedLog(Protocol):
@@ -76,7 +75,7 @@ class LogFollower(Mailbox[ev.Event]):
         self._news_s = 0.0  # when there was something new last
         self._following: Following | None = None
         self._checkpoint: Asked | None = None  # as the machine was told that the writer asks for it
-        self._had_all_s = -HAD_ALL_S  # when the app had, or was given, all that the log had
+        self._had_all_s = -CAUGHT_UP_S  # when the app had, or was given, all that the log had
         self._thread = threading.Thread(target=self._run, name="log-follower", daemon=True)
 
     def acquire(self) -> None:
@@ -135,7 +134,7 @@ class LogFollower(Mailbox[ev.Event]):
             if self._reader is not None:
                 self._reader.close()
             if self._following is not None:
-                self._following.close(STANDBY_LEAVES_S if self._closing else 0.0)
+                self._following.close(STANDBY_CLOSE_TIMEOUT_S if self._closing else 0.0)
 
     def _tell(self, event: ev.Event) -> None:
         self._news_s = time.monotonic()
@@ -158,14 +157,14 @@ class LogFollower(Mailbox[ev.Event]):
                 return True
         if holder != self._holder:
             self._holder = holder
-            self._tell(ev.RightHeld(holder))
+            self._tell(ev.WriteLeaseHeld(holder))
         return False
 
     def _answer_next(self) -> None:
         """What is asked for now, or before the next look."""
         is_idle = time.monotonic() - self._news_s > IDLE_S
         try:
-            request = self._asked.get(timeout=IDLE_LOOK_S if is_idle else LOOK_S)
+            request = self._asked.get(timeout=IDLE_POLL_INTERVAL_S if is_idle else LOOK_S)
         except queue.Empty:
             return
         if isinstance(request, ef.LoadLog | ef.ReadRecords):
@@ -237,7 +236,7 @@ class LogFollower(Mailbox[ev.Event]):
                 self._tell(event)
         if self._following is not None:
             self._look_for_asked(self._following)
-            self._following.say(is_ready=time.monotonic() - self._had_all_s < HAD_ALL_S)
+            self._following.say(is_ready=time.monotonic() - self._had_all_s < CAUGHT_UP_S)
 
     def _grown(self, reader: FollowedLog, request: ef.ReadRecords) -> ev.Event | None:
         """The records behind what the follower has, and what the log says once they are in it."""

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -27,10 +28,9 @@ from immortal.coordinator.core.errors import FencedError, LogError, LogUnavailab
 from immortal.coordinator.core.events import ChunkWritten, Committed, Event, Fenced, LogFailed, TailRead
 from immortal.coordinator.core.interfaces import LogStore, Transaction
 from immortal.coordinator.fault_points import FaultPoint, armed, reach
-from immortal.coordinator.log_port.begun import BegunCommits
 from immortal.coordinator.log_port.mailbox import Mailbox
 from immortal.coordinator.notices import Sink
-from immortal.coordinator.notices.timed import CommitTimed
+from immortal.coordinator.notices.sinks import CommitTimed
 
 JOINED_SIZE_BYTES_MAX = 8 << 20
 """Commits that wait are joined up to this: a sync costs the same for one and for many. With 4 MiB, one-way traffic that
@@ -73,7 +73,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         self._store_lock = threading.RLock()
         self._ready = select.epoll()
         self._ready.register(super().fileno(), select.EPOLLIN)
-        self._begun = BegunCommits(store, self._ready)
+        self._begun = InFlightCommits(store, self._ready)
         self._trim = threading.Event()
         self._trims_count = 0  # asked for
         self._trim_lock = threading.Lock()  # between asking for one and taking the last for done
@@ -369,3 +369,67 @@ def _reach_commit(transaction: Transaction, points: tuple[FaultPoint, ...]) -> N
         reach(reset)
     if transaction.spilled:
         reach(spill)
+
+
+# Commits that were begun and are not finished, of a log that has several under way at a time.
+#
+# The loop begins them and looks for what is done when their answers arrive; a thread that is to write something else
+# waits for them first. Whoever does either has the writer's lock of the store.
+
+
+class Finished(NamedTuple):
+    commit: Commit
+    took_s: float
+
+
+class InFlightCommits:
+    """``ready``: readable when an answer may be there. It is not watched while a thread waits for that itself."""
+
+    def __init__(self, store: LogStore, ready: select.epoll) -> None:
+        self._store, self._ready = store, ready
+        self._under_way: deque[tuple[Commit, float]] = deque()
+        self._watched: tuple[int, int] | None = None  # a file descriptor, and events
+
+    def __bool__(self) -> bool:
+        return bool(self._under_way)
+
+    @property
+    def oldest(self) -> Commit:
+        return self._under_way[0][0]
+
+    def begin(self, commit: Commit) -> bool:
+        """False: it can't be begun. Raises as LogStore.begin; then it is under way."""
+        self._under_way.append((commit, time.perf_counter()))
+        is_begun = self._store.begin(commit.transaction, commit.ticket)
+        if is_begun:
+            self.watch()
+        else:
+            self._under_way.pop()
+        return is_begun
+
+    def finish(self, *, wait: bool) -> Finished | None:
+        """The oldest, if it is durable. Raises as LogStore.finish."""
+        if not self._store.finish(wait=wait):
+            return None
+        commit, begun_s = self._under_way.popleft()
+        return Finished(commit, time.perf_counter() - begun_s)
+
+    def clear(self) -> None:
+        """All that are under way are as unknown as the oldest."""
+        self._under_way.clear()
+        self.unwatch()
+
+    def watch(self) -> None:
+        """What the oldest waits for, if there is one."""
+        wanted = self._store.waits_for() if self._under_way else None
+        if wanted != self._watched:
+            self.unwatch()
+            if wanted is not None:
+                self._ready.register(*wanted)  # select.poll and epoll have the same events
+                self._watched = wanted
+
+    def unwatch(self) -> None:
+        if self._watched is not None:
+            with contextlib.suppress(OSError):  # one that was closed has gone by itself
+                self._ready.unregister(self._watched[0])
+            self._watched = None

@@ -4,6 +4,7 @@
 ever reports "sent".
 """
 
+from immortal.coordinator.messenger.backpressure import PendingLimits
 from immortal.coordinator.messenger.errors import (
     AlreadyRepliedError,
     EndpointError,
@@ -15,11 +16,9 @@ from immortal.coordinator.messenger.errors import (
 )
 from immortal.coordinator.messenger.listener import ClientLoop, ClientRoute, Received, ServerLoop
 from immortal.coordinator.messenger.messenger import Messenger
-from immortal.coordinator.messenger.outbox import ReplyCallback, RetryPolicy
-from immortal.coordinator.messenger.room import PendingLimits
+from immortal.coordinator.messenger.outbox import Answer, AnswerCallback, Outcome, ReplyCallback, RetryPolicy
 from immortal.coordinator.messenger.security import KeyPair, Role, Security
 from immortal.coordinator.messenger.sockets import Counters
-from immortal.coordinator.messenger.turns import Answer, AnswerCallback, Outcome
 
 __all__ = [
     "AlreadyRepliedError",

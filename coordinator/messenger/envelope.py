@@ -106,7 +106,7 @@ def encode_message(
     )
 
 
-def as_turn(envelope: bytes, destination_callback_id: int) -> bytes:
+def as_conversation_message(envelope: bytes, destination_callback_id: int) -> bytes:
     """That of the same message in a conversation, for the callback with this ID or none (NOOP)."""
     return envelope[:1] + bytes((TURN,)) + envelope[2:-8] + destination_callback_id.to_bytes(8, "big")
 

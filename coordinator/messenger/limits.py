@@ -34,7 +34,7 @@ PEER_CONVERSATIONS_MAX = 64
 ROUTES_MAX = 4
 
 # Connections of which it is remembered that they were told which envelopes are known here.
-TOLD_ROUTES_MAX = 256
+NOTIFIED_ROUTES_MAX = 256
 
 # Replies kept for one link, in case they were lost on the way: beyond it the oldest is let go, and the
 # sender is told "acknowledged" without it. Each counts with what Python needs to keep it.
@@ -83,7 +83,7 @@ TURNS_MAX = 16
 
 # Messages sent between two looks at whether the link is still the same connection: a few hundred microseconds,
 # far below the RECONNECT_MS_MIN that a new connection takes at least.
-SENT_PER_LOOK = 64
+SENT_PER_MONITOR_CHECK = 64
 RECONNECT_MS_MIN = 10
 RECONNECT_MS_MAX = 200
 
@@ -114,7 +114,7 @@ CONNECT_HANDSHAKE_TIMEOUT_MS = 10_000
 # What a connection may bring before it is known who it is: a handshake with CURVE has some 600 bytes. It is looked at
 # so often: at the full speed of a loopback connection some MiB come meanwhile, all strangers together.
 HANDSHAKE_SIZE_BYTES_MAX = 8 * 1024
-HANDSHAKE_LOOK_MS = 5
+HANDSHAKE_POLL_MS = 5
 HANDSHAKE_PLAIN_GRACE_MS = 50
 
 # Connections of which it is not known who they are, at one listener: beyond it the oldest is ended. A handshake takes
@@ -129,7 +129,7 @@ REBIND_NS = 2_000_000
 
 # Where the owner is patient, replies are looked at with whatever else comes, but at most so much later: far below the
 # first retry.
-PATIENCE_NS = 10_000_000
+REPLY_DELAY_NS_MAX = 10_000_000
 
 # A warning about a misbehaving peer is logged at most so often.
 WARNING_INTERVAL_NS = 5_000_000_000

@@ -7,6 +7,7 @@ from functools import partial
 
 import zmq
 
+from immortal.coordinator.messenger.backpressure import Room
 from immortal.coordinator.messenger.envelope import (
     CALLBACK_UNKNOWN,
     ENVELOPE_SIZE_BYTES,
@@ -16,13 +17,12 @@ from immortal.coordinator.messenger.envelope import (
     REPLY_EXPIRED,
     REPLY_PENDING,
     Envelope,
-    as_turn,
+    as_conversation_message,
     decode_envelope,
     decode_parts,
     encode_message,
 )
 from immortal.coordinator.messenger.errors import EndpointError, EnvelopeError
-from immortal.coordinator.messenger.inproc import Watcher, is_inproc, unwatch, watch
 from immortal.coordinator.messenger.limits import (
     CLOSE_LINGER_MS,
     CONNECT_HANDSHAKE_TIMEOUT_MS,
@@ -34,10 +34,9 @@ from immortal.coordinator.messenger.limits import (
     RECONNECT_MS_MAX,
     RECONNECT_MS_MIN,
     RECONNECT_REFUSED_NS,
-    SENT_PER_LOOK,
+    SENT_PER_MONITOR_CHECK,
 )
-from immortal.coordinator.messenger.outbox import Outbox, PendingMessage, ReplyCallback
-from immortal.coordinator.messenger.room import Room
+from immortal.coordinator.messenger.outbox import Answer, Outbox, Outcome, PendingMessage, ReplyCallback, Turn
 from immortal.coordinator.messenger.security import KeyPair, connect_with
 from immortal.coordinator.messenger.sockets import (
     EVENTS,
@@ -48,7 +47,9 @@ from immortal.coordinator.messenger.sockets import (
     Context,
     Shared,
     Socket,
+    Watcher,
     descriptor_of,
+    is_inproc,
     keep_alive,
     monitored_events,
     open_monitor,
@@ -56,8 +57,9 @@ from immortal.coordinator.messenger.sockets import (
     plain_send,
     receive_parts,
     send_parts,
+    unwatch,
+    watch,
 )
-from immortal.coordinator.messenger.turns import Answer, Outcome, Turn
 
 _OUTCOMES = {
     REPLY: Outcome.REPLIED,
@@ -310,7 +312,7 @@ class Link:
         count = 0
         blocked = False
         while (message := outbox.next_to_send()) is not None:
-            if count % SENT_PER_LOOK == 0:
+            if count % SENT_PER_MONITOR_CHECK == 0:
                 self._look_at_connection(now_ns)
                 message = outbox.next_to_send()
                 if not self.connected or message is None:
@@ -343,7 +345,7 @@ class Link:
             self.outbox.skipped_count(message),
         )
         if turn is not None and (self._takes_turns or turn.destination_callback_id):
-            envelope = as_turn(envelope, turn.destination_callback_id)
+            envelope = as_conversation_message(envelope, turn.destination_callback_id)
         send = self._plain_send
         try:
             send(envelope, NOBLOCK_MORE if parts else NOBLOCK)

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import zmq
 from msgspec import Struct
 
-from immortal.coordinator.messenger.client_queues import ClientQueues
-from immortal.coordinator.messenger.duplicates import Sighting
+from immortal.coordinator.messenger.backpressure import ClientSendQueues
 from immortal.coordinator.messenger.envelope import (
     CALLBACK_UNKNOWN,
     KNOWN,
@@ -33,12 +32,12 @@ from immortal.coordinator.messenger.errors import (
     MessageTooLargeError,
     UnknownEnvelopeError,
 )
-from immortal.coordinator.messenger.handshakes import Handshakes
-from immortal.coordinator.messenger.inbox import Conversation, Inbox
-from immortal.coordinator.messenger.inproc import is_inproc, telling
+from immortal.coordinator.messenger.handshake_guard import HandshakeGuard
+from immortal.coordinator.messenger.inbox import Conversation, Inbox, Sighting
 from immortal.coordinator.messenger.limits import (
     HANDSHAKE_TIMEOUT_MS,
     LARGE_PART_SIZE_BYTES,
+    NOTIFIED_ROUTES_MAX,
     PART_SIZE_BYTES_MAX,
     PARTS_MAX,
     REBIND_NS,
@@ -46,7 +45,6 @@ from immortal.coordinator.messenger.limits import (
     REPLIES_QUEUED_MAX,
     REPLY_SIZE_BYTES_MAX,
     SPAN_MAX,
-    TOLD_ROUTES_MAX,
 )
 from immortal.coordinator.messenger.security import Role, Security, serve_with
 from immortal.coordinator.messenger.sockets import (
@@ -58,14 +56,16 @@ from immortal.coordinator.messenger.sockets import (
     Socket,
     bind,
     descriptor_of,
+    is_inproc,
     keep_alive,
     message_parts,
     plain_get,
     plain_send,
     receive_identified,
     receive_parts,
+    telling,
 )
-from immortal.protocol.client import is_client_frame
+from immortal.protocol.client_frames import is_client_frame
 
 FIRST, REFUSED, EARLY = Sighting.FIRST, Sighting.REFUSED, Sighting.EARLY
 _monitor_numbers = itertools.count()
@@ -200,7 +200,7 @@ class Listener:
         self.reopen_due_ns: int | None = None
         self._context = shared.context
         self._security = security
-        self._handshakes: Handshakes | None = None
+        self._handshakes: HandshakeGuard | None = None
         self._refused_before = 0  # by the sockets before
         self.accept_reply = accept_reply
         self._server_loop = server_loop
@@ -211,7 +211,7 @@ class Listener:
         self._stranger_warnings = shared.stranger_warnings
         self._new_callback_id = new_callback_id
         self._inbox = Inbox(ordered=ordered)
-        self._client_queues = ClientQueues()
+        self._client_queues = ClientSendQueues()
         self._told_routes: OrderedDict[bytes, None] = OrderedDict()  # who was told which envelopes are known here
         self._is_inproc = is_inproc(endpoint)
         self._open()
@@ -234,7 +234,7 @@ class Listener:
         if not self._is_inproc:
             address = f"listener-{self._incarnation:x}-{next(_monitor_numbers)}"
             secured = self._security is not None
-            self._handshakes = Handshakes(self._context, self._socket, address, secured, self._stranger_warnings)
+            self._handshakes = HandshakeGuard(self._context, self._socket, address, secured, self._stranger_warnings)
             self._handshakes.endpoint = self.endpoint
 
     def secure(self, security: Security, now_ns: int) -> None:
@@ -380,7 +380,7 @@ class Listener:
         if route in self._told_routes:
             return
         self._told_routes[route] = None
-        if len(self._told_routes) > TOLD_ROUTES_MAX:
+        if len(self._told_routes) > NOTIFIED_ROUTES_MAX:
             self._told_routes.popitem(last=False)
         self._send_parts(route, encode_reply(NOT_KNOWN, 1, self._incarnation, 1, 1, NOOP) + encode_parts((KNOWN,)))
 

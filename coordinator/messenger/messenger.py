@@ -21,23 +21,18 @@ from typing import TypeVar
 
 import zmq
 
+from immortal.coordinator.messenger.backpressure import PENDING_LIMITS, PendingLimits, Room
+from immortal.coordinator.messenger.connections import CALLBACK_ID_MAX, Links, Listeners, Poller
 from immortal.coordinator.messenger.envelope import NOOP
 from immortal.coordinator.messenger.errors import MessengerClosedError, MessengerError
 from immortal.coordinator.messenger.limits import IN_FLIGHT_MAX, IO_THREADS, SPAN_MAX, TURNS_MAX
 from immortal.coordinator.messenger.link import Link
-from immortal.coordinator.messenger.links import Links
 from immortal.coordinator.messenger.listener import ClientLoop, Listener, ServerLoop
-from immortal.coordinator.messenger.listeners import CALLBACK_ID_MAX, Listeners
-from immortal.coordinator.messenger.outbox import Outbox, ReplyCallback, RetryPolicy
-from immortal.coordinator.messenger.posted import Posted
-from immortal.coordinator.messenger.readiness import Readiness
-from immortal.coordinator.messenger.room import PENDING_LIMITS, PendingLimits, Room
+from immortal.coordinator.messenger.mailbox import MessengerMailbox, OwnerThread
+from immortal.coordinator.messenger.outbox import AnswerCallback, Outbox, ReplyCallback, RetryPolicy, Turn
 from immortal.coordinator.messenger.security import Security
-from immortal.coordinator.messenger.sockets import Context, Counters, Shared
-from immortal.coordinator.messenger.threaded import OwnerThread
-from immortal.coordinator.messenger.turns import AnswerCallback, Turn
-from immortal.coordinator.messenger.wake import Wake
-from immortal.protocol.forks import text_after_fork, watch
+from immortal.coordinator.messenger.sockets import Context, Counters, Shared, WakeupEvent
+from immortal.protocol.process import after_fork_message, watch
 
 Result = TypeVar("Result")
 
@@ -71,19 +66,19 @@ class Messenger:
         self._owns_context = context is None
         self.incarnation = random_module.SystemRandom().getrandbits(64) if incarnation is None else incarnation
         self._clock_ns = clock_ns
-        self._wake = Wake()
+        self._wake = WakeupEvent()
         self._thread = OwnerThread(self, self._wake, clock_ns, self._thread_ended)
         self._room = None if pending is None else Room(pending, self._thread.others_may_wait)
-        self._readiness = Readiness(self._wake)
+        self._readiness = Poller(self._wake)
         make_outbox = partial(Outbox, retry or RetryPolicy(), random, in_flight_max=in_flight_max)
         shared = Shared(self._context, self.incarnation, clock_ns)
         self._links = Links(shared, self._readiness, make_outbox, self._wake, self._room)
-        self._posted = Posted(self._links, self._room, self._thread, self._wake)
+        self._posted = MessengerMailbox(self._links, self._room, self._thread, self._wake)
         self._listeners = Listeners(shared, self._readiness, self._posted, clock_ns)
 
         self.patient = False
         """Set by the owner, before flush(), while it waits for no reply: those to what is sent then come with whatever
-        else does, PATIENCE_NS later at most."""
+        else does, REPLY_DELAY_NS_MAX later at most."""
 
         self._processing = False
         self._held = False
@@ -96,7 +91,7 @@ class Messenger:
         """In a child: sockets, context and thread are its parent's."""
         self._thread.left()
         what, advice = "this messenger", "make one here, which has an incarnation of its own"
-        self._posted.close(text_after_fork(what, self._process_id, advice))
+        self._posted.close(after_fork_message(what, self._process_id, advice))
 
     # What any thread may do
 

@@ -1,19 +1,15 @@
-"""The sender's side of one link, without I/O: what is pending, what may be sent now, what is to be tried again.
+"""What a conversation is made of: messages for callbacks, and what their own callbacks get.
 
-- IDs start at 1 and grow by one. A message is pending until it is acknowledged.
-- Messages are sent in ID order. Those in flight lie within ``in_flight_max`` IDs of the lowest pending one.
-- When a connection is made, everything that was in flight on the one before is sent again first, in ID order.
-- What stays unacknowledged on a living connection is sent again after a growing delay, if it has arrived: its reply is
-  late, or lost. The receiver says with each reply how much has arrived. What was sent behind that is still on its way,
-  and only the first of it is sent again.
-- The receiver answers at once whatever comes again. Until it has answered the last message that was sent again, only
-  the first of what is due is: so what waits unread for a receiver that is stuck is bounded.
+One side sends, the other replies. A reply may carry the ID of a callback: the next message to that receiver can address
+it, once. So either side goes on where it was, for as many turns as the two like.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple
 
 from msgspec import Struct, field
 
@@ -23,7 +19,48 @@ from immortal.coordinator.messenger.limits import (
     SILENCE_DOUBLINGS_MAX,
     SILENCE_NS,
 )
-from immortal.coordinator.messenger.turns import Turn
+
+
+class Outcome(Enum):
+    """What became of a message of a conversation."""
+
+    REPLIED = 1
+    REPLY_EXPIRED = 2  # its receiver replied, and keeps the reply no longer
+    CALLBACK_UNKNOWN = 3  # the callback that it addressed is not known (any more): nobody was given it
+
+
+class Answer(NamedTuple):
+    """What the callback of a message of a conversation gets: the parts of the reply, none unless REPLIED.
+
+    ``callback_id``: the receiver's callback for one more message, 0 (NOOP) if the conversation is over.
+    """
+
+    parts: list[bytes]
+    callback_id: int
+    outcome: Outcome
+
+
+AnswerCallback = Callable[[Answer], None]
+
+
+class Turn(NamedTuple):
+    """What a message of a conversation has beyond another one."""
+
+    destination_callback_id: int  # NOOP: none
+    callback: AnswerCallback | None
+
+
+# The sender's side of one link, without I/O: what is pending, what may be sent now, what is to be tried again.
+#
+# - IDs start at 1 and grow by one. A message is pending until it is acknowledged.
+# - Messages are sent in ID order. Those in flight lie within ``in_flight_max`` IDs of the lowest pending one.
+# - When a connection is made, everything that was in flight on the one before is sent again first, in ID order.
+# - What stays unacknowledged on a living connection is sent again after a growing delay, if it has arrived: its reply is
+#   late, or lost. The receiver says with each reply how much has arrived. What was sent behind that is still on its way,
+#   and only the first of it is sent again.
+# - The receiver answers at once whatever comes again. Until it has answered the last message that was sent again, only
+#   the first of what is due is: so what waits unread for a receiver that is stuck is bounded.
+
 
 ReplyCallback = Callable[[list[bytes]], None]
 LOOKS_PER_DELAY = 2  # how often what is due is looked for, at most, in the shortest delay

@@ -3,11 +3,14 @@ ZeroMQ socket."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import os
 import re
 import socket as unix_socket
 import struct
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,7 +27,7 @@ from immortal.coordinator.messenger.limits import (
     RECEIVED_PARTS_MAX,
     WARNING_INTERVAL_NS,
 )
-from immortal.protocol.rate_limit import RateLimit
+from immortal.protocol.safe_output import RateLimit
 
 logger = logging.getLogger("immortal.coordinator.messenger")
 
@@ -254,3 +257,95 @@ def _answers(endpoint: str) -> bool:
         except OSError:
             return False
         return True
+
+
+# A descriptor that any thread can make readable, with as few system calls as possible.
+
+
+class WakeupEvent:
+    """Wakes whoever waits for ``descriptor``.
+
+    Whoever leaves work calls signal() after it; whoever does the work calls clear(), or hold() and
+    release(), before it looks.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._signalled = False  # a look at the work is certain to follow, nothing needs to be written
+        self._closed = False
+        self._closing = threading.Lock()  # a closed descriptor's number may be another's by now
+
+    def signal(self) -> None:
+        if not self._signalled:
+            self._signalled = True
+            with self._closing:
+                if not self._closed:
+                    os.eventfd_write(self.descriptor, 1)
+
+    def clear(self) -> None:
+        """Make the descriptor unreadable, and the next signal() readable again."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.descriptor)
+        self._signalled = False
+
+    def hold(self) -> None:
+        """Make signals free of cost: the caller is going to look for work, after release() too."""
+        self._signalled = True
+
+    def release(self) -> None:
+        self._signalled = False
+
+    @property
+    def signalled(self) -> bool:
+        return self._signalled
+
+    def close(self) -> None:
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                os.close(self.descriptor)
+
+
+# Who listens at an inproc endpoint: ZeroMQ makes no inproc connection anew, and tells nobody that one has ended.
+#
+# Links watch their endpoint, listeners tell of it. Telling is one step with binding and letting go, so a link that is
+# connected after it was told that its listener went is connected to the next one.
+
+
+Watcher = Callable[[bool], None]
+"""Told True when there is a listener, False when it goes; in the listener's thread, so it only takes note."""
+
+_lock = threading.Lock()
+_watchers: dict[tuple[int, str], list[Watcher]] = {}
+
+
+def is_inproc(endpoint: str) -> bool:
+    return endpoint.startswith("inproc://")
+
+
+def watch(context: Context, endpoint: str, watcher: Watcher) -> None:
+    """Tell ``watcher`` of the listeners at ``endpoint`` from now on."""
+    with _lock:
+        _watchers.setdefault((context.underlying, endpoint), []).append(watcher)
+
+
+def unwatch(context: Context, endpoint: str, watcher: Watcher) -> None:
+    key = (context.underlying, endpoint)
+    with _lock:
+        watchers = _watchers.get(key, [])
+        if watcher in watchers:
+            watchers.remove(watcher)
+        if not watchers:
+            _watchers.pop(key, None)
+
+
+@contextlib.contextmanager
+def telling(context: Context, endpoint: str, listening: bool) -> Iterator[None]:
+    """Around binding to ``endpoint`` and letting go of it. Nobody is told if that fails, or of other endpoints."""
+    if not is_inproc(endpoint):
+        yield
+        return
+    with _lock:
+        yield
+        for watcher in _watchers.get((context.underlying, endpoint), ()):
+            watcher(listening)

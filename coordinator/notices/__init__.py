@@ -6,8 +6,6 @@ log.take(Recovered(epoch=4, sequence_id=41))
 log.warning("a frame was dropped", kind="frame", origin=origin)
 """
 
-from immortal.coordinator.notices.configuring import LOG_FORMATS, configure, warnings_on_stderr
-from immortal.coordinator.notices.lines import LOG_LEVELS
-from immortal.coordinator.notices.sink import Notices, Sink
+from immortal.coordinator.notices.sinks import LOG_FORMATS, LOG_LEVELS, Notices, Sink, configure, warnings_on_stderr
 
 __all__ = ["LOG_FORMATS", "LOG_LEVELS", "Notices", "Sink", "configure", "warnings_on_stderr"]

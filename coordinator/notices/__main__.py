@@ -10,16 +10,13 @@ from collections.abc import Iterable, Iterator
 from msgspec.structs import fields
 
 from immortal.coordinator.core.notices import Notice
-from immortal.coordinator.notices.execution_wait import EXECUTION_WAIT, HANDLER
-from immortal.coordinator.notices.lines import LOG_LEVELS
-from immortal.coordinator.notices.metrics import NOTICES, PHASE, STATUS, TIMES, UP
-from immortal.coordinator.notices.sink import Line
-from immortal.coordinator.notices.timed import Timed
+from immortal.coordinator.notices.metrics import EXECUTION_WAIT, HANDLER, NOTICES, PHASE, STATUS, TIMES, UP
+from immortal.coordinator.notices.sinks import LOG_LEVELS, Line, TimedNotice
 
 
 def notices() -> list[type[Notice]]:
     """All that have a type of their own, as they are defined."""
-    found = [one for one in _below(Notice) if not issubclass(one, Line) and one is not Timed]
+    found = [one for one in _below(Notice) if not issubclass(one, Line) and one is not TimedNotice]
     return [one for one in found if not one.__name__.startswith("_")]
 
 

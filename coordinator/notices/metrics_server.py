@@ -20,8 +20,8 @@ from msgspec import Struct
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from immortal.coordinator.config import split_tcp
-from immortal.coordinator.config.app_hosts import IPV4_LOOPBACK, LOCALHOST, host_port, is_loopback
-from immortal.coordinator.notices.sink import Notices
+from immortal.coordinator.config.socket_addresses import IPV4_LOOPBACK, LOCALHOST, host_port, is_loopback
+from immortal.coordinator.notices.sinks import Notices
 from immortal.protocol.errors import ImmortalError
 
 if TYPE_CHECKING:

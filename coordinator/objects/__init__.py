@@ -5,3 +5,21 @@ errors    what can go wrong with it
 
 A coordinator loads it only where its settings name a store.
 """
+
+from __future__ import annotations
+
+from immortal.protocol.errors import ImmortalError
+
+# What can go wrong with objects in a store.
+
+
+class ObjectError(ImmortalError):
+    """What was asked cannot be done with what is there: said to the operator, who decides."""
+
+
+class DamagedObjectError(ObjectError):
+    """An object is missing, or is not what was written."""
+
+
+class StoreError(ImmortalError):
+    """The store is away, refuses, or is full: it may take the same later."""

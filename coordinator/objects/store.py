@@ -13,8 +13,8 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
 from obstore.store import LocalStore, from_url
 
-from immortal.coordinator.objects.errors import DamagedObjectError, ObjectError, StoreError
-from immortal.protocol.private_files import make_folder
+from immortal.coordinator.objects import DamagedObjectError, ObjectError, StoreError
+from immortal.protocol.files import make_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,12 +21,17 @@ from typing import Any
 
 import msgspec
 
-from immortal.coordinator.config import socket_paths, write_atomically
-from immortal.protocol import decoding, process_file
+from immortal.coordinator.config import socket_addresses, write_atomically
+from immortal.protocol import decoding, files
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.private_files import PUBLIC_FILE_MODE, make_folder
-from immortal.protocol.process_file import COORDINATOR_FILE_NAME, SUPERVISOR_FILE_NAME, ProcessFile
-from immortal.protocol.shared_home import last_holder
+from immortal.protocol.files import (
+    COORDINATOR_FILE_NAME,
+    PUBLIC_FILE_MODE,
+    SUPERVISOR_FILE_NAME,
+    ProcessFile,
+    make_folder,
+)
+from immortal.protocol.shared_registry import last_holder
 
 QUERY_TIMEOUT_S = 5.0
 ENDING_TIMEOUT_S = 0.5  # for a process whose sockets are closed already
@@ -86,7 +91,7 @@ def supervisor_path(folder: Path) -> Path:
 
 def socket_path(folder: Path) -> Path:
     """Where the coordinator answers, if its file system has sockets."""
-    return socket_paths.socket_path(folder, SOCKET_FILE_NAME)
+    return socket_addresses.socket_path(folder, SOCKET_FILE_NAME)
 
 
 def with_size(data: bytes) -> bytes:
@@ -98,13 +103,13 @@ def with_size(data: bytes) -> bytes:
 
 def announce(folder: Path, control: Path) -> None:
     """Write this process down as the coordinator that answers at ``control``. Raises ControlError."""
-    _write(path(folder), msgspec.json.encode(ControlFile(control=str(control), **process_file.own_fields())))
+    _write(path(folder), msgspec.json.encode(ControlFile(control=str(control), **files.own_fields())))
 
 
 @contextlib.contextmanager
 def supervised(folder: Path) -> Iterator[None]:
     """This process is the one that starts and stops the instance of ``folder``. Raises ControlError."""
-    _write(supervisor_path(folder), msgspec.json.encode(ProcessFile(**process_file.own_fields())))
+    _write(supervisor_path(folder), msgspec.json.encode(ProcessFile(**files.own_fields())))
     try:
         yield
     finally:
@@ -125,12 +130,12 @@ def withdraw(folder: Path) -> None:
 
 
 def _withdraw(file: Path) -> None:
-    found = process_file.read(file, ProcessFile)
+    found = files.read(file, ProcessFile)
     if found is not None and found.pid == os.getpid():
         file.unlink(missing_ok=True)
 
 
-def report_ready() -> None:
+def notify_ready() -> None:
     """Tell the supervisor, if there is one, that the app, or the next one, is recovered and takes input."""
     descriptor = os.environ.get(READY_VARIABLE, "")
     if descriptor.isdigit():
@@ -145,12 +150,12 @@ def report_ready() -> None:
 
 def running(folder: Path) -> ControlFile | None:
     """What the coordinator of this folder has announced, if its process lives."""
-    return process_file.read_living(path(folder), ControlFile)
+    return files.read_living(path(folder), ControlFile)
 
 
 def supervisor(folder: Path) -> ProcessFile | None:
     """The `immortal run` of this folder, if it lives."""
-    return process_file.read_living(supervisor_path(folder), ProcessFile)
+    return files.read_living(supervisor_path(folder), ProcessFile)
 
 
 def refuse_running(folder: Path) -> None:

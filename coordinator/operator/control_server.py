@@ -23,7 +23,7 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from immortal.coordinator.config.socket_paths import secure_folder, short_path
+from immortal.coordinator.config.socket_addresses import secure_folder, short_path
 from immortal.coordinator.operator.control import (
     ANSWER_SIZE_BYTES_MAX,
     QUESTION_SIZE_BYTES_MAX,
@@ -35,7 +35,7 @@ from immortal.coordinator.operator.control import (
     with_size,
 )
 from immortal.protocol import decoding
-from immortal.protocol.private_files import make_folder
+from immortal.protocol.files import make_folder
 
 CONNECTIONS_MAX = 16  # at once: commands of one operator, and the metrics
 QUESTION_TIMEOUT_S = 5.0  # for a whole question
@@ -93,7 +93,7 @@ class ControlServer:
         """Begin to answer; where. For who holds the lock of the log: what was there before is replaced.
 
         A folder that can have no socket, or whose name is too long for one, lends its place to a short one
-        (immortal.coordinator.config.socket_paths). Raises ControlError.
+        (immortal.coordinator.config.socket_addresses). Raises ControlError.
         """
         try:
             make_folder(self._folder)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from immortal.coordinator.app.side import AppSide
+from immortal.coordinator.app.endpoint import AppInterface
 from immortal.coordinator.audit.auditor import READ_ONLY, Auditor
 from immortal.coordinator.clock import InstanceClock
 from immortal.coordinator.core import effects as ef
@@ -18,8 +18,7 @@ from immortal.coordinator.fault_points import FaultPoint, reach
 from immortal.coordinator.log_port.endpoint import LogEndpoint
 from immortal.coordinator.operator import verbs as operator_verbs
 from immortal.coordinator.operator.control_server import Asked
-from immortal.coordinator.operator.hand_over import HandOverError, heir_of
-from immortal.coordinator.operator.verbs import VerbError
+from immortal.coordinator.operator.verbs import HandOverError, VerbError, choose_successor
 from immortal.coordinator.peers.endpoint import PeerEndpoint
 
 
@@ -29,7 +28,7 @@ class OperatorEndpoint:
     def __init__(
         self,
         machine: Machine,
-        app: AppSide,
+        app: AppInterface,
         peers: PeerEndpoint,
         log: LogEndpoint,
         clock: InstanceClock,
@@ -78,17 +77,17 @@ class OperatorEndpoint:
 
     def _hand_over(self, asked: Asked) -> None:
         try:
-            wish = operator_verbs.heir_wished(asked.argument)
-            heir = heir_of(self._log.standbys, wish)
+            wish = operator_verbs.requested_successor(asked.argument)
+            successor = choose_successor(self._log.standbys, wish)
         except (VerbError, HandOverError) as error:
             asked.answer({"refused": str(error)})
             return
         if not self._machine.view.can_hand_over:
             asked.answer({"refused": "its app does not work now: try again once it does ('immortal status')"})
             return
-        self._log.leave_to(heir.name)
+        self._log.hand_over_to(successor.name)
         self._post(ev.StopRequested(hands_over=True))
-        asked.answer({"to": heir.name})
+        asked.answer({"to": successor.name})
 
     def _accept_clock(self, asked: Asked) -> None:
         self._clock.now_ns(accept=True)

@@ -9,8 +9,7 @@ from immortal.coordinator import clock
 from immortal.coordinator.app import secret as app_secret
 from immortal.coordinator.audit import audit_log
 from immortal.coordinator.config import ConfigError, InstanceSettings
-from immortal.coordinator.config.app_hosts import SOCKET_FILE_NAME
-from immortal.coordinator.config.socket_paths import socket_path
+from immortal.coordinator.config.socket_addresses import SOCKET_FILE_NAME, socket_path
 from immortal.coordinator.core.errors import LogError, LogUnavailableError
 from immortal.coordinator.instances import own_logs, upgrade_mark
 from immortal.coordinator.instances.registry import Registry, RegistryError, remove_file
@@ -18,7 +17,7 @@ from immortal.coordinator.log.open import log_exists, place_of
 from immortal.coordinator.log_url import is_in_folder
 from immortal.coordinator.operator import control
 from immortal.coordinator.peers import keys
-from immortal.protocol.timing_files import FOLDER_NAME
+from immortal.protocol.timings import FOLDER_NAME
 
 
 def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> str:

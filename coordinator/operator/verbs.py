@@ -19,16 +19,16 @@ A verb of the control socket and its JSON object become an event for the core. `
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.interfaces import LogStore
+from immortal.coordinator.core.interfaces import LogStore, Standby
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError, RemoteProtocolError
-from immortal.protocol.handlers import REASON_CHARACTERS_MAX, Order
+from immortal.protocol.system_methods import REASON_CHARACTERS_MAX, Order
 from immortal.protocol.verdicts import MessageKey
 
 VERBS = (
@@ -158,7 +158,7 @@ def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, k
     return ev.LettersRetried({key: store.letter(key) for key in keys}, letters.who, token)
 
 
-def heir_wished(argument: bytes | str) -> str:
+def requested_successor(argument: bytes | str) -> str:
     """Whom "hand-over" names; "" for nobody in particular. Raises VerbError."""
     try:
         return _HAND_OVER.decode(argument).to
@@ -168,7 +168,10 @@ def heir_wished(argument: bytes | str) -> str:
 
 def _message(store: LogStore, sequence_id: int, message_index: int) -> bytes | None:
     """The message as it is in the log; None if there is none. Raises VerbError, LogError."""
-    from immortal.coordinator.log.contents import message_at, record_of  # replays are no part of a coordinator's start
+    from immortal.coordinator.log.record_contents import (  # replays are no part of a coordinator's start
+        message_at,
+        record_of,
+    )
 
     summary = store.summary()
     if message_index < 0 or not summary.first_sequence_id <= sequence_id <= summary.last_sequence_id:
@@ -177,3 +180,25 @@ def _message(store: LogStore, sequence_id: int, message_index: int) -> bytes | N
         return message_at(record_of(store.read(sequence_id, 1)[0]).content, message_index)
     except RemoteProtocolError as error:
         raise VerbError(f"record {sequence_id} can't be read: {error}") from None
+
+
+# To whom a running coordinator hands its instance over.
+
+
+class HandOverError(ImmortalError):
+    """There is nobody to hand over to."""
+
+
+def choose_successor(standbys: Sequence[Standby], to: str) -> Standby:
+    """``to``: the host of a standby, or its whole name; "": whoever is ready. Raises HandOverError."""
+    if not standbys:
+        raise HandOverError("nobody follows its log: 'immortal run' it on another machine first, with the same log")
+    meant = [standby for standby in standbys if not to or to in (standby.host, standby.name)]
+    names = ", ".join(standby.name for standby in standbys)
+    if not meant:
+        raise HandOverError(f"{to!r} does not follow its log; who does: {names}")
+    ready = next((standby for standby in meant if standby.is_ready), None)
+    if ready is None:
+        names = ", ".join(standby.name for standby in meant)
+        raise HandOverError(f"{names} has not caught up with the log yet: try again once it has")
+    return ready

@@ -14,15 +14,17 @@ from msgspec import Struct
 
 from immortal.coordinator.config import ConfigError, InstanceSettings, check_instance_name
 from immortal.coordinator.config.values import NAME_PLACE, is_endpoint, is_log_url
-from immortal.coordinator.instances.leased import LeasedPlaces
 from immortal.coordinator.instances.registry import Registry, UnknownInstanceError
+from immortal.coordinator.log.backend import Watching
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.log_url import is_in_folder
 from immortal.protocol.errors import ImmortalError
 
 LOOK_NS = 2_000_000_000  # between two looks while all is well: a few stats for each peer
-LOOK_LEASED_NS = 100_000_000  # while leases are watched, which tell at once where a peer has gone
-LOOK_SOON_NS = 200_000_000  # while a peer is unknown or not connected: far below what a return may take
-UNCONNECTED_TOLD_NS = 10_000_000_000  # a peer that restarts is not worth a line
-TOLD_AGAIN_NS = 60_000_000_000
+LEASE_POLL_NS = 100_000_000  # while leases are watched, which tell at once where a peer has gone
+FAST_POLL_NS = 200_000_000  # while a peer is unknown or not connected: far below what a return may take
+UNCONNECTED_WARNING_NS = 10_000_000_000  # a peer that restarts is not worth a line
+WARNING_REPEAT_NS = 60_000_000_000
 
 
 class Origin(enum.StrEnum):
@@ -48,7 +50,7 @@ class Discovery:
         self._settings = settings
         self._registry = registry
         self.problem = ""  # with the settings; those before stay in use
-        self.leased = LeasedPlaces()
+        self.leased = LeaseWatcher()
 
     def read_settings(self) -> None:
         """Read the instance's settings again if they have changed."""
@@ -129,7 +131,7 @@ class Routes:
             called = self._called[name] = _Called()
             self._look_up(name, called)
             self._tell(name, called, now_ns)
-            self._next_look_ns = now_ns + LOOK_SOON_NS
+            self._next_look_ns = now_ns + FAST_POLL_NS
 
     def endpoint(self, name: str) -> str | None:
         called = self._called.get(name)
@@ -182,8 +184,8 @@ class Routes:
             else:
                 all_well = False
                 self._tell(name, called, now_ns)
-        pause_ns = LOOK_NS if all_well else LOOK_SOON_NS
-        self._next_look_ns = now_ns + (LOOK_LEASED_NS if self._discovery.is_told else pause_ns)
+        pause_ns = LOOK_NS if all_well else FAST_POLL_NS
+        self._next_look_ns = now_ns + (LEASE_POLL_NS if self._discovery.is_told else pause_ns)
         return moved
 
     def _look_up(self, name: str, called: _Called) -> None:
@@ -199,11 +201,11 @@ class Routes:
     def _tell(self, name: str, called: _Called, now_ns: int) -> None:
         if called.unconnected_since_ns is None:
             called.unconnected_since_ns = now_ns
-        if called.told_ns is not None and now_ns - called.told_ns < TOLD_AGAIN_NS:
+        if called.told_ns is not None and now_ns - called.told_ns < WARNING_REPEAT_NS:
             return
         if called.route is None:
             self._warn(f"nothing is sent to {name!r}, its calls wait: {called.problem}")
-        elif now_ns - called.unconnected_since_ns >= UNCONNECTED_TOLD_NS:
+        elif now_ns - called.unconnected_since_ns >= UNCONNECTED_WARNING_NS:
             route = called.route
             silent_s = (now_ns - called.unconnected_since_ns) // 1_000_000_000
             self._warn(
@@ -219,3 +221,35 @@ class Routes:
         if problem and problem != self._told_of_settings:
             self._warn(f"the settings as they were stay in use: {problem}")
         self._told_of_settings = problem
+
+
+# Where instances are whose logs other machines reach: as the leases of their logs say, at once when that changes.
+
+
+class LeaseWatcher:
+    """One watch, with a thread and a connection of its own, for each log that was asked about."""
+
+    def __init__(self) -> None:
+        self._watches: dict[str, Watching | None] = {}
+
+    def endpoint(self, log: str) -> str | None:
+        """None where it is not known: yet, or at all. It waits for nothing."""
+        if is_in_folder(log):
+            return None
+        if log not in self._watches:
+            try:
+                self._watches[log] = place_of(log).watch()
+            except ImmortalError:  # no driver here for it: the settings say where its instance is
+                self._watches[log] = None
+        watch = self._watches[log]
+        found = None if watch is None else watch.endpoint
+        return found if found is not None and is_endpoint(found) else None  # whoever wrote it
+
+    @property
+    def is_used(self) -> bool:
+        return any(watch is not None for watch in self._watches.values())
+
+    def close(self) -> None:
+        for watch in self._watches.values():
+            if watch is not None:
+                watch.close(0)

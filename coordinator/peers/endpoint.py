@@ -1,27 +1,65 @@
-"""Other instances and clients as the driver has them: where they are, whether they may be reached, and their frames."""
+"""Frames to peers whose answer could not be read: sent again, at once the first time, then after longer and longer."""
 
 from __future__ import annotations
 
 import functools
+import heapq
+import itertools
 import time
 from collections.abc import Callable, Mapping
 
 from immortal.coordinator.audit.auditor import Auditor
+from immortal.coordinator.clock import earliest
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.effects import SendToPeer
 from immortal.coordinator.core.permissions import Permission
-from immortal.coordinator.earliest import earliest
 from immortal.coordinator.fault_points import FaultPoint, reach
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.messenger import ClientRoute, Messenger, Received
 from immortal.coordinator.notices import Notices
 from immortal.coordinator.peers.discovery import Discovery, Routes
-from immortal.coordinator.peers.retries import PeerRetries
 from immortal.coordinator.peers.security import PeerSecurity
-from immortal.protocol.client import decode_client_frame, encode_client_frame
+from immortal.protocol.client_frames import decode_client_frame, encode_client_frame
 from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
+from immortal.protocol.peer_frames import FrameType, PeerFrame, decode_frame, encode_frame
+
+RETRY_DELAY_NS_MIN = 100_000_000  # before the second time that a frame is sent again
+RETRY_DELAY_NS_MAX = 5_000_000_000
+
+
+class PeerRetransmissions:
+    """What waits to be sent again. Times are monotonic, in ns."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, int, SendToPeer, int]] = []  # a heap: (due, number, effect, attempt)
+        self._numbers = itertools.count()
+
+    def add(self, effect: SendToPeer, attempt: int, now_ns: int) -> None:
+        """``attempt``: how often it has been sent, from 1."""
+        delay_ns = 0 if attempt == 1 else min(RETRY_DELAY_NS_MIN << min(attempt - 2, 32), RETRY_DELAY_NS_MAX)
+        heapq.heappush(self._waiting, (now_ns + delay_ns, next(self._numbers), effect, attempt + 1))
+
+    def next_deadline_ns(self) -> int | None:
+        """When there is something due."""
+        return self._waiting[0][0] if self._waiting else None
+
+    def take_due(self, now_ns: int) -> list[tuple[SendToPeer, int]]:
+        """What is to be sent now, and the how-manyeth time that is."""
+        due = []
+        while self._waiting and self._waiting[0][0] <= now_ns:
+            _, _, effect, attempt = heapq.heappop(self._waiting)
+            due.append((effect, attempt))
+        return due
+
+    def forget(self, destination: str) -> None:
+        """Its stream begins anew."""
+        self._waiting = [one for one in self._waiting if one[2].destination != destination]
+        heapq.heapify(self._waiting)
+
+
+# Other instances and clients as the driver has them: where they are, whether they may be reached, and their frames.
 
 
 class PeerEndpoint:
@@ -40,7 +78,7 @@ class PeerEndpoint:
         self._routes = Routes(Discovery(settings, registry), log.warning)
         self._security = PeerSecurity(settings, registry, self._routes.at, log.warning)
         self._permissions: tuple[Mapping[str, Permission], bool] = (settings.permissions, False)
-        self._retries = PeerRetries()
+        self._retries = PeerRetransmissions()
         self._barred: dict[str, str] = {}  # destinations that must not be connected to, and why
         self._impostors = 0  # frames under another name than that of their key
         # What is pending is bounded by the windows of streams. No reply here comes with a callback, so nothing reaches
@@ -149,7 +187,7 @@ class PeerEndpoint:
             if endpoint_before is not None:
                 self._drop(endpoint_before, name)
             self._post(ev.PeerMoved(name))
-            self._security.look_soon()  # it shows the key that it has there
+            self._security.schedule_check()  # it shows the key that it has there
 
     def _post_permissions(self) -> None:
         """If they have changed."""

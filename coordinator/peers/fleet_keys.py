@@ -23,15 +23,14 @@ from typing import Annotated
 from msgspec import Struct
 
 from immortal.coordinator.config import ConfigError, write_atomically
-from immortal.coordinator.config.reading import read_table, read_toml
+from immortal.coordinator.config.settings_file import read_table, read_toml, text_with_allow
 from immortal.coordinator.config.values import Callers, kind, says, whole
-from immortal.coordinator.config.writing import text_with_allow
 from immortal.coordinator.core.permissions import ANYTHING, Permission
 from immortal.coordinator.instances.registry import HOME_DEFAULT, Registry, UnknownInstanceError, tell_all
 from immortal.coordinator.messenger import Role
 from immortal.coordinator.peers import keys
 from immortal.coordinator.peers.keys import KeysError, PublicFile
-from immortal.protocol.shown import near_miss
+from immortal.protocol.safe_output import did_you_mean
 
 _Home = Annotated[str, kind("FOLDER", "a path"), says("Its registry folder, relative to the fleet's file.")]
 _Days = Annotated[int, whole(1, 36_500, "days")]
@@ -115,7 +114,7 @@ def read(path: Path) -> Fleet:
     for member in members.values():
         for caller in member.allow:
             if caller not in members or caller == member.name:
-                hint = near_miss(caller, members) or f": there are {', '.join(sorted(members))}"
+                hint = did_you_mean(caller, members) or f": there are {', '.join(sorted(members))}"
                 place = source.field(caller, f"instances.{member.name}.allow")
                 raise ConfigError(f"{place}: {caller!r} is no other member{hint}")
     return Fleet(members, file.expires_days, file.age_days_max)

@@ -24,7 +24,7 @@ from immortal.coordinator.config import write_atomically
 from immortal.coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME, remove_file, write_text
 from immortal.coordinator.messenger.security import KeyPair, Role
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.private_files import make_folder
+from immortal.protocol.files import make_folder
 
 PUBLIC_FILE_NAME = PUBLIC_KEYS_FILE_NAME
 _FOLDER_NAME = "keys"

@@ -8,7 +8,7 @@ from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log import log_exists
 from immortal.coordinator.log_url import is_in_folder
 from immortal.coordinator.peers import keys
-from immortal.protocol.shared_home import SharedHomeError
+from immortal.protocol.shared_registry import SharedHomeError
 
 
 def make_own(settings: InstanceSettings, registry: Registry) -> bool:

@@ -14,7 +14,7 @@ from datetime import date
 from msgspec import structs
 
 from immortal.coordinator.config import InstanceSettings, split_tcp
-from immortal.coordinator.config.app_hosts import is_loopback
+from immortal.coordinator.config.socket_addresses import is_loopback
 from immortal.coordinator.core.permissions import Permission
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.messenger import KeyPair, Role, Security
@@ -23,12 +23,12 @@ from immortal.coordinator.peers.keys import KeysError, PublicFile
 from immortal.protocol.errors import ImmortalError
 
 LOOK_NS = 1_000_000_000  # between two looks
-FILES_A_LOOK = 32  # public files that each look has a glance at: what it costs does not grow with the registry
+KEY_FILES_PER_POLL = 32  # public files that each look has a glance at: what it costs does not grow with the registry
 
 _Version = tuple[int, int, int]
 
 
-class KeyBook:
+class Keyring:
     """The public keys of the instances of a registry, and those that one instance's settings give."""
 
     def __init__(self, registry: Registry) -> None:
@@ -77,7 +77,7 @@ class KeyBook:
 
     def has_changed(self) -> bool:
         """Whether one of the next few files that are watched is another one by now: all have their turn."""
-        for _ in range(min(FILES_A_LOOK, len(self._watched))):
+        for _ in range(min(KEY_FILES_PER_POLL, len(self._watched))):
             self._next = (self._next + 1) % len(self._watched)
             path, version = self._watched[self._next]
             if _version(path) != version:
@@ -129,7 +129,7 @@ class PeerSecurity:
         self._names_at = names_at
         self._warn = warn
         self._today = today
-        self._book = KeyBook(registry)
+        self._book = Keyring(registry)
         self._own: KeyPair | None = None
         self._pairs: tuple[KeyPair, ...] = ()
         self._known: dict[str, tuple[str, ...]] = {}  # of each peer, the last keys that it had
@@ -150,7 +150,7 @@ class PeerSecurity:
         """When :meth:`look` is to be called next."""
         return self._next_look_ns
 
-    def look_soon(self) -> None:
+    def schedule_check(self) -> None:
         """The next :meth:`look` is due."""
         self._next_look_ns = 0
 
@@ -308,7 +308,7 @@ def check_start(settings: InstanceSettings) -> tuple[KeyPair, ...]:
     )
 
 
-def insecurity(settings: InstanceSettings, security: Security | None) -> str | None:
+def insecurity_warning(settings: InstanceSettings, security: Security | None) -> str | None:
     """What is to be said at each start of an instance that is run with ``insecure``."""
     if not settings.insecure:
         return None

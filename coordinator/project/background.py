@@ -13,12 +13,11 @@ import sys
 
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
-from immortal.coordinator.project import keeping
-from immortal.coordinator.project.fleet import Member, stop_all
-from immortal.coordinator.project.log_files import LogFiles
+from immortal.coordinator.project import run_lock
+from immortal.coordinator.project.fleet import Member, register, stop_all
+from immortal.coordinator.project.output import LogFiles
 from immortal.coordinator.project.project import Project
-from immortal.coordinator.project.registering import register
-from immortal.coordinator.service.stop_requests import StopRequests
+from immortal.coordinator.service.process import StopRequests
 from immortal.protocol.errors import ImmortalError
 
 COMMAND = "immortal up"
@@ -95,4 +94,4 @@ class Background:
         """What `immortal ps` and `up` read."""
         states = {name: member.state_text for name, member in self._members.items()}
         with contextlib.suppress(OSError):  # a full disk: they ask the instances as well
-            keeping.say(self._project.home, COMMAND, states, self._looks)
+            run_lock.say(self._project.home, COMMAND, states, self._looks)

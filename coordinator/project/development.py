@@ -14,14 +14,19 @@ from immortal.coordinator.core.notices import Level
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log import log_exists
 from immortal.coordinator.operator import control
-from immortal.coordinator.project.code_change import ChangeError, CodeChange, Found, Outcome
-from immortal.coordinator.project.console import Console
-from immortal.coordinator.project.fleet import Member, State, stop_all
-from immortal.coordinator.project.listing import ListingError
-from immortal.coordinator.project.project import PlannedService, Project
-from immortal.coordinator.project.registering import register
-from immortal.coordinator.project.source_files import LOOK_INTERVAL_S, SourceFiles, python_files
-from immortal.coordinator.service.stop_requests import StopRequests
+from immortal.coordinator.project.code_change import (
+    LOOK_INTERVAL_S,
+    ChangeError,
+    CodeChange,
+    Found,
+    Outcome,
+    SourceFiles,
+    python_files,
+)
+from immortal.coordinator.project.fleet import Member, State, register, stop_all
+from immortal.coordinator.project.output import Console
+from immortal.coordinator.project.project import ModuleImportError, Project, ServiceSpec
+from immortal.coordinator.service.process import StopRequests
 from immortal.protocol.errors import ImmortalError
 
 OWN = "immortal"  # as the name of what this says itself
@@ -49,7 +54,7 @@ class Development:
         self._stopping = asyncio.Event()
         self._stop_requests = StopRequests()
 
-    async def run(self, services: list[PlannedService]) -> int:
+    async def run(self, services: list[ServiceSpec]) -> int:
         """Until it is stopped; the exit status: 1 where a service could not be stopped cleanly, or none could start."""
         self._console = Console([OWN, *(one.name for one in services)], sys.stdout, self._states)
         if self._interactive:
@@ -83,7 +88,7 @@ class Development:
 
     # --- what runs ----------------------------------------------------------------------------------------------------
 
-    def _take(self, services: Iterable[PlannedService]) -> None:
+    def _take(self, services: Iterable[ServiceSpec]) -> None:
         """Start those that are new."""
         for service in services:
             if service.name in self._members:
@@ -92,12 +97,12 @@ class Development:
                 self._begin(service)
         self._watch()
 
-    def _begin(self, service: PlannedService) -> None:
+    def _begin(self, service: ServiceSpec) -> None:
         member = Member(self._project, service, self._console, interactive=self._interactive, stands_in=True)
         self._members[service.name] = member
         member.start()
 
-    def _register(self, service: PlannedService) -> bool:
+    def _register(self, service: ServiceSpec) -> bool:
         try:
             if said := register(self._registry, service):
                 self._say(f"{service.name}: {said}")
@@ -114,7 +119,7 @@ class Development:
             return True
         return False
 
-    def _warn_of_missing(self, services: list[PlannedService]) -> None:
+    def _warn_of_missing(self, services: list[ServiceSpec]) -> None:
         there = {*self._registry.names(), *(one.name for one in services)}
         for service in services:
             for peer in service.calls:
@@ -177,7 +182,7 @@ class Development:
         try:
             try:
                 services = await asyncio.to_thread(self._project.services)
-            except (ConfigError, ListingError) as error:
+            except (ConfigError, ModuleImportError) as error:
                 self._say(f"what was saved can't be run, all goes on as it was:\n{error}", "error")
                 self._is_broken, self._unread = True, names
                 return
@@ -237,7 +242,7 @@ class Development:
                 continue
             return
 
-    def _tell(self, name: str, found: Found, service: PlannedService) -> None:
+    def _tell(self, name: str, found: Found, service: ServiceSpec) -> None:
         if found.outcome is not Outcome.SAME:
             said = "makes other calls" if found.outcome is Outcome.DIFFERENT else "can't replay its log"
             self._say(f"the new code of {name} {said}:", "warning")
@@ -246,7 +251,7 @@ class Development:
         if found.version not in (None, service.version):
             self._say(f"the new code of {name} is of version {service.version}, its log of version {found.version}")
 
-    async def _choose(self, name: str, found: Found, service: PlannedService) -> str:
+    async def _choose(self, name: str, found: Found, service: ServiceSpec) -> str:
         if not self._interactive:
             to = f"'immortal upgrade {name} {service.app} --to {service.version}'"
             way = to if found.version not in (None, service.version) else "'immortal dev' at a terminal asks what to do"
@@ -303,13 +308,13 @@ class Development:
         finally:
             self._is_committed = False
 
-    def _restart_with(self, member: Member, service: PlannedService, how: str) -> None:
+    def _restart_with(self, member: Member, service: ServiceSpec, how: str) -> None:
         self._say(f"{member.name} {how}")
         if self._register(service):
             member.service = service
             member.start()
 
 
-def service_with_code(running: PlannedService, saved: PlannedService) -> PlannedService:
+def service_with_code(running: ServiceSpec, saved: ServiceSpec) -> ServiceSpec:
     """``running``, which is looked at again when the files of ``saved`` change."""
     return msgspec.structs.replace(running, files=saved.files)

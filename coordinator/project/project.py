@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Struct, field
 
 from immortal.coordinator.config import ConfigError, check_instance_name
+from immortal.coordinator.config.schema import InstanceSettings, settings_of
+from immortal.coordinator.config.settings_file import Source, read_table, read_toml
+from immortal.coordinator.config.values import (
+    ConfigError,
+    Log,
+    Name,
+    WrongValueError,
+    check_app,
+    kind,
+    says,
+    split_tcp,
+    whole,
+)
 from immortal.coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE
-from immortal.coordinator.project.listing import Listing, list_module
-from immortal.coordinator.project.schema import FILE_NAME, GivenService, read_project
+from immortal.protocol import decoding
+from immortal.protocol.errors import ImmortalError
 
 
 class ProjectError(ConfigError):
     """There is no such project, or it does not say what is to run."""
 
 
-class PlannedService(msgspec.Struct, frozen=True, kw_only=True):
+class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One instance. ``app``: "module:Class". ``version``: of its class. ``files``: those that its code is made of.
     ``calls``: the instances that it calls. ``effects``: what runs in place of which functions, while it is developed.
     ``settings``: those that the project gives, as they stand in a file."""
@@ -47,19 +63,19 @@ class Project:
     def is_module(self) -> bool:
         return self.file.suffix == ".py"
 
-    def services(self) -> list[PlannedService]:
-        """Imports the project's modules, in processes of their own. Raises ConfigError, ListingError."""
+    def services(self) -> list[ServiceSpec]:
+        """Imports the project's modules, in processes of their own. Raises ConfigError, ModuleImportError."""
         if self.is_module:
             return self._services_of_module()
-        listings: dict[object, Listing] = {}
-        planned: dict[str, PlannedService] = {}
+        listings: dict[object, ModuleListing] = {}
+        planned: dict[str, ServiceSpec] = {}
         for given in read_project(self.file)[1]:
             module, _, class_name = given.app.partition(":")
             if not class_name:
                 module = _module_of(given.app)
             key = module, *sorted(given.environment.items())
             if key not in listings:
-                listings[key] = list_module(module, self.folder, self.environment(given.environment))
+                listings[key] = discover_services(module, self.folder, self.environment(given.environment))
             stand_ins = self._files_of(name.partition(":")[0] for name in given.effects.values())
             for one in _planned(given, module, class_name, listings[key], stand_ins):
                 if one.name in planned:
@@ -72,10 +88,10 @@ class Project:
         files = {self.folder / f"{module.replace('.', '/')}.py" for module in modules}
         return {os.path.realpath(file) for file in files if file.is_file()}
 
-    def _services_of_module(self) -> list[PlannedService]:
+    def _services_of_module(self) -> list[ServiceSpec]:
         module = _module_of(self.file.name)
-        found = list_module(module, self.folder, self.environment({}))
-        planned: list[PlannedService] = []
+        found = discover_services(module, self.folder, self.environment({}))
+        planned: list[ServiceSpec] = []
         for class_name, service in found.services.items():
             if service.is_own:
                 given = GivenService(_instance_name(class_name), f"{module}:{class_name}", str(self.file))
@@ -124,8 +140,8 @@ def find_project(given: Path | None, home: Path | None = None) -> Project:
 
 
 def _planned(
-    given: GivenService, module: str, class_name: str, listing: Listing, files: Iterable[str] = ()
-) -> Iterator[PlannedService]:
+    given: GivenService, module: str, class_name: str, listing: ModuleListing, files: Iterable[str] = ()
+) -> Iterator[ServiceSpec]:
     """``files``: that its code is made of, besides those of the module."""
     own = [name for name, service in listing.services.items() if service.is_own]
     if not class_name:
@@ -141,7 +157,7 @@ def _planned(
         raise ProjectError(f"{given.place}: {module!r} has no service {class_name!r}; there are: {known}")
     service = listing.services[class_name]
     for name in _names(given):
-        yield PlannedService(
+        yield ServiceSpec(
             name=check_instance_name(name),
             app=f"{module}:{class_name}",
             version=service.version,
@@ -169,3 +185,185 @@ def _module_of(file: str) -> str:
 def _instance_name(class_name: str) -> str:
     """ "OrderBook" becomes "order_book"."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower()
+
+
+# immortal.toml: one schema, from which come its checks and what its errors say.
+#
+# name = "shop"                   of the project; without: its folder's
+#
+# [services.stock]                the instance "stock"
+# app = "shop:Stock"              its class, or a file that has one service
+# keep_checkpoints = "all"        any setting of an instance
+#
+# [services.stock.environment]
+# CURRENCY = "EUR"
+
+
+FILE_NAME = "immortal.toml"
+PEER_DEFAULT = "tcp://127.0.0.1:*"
+COUNT_MAX = 1000
+_FILE = re.compile(r"(?:[A-Za-z_]\w*/)*[A-Za-z_]\w*\.py")
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_OF_ONE = ("app_port", "app_send_port", "app_socket", "log", "log_key")  # no two instances can have the same
+
+
+def _app(value: object) -> str:
+    if not isinstance(value, str):
+        raise WrongValueError
+    try:
+        return value if _FILE.fullmatch(value) else check_app(value)
+    except ConfigError:
+        raise WrongValueError from None
+
+
+def _peer(value: object) -> str:
+    """As register takes it: with * for a free port."""
+    if not isinstance(value, str) or (not value.startswith("ipc://") and split_tcp(value) is None):
+        raise WrongValueError
+    return value
+
+
+def _environment(value: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, dict):
+        raise WrongValueError
+    for name, text in value.items():
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise WrongValueError(f"names of letters, digits and '_', not {name!r}")
+        if not isinstance(text, str) or "\0" in text:
+            raise WrongValueError(f"a text for each name, but {name!r} is none")
+    return tuple(value.items())
+
+
+def _effects(value: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, dict):
+        raise WrongValueError
+    for text in (*value, *value.values()):
+        if not isinstance(text, str) or not _FUNCTION.fullmatch(text):
+            raise WrongValueError(f"functions as module:function, not {text!r}")
+    return tuple(value.items())
+
+
+class Service(InstanceSettings, frozen=True, kw_only=True):
+    """One table [services.NAME]: all settings of an instance, and what it takes to run it here."""
+
+    name: str = ""  # the table's
+    folder: Path = Path()
+    log: Annotated[Log, says("The log's folder, or its URL: lmdb:FOLDER.", default="HOME/NAME/log")] = ""
+    peer: Annotated[
+        str,
+        kind("ENDPOINT", 'an endpoint such as "tcp://127.0.0.1:7001", or "tcp://127.0.0.1:*"', read=_peer),
+        says("Where peers reach it; * takes a free port."),
+    ] = PEER_DEFAULT
+    app: Annotated[
+        str | None,
+        kind("", '"module:Class", or a file of this folder with one service, such as "shop.py"', read=_app),
+        says("Its class."),
+    ] = None
+    count: Annotated[int, whole(1, COUNT_MAX), says("How many instances there are: NAME-1, NAME-2 and so on.")] = 1
+    environment: Annotated[
+        tuple[tuple[str, str], ...],
+        kind("", 'a table of names and texts, such as { CURRENCY = "EUR" }', read=_environment),
+        says("Environment variables of its processes."),
+    ] = ()
+    effects: Annotated[
+        tuple[tuple[str, str], ...],
+        kind("", 'a table of functions, such as { "shop:charge" = "fakes:charge" }', read=_effects),
+        says("What runs in place of the functions of effects, in 'immortal dev' alone."),
+    ] = ()
+
+
+class ProjectFile(Struct, frozen=True, kw_only=True):
+    name: Annotated[Name | None, says("Of the project.", default="that of its folder")] = None
+    services: Annotated[Mapping[str, Service], says("Its services, by name.")] = field(default_factory=dict)
+
+
+class GivenService(Struct, frozen=True):
+    """``settings``: those that the table gives, as they stand in a file. ``place``: where it stands, for errors."""
+
+    name: str
+    app: str
+    place: str = ""
+    count: int = 1
+    environment: Mapping[str, str] = {}
+    effects: Mapping[str, str] = {}
+    settings: Mapping[str, Any] = {}
+
+
+def read_project(path: Path) -> tuple[str | None, list[GivenService]]:
+    """The project's name, if ``path`` gives it, and its services. Raises ConfigError, and FileNotFoundError."""
+    values, source = read_toml(path)
+    found = ProjectFile(**read_table(source, ProjectFile, values))
+    if not found.services:
+        raise ConfigError(f'{path}: there is no service: a table such as [services.shop] with app = "shop:Shop"')
+    return found.name, [
+        _given(source, name, service, values["services"][name]) for name, service in found.services.items()
+    ]
+
+
+def _given(source: Source, name: str, service: Service, values: Mapping[str, Any]) -> GivenService:
+    table = f"services.{name}"
+    if service.app is None:
+        raise ConfigError(f'{source.place(name, "services")}: the field {table}.app is missing: app = "module:Class"')
+    known = settings_of(InstanceSettings)
+    settings = {key: value for key, value in values.items() if key in known and key != "app"}
+    if "app_send_port" in settings:
+        raise ConfigError(
+            f"{source.field('app_send_port', table)}: the apps that a project runs use one connection; start such an"
+            " instance by hand"
+        )
+    address = split_tcp(service.peer)
+    fixed = [key for key in _OF_ONE if key in settings and settings[key] != "file"]
+    fixed += ["peer"] if address is None or address[1] else []
+    if service.count > 1 and fixed:
+        raise ConfigError(f"{source.field(fixed[0], table)}: {service.count} instances can't share one; leave it out")
+    for key, value in settings.items():
+        if known[key].about.get("path") and isinstance(value, str) and _is_path(key, value):
+            settings[key] = str(source.path.parent.absolute() / value)
+    return GivenService(
+        name=name,
+        app=service.app,
+        place=source.place(name, "services"),
+        count=service.count,
+        environment=dict(service.environment),
+        effects=dict(service.effects),
+        settings=settings,
+    )
+
+
+def _is_path(key: str, value: str) -> bool:
+    """Whether ``value`` is relative to the file, and no URL or word."""
+    return not value.startswith(("/", "unix:")) and "://" not in value and (key, value) != ("log_key", "file")
+
+
+# What the user's modules hold, asked in a process of their own: nothing of theirs is imported here.
+
+
+class ModuleImportError(ImmortalError):
+    """A module can't be imported; the text says why, with the traceback of the user's code."""
+
+
+class DiscoveredService(msgspec.Struct, frozen=True):
+    """``peers``: the names of the instances that it calls. ``is_own``: the module defines it, in its newest version."""
+
+    version: int
+    peers: list[str]
+    is_own: bool
+
+
+class ModuleListing(msgspec.Struct, frozen=True):
+    """``services``: by class name. ``files``: of the project that the module is made of."""
+
+    services: dict[str, DiscoveredService]
+    files: list[str]
+
+
+def discover_services(module: str, folder: Path, environment: Mapping[str, str]) -> ModuleListing:
+    """Import ``module`` of ``folder`` in a process with ``environment``. Raises ModuleImportError."""
+    argv = [sys.executable, "-P", "-m", "immortal.appsdk.running.listing", module]
+    done = subprocess.run(
+        argv, cwd=folder, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    if done.returncode != 0:
+        said = done.stderr.decode("utf-8", "replace").strip()
+        raise ModuleImportError(said or f"importing {module} ended its process with status {done.returncode}")
+    return decoding.decode_json(done.stdout, type=ModuleListing)

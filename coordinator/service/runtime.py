@@ -17,11 +17,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from immortal.coordinator.app.endpoint import AppEndpoint
-from immortal.coordinator.app.side import AppSide
+from immortal.coordinator.app.endpoint import AppEndpoint, AppInterface
 from immortal.coordinator.audit.audit_log import AuditLog
 from immortal.coordinator.audit.auditor import Auditor
-from immortal.coordinator.clock import LOOK_NS, InstanceClock
+from immortal.coordinator.clock import LOOK_NS, InstanceClock, earliest
 from immortal.coordinator.config import Checkpoints, InstanceSettings
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
@@ -39,35 +38,32 @@ from immortal.coordinator.core.limits import MIB, Limits
 from immortal.coordinator.core.machine import Machine
 from immortal.coordinator.core.parts import Parts
 from immortal.coordinator.driver.turn import Driver
-from immortal.coordinator.earliest import earliest
 from immortal.coordinator.fault_points import FaultPoint, reach
 from immortal.coordinator.instances import upgrade_mark
-from immortal.coordinator.instances.foreign_state import PickleRefusedError
+from immortal.coordinator.instances.own_logs import PickleRefusedError
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log import RowLogStore
 from immortal.coordinator.log.authentication import LogKeyError
 from immortal.coordinator.log_port.endpoint import LogEndpoint
-from immortal.coordinator.log_port.places import LogPlaces
+from immortal.coordinator.log_port.instance_log import InstanceLog
 from immortal.coordinator.log_port.writer import LogWriter
 from immortal.coordinator.notices import Notices, Sink
-from immortal.coordinator.notices.limited import Limited
-from immortal.coordinator.notices.readiness import Readiness
-from immortal.coordinator.notices.timed import SyncTimed
+from immortal.coordinator.notices.sinks import Limited, Readiness, SyncTimed
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control_server import ControlServer
 from immortal.coordinator.operator.endpoint import OperatorEndpoint
 from immortal.coordinator.peers.endpoint import PeerEndpoint
 from immortal.coordinator.peers.machine_keys import make_own
-from immortal.coordinator.peers.security import insecurity
-from immortal.coordinator.service import descriptors
-from immortal.coordinator.service.stop_requests import StopRequests
+from immortal.coordinator.peers.security import insecurity_warning
+from immortal.coordinator.service import process
+from immortal.coordinator.service.process import StopRequests
 from immortal.protocol import compiled
-from immortal.protocol.allocator import give_back_freed_memory, keep_freed_memory
 from immortal.protocol.errors import ImmortalError
+from immortal.protocol.process import retain_freed_memory, trim_heap
 
 if TYPE_CHECKING:
     from immortal.coordinator.log_port.follower import LogFollower, Places
-    from immortal.coordinator.service.timing_notes import TimingNotes
+    from immortal.coordinator.service.timing_notes import TimingRecorder
 
 STOP_TIMEOUT_S = 25.0  # for the last checkpoint; the supervisor waits 30
 FAREWELL_TIMEOUT_S = 1.0  # for the last bytes to the app
@@ -85,7 +81,7 @@ _NO_RECOVERY = (
 )
 DAY_NS = 24 * 3600 * 10**9
 
-MakeApp = Callable[["Coordinator", InstanceSettings, Notices, select.epoll], AppSide]
+MakeApp = Callable[["Coordinator", InstanceSettings, Notices, select.epoll], AppInterface]
 
 
 class Coordinator:
@@ -152,7 +148,7 @@ class Coordinator:
         post = self._inbox.append
         self._timings = self._make_timings()
         self._epoll = select.epoll()
-        self._app: AppSide = (
+        self._app: AppInterface = (
             AppEndpoint(place, log, self._epoll) if make_app is None else make_app(self, place, log, self._epoll)
         )
         self._peers = PeerEndpoint(settings, registry, log, post if self._timings is None else self._post_timed)
@@ -211,8 +207,8 @@ class Coordinator:
         if self._error is not None:
             self._log.error(str(self._error))
             return status_of(self._error)
-        if self._log_endpoint.heir:
-            self._log.info("handed over", to=self._log_endpoint.heir)
+        if self._log_endpoint.successor:
+            self._log.info("handed over", to=self._log_endpoint.successor)
             return STATUS_FENCED
         self._log.info("stopped")
         return 0
@@ -249,18 +245,18 @@ class Coordinator:
             runs=compiled.describe(),
             **{key: self._machine.view.status(self._clock.now_ns())[key] for key in ("committer_id", "sequence_id")},
         )
-        if (warning := insecurity(settings, security)) is not None:
+        if (warning := insecurity_warning(settings, security)) is not None:
             self._log.warning(warning)
         if self._was_ready:  # it followed
-            control.report_ready()
+            control.notify_ready()
 
-    def _make_timings(self) -> TimingNotes | None:
+    def _make_timings(self) -> TimingRecorder | None:
         limit_mb = self._settings.timings_limit_mb
         if not limit_mb:
             return None
-        from immortal.coordinator.service.timing_notes import TimingNotes
+        from immortal.coordinator.service.timing_notes import TimingRecorder
 
-        return TimingNotes(self._settings.folder, limit_mb * MIB // 2, self._log.warning)
+        return TimingRecorder(self._settings.folder, limit_mb * MIB // 2, self._log.warning)
 
     def _post_timed(self, event: ev.Event) -> None:
         if self._timings is not None:
@@ -349,10 +345,10 @@ class Coordinator:
 
     def _is_ready(self) -> None:
         if not self._was_ready:
-            give_back_freed_memory()
+            trim_heap()
         self._was_ready = True
         if self._is_the_instance:
-            control.report_ready()
+            control.notify_ready()
 
     def stop(self, effect: ef.Stop) -> None:
         reach(FaultPoint.STOPPING)
@@ -478,8 +474,7 @@ class Metrics:
         try:
             from prometheus_client import CollectorRegistry
 
-            from immortal.coordinator.notices.execution_wait import ExecutionWait
-            from immortal.coordinator.notices.metrics import NoticeMetrics, StatusCollector
+            from immortal.coordinator.notices.metrics import ExecutionWait, NoticeMetrics, StatusCollector
         except ModuleNotFoundError:
             raise ImmortalError("metrics need prometheus-client: pip install 'immortal[metrics]'") from None
         self._settings = settings
@@ -532,8 +527,8 @@ def run_coordinator(
     """
     registry.refuse_open_folder(settings.name)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    keep_freed_memory()
-    descriptors.raise_limit()
+    retain_freed_memory()
+    process.raise_descriptor_limit()
     make_own(settings, registry)
     with registry.kept():
         return _run(settings, registry, log, trust_pickle, place, make_app, promote=promote)
@@ -549,7 +544,7 @@ def _run(
     *,
     promote: bool,
 ) -> int:
-    places = LogPlaces(settings, log, trust_pickle=trust_pickle)
+    places = InstanceLog(settings, log, trust_pickle=trust_pickle)
     try:
         if place is not None:
             upgrade_to = _pending(settings)  # done as it takes over, unless the log has that version by then

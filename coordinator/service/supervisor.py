@@ -25,28 +25,29 @@ from types import FrameType
 
 from immortal.coordinator.notices import Notices
 from immortal.coordinator.operator.control import READY_VARIABLE
-from immortal.coordinator.service.commands import Command, Role
-from immortal.coordinator.service.deaths import (
-    OWN_DEATHS,
+from immortal.coordinator.service.children import (
+    APP_FAULT_STATUSES,
     STATUS_FENCED,
     STATUS_HANDLER_FAILED,
     STATUS_RECOVER_ME,
     STATUS_TERMINATED,
+    Background,
+    Command,
     Exit,
-    RestartPause,
+    RestartBackoff,
+    Role,
     Verdict,
+    first_to_die,
     judge,
-    who_died_first,
 )
-from immortal.coordinator.service.stop_requests import StopRequests
-from immortal.coordinator.service.terminal import Background
+from immortal.coordinator.service.process import StopRequests
 
 STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL
 LEAVE_S = 1.0  # for one to end by itself after the other has ended well
 CLEAN_STOP_S = 30.0  # for a last checkpoint, which may be GiB
 # What ends a process that reads a page of its log which the disk does not give, or that follows a damaged one.
 _PAGE_DEATHS = (-signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT)
-# A message that ends its process is passed over after the third death, by default (coordinator/core/careful.py): those
+# A message that ends its process is passed over after the third death, by default (coordinator/core/failures/poison_guard.py): those
 # who wait for the service behind it need not wait for pauses, too.
 APP_DEATHS_AT_ONCE = 3
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -89,7 +90,7 @@ class Supervisor:
     ``commands`` is asked before each start. ``gave_up_upgrade`` is told that the app gave an upgrade up, and says
     whether there is a version before it that can go on. ``announced`` is entered once signals are understood; with
     ``follows``, once the coordinator is ready, which it is when it has taken over. ``follows_next``: with ``restart``,
-    who runs this follows once another process has the log. ``app_input``: what the app reads.
+    who runs this follows once another process has the log. ``app_stdin``: what the app reads.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Supervisor:
         announced: AbstractContextManager[None] | None = None,
         follows: bool = False,
         follows_next: bool = False,
-        app_input: Background | None = None,
+        app_stdin: Background | None = None,
         stop_grace_s: float = STOP_GRACE_S,
         clean_stop_s: float = CLEAN_STOP_S,
     ) -> None:
@@ -113,7 +114,7 @@ class Supervisor:
         self._announced = announced or contextlib.nullcontext()
         self._follows = follows
         self._follows_next = follows or follows_next
-        self._app_input = app_input or Background()
+        self._app_input = app_stdin or Background()
         self._entered = contextlib.ExitStack()  # announced
         self._stop_grace_s = stop_grace_s
         self._clean_stop_s = clean_stop_s
@@ -155,7 +156,7 @@ class Supervisor:
         self._entered.enter_context(announced)
 
     def _run(self) -> int:
-        pause = RestartPause()
+        pause = RestartBackoff()
         while True:
             started_s = time.monotonic()
             self._restart_asked = False
@@ -168,7 +169,7 @@ class Supervisor:
                     return status
                 self._log.info("starting both again, as asked")
                 continue
-            first = who_died_first(list(self._exits.values()))
+            first = first_to_die(list(self._exits.values()))
             life_s = time.monotonic() - started_s
             second, told = self._stop_other(first)
             self._close_ready()
@@ -198,7 +199,7 @@ class Supervisor:
 
     def _outlive_apps(self) -> None:
         """Until there is a wish to stop, or a death that ends both: an app that dies alone is started again."""
-        pause = RestartPause(APP_DEATHS_AT_ONCE)
+        pause = RestartBackoff(APP_DEATHS_AT_ONCE)
         while True:
             started_s = time.monotonic()
             self._wait_for(lambda: bool(self._exits or self._is_asked))
@@ -211,7 +212,7 @@ class Supervisor:
             else:
                 self._log.error(f"the app died: {dead}; its coordinator goes on", pid=dead.pid)
                 if self._app_was_ready:  # it got somewhere: it comes back at once, however often
-                    pause = RestartPause(APP_DEATHS_AT_ONCE)
+                    pause = RestartBackoff(APP_DEATHS_AT_ONCE)
                 pause_s = pause.after(time.monotonic() - started_s, recovered=False)
                 self._log.info("restarting", pause_s=pause_s)
             interrupted = self._wait_for(lambda: self._is_asked or Role.COORDINATOR in self._exits, pause_s)
@@ -226,7 +227,7 @@ class Supervisor:
     def _app_to_start_again(self) -> Exit | None:
         """How the app died, if it did alone and by itself; None where that is no reason to start it again."""
         dead = self._exits.get(Role.APP)
-        if dead is None or dead.returncode in OWN_DEATHS:
+        if dead is None or dead.returncode in APP_FAULT_STATUSES:
             return None
         if dead.returncode != STATUS_RECOVER_ME and not self._restart:
             return None

@@ -15,12 +15,11 @@ from msgspec import Struct
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.protocol.client import CLIENTS, ClientFrameType
+from immortal.protocol.client_frames import CLIENTS, ClientFrameType
 from immortal.protocol.errors import ProtocolError
-from immortal.protocol.peer import FrameType
+from immortal.protocol.peer_frames import FrameType
 from immortal.protocol.record import HEADER_SIZE_BYTES, decode_header
-from immortal.protocol.timing_files import COORDINATOR, FOLDER_NAME, Noting, SegmentWriter
-from immortal.protocol.timings import TimingKind, TimingRow
+from immortal.protocol.timings import COORDINATOR, FOLDER_NAME, Noting, SegmentWriter, TimingKind, TimingRow
 from immortal.protocol.trailer import BatchKind, decode_trailer
 
 RECORDS_MAX = 10_000  # that the app has not been given: of the oldest beyond it is not noted when it is
@@ -65,7 +64,7 @@ class Arrived(Struct):
 Seen = Submitted | Durable | Given | Arrived
 
 
-class TimingNotes:
+class TimingRecorder:
     """Of one running coordinator, in the folder of its instance. Times are of the monotonic clock.
 
     ``limit_bytes``: of its segments. ``say``: is told where they can't be written.

@@ -1,11 +1,6 @@
 """Web frameworks (ASGI) in front of instances. `docs/guide/integrations.md`."""
 
-from immortal.appsdk.integrations.asgi import (
-    ImmortalMiddleware,
-    Service,
-    TooManyCalls,
-    progress,
-)
+from immortal.appsdk.integrations.asgi import ImmortalMiddleware, Service, TooManyCalls, progress
 
 __all__ = [
     "ImmortalMiddleware",

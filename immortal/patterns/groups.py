@@ -1,9 +1,6 @@
 """Groups of instances and ordered multicast. `docs/guide/ordering.md`."""
 
-from immortal.appsdk.patterns.groups import (
-    Grouped,
-    group,
-)
+from immortal.appsdk.patterns.groups import Grouped, group
 
 __all__ = [
     "Grouped",

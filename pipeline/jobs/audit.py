@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from immortal.pipeline.jobs.audit_report import AuditReport, LogReport
+from immortal.pipeline.jobs.audit_verdict import Result, judge
 from immortal.pipeline.jobs.evidence import LOG, MARK, Row
-from immortal.pipeline.jobs.judgement import Result, judge
-from immortal.pipeline.jobs.log_audit import LogReport
 from immortal.pipeline.jobs.ordering import ordered_results
-from immortal.pipeline.jobs.reports import AuditReport
 from immortal.pipeline.jobs.sources import Fleet, rows_of
 from immortal.pipeline.jobs.stream_audit import Mark, Part, StreamAudit
 

@@ -21,17 +21,19 @@ from immortal.coordinator.log import verify_value
 from immortal.pipeline.decode import (
     PADDING,
     Batches,
+    Longs,
     Marks,
     Values,
     batch_ranges,
+    binaries,
     decode_headers,
     decode_messages,
     decode_names,
     decode_trailers,
+    ordinals,
     verify_checks,
 )
 from immortal.pipeline.jobs.stream_audit import count_impulses
-from immortal.pipeline.lockstep import Longs, binaries, ordinals
 from immortal.pipeline.reading import Gap, LogRange, read_range
 from immortal.protocol.batch import check_batch, decode_batch, decode_replayable_batch
 from immortal.protocol.errors import ImmortalError, RemoteProtocolError

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from immortal.pipeline.decode import Values, decode_headers, decode_trailers, verify_checks
+from immortal.pipeline.decode import Values, binaries, decode_headers, decode_trailers, verify_checks
 from immortal.pipeline.errors import PipelineError, SourceError
 from immortal.pipeline.jobs.evidence import EVIDENCE, MARK, evidence_of_values
 from immortal.pipeline.jobs.sources import (
@@ -40,12 +40,11 @@ from immortal.pipeline.jobs.sources import (
     read_export_state,
     write_atomically,
 )
-from immortal.pipeline.lockstep import binaries
 from immortal.pipeline.reading import Gap, LogRange, close_shared, read_range, whole_range
 from immortal.pipeline.schema import SCHEMAS
 from immortal.pipeline.source import PARTITION_SIZE_BYTES, Options, RangeReader, split
 from immortal.protocol.checksum import crc64
-from immortal.protocol.private_files import FILE_MODE, make_folder, tighten
+from immortal.protocol.files import FILE_MODE, make_folder, tighten
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from immortal.appsdk.ordering.messages import Proposed
-from immortal.appsdk.ordering.multicasts import decode_executed, decode_of_ordering, decode_propose
-from immortal.appsdk.ordering.sending import RUNS_IN_FLIGHT_MAX
+from immortal.appsdk.ordering.multicasts import decode_executed, decode_ordering_message, decode_propose
+from immortal.appsdk.ordering.send_queue import RUNS_IN_FLIGHT_MAX
+from immortal.pipeline.jobs.audit_report import Violation
 from immortal.pipeline.jobs.evidence import Row
-from immortal.pipeline.jobs.reports import Violation
 from immortal.protocol import decoding
 from immortal.protocol.errors import ProtocolError
 from immortal.protocol.messages import MessageType, RpcKind, decode_incoming_rpc, decode_messages
-from immortal.protocol.ordering import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from immortal.protocol.system_methods import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
 from immortal.protocol.varint import encode_zigzag
 
 ORDERED = "ordered"
@@ -84,7 +84,7 @@ def _words(payload: bytes, start: int, end: int, row: Row) -> Iterator[tuple[str
         for sender, number, timestamp, count in decode_executed(rpc.arguments).runs:
             yield _EXECUTED, sender, number, timestamp, count
     else:
-        message = decode_of_ordering(rpc.arguments)
+        message = decode_ordering_message(rpc.arguments)
         if isinstance(message, Proposed):
             yield _PROPOSAL, row.receiver, message.number, message.timestamp, 0
 

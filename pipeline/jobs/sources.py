@@ -20,12 +20,11 @@ from immortal.coordinator.log import LogIdentity, is_locked, open_reader
 from immortal.pipeline.errors import SourceError
 from immortal.pipeline.jobs.evidence import EVIDENCE_SPARK, evidence_of_log, evidence_of_raw
 from immortal.pipeline.paths import log_folders
-from immortal.pipeline.reading import LogRange, close_shared, whole_range
+from immortal.pipeline.reading import LogRange, close_shared, first_at, whole_range
 from immortal.pipeline.schema import SCHEMAS
 from immortal.pipeline.source import PARTITION_SIZE_BYTES, split
-from immortal.pipeline.times import first_at
 from immortal.protocol import decoding
-from immortal.protocol.private_files import opener
+from immortal.protocol.files import opener
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -11,7 +11,7 @@ import matplotlib as mpl
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 
-from immortal.protocol.shown import printable
+from immortal.protocol.safe_output import printable
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

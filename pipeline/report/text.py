@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from immortal.coordinator.core.interfaces import IMPULSES
+from immortal.pipeline.jobs.audit_report import AuditReport, StreamReport
 from immortal.pipeline.jobs.export import ExportReport
-from immortal.pipeline.jobs.reports import AuditReport, StreamReport
 from immortal.pipeline.jobs.stats import Figures, Stats
 from immortal.pipeline.jobs.verify import VerifyReport
 from immortal.pipeline.jobs.what_if import FleetResult

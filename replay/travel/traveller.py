@@ -10,23 +10,30 @@ from typing import Any
 
 from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.handlers.proxy import all_method_names
-from immortal.appsdk.running.runner import load_or_say
-from immortal.appsdk.state.diff import differences
-from immortal.appsdk.state.tree import Fields, Tree, tree
+from immortal.appsdk.running.runner import load_or_report
+from immortal.appsdk.state.tree import Fields, Tree, differences, tree
+from immortal.coordinator.core.formatting import call_in_words
 from immortal.coordinator.core.interfaces import CheckpointHeader
-from immortal.coordinator.core.words import call_in_words
-from immortal.coordinator.log.contents import batches, message_at, record_of
-from immortal.coordinator.log.source import RecordSource
+from immortal.coordinator.log.reader import RecordSource
+from immortal.coordinator.log.record_contents import batches, message_at, record_of
 from immortal.protocol.messages import IncomingRpc, decode_messages
 from immortal.protocol.verdicts import Verdict
 from immortal.replay.errors import ReplayError
-from immortal.replay.fates import failure_in_words
 from immortal.replay.plan import usable_checkpoints
-from immortal.replay.travel.expressions import compiled, evaluate
-from immortal.replay.travel.paths import MISSING, Step, part_of, same, steps_of, value_at
-from immortal.replay.travel.showing import shown, text_of
-from immortal.replay.travel.walk import Walk
-from immortal.replay.travel.watching import Each, name_of
+from immortal.replay.result import format_failure
+from immortal.replay.travel.values import (
+    MISSING,
+    Step,
+    compiled,
+    evaluate,
+    part_of,
+    same,
+    shown,
+    steps_of,
+    text_of,
+    value_at,
+)
+from immortal.replay.travel.walk import Each, Walk, name_of
 
 At = tuple[int, int]
 Values = dict[str, Any]
@@ -39,12 +46,12 @@ POINTS_MAX = 400
 MADE_MAX = 200  # messages that one message made, that are shown
 
 
-class Traveller:
+class MomentExplorer:
     """``app``: the class that replays, "module:Class". For one thread."""
 
     def __init__(self, source: RecordSource, app: str) -> None:
         """Raises ReplayError for a class that can't be used, AppError."""
-        cls = load_or_say(app)
+        cls = load_or_report(app)
         if cls is None:
             raise ReplayError(f"{app} can't be used")
         self._source = source
@@ -365,7 +372,7 @@ class Traveller:
 
     def _failed(self, at: At) -> str:
         verdicts: list[Verdict] = [one for one in self._source.summary().verdicts if one.key[:2] == at]
-        return "; ".join(map(failure_in_words, verdicts))
+        return "; ".join(map(format_failure, verdicts))
 
 
 def _before(at: At) -> At:

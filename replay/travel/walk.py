@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 from msgspec import Struct
 
-from immortal.appsdk.calls.context import SEED_SIZE_BYTES
+from immortal.appsdk.calls.context import SEED_SIZE_BYTES, Context
+from immortal.appsdk.dispatch.delivery import Delivery
 from immortal.appsdk.handlers.definition import Definition
-from immortal.appsdk.running.inspection import shown_state
+from immortal.appsdk.running.inspection import describe_state
 from immortal.appsdk.running.local_app import LocalApp
 from immortal.appsdk.state.tree import Fields
 from immortal.coordinator.core.errors import require
+from immortal.coordinator.core.formatting import Methods, method_name
 from immortal.coordinator.core.interfaces import CheckpointHeader
-from immortal.coordinator.instances.foreign_state import refuse_pickle
-from immortal.coordinator.log.source import RecordSource
+from immortal.coordinator.instances.own_logs import refuse_pickle
+from immortal.coordinator.log.reader import RecordSource
+from immortal.protocol.errors import ImmortalError
 from immortal.protocol.extensions import Origin
+from immortal.protocol.messages import IncomingRpc, MessageType, decode_incoming_rpc, decode_message
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import decode_trailer
 from immortal.protocol.verdicts import Verdict
@@ -24,7 +28,6 @@ from immortal.replay.errors import ReplayError
 from immortal.replay.plan import ReplayPlan, plan_route
 from immortal.replay.positions import Outputs
 from immortal.replay.session import Ended, Event, ReplaySession, VerdictGiven
-from immortal.replay.travel.watching import Eyes, NoWatcher, Watcher
 
 
 class Made(Struct, frozen=True):
@@ -46,7 +49,7 @@ class Walk:
         plan = ReplayPlan(checkpoint.checkpoint_id, follow=True)
         refuse_pickle(source, [checkpoint.checkpoint_id])
         self._source = source
-        self._eyes = Eyes()
+        self._eyes = WatcherHolder()
         self._app = LocalApp(definition, bytes(SEED_SIZE_BYTES), 0, trace=True, make_delivery=self._eyes.make_delivery)
         self._session = ReplaySession(source.identity.instance_name, summary, plan_route(plan, source, summary))
         self._values: Iterator[bytes] | None = None
@@ -76,20 +79,20 @@ class Walk:
         """As it is now. Raises StateError."""
         dispatcher = self._app.dispatcher
         shown = dispatcher.instance if instance is None else instance
-        return shown_state(dispatcher.definition, shown, dispatcher.tasks.save())
+        return describe_state(dispatcher.definition, shown, dispatcher.tasks.save())
 
     def advance(self, last: int, watcher: Watcher | None = None, *, collects: bool = False) -> None:
         """Handle all records up to ``last``. ``collects``: what they make goes to ``made``.
 
         Raises ReplayError for a record that is not there, and what the app stops with.
         """
-        self._eyes.watcher = watcher or NoWatcher()
+        self._eyes.watcher = watcher or NullWatcher()
         self._collects = collects
         try:
             while self.reached < last:
                 self._step()
         finally:
-            self._eyes.watcher = NoWatcher()
+            self._eyes.watcher = NullWatcher()
             self._collects = False
 
     def _step(self) -> None:
@@ -132,3 +135,81 @@ class Walk:
                 self.verdicts.append(event.verdict)
             elif isinstance(event, Ended):
                 self._ended = event
+
+
+# Looking at each message of some records as a real app handles it.
+
+
+class Watcher(Protocol):
+    """Who looks on."""
+
+    def wants(self, sequence_id: int) -> bool:
+        """Whether each message of this record is looked at, which takes some µs each."""
+
+    def behind(self, sequence_id: int, index: int, rpc: IncomingRpc | None, instance: Any) -> None:
+        """A message was handled; of one that failed nothing is said. After a failure those of its record come again."""
+
+
+class NullWatcher:
+    def wants(self, sequence_id: int) -> bool:
+        return False
+
+    def behind(self, sequence_id: int, index: int, rpc: IncomingRpc | None, instance: Any) -> None:
+        """Nobody looks."""
+
+
+class WatcherHolder:
+    """Where the watcher of the moment is found: an app keeps its delivery for life."""
+
+    def __init__(self) -> None:
+        self.watcher: Watcher = NullWatcher()
+
+    def make_delivery(self, definition: Definition, context: Context) -> Delivery:
+        return _WatchedDelivery(definition, context, self)
+
+
+class _WatchedDelivery(Delivery):
+    def __init__(self, definition: Definition, context: Context, eyes: WatcherHolder) -> None:
+        super().__init__(definition, context)
+        self._eyes = eyes
+
+    def deliver(self, instance: Any, content: bytes, offset: int, end: int, slice_end: int) -> int:
+        sequence_id, watcher = self._context.sequence_id, self._eyes.watcher
+        if not watcher.wants(sequence_id):
+            return super().deliver(instance, content, offset, end, slice_end)
+        index = self._context.message_index
+        behind = super().deliver(instance, content, offset, end, offset + 1)
+        watcher.behind(sequence_id, index, _rpc_at(content, offset), instance)
+        return behind
+
+
+def _rpc_at(content: bytes, offset: int) -> IncomingRpc | None:
+    try:
+        message_type, start, end = decode_message(content, offset)
+        return decode_incoming_rpc(content, start, end) if message_type == MessageType.RPC else None
+    except ImmortalError:
+        return None
+
+
+def name_of(rpc: IncomingRpc | None, methods: Methods) -> str:
+    """Of the method that a message calls, or whose answer it is."""
+    if rpc is None:
+        return "initial"
+    return method_name(rpc.method_id, rpc.kind, "", methods) or f"method {rpc.method_id}"
+
+
+Behind = Callable[[int, int, "IncomingRpc | None", Any], None]
+
+
+class Each:
+    """A watcher of a range of records, both ends included, that calls a function."""
+
+    def __init__(self, first: int, last: int, behind: Behind) -> None:
+        self._first, self._last = first, last
+        self._behind = behind
+
+    def wants(self, sequence_id: int) -> bool:
+        return self._first <= sequence_id <= self._last
+
+    def behind(self, sequence_id: int, index: int, rpc: IncomingRpc | None, instance: Any) -> None:
+        self._behind(sequence_id, index, rpc, instance)

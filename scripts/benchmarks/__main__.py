@@ -15,8 +15,7 @@ from rich.console import Console
 
 from immortal.bench.processes import BenchError
 from scripts.benchmarks.context import ROOT, Amounts, Context, prepare_environment
-from scripts.benchmarks.run import FORMAT_VERSION, PARTS, run_suite
-from scripts.benchmarks.table import show
+from scripts.benchmarks.run import FORMAT_VERSION, PARTS, run_suite, show
 
 LOG_SIZE_GIB_MAX = 1000.0
 

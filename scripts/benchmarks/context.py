@@ -5,11 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
+
+from immortal.bench.processes import BenchError
+from immortal.coordinator.service.process import die_with_parent
 
 T = TypeVar("T")
 
@@ -103,3 +114,88 @@ def prepare_environment() -> None:
     os.environ["DO_NOT_TRACK"] = "1"
     # As where a package is installed: without it each start of ours, not of the rivals', would compile its modules.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+# The machine and the versions that figures belong to.
+
+
+PACKAGES = ("immortal", "lmdb", "pyzmq", "msgspec", "fastcrc", "grpcio", "dbos", "sqlalchemy", "psycopg", "restate-sdk")
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """``folder``: where the logs are."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
+        "kernel": platform.release(),
+        "system": platform.platform(),
+        "filesystem": _filesystem(folder),
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def load_average() -> list[float]:
+    return [round(load, 2) for load in os.getloadavg()]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _filesystem(folder: Path) -> str:
+    best = ("", "unknown")
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, mount, kind = line.split()[:3]
+        if folder.resolve().is_relative_to(mount) and len(mount) >= len(best[0]):
+            best = (mount, kind)
+    return best[1]
+
+
+def _commit() -> str:
+    git = shutil.which("git")
+    if git is None:
+        return ""
+    asked = [git, "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+
+
+# Services of the suite beside plain processes: one `immortal run` each, which is ready when it is returned.
+
+
+def start_service(stack: ExitStack, home: Path, name: str, app: str) -> list[int]:
+    """Register and run it until ``stack`` ends; the process IDs of its coordinator and its app. Raises BenchError."""
+    coordinator = [sys.executable, "-m", "immortal.coordinator", "--home", str(home)]
+    register = [*coordinator, "register", name, "--peer", "tcp://127.0.0.1:*"]
+    subprocess.run(register, check=True, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*coordinator, "run", name, app],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent(os.getpid()),
+    )
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    assert process.stderr is not None
+    lines = process.stderr
+    said = ""
+    while not said.endswith("ready\n"):
+        line = lines.readline()
+        if not line:
+            raise BenchError(f"{name} has ended before it was ready:\n{said}")
+        said += line
+    threading.Thread(target=lines.read, daemon=True).start()  # or it would wait to be read
+    return [int(pid) for pid in re.findall(r"_pid=(\d+)", said)]

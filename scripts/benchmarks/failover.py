@@ -41,9 +41,8 @@ import psycopg
 
 from immortal.client import connect, start
 from immortal.coordinator.instances.registry import free_port
-from scripts.benchmarks.context import ROOT, prepare_environment
+from scripts.benchmarks.context import ROOT, describe, load_average, prepare_environment
 from scripts.benchmarks.failover_report import histogram, put, section, share_ms
-from scripts.benchmarks.machine import describe, load_average
 from scripts.benchmarks.rivals.servers import postgres
 
 WAIT_S = 120.0

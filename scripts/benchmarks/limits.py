@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from immortal.bench.disk import append_latencies, append_rate
-from immortal.bench.latency import percentile
+from immortal.bench.machine import append_latencies, append_rate
 from immortal.bench.processes import BenchError, start_module
+from immortal.bench.workload import percentile
 
 DISK_SECONDS = 0.5
 WRITE_SIZE_BYTES = 64 << 10

@@ -14,13 +14,13 @@ from typing import TypeVar
 
 import click
 
-from immortal.pipeline.fleet import Fleet, write_fleet
 from immortal.pipeline.jobs.audit import audit
 from immortal.pipeline.jobs.export import export
 from immortal.pipeline.jobs.sources import open_fleet
 from immortal.pipeline.jobs.stats import stats
 from immortal.pipeline.jobs.verify import open_all, verify
 from immortal.pipeline.session import session
+from immortal.pipeline.synthetic_logs import Fleet, write_fleet
 
 Result = TypeVar("Result")
 

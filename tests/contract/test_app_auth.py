@@ -20,24 +20,22 @@ import pytest
 from click.testing import CliRunner
 from msgspec import structs
 
-from immortal.appsdk.running.authenticate import authenticate
-from immortal.appsdk.running.transport import read_secret
-from immortal.coordinator.app import gate as app_gate
+from immortal.appsdk.running.transport import authenticate, read_secret
+from immortal.cli import main
+from immortal.coordinator.app import authenticator as app_gate
 from immortal.coordinator.app import secret as app_secret
-from immortal.coordinator.app.gate import GUESTS_MAX
-from immortal.coordinator.cli import main
+from immortal.coordinator.app.authenticator import UNAUTHENTICATED_MAX
 from immortal.coordinator.config import AppAuth, ConfigError, InstanceSettings, override
-from immortal.coordinator.config.app_hosts import is_loopback
-from immortal.coordinator.config.socket_paths import UNIX_PATH_SIZE_BYTES_MAX
+from immortal.coordinator.config.socket_addresses import UNIX_PATH_SIZE_BYTES_MAX, is_loopback
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.instances.registry import HOME_VARIABLE, Registry
 from immortal.coordinator.notices import Notices
-from immortal.coordinator.notices.limited import LINES_MAX, Limited
+from immortal.coordinator.notices.sinks import LINES_MAX, Limited
 from immortal.coordinator.operator.unregister import unregister
 from immortal.errors import ConnectError
-from immortal.protocol.app_proof import encode_challenge
+from immortal.protocol.app_handshake import encode_challenge
 from immortal.protocol.messages import MessageType, encode_message
-from immortal.protocol.rate_limit import INTERVAL_NS
+from immortal.protocol.safe_output import INTERVAL_NS
 from tests.helpers.app_port import (
     NONCE,
     OTHER_SECRET,
@@ -276,8 +274,8 @@ def test_a_flood_of_the_silent_before_the_app(house: House) -> None:
     process = guarded(house)
     before = open_files(process)
     silent = [stranger(process.settings) for _ in range(200)]
-    process.line(f"{GUESTS_MAX} wait there", LINES_MAX)
-    assert open_files(process) <= before + GUESTS_MAX + 8
+    process.line(f"{UNAUTHENTICATED_MAX} wait there", LINES_MAX)
+    assert open_files(process) <= before + UNAUTHENTICATED_MAX + 8
     app = own_app(house)
     app.impulse(1)
     app.until(lambda: app.accepted == 1)
@@ -370,7 +368,7 @@ def test_an_app_at_the_unix_socket_is_not_driven_out_by_strangers(tmp_path: Path
         with socket.socket(socket.AF_UNIX) as app:
             app.connect(str(path))
             assert made.turn() == []
-            for _ in range(2 * GUESTS_MAX):
+            for _ in range(2 * UNAUTHENTICATED_MAX):
                 strangers.append(stranger(made.settings))
                 assert made.turn() == []
             said = hello(b"")

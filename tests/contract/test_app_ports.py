@@ -12,12 +12,12 @@ import pytest
 from click.testing import CliRunner
 from msgspec import structs
 
-from immortal.coordinator.app import dialer as app_dialer
-from immortal.coordinator.app import listener as app_listener
-from immortal.coordinator.app.dialer import RETRY_PAUSE_S_MAX, AppDialer
-from immortal.coordinator.cli import main
+from immortal.cli import main
+from immortal.coordinator.app import sockets as app_dialer
+from immortal.coordinator.app import sockets as app_listener
+from immortal.coordinator.app.sockets import RETRY_PAUSE_S_MAX, AppDialer
 from immortal.coordinator.config import AppSendMode, InstanceSettings
-from immortal.coordinator.config.app_hosts import hosts_of
+from immortal.coordinator.config.socket_addresses import hosts_of
 from immortal.coordinator.notices import Notices
 from immortal.protocol.messages import RpcType, encode_outgoing_rpc
 from tests.helpers.processes import DEADLINE_S, TOLD, CoordinatorProcess, House, SocketApp
@@ -378,7 +378,7 @@ def test_a_send_port_in_use_is_named(house: House) -> None:
 
 
 def test_a_machine_without_ipv6(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("immortal.coordinator.config.app_hosts._has_ipv6_loopback", lambda: False)
+    monkeypatch.setattr("immortal.coordinator.config.socket_addresses._has_ipv6_loopback", lambda: False)
     assert hosts_of("localhost") == ("127.0.0.1",)
     house.register("alice")
     epoll = select.epoll()
@@ -502,7 +502,7 @@ def test_run_is_for_apps_with_one_connection(house: House) -> None:
 
 
 def test_run_gives_the_app_an_address_that_each_machine_has(house: House) -> None:
-    from immortal.coordinator.service.commands import APP_ADDRESS_VARIABLE, app_command
+    from immortal.coordinator.service.children import APP_ADDRESS_VARIABLE, app_command
 
     def address(settings: InstanceSettings) -> str:
         return app_command(settings, "wordcount:Counter").environment[APP_ADDRESS_VARIABLE]

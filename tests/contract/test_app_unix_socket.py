@@ -14,12 +14,16 @@ import pytest
 from click.testing import CliRunner
 
 from immortal.appsdk.running.transport import connect, read_secret
+from immortal.cli import main
 from immortal.coordinator.app import secret as app_secret
-from immortal.coordinator.app.listener import AppListenError, listen_unix
-from immortal.coordinator.cli import main
+from immortal.coordinator.app.sockets import AppListenError, listen_unix
 from immortal.coordinator.config import ConfigError, InstanceSettings
-from immortal.coordinator.config.app_hosts import SOCKET_FILE_NAME
-from immortal.coordinator.config.socket_paths import UNIX_PATH_SIZE_BYTES_MAX, secure_folder, socket_path
+from immortal.coordinator.config.socket_addresses import (
+    SOCKET_FILE_NAME,
+    UNIX_PATH_SIZE_BYTES_MAX,
+    secure_folder,
+    socket_path,
+)
 from immortal.coordinator.instances.registry import Registry
 from immortal.errors import ConnectError
 from immortal.protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
@@ -341,7 +345,7 @@ def test_a_socket_has_one_place_whatever_its_folder_is_called(tmp_path: Path) ->
 
 
 def test_a_short_folder_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("immortal.coordinator.config.socket_paths.SHORT_FOLDERS", tmp_path)
+    monkeypatch.setattr("immortal.coordinator.config.socket_addresses.SHORT_FOLDERS", tmp_path)
     path = socket_path(Path("/" + "deep" * 30), "app.sock")
     own = path.parent
     for _ in range(2):

@@ -11,23 +11,19 @@ pytest.importorskip("obstore")
 
 from obstore.store import MemoryStore
 
-from immortal.coordinator.archive.archive import Archive
+from immortal.coordinator.archive.archive import Archive, Cipher
 from immortal.coordinator.archive.archiver import Archiver
-from immortal.coordinator.archive.chain import index_of
-from immortal.coordinator.archive.ciphers import Cipher
-from immortal.coordinator.archive.errors import ArchiveError, ConflictError
-from immortal.coordinator.archive.following import Follower, Options
-from immortal.coordinator.archive.manifests import MOMENTS, Moment, moment_name
-from immortal.coordinator.archive.pruning import prune
-from immortal.coordinator.archive.restoring import restore
-from immortal.coordinator.archive.retention import Retention
+from immortal.coordinator.archive.chain import Retention, index_of
+from immortal.coordinator.archive.follower import Follower, Options, prune
+from immortal.coordinator.archive.format import MOMENTS, ArchiveError, ConflictError, Moment, moment_name
+from immortal.coordinator.archive.restore import restore
 from immortal.coordinator.core.interfaces import Transaction
 from immortal.coordinator.log.authentication import LogKey, LogKeyError
 from immortal.coordinator.log.backup import back_up
 from immortal.coordinator.log.cut import LogCutter
 from immortal.coordinator.log.format import ALL_TABLES
 from immortal.coordinator.log.open import place_of
-from immortal.coordinator.objects.errors import DamagedObjectError, StoreError
+from immortal.coordinator.objects import DamagedObjectError, StoreError
 from immortal.coordinator.objects.store import Objects, Stored, store_of
 from immortal.log import RowLogStore, create_log, open_log, open_reader
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_checkpoint, put_record, write_log

@@ -16,11 +16,11 @@ from obstore.store import S3Store
 
 from immortal.coordinator.archive.archive import Archive
 from immortal.coordinator.archive.archiver import Archiver
-from immortal.coordinator.archive.pruning import prune
-from immortal.coordinator.archive.restoring import restore
-from immortal.coordinator.archive.retention import Retention
+from immortal.coordinator.archive.chain import Retention
+from immortal.coordinator.archive.follower import prune
+from immortal.coordinator.archive.restore import restore
 from immortal.coordinator.log.open import place_of
-from immortal.coordinator.objects.errors import StoreError
+from immortal.coordinator.objects import StoreError
 from immortal.coordinator.objects.store import Objects, store_of
 from immortal.log import open_log, open_reader
 from tests.faults.sample_log import NAME, put_record, read_contents, write_log

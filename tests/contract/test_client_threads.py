@@ -17,12 +17,12 @@ import pytest
 import zmq
 
 from immortal import Immortal, rpc
-from immortal.appsdk.client.lane import Call
+from immortal.appsdk.client.methods import NamedMethod
 from immortal.appsdk.client.proxies import client_of
-from immortal.appsdk.client.results import NamedMethod
+from immortal.appsdk.client.session import Call
 from immortal.appsdk.client.transport import Transport
 from immortal.client import CallRefused, CallTimeout, ClientClosed, connect, start, with_timeout
-from immortal.protocol.client import (
+from immortal.protocol.client_frames import (
     ClientFrame,
     ClientFrameType,
     Reply,

@@ -16,12 +16,11 @@ import zmq.auth
 from msgspec.structs import replace
 from zmq.auth.thread import ThreadAuthenticator
 
-from immortal.appsdk.client.aio import AsyncClient
+from immortal.appsdk.client.clients import AsyncClient
 from immortal.appsdk.client.connection import Connection
+from immortal.appsdk.client.discovery import Finder, Places
 from immortal.appsdk.client.errors import ClientClosed, NotConnectable
-from immortal.appsdk.client.places import Finder, Places
-from immortal.appsdk.client.transport import Transport
-from immortal.appsdk.client.watch import Watch
+from immortal.appsdk.client.transport import SocketMonitor, Transport
 
 REOPENED = 400  # one in a hundred or so was enough
 ACCEPTED_S = 10.0
@@ -97,7 +96,7 @@ def test_where_nobody_listens_the_next_place_is_tried_at_once(monkeypatch: pytes
 def watched_until(problem: str, endpoint: str, server_key: bytes | None) -> None:
     """Watch a caller who calls ``endpoint`` until it has that problem; ``server_key``: the one that is known here."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    watch, caller = Watch(context), context.socket(zmq.DEALER)
+    watch, caller = SocketMonitor(context), context.socket(zmq.DEALER)
     try:
         caller.setsockopt(zmq.LINGER, 0)
         caller.setsockopt(zmq.RECONNECT_IVL, 10)
@@ -113,7 +112,7 @@ def watched_until(problem: str, endpoint: str, server_key: bytes | None) -> None
             assert time.monotonic() < deadline_s, f"what is seen is {watch.problem!r}"
             time.sleep(0.001)
             watch.look()
-        assert watch.finds_nobody == (problem == "nobody listens there")
+        assert watch.is_unreachable == (problem == "nobody listens there")
     finally:
         watch.close()
         caller.close()
@@ -229,14 +228,14 @@ def test_who_ends_in_a_handshake_and_is_back_has_no_other_key() -> None:
         caller.setsockopt(zmq.CURVE_SERVERKEY, public)
         caller.setsockopt(zmq.CURVE_PUBLICKEY, own_public)
         caller.setsockopt(zmq.CURVE_SECRETKEY, own_secret)
-        watch = Watch(context)
+        watch = SocketMonitor(context)
         watch.watch(caller, has_keys=True)
         try:
             with socket.create_server(("127.0.0.1", 0)) as dying:
                 dying.settimeout(ACCEPTED_S)
                 endpoint = f"tcp://127.0.0.1:{dying.getsockname()[1]}"
                 caller.connect(endpoint)
-                while not watch.has_another_key:
+                while not watch.has_key_mismatch:
                     assert time.monotonic() < deadline_s, watch.problem
                     with dying.accept()[0] as connection:
                         connection.sendall(GREETING)
@@ -246,7 +245,7 @@ def test_who_ends_in_a_handshake_and_is_back_has_no_other_key() -> None:
             while not watch.is_up:
                 assert time.monotonic() < deadline_s, watch.problem
                 watch.look()
-            assert not watch.has_another_key
+            assert not watch.has_key_mismatch
             assert watch.problem == ""
             back.close()
         finally:

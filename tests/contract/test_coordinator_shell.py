@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from immortal.coordinator.app.connection import AppConnection
 from immortal.coordinator.app.endpoint import AppEndpoint
-from immortal.coordinator.app.listener import AppListenError, listen
+from immortal.coordinator.app.sockets import AppConnection, AppListenError, listen
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import LogError, LogFullError, LogSyncError, LogUnavailableError
@@ -24,16 +23,16 @@ from immortal.coordinator.core.interfaces import (
     Transaction,
     VersionStart,
 )
-from immortal.coordinator.driver.reads import problem_of
+from immortal.coordinator.driver.ports import problem_of
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.coordinator.log_port.writer import JOINED_SIZE_BYTES_MAX, LogWriter
-from immortal.coordinator.messenger.duplicates import OrderedTracker
+from immortal.coordinator.messenger.inbox import OrderedTracker
 from immortal.coordinator.notices import Notices
 from immortal.coordinator.service.runtime import Coordinator
 from immortal.messenger import Answer, Messenger, Outcome, Received
 from immortal.protocol.checksum import crc64
-from immortal.protocol.peer import FrameType, PeerFrame, encode_frame
+from immortal.protocol.peer_frames import FrameType, PeerFrame, encode_frame
 from immortal.protocol.record import encode_record
 from immortal.protocol.trailer import Trailer, encode_trailer
 

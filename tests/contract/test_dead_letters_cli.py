@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from immortal import Immortal, rpc
 from immortal.appsdk.handlers.decorators import method_id_of_name
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.interfaces import AuditEntry, CheckpointHeader, Suspect, Transaction
 from immortal.coordinator.instances.registry import Registry

@@ -18,7 +18,7 @@ from immortal.coordinator.core.errors import (
 )
 from immortal.coordinator.log.backend import Append, Backend, Options, Place, Span, View
 from immortal.coordinator.log.format import ALL_TABLES, FORMAT_VERSION, SEQUENCE_KEY
-from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id
+from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id
 from immortal.coordinator.log.open import place_of
 from tests.helpers.toy_backend import ToyPlace
 

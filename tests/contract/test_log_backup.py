@@ -15,12 +15,11 @@ from msgspec.structs import replace
 
 from immortal.coordinator.core.errors import LogFullError
 from immortal.coordinator.core.interfaces import Transaction
-from immortal.coordinator.log import reading
-from immortal.coordinator.log.backend import View
-from immortal.coordinator.log.backends.lmdb import copying, high_water
+from immortal.coordinator.log import view_queries
+from immortal.coordinator.log.backend import Severity, View
+from immortal.coordinator.log.backends.lmdb import copies, high_water
 from immortal.coordinator.log.backup import BackupError, back_up
 from immortal.coordinator.log.cut import LogCutter
-from immortal.coordinator.log.findings import Severity
 from immortal.coordinator.log.open import place_of
 from immortal.coordinator.log.verify import verify_log
 from immortal.log import RowLogStore, create_log, open_log, open_reader
@@ -135,7 +134,7 @@ def test_checkpoints_that_are_trimmed_while_they_are_looked_at_are_no_damage(
     while store.trim(keep_checkpoints=2):
         pass
     store.close()
-    now, looks = reading.stored_headers, 0
+    now, looks = view_queries.stored_headers, 0
 
     def as_they_were(view: View) -> list[tuple[int, Any]]:
         nonlocal looks
@@ -149,7 +148,7 @@ def test_checkpoints_that_are_trimmed_while_they_are_looked_at_are_no_damage(
             ]
         return headers
 
-    monkeypatch.setattr(reading, "stored_headers", as_they_were)
+    monkeypatch.setattr(view_queries, "stored_headers", as_they_were)
     verification = verify_log(tmp_path / "log", NAME)
     wrong = [finding for finding in verification.findings() if finding.severity is not Severity.NOTE]
     assert wrong == []
@@ -164,7 +163,7 @@ def test_a_backup_that_is_cut_off_leaves_the_one_before(tmp_path: Path, monkeypa
 
     def fails() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(copying, "_bring_up_checkpoints", full)
+            patch.setattr(copies, "_bring_up_checkpoints", full)
             with pytest.raises(LogFullError, match=r"the disk of the log folder .*/backup is full"):
                 back_up(tmp_path / "log", NAME, tmp_path / "backup")
 

@@ -11,11 +11,11 @@ import pytest
 from immortal.coordinator.core.errors import DamagedLogError
 from immortal.coordinator.core.interfaces import ClientPosition, LogStore, StoredClients, Transaction
 from immortal.coordinator.log import format as log_format
-from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.backend import Severity
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.coordinator.log.verify import verify_log
 from immortal.log import RowLogStore, create_log, open_log
-from immortal.protocol.client import caller_of
+from immortal.protocol.client_frames import caller_of
 from immortal.protocol.record import encode_record
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 

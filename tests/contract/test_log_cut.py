@@ -20,13 +20,11 @@ from immortal.coordinator.core.interfaces import (
     VersionStart,
 )
 from immortal.coordinator.log import format as log_format
-from immortal.coordinator.log.backend import Append, Span
-from immortal.coordinator.log.backends.lmdb import copying
+from immortal.coordinator.log.backend import Append, Severity, Span
+from immortal.coordinator.log.backends.lmdb import copies
 from immortal.coordinator.log.backends.lmdb.tables import Writing
-from immortal.coordinator.log.backends.lmdb.writing import LmdbBackend
-from immortal.coordinator.log.cut import LogCutter
-from immortal.coordinator.log.cut_plan import CutPlan, CutRefusedError, LostMessages
-from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.backends.lmdb.writer import LmdbBackend
+from immortal.coordinator.log.cut import CutPlan, CutRefusedError, LogCutter, LostMessages
 from immortal.coordinator.log.verify import verify_log
 from immortal.log import RowLogStore, create_log, open_log, open_reader
 from immortal.protocol.checksum import crc64
@@ -364,8 +362,8 @@ def test_cutting_twice(log: Path) -> None:
 
 CRASH = """
 import os, sys
-import immortal.coordinator.log.backends.lmdb.copying as copying
-import immortal.coordinator.log.backends.lmdb.writing as writing
+import immortal.coordinator.log.backends.lmdb.copies as copying
+import immortal.coordinator.log.backends.lmdb.writer as writing
 from immortal.coordinator.log.cut import LogCutter
 where, log = sys.argv[1:]
 def crash_behind(function):
@@ -388,7 +386,7 @@ def test_what_is_cut_off_and_its_name_are_synced_before_anything_is_removed(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[tuple[str, Path | None]] = []
-    sync_folder, append = copying.sync_folder, LmdbBackend.append
+    sync_folder, append = copies.sync_folder, LmdbBackend.append
 
     def synced(path: Path) -> None:
         done.append(("sync_folder", path))
@@ -398,7 +396,7 @@ def test_what_is_cut_off_and_its_name_are_synced_before_anything_is_removed(
         done.append(("remove_from", None))
         append(self, change)
 
-    monkeypatch.setattr(copying, "sync_folder", synced)
+    monkeypatch.setattr(copies, "sync_folder", synced)
     monkeypatch.setattr(LmdbBackend, "append", removed)
     kept = cut(log, 12)
     assert done == [("sync_folder", log / f".{kept.name}"), ("sync_folder", log), ("remove_from", None)]
@@ -423,7 +421,7 @@ def test_nothing_is_cut_where_it_can_not_be_kept(log: Path, monkeypatch: pytest.
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(copying, "put_rows", fail)
+    monkeypatch.setattr(copies, "put_rows", fail)
     with pytest.raises(LogError, match=r"cannot be kept in .*cut-12-19-1, so nothing was cut"):
         cut(log, 12)
     assert sorted(entry.name for entry in log.iterdir()) == ["data.mdb", "high-water-mark", "lock", "lock.mdb"]
@@ -446,7 +444,7 @@ def test_nothing_is_cut_where_the_removal_fails(log: Path, monkeypatch: pytest.M
 
 def test_a_large_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than one transaction of the copy."""
-    monkeypatch.setattr(copying, "COPIED_SIZE_BYTES_MAX", 10_000)
+    monkeypatch.setattr(copies, "COPIED_SIZE_BYTES_MAX", 10_000)
     store = create_log(tmp_path, "alice", committer_id=COMMITTER_ID, map_size_bytes=1 << 20)
     put_checkpoint(store, 1, -1)
     values = [value_of(number) for number in range(5_000)]

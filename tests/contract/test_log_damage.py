@@ -23,8 +23,8 @@ from immortal.coordinator.core.interfaces import (
     Transaction,
 )
 from immortal.coordinator.log import format as log_format
-from immortal.coordinator.log.backends.lmdb.data_file import check_data_file, structure_problems
-from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.backend import Severity
+from immortal.coordinator.log.backends.lmdb.files import check_data_file, structure_problems
 from immortal.coordinator.log.verify import verify_log
 from immortal.log import RowLogStore, create_log, open_log, open_reader
 from immortal.protocol.checksum import crc64

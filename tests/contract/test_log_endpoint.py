@@ -44,7 +44,7 @@ class Log:
         self.inbox: list[ev.Event] = []
         clock = None  # asked where something is trimmed
         self.endpoint = LogEndpoint(self.store, _writer, clock, Notices("a"), None, self.inbox)  # type: ignore[arg-type]
-        self.endpoint.acquire(ef.AcquireRight())
+        self.endpoint.acquire(ef.AcquireWriteLease())
         self.inbox.clear()
 
 
@@ -86,7 +86,7 @@ def test_of_a_log_that_is_elsewhere_nothing_is_read_or_written_at_once(log: Log)
     log.endpoint.close()
     log.store.backend.is_remote = True
     log.endpoint = LogEndpoint(log.store, _writer, None, Notices("a"), None, log.inbox)  # type: ignore[arg-type]
-    log.endpoint.acquire(ef.AcquireRight())
+    log.endpoint.acquire(ef.AcquireWriteLease())
     log.inbox.clear()
     log.endpoint.submit(ef.Commit(1, Transaction(epoch=3), 1, -1, 1))
     assert not log.endpoint.has_inline

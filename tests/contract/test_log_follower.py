@@ -17,7 +17,7 @@ from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.backend import Append
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.coordinator.log_port.follower import LogFollower
-from immortal.coordinator.log_port.places import LogPlaces
+from immortal.coordinator.log_port.instance_log import InstanceLog
 from immortal.coordinator.log_port.writer import LogWriter
 from immortal.coordinator.notices import Notices
 from immortal.protocol.checksum import crc64
@@ -35,7 +35,7 @@ class Log:
         registry = Registry(home)
         registry.register("a", peer="tcp://127.0.0.1:*")
         self.settings = registry.load("a")
-        self.places = LogPlaces(self.settings, Notices("a"), trust_pickle=False)
+        self.places = InstanceLog(self.settings, Notices("a"), trust_pickle=False)
         self.store = self.places.open_store()
         self.followers: list[LogFollower] = []
 
@@ -54,7 +54,7 @@ class Log:
         self.store.commit(Transaction(checkpoint=header, extensions=frozenset(), epoch=1))
 
     def follower(self) -> LogFollower:
-        follower = LogFollower(LogPlaces(self.settings, Notices("a"), trust_pickle=False))
+        follower = LogFollower(InstanceLog(self.settings, Notices("a"), trust_pickle=False))
         self.followers.append(follower)
         follower.acquire()
         return follower
@@ -101,7 +101,7 @@ def test_it_is_told_who_writes_and_reads_beside_that(held: Log) -> None:
     follower = held.follower()
     follower.submit(ef.LoadLog())
     told, loaded = events_of(follower, 2)
-    assert isinstance(told, ev.RightHeld)
+    assert isinstance(told, ev.WriteLeaseHeld)
     assert told.holder.startswith("process ")
     assert isinstance(loaded, ev.LogLoaded)
     assert (loaded.summary.last_sequence_id, loaded.clients) == (0, None)
@@ -144,7 +144,7 @@ def test_it_opens_the_log_for_writing_once_the_lock_is_free(log: Log) -> None:
     store.close()
 
 
-class SilentPlaces(LogPlaces):
+class SilentPlaces(InstanceLog):
     """Its log can't be reached while ``is_silent``."""
 
     is_silent = True
@@ -166,7 +166,7 @@ def test_while_the_log_is_out_of_reach_it_waits_and_says_so(held: Log) -> None:
     assert (told.retryable, told.request) == (True, ef.LoadLog())
     places.is_silent = False
     follower.submit(ef.LoadLog())
-    assert {type(event) for event in events_of(follower, 2)} == {ev.RightHeld, ev.LogLoaded}
+    assert {type(event) for event in events_of(follower, 2)} == {ev.WriteLeaseHeld, ev.LogLoaded}
 
 
 class UnsureStore(MemoryLogStore):

@@ -15,18 +15,15 @@ import pytest
 
 from immortal.coordinator.core.errors import DamagedLogError, LogSyncError
 from immortal.coordinator.core.interfaces import SourcePosition, Transaction
-from immortal.coordinator.log.backend import Row
+from immortal.coordinator.log.backend import Row, Severity
 from immortal.coordinator.log.backends.lmdb.environment import open_environment
 from immortal.coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
-from immortal.coordinator.log.backends.lmdb.journal import FILE_NAME, FILE_SIZE_BYTES, Journal
-from immortal.coordinator.log.backends.lmdb.journal_entries import BLOCK_SIZE_BYTES
+from immortal.coordinator.log.backends.lmdb.journal import BLOCK_SIZE_BYTES, FILE_NAME, FILE_SIZE_BYTES, Journal
 from immortal.coordinator.log.backends.lmdb.journal_reader import JournalReader
-from immortal.coordinator.log.backends.lmdb.tables import Writing
-from immortal.coordinator.log.backends.lmdb.view import JournalRows
+from immortal.coordinator.log.backends.lmdb.tables import JournalRows, Writing
 from immortal.coordinator.log.cut import LogCutter
-from immortal.coordinator.log.findings import Severity
 from immortal.coordinator.log.format import FORMAT_VERSION, META_FORMAT, META_JOURNAL, SEQUENCE_KEY, seal
-from immortal.coordinator.log.meta import LogIdentity
+from immortal.coordinator.log.identity import LogIdentity
 from immortal.coordinator.log.rows import changes_of
 from immortal.coordinator.log.verify import verify_log
 from immortal.log import RowLogStore, create_log, open_log, open_reader
@@ -436,7 +433,7 @@ def test_tables_are_durable_before_an_entry_follows_them(tmp_path: Path, monkeyp
         done.append("append")
         return append(self, rows)
 
-    monkeypatch.setattr("immortal.coordinator.log.backends.lmdb.writing.open_environment", watched)
+    monkeypatch.setattr("immortal.coordinator.log.backends.lmdb.writer.open_environment", watched)
     monkeypatch.setattr(Journal, "append", noted)
     store = reopened(tmp_path / "log")
     store.commit(commit(0))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from immortal.coordinator.core.errors import DamagedLogError
-from immortal.coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME
+from immortal.coordinator.log.backends.lmdb.files import DATA_FILE_NAME
 from immortal.coordinator.log.backends.lmdb.pages import PageError, check_pages
 from immortal.log import open_log, open_reader
 from tests.faults.sample_log import (

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.core.interfaces import CheckpointHeader, SourcePosition, Transaction
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log import format as log_format
-from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.backend import Severity
 from immortal.coordinator.log.verify import verify_log
 from immortal.coordinator.operator import control
 from immortal.log import create_log, open_log, open_reader

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from immortal.bench import trim as bench_trim
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.core.clock import RunningTime
 from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
 from immortal.coordinator.instances.registry import Registry

@@ -37,19 +37,17 @@ from immortal.coordinator.core.interfaces import (
     VersionStart,
 )
 from immortal.coordinator.fault_points import FaultPoint
-from immortal.coordinator.log import budget as budget_module
+from immortal.coordinator.log import backend as budget_module
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log import reader as reader_module
-from immortal.coordinator.log.backend import Append, Options, Place
+from immortal.coordinator.log.backend import Append, Options, Place, Severity
 from immortal.coordinator.log.backends import lmdb as lmdb_backend
 from immortal.coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
 from immortal.coordinator.log.backup import back_up
-from immortal.coordinator.log.cut import LogCutter
-from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.cut import LogCutter, cut_checkpoint_ids, removal
+from immortal.coordinator.log.identity import first_and_last_sequence_id
 from immortal.coordinator.log.memory import MemoryLogStore
-from immortal.coordinator.log.meta import first_and_last_sequence_id
 from immortal.coordinator.log.open import place_of
-from immortal.coordinator.log.removal import cut_checkpoint_ids, removal
 from immortal.coordinator.log.verify import verify_log
 from immortal.log import RowLogStore, TrimmedError, create_log, open_log, open_reader, verify_value
 from immortal.protocol.checksum import crc64
@@ -1122,7 +1120,7 @@ def test_reads_beside_commits_that_grow_the_map(tmp_path: Path) -> None:
 def test_a_new_log_is_synced_with_the_names_of_all_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder's name is in the folder above: without a sync there a loss of power takes all that is below."""
     synced: list[Path] = []
-    monkeypatch.setattr("immortal.coordinator.log.backends.lmdb.names.sync_folder", synced.append)
+    monkeypatch.setattr("immortal.coordinator.log.backends.lmdb.files.sync_folder", synced.append)
     create_log(tmp_path / "made" / "on the way" / "log", "alice").close()
     assert synced[:4] == [
         tmp_path / "made" / "on the way" / "log",

@@ -9,7 +9,7 @@ import pytest
 
 from immortal.coordinator.core.errors import DamagedLogError
 from immortal.coordinator.core.interfaces import LogStore, SourcePosition, StreamStart, Transaction
-from immortal.coordinator.core.streams.reset import reset_transaction
+from immortal.coordinator.core.peers import reset_transaction
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.coordinator.log.verify import verify_log

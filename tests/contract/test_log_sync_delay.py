@@ -9,7 +9,7 @@ import pytest
 
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.core.interfaces import Transaction
-from immortal.coordinator.log.backends.lmdb.sync_delay import VARIABLE, sync_delay_s
+from immortal.coordinator.log.backends.lmdb.writer import VARIABLE, sync_delay_s
 from immortal.log import create_log
 
 DELAY_MS = 30

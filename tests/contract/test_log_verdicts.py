@@ -19,10 +19,10 @@ from immortal.coordinator.core.interfaces import (
     VersionStart,
 )
 from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.backend import Severity
 from immortal.coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
 from immortal.coordinator.log.backends.lmdb.journal import FILE_NAME
 from immortal.coordinator.log.cut import LogCutter
-from immortal.coordinator.log.findings import Severity
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.coordinator.log.verdicts import verdict_rows
 from immortal.coordinator.log.verify import verify_log
@@ -31,7 +31,7 @@ from immortal.protocol.checksum import crc64
 from immortal.protocol.record import encode_record
 from immortal.protocol.trailer import Trailer, encode_trailer
 from immortal.protocol.verdicts import Cause, Verdict, VerdictKind
-from immortal.replay.recorded import RecordedLog
+from immortal.replay.sources import RecordedLog
 from tests.helpers.format_4 import journal_of_format_4
 
 COMMITTER_ID = 77

@@ -29,7 +29,7 @@ from immortal.coordinator.messenger.envelope import (
     encode_parts,
     encode_reply,
 )
-from immortal.coordinator.messenger.limits import PATIENCE_NS, RECONNECT_REFUSED_NS
+from immortal.coordinator.messenger.limits import RECONNECT_REFUSED_NS, REPLY_DELAY_NS_MAX
 from immortal.coordinator.messenger.link import Link
 from immortal.coordinator.messenger.listener import Listener
 from immortal.messenger import (
@@ -45,7 +45,7 @@ from immortal.messenger import (
     RetryPolicy,
     Role,
 )
-from immortal.protocol.client import ClientFrame, ClientFrameType, encode_client_frame
+from immortal.protocol.client_frames import ClientFrame, ClientFrameType, encode_client_frame
 from tests.helpers.messengers import WAIT_SECONDS, House, echo, listen_when_free
 
 
@@ -877,7 +877,7 @@ def test_a_stranger_is_dropped_and_counted(house: House, caplog: pytest.LogCaptu
 def test_a_sender_of_another_build_is_told_once_what_is_known_as_long_as_it_is_kept_in_mind(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messenger_listener, "TOLD_ROUTES_MAX", 1)
+    monkeypatch.setattr(messenger_listener, "NOTIFIED_ROUTES_MAX", 1)
     receiver = house.messenger()
     endpoint = receiver.listen(house.endpoint(), echo)
     later = bytes((3, 1)) + encode_message(1, 1, 1, 1, 0)[2:]
@@ -1055,7 +1055,7 @@ def test_replies_do_not_wake_a_patient_owner(house: House) -> None:
     given.pop().reply()
     house.settle()
     assert select.select([sender.fileno()], [], [], 0)[0] == []
-    assert sender.next_deadline_ns() == house.clock.now_ns + PATIENCE_NS
+    assert sender.next_deadline_ns() == house.clock.now_ns + REPLY_DELAY_NS_MAX
     other.send_message(own_endpoint, b"whatever else comes")
     house.drive(lambda: len(replies) == 2)  # the clock stands still
 
@@ -1102,11 +1102,11 @@ def test_patience_ends(house: House) -> None:
     given.pop().reply()
     house.settle()
     assert len(replies) == 1
-    house.clock.now_ns += PATIENCE_NS
+    house.clock.now_ns += REPLY_DELAY_NS_MAX
     house.drive(lambda: len(replies) == 2)
     sender.send_message(endpoint, b"the reply comes late", replies.append)
     house.drive(lambda: given)
-    house.clock.now_ns += PATIENCE_NS
+    house.clock.now_ns += REPLY_DELAY_NS_MAX
     house.settle()
     given.pop().reply()
     house.drive(lambda: len(replies) == 3)  # from the descriptor alone

@@ -16,7 +16,7 @@ from immortal.coordinator.messenger import listener as messenger_listener
 from immortal.coordinator.messenger.envelope import (
     Envelope,
     Kind,
-    as_turn,
+    as_conversation_message,
     decode_envelope,
     encode_message,
     encode_parts,
@@ -281,7 +281,7 @@ def test_that_a_callback_is_unknown_is_said_again_if_it_was_lost(house: House) -
         stranger.setsockopt(zmq.LINGER, 0)
         stranger.connect(endpoint)
         for _ in range(3):
-            stranger.send_multipart([as_turn(encode_message(1, 1, 1, 1, 5), 12345), b"x"])
+            stranger.send_multipart([as_conversation_message(encode_message(1, 1, 1, 1, 5), 12345), b"x"])
         house.drive(lambda: receiver.counters().duplicates_dropped == 2)
         for _ in range(3):
             assert stranger.poll(int(WAIT_SECONDS * 1000))
@@ -460,7 +460,7 @@ def test_a_receiver_that_answers_with_callbacks_where_there_are_none(house: Hous
         for reply in (
             encode_reply(Kind.REPLY, 1, 1, 1, 1, 1, 55),
             encode_reply(Kind.CALLBACK_UNKNOWN, 1, 1, 1, 1, 1),
-            as_turn(encode_message(1, 1, 1, 1, 1), 1),
+            as_conversation_message(encode_message(1, 1, 1, 1, 1), 1),
             encode_reply(Kind.REPLY, 1, 1, 1, 1, 1) + encode_parts([b"right"]),
         ):
             router.send_multipart([route, reply])

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from immortal.coordinator.messenger import link as messenger_link
-from immortal.coordinator.messenger.handshakes import Handshakes
+from immortal.coordinator.messenger.handshake_guard import HandshakeGuard
 from immortal.coordinator.messenger.limits import RECONNECT_REFUSED_NS, SILENCE_NS
 from immortal.coordinator.messenger.link import Link
 from immortal.coordinator.messenger.outbox import Outbox
@@ -55,7 +55,7 @@ def test_a_listener_changes_its_socket_for_other_keys_of_its_own_and_not_for_oth
 
 
 def test_a_handshake_that_has_succeeded_and_is_forgotten_counts_no_more(context: Context) -> None:
-    handshakes = Handshakes(context, context.socket(zmq.ROUTER), "handshakes", False, Warnings(lambda: 0))
+    handshakes = HandshakeGuard(context, context.socket(zmq.ROUTER), "handshakes", False, Warnings(lambda: 0))
     handshakes._succeeded_count = 2
     one, other = socket.socketpair()
     handshakes._unknown = {1001: one, 1002: other}  # under ZeroMQ's descriptors

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from immortal.coordinator.cli import main
-from immortal.coordinator.cli.messages import decoder_for, describe_message, rpc_of
+from immortal.cli import main
+from immortal.cli.message_formatting import decoder_for, describe_message, rpc_of
 from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.formatting import call_in_words
 from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
-from immortal.coordinator.core.words import call_in_words
 from immortal.coordinator.instances.registry import Registry
 from immortal.log import create_log, open_reader
 from immortal.protocol.checksum import crc64
 from immortal.protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc, encode_message
 from immortal.protocol.trailer import BatchKind, BatchSource
 from immortal.protocol.verdicts import Verdict, VerdictKind
-from immortal.replay.arguments import pair_arguments
-from immortal.replay.travel.expressions import arguments_of
+from immortal.replay.findings import pair_arguments
+from immortal.replay.travel.values import arguments_of
 from tests.contract.test_dead_letters_cli import ADD, APP, COMMITTER_ID, FORK, TIME_NS, value
 
 DEPTHS = (100, 200, 500, 900, 990, 1100, 20_000)

@@ -22,7 +22,7 @@ from immortal.log import open_reader
 from immortal.messenger import Messenger
 from immortal.protocol.checksum import crc64
 from immortal.protocol.messages import encode_attach_to, encode_incoming_rpc, encode_outgoing_rpc
-from immortal.protocol.peer import FrameType, decode_frame
+from immortal.protocol.peer_frames import FrameType, decode_frame
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import Trailer, decode_trailer
 from tests.helpers.processes import TOLD, CoordinatorProcess, House, SocketApp

@@ -17,7 +17,7 @@ from immortal.coordinator.messenger.envelope import encode_message
 from immortal.coordinator.messenger.security import connect_with
 from immortal.coordinator.peers import keys
 from immortal.messenger import KeyPair, Messenger, MessengerError, Received, Security
-from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode, decode_frame, encode_frame
+from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode, decode_frame, encode_frame
 from tests.helpers.processes import DEADLINE_S, CoordinatorProcess, House, SocketApp
 
 # --- the messenger ----------------------------------------------------------------------------------------------------

@@ -21,9 +21,8 @@ pytest.importorskip("pyspark")
 import pyrage
 from pyspark.sql import SparkSession
 
-from immortal.coordinator.archive.archive import Archive
+from immortal.coordinator.archive.archive import Archive, Cipher
 from immortal.coordinator.archive.archiver import Archiver
-from immortal.coordinator.archive.ciphers import Cipher
 from immortal.coordinator.archive.place import KEY_FILE_VARIABLE
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.log.backup import back_up
@@ -34,8 +33,7 @@ from immortal.pipeline.errors import LogChangedError, SourceError
 from immortal.pipeline.paths import log_folders
 from immortal.pipeline.reading import close_shared
 from immortal.pipeline.schema import SCHEMAS
-from immortal.pipeline.source import Options, RangePartition, Reader
-from immortal.pipeline.stream import StreamReader
+from immortal.pipeline.source import Options, RangePartition, Reader, StreamReader
 from tests.faults.sample_log import put_checkpoint
 from tests.helpers.pipeline_logs import (
     RecordSpec,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
-from immortal.appsdk.client.places import Finder
+from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.patterns.pirate import server as server_module
 from immortal.appsdk.patterns.pirate.frames import Frame, Kind, decode_frame, encode_frame
 from immortal.appsdk.patterns.pirate.links import PlainLink

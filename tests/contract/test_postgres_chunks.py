@@ -14,9 +14,9 @@ pytest.importorskip("obstore", reason="obstore is not installed")
 from immortal.coordinator.core.errors import DamagedCheckpointError, LogUnavailableError
 from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
 from immortal.coordinator.log.authentication import LogKey
+from immortal.coordinator.log.backend import Severity
 from immortal.coordinator.log.backends.postgres import chunks
 from immortal.coordinator.log.backup import back_up
-from immortal.coordinator.log.findings import Severity
 from immortal.coordinator.log.open import place_of
 from immortal.coordinator.log.verify import verify_log
 from immortal.log import RowLogStore, create_log, open_log, open_reader

@@ -20,7 +20,7 @@ from tests.helpers.postgres import Postgres, binaries, user_of_servers
 
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed")
 
-from immortal.coordinator.log.backends.postgres import writing  # noqa: E402  # which needs it
+from immortal.coordinator.log.backends.postgres import writer  # noqa: E402  # which needs it
 from immortal.coordinator.log.backends.postgres.durability import Durability  # noqa: E402
 
 
@@ -168,7 +168,7 @@ def test_a_commit_whose_standby_is_let_go_of_is_not_acknowledged(
 ) -> None:
     """It waits for a standby that is silent, and somebody says that commits wait for none any more."""
     if how == "parts":
-        monkeypatch.setattr(writing, "armed", True)
+        monkeypatch.setattr(writer, "armed", True)
     store.commit(records(0), 1)
     standby.send(signal.SIGSTOP)
     if how == "begin":
@@ -348,7 +348,7 @@ def test_a_server_that_lacks_the_last_commits_is_not_gone_on_with(older: Older) 
             open_log(url[name], "alice")
 
     place = place_of(url["read"])
-    place.least_sequence_id = 1  # as who follows it has read
+    place.sequence_id_required_min = 1  # as who follows it has read
     for again in (place, url["read"]):
         with pytest.raises(LogLostError, match="ends with record 0, and had record 1"):
             open_log(again, "alice")

@@ -29,10 +29,10 @@ from immortal.coordinator.core.errors import (
 from immortal.coordinator.core.interfaces import StreamStart, Transaction
 from immortal.coordinator.log.authentication import LogKey
 from immortal.coordinator.log.backend import Append, Options, Place, Row, Span, View
-from immortal.coordinator.log.backends.postgres import copying
+from immortal.coordinator.log.backends.postgres import statements
 from immortal.coordinator.log.backup import BackupError, back_up
 from immortal.coordinator.log.format import FORMAT_VERSION, SEQUENCE_KEY
-from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id
+from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id
 from immortal.coordinator.log.open import Log, place_of
 from immortal.coordinator.log.store import RowLogStore
 from immortal.log import create_log, open_log, open_reader
@@ -43,9 +43,9 @@ from tests.helpers.postgres import Postgres
 
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed")
 
-from immortal.coordinator.log.backends.postgres import connecting, following, lease, schema  # noqa: E402  # which needs it
+from immortal.coordinator.log.backends.postgres import connections, schema, standby, write_lease  # noqa: E402  # which needs it
 from immortal.coordinator.log.backends.postgres import statements as written  # noqa: E402
-from immortal.coordinator.log.backends.postgres.connecting import Address  # noqa: E402
+from immortal.coordinator.log.backends.postgres.connections import Address  # noqa: E402
 
 COMMITTER_ID = 77
 WAIT_S = 20.0
@@ -439,7 +439,7 @@ def test_a_late_append_of_the_same_writer_is_fenced(store: RowLogStore) -> None:
     backend._sender.send(arguments)
     while (answer := backend._sender.answer()) is None:
         backend._sender.wait()
-    assert answer == (False, late.fence + 1, 0, 0, lease.own_name())
+    assert answer == (False, late.fence + 1, 0, 0, write_lease.own_name())
     store.commit(records(1), 2)
     assert store.tail() == (2, 1)
 
@@ -480,18 +480,18 @@ def test_a_lease_is_void_where_its_process_is_known_to_be_gone() -> None:
     """On this machine; of another one nobody knows until it has run out."""
     ended = subprocess.Popen(["true"])
     ended.wait()
-    own = lease.own_process()
+    own = write_lease.own_process()
     gone = msgspec.structs.replace(own, pid=ended.pid)
     elsewhere = msgspec.structs.replace(gone, space="another boot")
     later = msgspec.structs.replace(own, pid=os.getppid(), process_start_ticks=own.process_start_ticks + 1)
     living = msgspec.structs.replace(own, pid=os.getppid(), process_start_ticks=0)
 
-    def is_gone(process: lease.Process) -> bool:
-        return lease.is_gone(msgspec.json.encode(process).decode())
+    def is_gone(process: write_lease.Process) -> bool:
+        return write_lease.is_gone(msgspec.json.encode(process).decode())
 
     assert [is_gone(one) for one in (gone, later, elsewhere, living)] == [True, True, False, False]
     assert is_gone(own), "this process holds no such lease"
-    assert not lease.is_gone("of a later version")
+    assert not write_lease.is_gone("of a later version")
 
 
 def test_who_follows_is_known_and_told_at_once_that_the_log_is_given_up(store: RowLogStore, url: str) -> None:
@@ -528,23 +528,23 @@ def test_who_follows_is_known_and_told_at_once_that_the_log_is_given_up(store: R
 def test_a_log_that_is_left_to_one_standby_is_not_for_others(
     store: RowLogStore, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.leave_to("b (process 7)")
+    store.hand_over_to("b (process 7)")
     store.close()
     assert place_of(url).holder() == "b (process 7)"
     with pytest.raises(LogLockedError, match=r"is in use by b \(process 7\)"):
         open_log(url, "alice")
-    monkeypatch.setattr(lease, "own_name", lambda: "b (process 7)")
-    heir = open_log(url, "alice", endpoint="tcp://10.0.0.2:7001")
-    heir.commit(records(0), 1)
+    monkeypatch.setattr(write_lease, "own_name", lambda: "b (process 7)")
+    successor = open_log(url, "alice", endpoint="tcp://10.0.0.2:7001")
+    successor.commit(records(0), 1)
     assert place_of(url).endpoint() == "tcp://10.0.0.2:7001"
-    heir.close()
+    successor.close()
 
 
 def test_a_log_that_its_heir_does_not_take_is_for_others_again(
     store: RowLogStore, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "LEFT_S", 0.05)
-    store.leave_to("b (process 7)")
+    monkeypatch.setattr(write_lease, "HANDOVER_TIMEOUT_S", 0.05)
+    store.hand_over_to("b (process 7)")
     store.close()
     until(lambda: place_of(url).holder() is None)
     open_log(url, "alice").close()
@@ -562,16 +562,16 @@ def test_a_lease_whose_connection_breaks_as_it_is_made_is_renewed_by_the_next_on
     broken: list[int] = []
 
     def connect(address: Address) -> psycopg.Connection[tuple[Any, ...]]:
-        connection = connecting.connect(address)
+        connection = connections.connect(address)
         if len(broken) < 2:
             broken.append(connection.info.backend_pid)
             postgres.execute("SELECT pg_terminate_backend(%s, 10000)", connection.info.backend_pid)
         return connection
 
-    monkeypatch.setattr(lease, "connect", connect)
+    monkeypatch.setattr(write_lease, "connect", connect)
     address = Address.of(postgres.url("another").removeprefix("postgresql:"))
-    held = lease.Lease(address, 0.1, "")
-    with connecting.connect(address) as connection, connection.transaction():
+    held = write_lease.Lease(address, 0.1, "")
+    with connections.connect(address) as connection, connection.transaction():
         held.take(connection)
 
     def left_s() -> float:
@@ -588,7 +588,7 @@ def test_a_lease_whose_connection_breaks_as_it_is_made_is_renewed_by_the_next_on
 
 
 def test_who_watches_hears_where_the_instance_is(store: RowLogStore, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "LOOK_S", 10 * WAIT_S)  # by news alone
+    monkeypatch.setattr(standby, "LOOK_S", 10 * WAIT_S)  # by news alone
     watching = place_of(url).watch()
     assert watching is not None
     try:
@@ -861,7 +861,7 @@ def test_a_copy_into_the_database_is_there_whole_or_not_at_all(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_log(tmp_path / "log")
-    whole = copying._rows
+    whole = statements._rows
 
     def cut_off(source: View) -> Iterator[Row]:
         for number, row in enumerate(whole(source)):
@@ -869,7 +869,7 @@ def test_a_copy_into_the_database_is_there_whole_or_not_at_all(
                 raise KeyboardInterrupt
             yield row
 
-    monkeypatch.setattr(copying, "_rows", cut_off)
+    monkeypatch.setattr(statements, "_rows", cut_off)
     with pytest.raises(KeyboardInterrupt):
         back_up(tmp_path / "log", NAME, url)
     assert not place_of(url).exists()

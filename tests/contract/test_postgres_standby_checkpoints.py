@@ -12,7 +12,7 @@ import pytest
 from immortal.coordinator.core.errors import InvariantError, LogError
 from immortal.coordinator.core.interfaces import CheckpointHeader, Offer, OutputBatch, OutputMark, Transaction
 from immortal.coordinator.log.backend import Asked, Following, Options
-from immortal.coordinator.log.offers import encode_offer, sealed_chunk
+from immortal.coordinator.log.checkpoints import encode_offer, sealed_chunk
 from immortal.coordinator.log.open import place_of
 from immortal.coordinator.log.store import RowLogStore
 from immortal.log import create_log, open_log
@@ -21,7 +21,7 @@ from tests.helpers.postgres import Postgres
 
 pytest.importorskip("psycopg", reason="psycopg is not installed")
 
-from immortal.coordinator.log.backends.postgres import lease  # which needs it
+from immortal.coordinator.log.backends.postgres import write_lease  # which needs it
 
 COMMITTER_ID = 77
 WAIT_S = 20.0
@@ -65,7 +65,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def asked(store: RowLogStore, standby: Following) -> Asked:
-    store.ask_standby(lease.own_name(), HEADER.checkpoint_id, 3)
+    store.request_standby_checkpoint(write_lease.own_name(), HEADER.checkpoint_id, 3)
     until(lambda: standby.asked is not None)
     assert standby.asked is not None
     assert (standby.asked.checkpoint_id, standby.asked.epoch) == (5, 3)
@@ -100,8 +100,8 @@ def test_what_a_standby_has_put_is_adopted_by_a_header_alone(store: RowLogStore,
 
 
 def test_another_standby_is_asked_nothing(store: RowLogStore, standby: Following) -> None:
-    store.ask_standby("somebody else (process 1)", 5, 3)
-    store.ask_standby(lease.own_name(), 6, 3)
+    store.request_standby_checkpoint("somebody else (process 1)", 5, 3)
+    store.request_standby_checkpoint(write_lease.own_name(), 6, 3)
     until(lambda: standby.asked is not None)
     assert standby.asked is not None
     assert standby.asked.checkpoint_id == 6
@@ -110,7 +110,7 @@ def test_another_standby_is_asked_nothing(store: RowLogStore, standby: Following
 def test_what_is_not_wanted_any_more_is_not_taken(store: RowLogStore, standby: Following) -> None:
     one = asked(store, standby)
     put(standby, one, 0)
-    store.drop_asked()
+    store.cancel_standby_request()
     with pytest.raises(LogError, match="does not want it any more"):
         put(standby, one, 1)
     with pytest.raises(LogError, match="does not want it any more"):

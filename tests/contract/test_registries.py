@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.client.errors import NotConnectable
-from immortal.appsdk.client.places import Finder
 from immortal.coordinator.config import ConfigError
 from immortal.coordinator.instances import upgrade_mark
 from immortal.coordinator.instances.own_logs import OwnLogs
@@ -23,10 +23,10 @@ from immortal.coordinator.log.open import place_of
 from immortal.coordinator.operator.unregister import unregister
 from immortal.coordinator.peers import keys
 from immortal.coordinator.peers.machine_keys import make_own
-from immortal.coordinator.peers.security import KeyBook
+from immortal.coordinator.peers.security import Keyring
 from immortal.messenger import Role
-from immortal.protocol import shared_home
-from immortal.protocol.shared_home import SharedHomeError
+from immortal.protocol import shared_registry
+from immortal.protocol.shared_registry import SharedHomeError
 from tests.helpers.postgres import Postgres
 
 pytest.importorskip("psycopg", reason="psycopg is not installed")
@@ -149,7 +149,7 @@ def test_keys_of_instances_and_clients_are_known_to_all(fleet: Fleet) -> None:
     (pair,) = keys.make(shop.folder)
     (till,) = keys.make(one.home / "till", Role.CLIENT)
     other = fleet.machine("b")
-    book, settings = KeyBook(other), other.load("shop")
+    book, settings = Keyring(other), other.load("shop")
     assert book.keys_of(settings, "shop") == (pair.public,)
     assert book.keys_of(settings, "till") == (till.public,)
     assert book.role_of(settings, ["shop"], "till") is Role.CLIENT
@@ -157,7 +157,7 @@ def test_keys_of_instances_and_clients_are_known_to_all(fleet: Fleet) -> None:
     keys.rotate(shop.folder)
     keys.retire(shop.folder)
     (now,) = keys.read_pairs(shop.folder)
-    assert KeyBook(fleet.machine("b")).keys_of(settings, "shop") == (now.public,)
+    assert Keyring(fleet.machine("b")).keys_of(settings, "shop") == (now.public,)
 
 
 # --- of a database alone ----------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_where_an_instance_has_gone_is_known_at_once_and_the_key_that_it_has_the
     shared: Fleet, postgres: Postgres, tells: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if tells:
-        monkeypatch.setattr(shared_home, "LOOK_S", 10 * WAIT_S)  # so it is news alone
+        monkeypatch.setattr(shared_registry, "LOOK_S", 10 * WAIT_S)  # so it is news alone
     there = {"a": PEER, "b": "tcp://127.0.0.1:7002"}
     machines = {name: shared.machine(name) for name in there}
     machines["a"].register("shop", PEER)
@@ -270,7 +270,7 @@ def test_of_machines_with_one_address_the_holder_shows_its_key_first(
 def test_a_move_is_seen_though_another_process_of_the_machine_was_first_to_write_it(
     shared: Fleet, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_home, "LOOK_S", 10 * WAIT_S)
+    monkeypatch.setattr(shared_registry, "LOOK_S", 10 * WAIT_S)
     one = shared.machine("a")
     keys.make(one.register("shop", PEER).folder)
     lease(postgres, PEER)
@@ -282,7 +282,7 @@ def test_a_move_is_seen_though_another_process_of_the_machine_was_first_to_write
         known = finder.find()
         until(lambda: not following.moved(known))
         assert one.copy is not None
-        other = shared_home.Copy(shared.url, one.home, one.copy.machine)  # as another process has it
+        other = shared_registry.Copy(shared.url, one.home, one.copy.machine)  # as another process has it
         lease(postgres, "tcp://127.0.0.1:7002", tells=False)
         other.refresh()
         assert finder.find().endpoints == ("tcp://127.0.0.1:7002",)

@@ -33,7 +33,7 @@ from immortal.protocol.trailer import Trailer
 from immortal.replay import (
     BY_HAND,
     AppCommand,
-    AppDiedError,
+    AppExitedError,
     ReplayError,
     ReplayPlan,
     ReplayResult,
@@ -41,7 +41,7 @@ from immortal.replay import (
     Sink,
     run_replay,
 )
-from immortal.replay.inspection import diff_states, show_state
+from immortal.replay.app_process import diff_states, show_state
 from tests.helpers.core import Driven, checkpoint, first_start, records
 from tests.helpers.recorded import Instances, load_module, write_module
 
@@ -267,21 +267,21 @@ def test_a_handler_that_stops_its_app_is_a_result(made: Made, reader: LogReader)
 
 
 def test_an_app_that_dies_says_what_it_died_of(made: Made, reader: LogReader) -> None:
-    with pytest.raises(AppDiedError) as raised:
+    with pytest.raises(AppExitedError) as raised:
         replay(reader, made.app(EXIT_AT="end"))
     assert raised.value.exit_status == 9
     assert "ended with status 9 before the replay was complete" in str(raised.value)
 
 
 def test_an_app_that_cannot_be_found(made: Made, reader: LogReader) -> None:
-    with pytest.raises(AppDiedError, match=r"status 2 before the replay was complete; it said:\n.*has no 'Missing'"):
+    with pytest.raises(AppExitedError, match=r"status 2 before the replay was complete; it said:\n.*has no 'Missing'"):
         replay(reader, made.app("Missing"))
     with pytest.raises(ReplayError, match="the app x can't be started: /nonexistent/program: No such file"):
         replay(reader, AppCommand("x", ["/nonexistent/program"]))
 
 
 def test_the_wrong_app_for_the_log(made: Made, reader: LogReader) -> None:
-    with pytest.raises(AppDiedError, match="'Reader', this is 'Counter'"):
+    with pytest.raises(AppExitedError, match="'Reader', this is 'Counter'"):
         replay(reader, made.app("Counter"))
 
 

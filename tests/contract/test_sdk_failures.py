@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from immortal import Immortal, rpc
-from immortal.appsdk.calls.report import FailureReporter
+from immortal.appsdk.calls.user_code import FailureReporter
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.running.options import RunOptions
 from immortal.appsdk.running.runner import run_connection, say

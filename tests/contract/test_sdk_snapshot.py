@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 import immortal.appsdk.running.app_loop
-import immortal.appsdk.state.snapshot
+import immortal.appsdk.state.snapshots
 from immortal import Immortal, Impulses, on_primary, peer, rpc
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.running.runner import run_connection
-from immortal.appsdk.state.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
+from immortal.appsdk.state.snapshots import CHUNK_SIZE_BYTES_MAX, Snapshot
 from immortal.errors import EXIT_HANDLER_FAILED, Disconnected, StateError
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType

@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 
-from immortal.coordinator.service.commands import Role
-from immortal.coordinator.service.deaths import Exit, RestartPause, Verdict, judge, who_died_first
+from immortal.coordinator.service.children import Exit, RestartBackoff, Role, Verdict, first_to_die, judge
 from immortal.coordinator.service.supervisor import APP_DEATHS_AT_ONCE, RESTART_SIGNAL
 
 DRIVER = """
 import json, sys
-from immortal.coordinator.service.commands import Command, Role
+from immortal.coordinator.service.children import Command, Role
 from immortal.coordinator.service.supervisor import Supervisor
 from immortal.coordinator.notices import configure
 given = json.loads(sys.argv[1])
@@ -197,11 +196,11 @@ def test_an_app_that_dies_alone_is_started_again_alone(start: Start) -> None:
 # A coordinator that tells that it is ready for each line that it is given.
 TELLS = """
 import os, signal, sys
-from immortal.coordinator.operator.control import report_ready
+from immortal.coordinator.operator.control import notify_ready
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 os.write(1, b"up\\n")
 for line in open(sys.argv[1]):
-    report_ready()
+    notify_ready()
 signal.pause()
 """
 
@@ -378,14 +377,14 @@ def test_stop_during_the_pause(start: Start) -> None:
 
 def test_ready_is_told(start: Start) -> None:
     coordinator = (
-        "from immortal.coordinator.operator.control import report_ready; report_ready(); report_ready();" + LIVES
+        "from immortal.coordinator.operator.control import notify_ready; notify_ready(); notify_ready();" + LIVES
     )
     supervised = start(coordinator, LIVES)
     supervised.event("ready")
 
 
 def test_a_coordinator_that_only_dies(start: Start) -> None:
-    coordinator = "from immortal.coordinator.operator.control import report_ready; report_ready();" + LIVES
+    coordinator = "from immortal.coordinator.operator.control import notify_ready; notify_ready();" + LIVES
     supervised = start(coordinator, LIVES)
     supervised.event("ready")
     supervised.process.terminate()
@@ -405,14 +404,14 @@ def test_an_app_that_cannot_be_started(start: Start) -> None:
 
 
 def test_pauses_grow_and_begin_again() -> None:
-    pause = RestartPause()
+    pause = RestartBackoff()
     grown = [pause.after(1, recovered=False) for _ in range(8)]
     assert grown == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
     assert pause.after(10, recovered=False) == 0
     assert pause.after(9.9, recovered=False) == pytest.approx(0.1)
     assert pause.after(9.9, recovered=False) == pytest.approx(0.2)
     assert pause.after(0.5, recovered=True) == pytest.approx(0.1)
-    pause = RestartPause(at_once=2)
+    pause = RestartBackoff(at_once=2)
     assert [pause.after(1, recovered=False) for _ in range(4)] == pytest.approx([0, 0, 0.1, 0.2])
 
 
@@ -431,9 +430,9 @@ def test_pauses_grow_and_begin_again() -> None:
 )
 def test_found_dead_at_once(app: int, coordinator: int, first: Role) -> None:
     exits = [Exit(Role.APP, 1, app), Exit(Role.COORDINATOR, 2, coordinator)]
-    assert who_died_first(exits).role is first
-    assert who_died_first(exits[::-1]).role is first
-    assert who_died_first(exits[:1]).role is Role.APP
+    assert first_to_die(exits).role is first
+    assert first_to_die(exits[::-1]).role is first
+    assert first_to_die(exits[:1]).role is Role.APP
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from typing import Any
 from immortal.coordinator.core.interfaces import OutputBatch
 from immortal.coordinator.fault_points import FaultPoint
 from immortal.coordinator.log import spilled
+from immortal.coordinator.log.backend import Severity
 from immortal.coordinator.log.backends.lmdb.journal import FILE_SIZE_BYTES
-from immortal.coordinator.log.findings import Severity
 from immortal.coordinator.log.verify import verify_log
 from immortal.log import open_reader
 from tests.faults.clock import JUMPS

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from immortal.coordinator.core.errors import DamagedLogError, LogFormatError
+from immortal.coordinator.log.backend import Severity
 from immortal.coordinator.log.backends.lmdb.environment import new_environment
-from immortal.coordinator.log.findings import Severity
 from immortal.coordinator.log.format import ALL_TABLES
 from immortal.coordinator.log.verify import verify_log
 from immortal.log import create_log, log_exists, open_log

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.backend import Severity
 from immortal.coordinator.log.verify import verify_log
 from immortal.log import open_log
 from tests.faults.disk import Disk, Write, read_journal, shimmed, undone, without_power

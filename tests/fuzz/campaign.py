@@ -29,14 +29,20 @@ from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.operator import control_server
 from immortal.patterns.queue import Queue
 from immortal.protocol.checksum import crc64
-from immortal.protocol.client import decode_client_frame
+from immortal.protocol.client_frames import decode_client_frame
 from immortal.protocol.decoding import DecodeError
 from immortal.protocol.errors import ProtocolError
-from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID
 from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
-from immortal.protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
-from immortal.protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
-from immortal.protocol.peer import decode_frame
+from immortal.protocol.peer_frames import decode_frame
+from immortal.protocol.system_methods import (
+    CANCEL_CALL_METHOD_ID,
+    EXECUTED_METHOD_ID,
+    FENCING_METHOD_ID,
+    HANDLES_METHOD_ID,
+    NODE_METHOD_ID,
+    ORDERED_METHOD_ID,
+    ORDERING_METHOD_ID,
+)
 from immortal.testing import Environment
 from tests.fuzz.structures import Structures
 from tests.helpers.hostile import HostileApp, client_says, hostile

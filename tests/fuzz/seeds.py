@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from immortal.coordinator.messenger.envelope import as_turn, encode_parts, encode_reply
+from immortal.coordinator.messenger.envelope import as_conversation_message, encode_parts, encode_reply
 from immortal.coordinator.messenger.envelope import encode_message as encode_envelope
-from immortal.protocol import app_proof, extensions
+from immortal.protocol import app_handshake, extensions
 from immortal.protocol.batch import encode_batch, encode_replayable_batch
-from immortal.protocol.client import (
+from immortal.protocol.client_frames import (
     ClientCode,
     ClientFrame,
     ClientFrameType,
@@ -26,7 +26,7 @@ from immortal.protocol.messages import (
     encode_message,
     encode_outgoing_rpc,
 )
-from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode, encode_frame
+from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode, encode_frame
 from immortal.protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, encode_record
 from tests.helpers.core import HELLO, NOW_NS, first_start, rpc
 
@@ -38,7 +38,7 @@ ENVELOPES = (
     encode_reply(3, 1, 2, 3, 8, 0),
     encode_reply(2, 1, 2, 3, 3, 4, 5),
     encode_reply(7, 1, 2, 3, 3, 4),
-    as_turn(encode_envelope(1, 2, 10, 9, 4), 7),
+    as_conversation_message(encode_envelope(1, 2, 10, 9, 4), 7),
     encode_reply(4, 1, 2, 3, 8, 4),
 )
 
@@ -67,7 +67,7 @@ FROM_APP = (
     encode_message(MessageType.SNAPSHOT_BEGIN)
     + encode_message(MessageType.SNAPSHOT_CHUNK, b"ab")
     + encode_message(MessageType.SNAPSHOT_END),
-    app_proof.encode_challenge(bytes(range(32))) + app_proof.encode_proof(bytes(32)) + HELLO,
+    app_handshake.encode_challenge(bytes(range(32))) + app_handshake.encode_proof(bytes(32)) + HELLO,
 )
 
 TO_APP = (
@@ -77,7 +77,7 @@ TO_APP = (
     encode_record(7, 1, extensions.encode_record_time(NOW_NS) + encode_batch(CALLS[0] * 3, 3) + CALLS[0] * 3),
     encode_record(7, CONTROL_SEQUENCE_ID, extensions.encode_version(2) + extensions.encode_impulses_accepted(9)),
     encode_record(7, CONTROL_SEQUENCE_ID, encode_message(MessageType.REFUSAL, b"why")),
-    encode_record(1, CONTROL_SEQUENCE_ID, app_proof.encode_answer(app_proof.Answer(bytes(32), bytes(32), "a"))),
+    encode_record(1, CONTROL_SEQUENCE_ID, app_handshake.encode_answer(app_handshake.Answer(bytes(32), bytes(32), "a"))),
 )
 
 

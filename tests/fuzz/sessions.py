@@ -17,7 +17,7 @@ from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.running.local_app import LocalApp
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.protocol.client import (
+from immortal.protocol.client_frames import (
     ClientFrame,
     ClientFrameType,
     ReplyKind,
@@ -26,7 +26,7 @@ from immortal.protocol.client import (
     encode_request,
 )
 from immortal.protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_messages, encode_incoming_rpc
-from immortal.protocol.peer import FrameType, PeerFrame
+from immortal.protocol.peer_frames import FrameType, PeerFrame
 from tests.fuzz.fields import Fields
 from tests.helpers.core import Driven
 

@@ -14,11 +14,10 @@ import msgspec
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.messenger.duplicates import DuplicateTracker, Sighting
 from immortal.coordinator.messenger.envelope import (
     ENVELOPE_SIZE_BYTES,
     Kind,
-    as_turn,
+    as_conversation_message,
     decode_envelope,
     decode_parts,
     encode_message,
@@ -26,12 +25,12 @@ from immortal.coordinator.messenger.envelope import (
     encode_reply,
 )
 from immortal.coordinator.messenger.errors import EnvelopeError
-from immortal.coordinator.messenger.inbox import Inbox
+from immortal.coordinator.messenger.inbox import DuplicateTracker, Inbox, Sighting
 from immortal.coordinator.messenger.limits import CALLBACKS_MAX, SPAN_MAX
-from immortal.protocol import app_proof, extensions
+from immortal.protocol import app_handshake, extensions
 from immortal.protocol.batch import check_batch, decode_batch, decode_replayable_batch, offset_after
 from immortal.protocol.checksum import crc64
-from immortal.protocol.client import (
+from immortal.protocol.client_frames import (
     CLIENTS,
     FRAME_MARK,
     ClientFrame,
@@ -57,7 +56,7 @@ from immortal.protocol.messages import (
     encode_incoming_rpc,
     encode_outgoing_rpc,
 )
-from immortal.protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
+from immortal.protocol.peer_frames import FrameType, PeerFrame, decode_frame, encode_frame
 from immortal.protocol.readers import BlobData, BlobStart, Message, MessageReader, Record, RecordReader
 from immortal.protocol.record import HEADER_SIZE_BYTES
 from tests.fuzz.fields import Fields
@@ -88,7 +87,7 @@ def envelope(data: bytes) -> None:
             found.skipped_count,
         )
         if found.kind == Kind.TURN:
-            again = as_turn(again, found.destination_callback_id)
+            again = as_conversation_message(again, found.destination_callback_id)
     else:
         again = encode_reply(
             found.kind,
@@ -318,8 +317,10 @@ _DECODERS: Mapping[int, Callable[[bytes], object]] = {
     MessageType.VERSION: extensions.decode_version,
     MessageType.ORIGINS: extensions.decode_origins,
     MessageType.HANDLER_FAILED: extensions.decode_handler_failed,
-    MessageType.CHALLENGE: app_proof.decode_challenge,
-    MessageType.PROOF: lambda data: (app_proof.decode_proof if len(data) < 64 else app_proof.decode_answer)(data),
+    MessageType.CHALLENGE: app_handshake.decode_challenge,
+    MessageType.PROOF: lambda data: (app_handshake.decode_proof if len(data) < 64 else app_handshake.decode_answer)(
+        data
+    ),
 }
 
 

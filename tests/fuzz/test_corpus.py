@@ -13,7 +13,7 @@ from immortal.coordinator.messenger.errors import EnvelopeError
 from immortal.protocol.errors import DamagedRecordError, LimitExceededError, RemoteProtocolError
 from immortal.protocol.limits import MESSAGE_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX
 from immortal.protocol.messages import MessageType, encode_message
-from immortal.protocol.peer import PAYLOAD_SIZE_BYTES_MAX, FrameType, decode_frame, encode_frame
+from immortal.protocol.peer_frames import PAYLOAD_SIZE_BYTES_MAX, FrameType, decode_frame, encode_frame
 from immortal.protocol.readers import BlobData, MessageReader, RecordReader
 from immortal.protocol.record import CHECKPOINT_SEQUENCE_ID, encode_record
 from immortal.protocol.varint import encode_zigzag

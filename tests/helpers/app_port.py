@@ -16,7 +16,7 @@ from immortal.coordinator.config import AppAuth, InstanceSettings
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.notices import Notices
-from immortal.protocol.app_proof import (
+from immortal.protocol.app_handshake import (
     NONCE_SIZE_BYTES,
     Answer,
     Handshake,

@@ -8,15 +8,15 @@ import msgspec
 
 from immortal import Immortal, query, rpc
 from immortal.appsdk.client.connection import Connection
-from immortal.appsdk.client.lane import Call
+from immortal.appsdk.client.session import Call
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.session import Phase
 from immortal.coordinator.log.memory import MemoryLogStore
-from immortal.protocol.client import (
+from immortal.protocol.client_frames import (
     ClientFrame,
     ClientFrameType,
     Reply,
@@ -176,7 +176,7 @@ class World:
 
     def client_turn(self, number: int) -> None:
         connection = self.connections[number]
-        if connection.wants_reopening:
+        if connection.needs_reconnect:
             connection.reopened(self.now_s)
         self.to_coordinator += [(number, data) for data in connection.data_to_send(self.now_s)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from immortal.coordinator.cli import main
+from immortal.cli import main
 
 DEADLINE_S = 100.0
 PYTHON = (sys.executable,)

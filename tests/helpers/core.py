@@ -8,11 +8,11 @@ from typing import TypeVar
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
 from immortal.coordinator.core.parts import Parts
 from immortal.coordinator.core.permissions import Permission
-from immortal.coordinator.core.session import Phase
 from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
 from immortal.coordinator.driver.ports import Read, Write
 from immortal.coordinator.driver.turn import Driver
@@ -27,7 +27,7 @@ from immortal.protocol.messages import (
     encode_message,
     encode_outgoing_rpc,
 )
-from immortal.protocol.peer import FrameType, PeerFrame
+from immortal.protocol.peer_frames import FrameType, PeerFrame
 from immortal.protocol.readers import BlobData, BlobStart, Record, RecordReader
 
 COMMITTER_ID = 0x01020304
@@ -78,9 +78,9 @@ class _Log(PlainLog):
         self._driven = driven
         self.waiting: ef.ReadRecords | None = None  # of who follows
 
-    def acquire(self, effect: ef.AcquireRight) -> None:
+    def acquire(self, effect: ef.AcquireWriteLease) -> None:
         holder = self._driven.held_by
-        self.inbox.append(ev.RightHeld(holder) if holder else ev.RightGranted(1))
+        self.inbox.append(ev.WriteLeaseHeld(holder) if holder else ev.WriteLeaseGranted(1))
 
     def submit(self, request: Write | Read) -> None:
         if isinstance(request, self._driven.unanswered):
@@ -235,7 +235,7 @@ class Driven:
         self.held_by = ""
         request, self.log.waiting = self.log.waiting, None
         answered = [] if request is None else [ev.RecordsRead([], None, request.session)]
-        return self.handle(*answered, ev.RightGranted(2))
+        return self.handle(*answered, ev.WriteLeaseGranted(2))
 
     # --- common beginnings -------------------------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ class FarBackend(MemoryBackend):
         return self._here.fileno(), select.POLLIN
 
     def resolve(self) -> int:
-        self.refuse_after_failure()
+        self.raise_failure()
         with self._lock:
             done = self._done_count if self._is_unknown else 0
             self._here.close()
@@ -99,7 +99,7 @@ class FarBackend(MemoryBackend):
             return done
 
     def _require_known(self) -> None:
-        self.refuse_after_failure()
+        self.raise_failure()
         if self._is_unknown:
             raise LogUnavailableError("nobody knows what was done")
 

@@ -15,13 +15,13 @@ import pyarrow as pa
 from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.log import open_log, open_reader, verify_value
-from immortal.pipeline.fleet import Ending, Fleet, Input, PlannedRecord, write_planned
 from immortal.pipeline.jobs.audit import audit_rows
+from immortal.pipeline.jobs.audit_report import AuditReport
+from immortal.pipeline.jobs.audit_verdict import judge
 from immortal.pipeline.jobs.evidence import Row, evidence_of_values, gap_rows
-from immortal.pipeline.jobs.judgement import judge
-from immortal.pipeline.jobs.reports import AuditReport
 from immortal.pipeline.jobs.sources import LogState, log_ranges, log_states
 from immortal.pipeline.reading import Gap, close_shared, read_range
+from immortal.pipeline.synthetic_logs import Ending, Fleet, Input, PlannedRecord, write_planned
 from immortal.protocol.batch import decode_batch
 from immortal.protocol.checksum import crc64
 from immortal.protocol.errors import ImmortalError

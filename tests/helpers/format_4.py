@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from immortal.coordinator.log.backends.lmdb.journal import FILE_SIZE_BYTES
-from immortal.coordinator.log.backends.lmdb.journal_entries import BLOCK_SIZE_BYTES
+from immortal.coordinator.log.backends.lmdb.journal import BLOCK_SIZE_BYTES, FILE_SIZE_BYTES
 from immortal.log import LogIdentity
 from immortal.protocol.checksum import crc64
 

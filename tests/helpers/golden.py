@@ -21,7 +21,7 @@ from immortal.appsdk.patterns.harmony.runs import Response
 from immortal.appsdk.running.inspection import inspect_state
 from immortal.appsdk.running.runner import load
 from immortal.appsdk.state.tree import to_json
-from immortal.appsdk.testing.replaying import LocalReplay, problems_of
+from immortal.appsdk.testing.replay_check import LocalReplay, problems_of
 from immortal.client import connect, handle, with_key
 from immortal.coordinator.instances import upgrade_mark
 from immortal.coordinator.instances.registry import Registry, free_port

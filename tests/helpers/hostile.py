@@ -8,7 +8,7 @@ from typing import Any
 from immortal.appsdk.testing.node import Node
 from immortal.appsdk.testing.outside import OutsideApp
 from immortal.coordinator.core import events as ev
-from immortal.protocol.client import ClientFrame, ClientFrameType, encode_request
+from immortal.protocol.client_frames import ClientFrame, ClientFrameType, encode_request
 from immortal.protocol.extensions import encode_app_batch
 from immortal.protocol.messages import (
     MessageType,
@@ -39,7 +39,7 @@ class HostileApp(OutsideApp):
         self.output += encode_app_batch(MessageType.IMPULSE_BATCH, destination, count, messages)
 
     def _answer(self, content: bytes, start: int, end: int) -> None:
-        from immortal.protocol.client import decode_caller
+        from immortal.protocol.client_frames import decode_caller
 
         rpc = decode_incoming_rpc(content, start, end)
         caller = decode_caller(content, start, end)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from immortal import Handle, Immortal, Node, impulse, peer, rpc
-from immortal.appsdk.nodes.counting import Owner
+from immortal.appsdk.nodes.reference_counts import Owner
 from immortal.testing import Environment, Instance
 from tests.helpers.ordering_runs import _crash, _some_steps
 

@@ -7,8 +7,20 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from immortal.appsdk.nodes.counting import DESTROYED, Grant, Held, Holder, LastReleased, Owner, Stage, Tell
-from immortal.appsdk.nodes.messages import Ended, Forgotten, Passed, Released
+from immortal.appsdk.nodes.reference_counts import (
+    DESTROYED,
+    Ended,
+    Forgotten,
+    Grant,
+    Held,
+    Holder,
+    NoHoldersLeft,
+    Owner,
+    Passed,
+    Released,
+    Stage,
+    Tell,
+)
 
 OWNER, KEY = "o", b"k"
 COPY, END = "a copy", "its end"
@@ -108,7 +120,7 @@ class World:
                     self.put(name, action.to, action.message)
                     if isinstance(action.message, Forgotten):
                         self.require_nobody("is forgotten")
-                elif isinstance(action, LastReleased):
+                elif isinstance(action, NoHoldersLeft):
                     self.require_nobody("is said to be released")
 
     def put(self, sender: str, receiver: str, message: object) -> None:

@@ -13,10 +13,10 @@ from itertools import pairwise
 
 import msgspec
 
-from immortal.appsdk.ordering.machine import Ordering, Release, Send, Standing
+from immortal.appsdk.ordering.fences import State
+from immortal.appsdk.ordering.machine import Ordering, Release, RunsCommitted, Send
 from immortal.appsdk.ordering.messages import Commit, Propose
-from immortal.appsdk.ordering.sending import Held, Run, Sending, Waiting
-from immortal.appsdk.ordering.state import State
+from immortal.appsdk.ordering.send_queue import Held, Run, Sending, Waiting
 
 Step = tuple[str, str, str]  # ("op", instance, "") or ("arrive", sender, receiver)
 
@@ -169,7 +169,7 @@ class World:
                 elif isinstance(action, Release):
                     self.deliver(name, action.filed.calls)
                     machine.executed()
-                elif isinstance(action, Standing):  # from here on whoever hears of the sender may know of the run
+                elif isinstance(action, RunsCommitted):  # from here on whoever hears of the sender may know of the run
                     self.visible.update(self.run_labels.get((name, action.number), ()))
             self.sending[name].advance()
 

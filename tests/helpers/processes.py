@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from immortal.appsdk.running.authenticate import authenticate
+from immortal.appsdk.running.transport import authenticate
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances.registry import HOME_VARIABLE, Registry
 from immortal.coordinator.operator import control

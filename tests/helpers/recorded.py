@@ -13,7 +13,7 @@ from typing import Any
 
 from immortal.appsdk.calls.context import SEED_SIZE_BYTES
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
-from immortal.appsdk.effects.request import EffectRunner
+from immortal.appsdk.effects.effect import EffectRunner
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.handlers.proxy import Impulses
 from immortal.coordinator.core import effects as ef

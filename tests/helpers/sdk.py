@@ -11,7 +11,7 @@ from typing import Any
 
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
 from immortal.appsdk.dispatch.events import Event, OutputReady
-from immortal.appsdk.effects.request import EffectRunner
+from immortal.appsdk.effects.effect import EffectRunner
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.protocol.extensions import encode_version
 from immortal.protocol.messages import MessageType, encode_message

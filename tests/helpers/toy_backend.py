@@ -20,7 +20,7 @@ from immortal.coordinator.fault_points import reach
 from immortal.coordinator.log.backend import Append, Backend, Options, Place, Row, Space, Span
 from immortal.coordinator.log.backends.memory import MemoryTables
 from immortal.coordinator.log.format import SEQUENCE_KEY
-from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
+from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
 from immortal.protocol.checksum import crc64
 
 HEAD_SIZE_BYTES = 16  # size, CRC
@@ -58,13 +58,13 @@ class ToyBackend(Backend):
     @contextlib.contextmanager
     def view(self, *, copies: bool = False) -> Iterator[MemoryTables]:
         with self._tables.lock:
-            self.refuse_after_failure()
+            self.raise_failure()
             if not self.fence:  # whoever writes has read all that is its own
                 self._read_on()
             yield self._tables
 
     def append(self, append: Append) -> None:
-        self.refuse_after_failure()
+        self.raise_failure()
         with self._tables.lock, self._locked():
             if os.fstat(self._file).st_size != self._end or append.fence != self._term:
                 self.failure = FencedError(self.where, f"{self.where} has another writer since")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from immortal.appsdk.effects.request import EffectRequest, EffectRunner
+from immortal.appsdk.effects.effect import EffectRequest, EffectRunner
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.protocol.handlers import Order
+from immortal.protocol.system_methods import Order
 from tests.helpers.recorded import Instances, RecordedInstance
 
 S_NS = 1_000_000_000

@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from immortal.appsdk.client.errors import OutcomeUnknown, ReplyGone
-from immortal.appsdk.client.lane import Call
+from immortal.appsdk.client.session import Call
 from immortal.coordinator.core.limits import Limits
-from immortal.protocol.client import Reply
+from immortal.protocol.client_frames import Reply
 from tests.helpers.clients import World, is_conflict, value_of
 
 METHODS = ("add", "add", "refuse", "add_later")

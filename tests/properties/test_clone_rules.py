@@ -14,13 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from immortal.appsdk.patterns.clone import limits
-from immortal.appsdk.patterns.clone.entries import Entries
 from immortal.appsdk.patterns.clone.frames import Received, decode_answer, decode_request, encode
-from immortal.appsdk.patterns.clone.publishing import Publishing
-from immortal.appsdk.patterns.clone.records import ENTITLED, Entitlement, Row
-from immortal.appsdk.patterns.clone.records import encode as encode_value
+from immortal.appsdk.patterns.clone.model import ENTITLED, Entitlement, Entries, Row, covers
+from immortal.appsdk.patterns.clone.model import encode as encode_value
+from immortal.appsdk.patterns.clone.publication import Publication
 from immortal.appsdk.patterns.clone.replica import News, Options, Replica
-from immortal.appsdk.patterns.clone.subtrees import covers
 
 KEYS = ["a", "a/b", "a/b/c", "ab", "b", "b/c"]
 SUBTREES = ["", "a", "a/b", "b"]
@@ -56,7 +54,7 @@ class World:
         self.number = 0
         self.states: dict[int, dict[str, bytes]] = {0: {}}
         self.entries = Entries()
-        self.publishing = Publishing("p", "table", self.entries.copy(), blocking_s=0.0)
+        self.publishing = Publication("p", "table", self.entries.copy(), blocking_s=0.0)
         self.now_ns = 0
         self.routes = 0
         self.clients: list[Client] = []

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from immortal.coordinator.core.interfaces import OutputBatch, OutputMark, SpilledBatch, Transaction
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.pieces import behind, cut, fitting
-from immortal.coordinator.core.streams.output_stream import OutputStream, StreamState
+from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
+from immortal.coordinator.core.output.send_buffer import behind, cut, fitting
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.batch import check_batch
 from immortal.protocol.checksum import crc64

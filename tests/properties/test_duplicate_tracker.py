@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from immortal.coordinator.messenger.duplicates import DuplicateTracker, OrderedTracker, Sighting
+from immortal.coordinator.messenger.inbox import DuplicateTracker, OrderedTracker, Sighting
 from immortal.coordinator.messenger.outbox import Outbox, RetryPolicy
 
 SPAN_MAX = 16

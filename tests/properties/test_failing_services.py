@@ -10,7 +10,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from immortal import CalleeFailed, CallRefused, Immortal, peer, rpc, upgrades
-from immortal.appsdk.testing.crashes import CrashPlan, Victim
+from immortal.appsdk.testing.node import CrashPlan, Victim
 from immortal.protocol.verdicts import VerdictKind
 from immortal.testing import Environment, Instance, ProcessDies
 

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from immortal.appsdk.patterns.harmony.collector import CollectedBatch, KeptResults
 from immortal.appsdk.patterns.harmony.dispatch import Dispatch
-from immortal.appsdk.patterns.harmony.gathered import Gathered, Kept
-from immortal.appsdk.patterns.harmony.ranges import Ranges
-from immortal.appsdk.patterns.harmony.runs import Response, Run, results
+from immortal.appsdk.patterns.harmony.runs import Ranges, Response, Run, results
 
 NUMBERS = st.integers(0, 60)
 SILENCE_S, DEATHS_MAX, STEP_NS = 3.0, 3, 1_000_000_000
@@ -35,7 +34,7 @@ def test_ranges_are_a_set(added: list[tuple[int, int]], start: int, stop: int) -
 
 @given(st.permutations([(0, 3), (3, 4), (4, 9), (12, 20)]), NUMBERS)
 def test_what_is_kept_is_found_by_number(runs: list[tuple[int, int]], number: int) -> None:
-    kept = Kept()
+    kept = KeptResults()
     for first, stop in runs:
         kept.add(Response("b", first, stop - first, encode(list(range(first, stop))), {}))
     page = kept.page(number)
@@ -56,7 +55,7 @@ class Pipeline(RuleBasedStateMachine):
         self.dispatch = Dispatch()
         self.now_ns = 0
         self.in_hand: dict[str, list[Run]] = {}  # by worker: what it was given, and has not given back yet
-        self.gathered = {name: Gathered() for name in BATCHES}
+        self.gathered = {name: CollectedBatch() for name in BATCHES}
         self.values: dict[str, dict[int, object]] = {name: {} for name in BATCHES}
         for name in BATCHES:
             assert self.dispatch.start(name, "f", "results") == 0

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from immortal.coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME, structure_problems
+from immortal.coordinator.log.backends.lmdb.files import DATA_FILE_NAME, structure_problems
 from immortal.coordinator.log.backends.lmdb.pages import check_pages
 
 SIZES = (8, 100, 2000, 5000, 1 << 16, 1 << 20)

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from immortal.coordinator.log.backends.lmdb.environment import open_environment
-from immortal.coordinator.log.backends.lmdb.tables import make_tables
-from immortal.coordinator.log.backends.lmdb.view import JournalRows, view_of
+from immortal.coordinator.log.backends.lmdb.tables import JournalRows, make_tables, view_of
 from immortal.protocol.varint import Readable
 from tests.helpers.memory import in_memory
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from immortal.appsdk.calls.rules import OrderRules
+from immortal.appsdk.calls.replay_rules import OrderRules
 from immortal.appsdk.nodes.accounts import Accounts
-from immortal.appsdk.nodes.counting import Grant, Holder, Owner
-from immortal.appsdk.nodes.messages import Key
 from immortal.appsdk.nodes.nodes import Nodes
+from immortal.appsdk.nodes.reference_counts import Grant, Holder, Key, Owner
 from immortal.appsdk.ordering import multicasts
 from tests.helpers.nodes_runs import PASSING, BrokenHandlesError, run_seed
 

@@ -7,12 +7,12 @@ from itertools import count
 import pytest
 
 from immortal.appsdk.calls.outbox import Outbox
-from immortal.appsdk.calls.rules import OrderRules
+from immortal.appsdk.calls.replay_rules import OrderRules
 from immortal.appsdk.ordering import multicasts
+from immortal.appsdk.ordering.fences import QueuedRun, Sent
 from immortal.appsdk.ordering.machine import Key, Ordering
 from immortal.appsdk.ordering.messages import Timestamp
 from immortal.appsdk.ordering.multicasts import Multicasts
-from immortal.appsdk.ordering.state import Filed, Sent
 from immortal.coordinator.core.errors import DivergenceError
 from tests.helpers import causal_runs
 from tests.helpers.ordering_runs import BrokenOrderError, run_seed
@@ -67,7 +67,7 @@ def _never_busy(self: Multicasts) -> bool:
     return False
 
 
-def _by_arrival(filed: Filed) -> Key:
+def _by_arrival(filed: QueuedRun) -> Key:
     arrived = getattr(_by_arrival, "known", {})
     return filed.timestamp, not filed.sender, "", arrived.setdefault((id(filed), filed.number), next(_arrivals))
 

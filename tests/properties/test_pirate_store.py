@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from immortal.appsdk.patterns.pirate.errors import StoreError
-from immortal.appsdk.patterns.pirate.frames import Frame, Kind
+from immortal.appsdk.patterns.pirate.frames import Frame, Kind, StoreError
 from immortal.appsdk.patterns.pirate.limits import REPLY_OVERHEAD_BYTES
 from immortal.appsdk.patterns.pirate.store import Failure, Limits, ReplyStore, Rows
 

@@ -58,7 +58,7 @@ from immortal.protocol.messages import (
     encode_outgoing_rpc,
     encode_trim_to,
 )
-from immortal.protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
+from immortal.protocol.peer_frames import FrameType, PeerFrame, decode_frame, encode_frame
 from immortal.protocol.record import COMMITTER_ID_MAX, decode_header, encode_record, verify_record
 from immortal.protocol.varint import (
     INT_MAX,

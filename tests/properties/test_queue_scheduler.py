@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from immortal.appsdk.patterns.queue import limits
-from immortal.appsdk.patterns.queue.errors import DedupConflict, NotPossible
-from immortal.appsdk.patterns.queue.lanes import rank_of
-from immortal.appsdk.patterns.queue.records import Limit, Offer, Records, Report, Submission, Task
+from immortal.appsdk.patterns.queue.model import (
+    DedupConflict,
+    Limit,
+    NotPossible,
+    Offer,
+    QueueState,
+    Report,
+    Submission,
+    Task,
+)
+from immortal.appsdk.patterns.queue.ready_queue import rank_of
 from immortal.appsdk.patterns.queue.scheduler import Scheduler
 
 S = limits.SECOND_NS
@@ -29,7 +37,7 @@ sessions = st.sampled_from(["1", "2"])
 class AnyQueue(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.records = Records()
+        self.records = QueueState()
         self.scheduler = Scheduler(self.records)
         self.now_ns = 1000 * S
         self.given: list[tuple[str, str, int, int]] = []  # all that ever were: worker, session, task, attempt
@@ -163,7 +171,7 @@ class AnyQueue(RuleBasedStateMachine):
     @rule()
     def recover(self) -> None:
         """From a checkpoint."""
-        self.records = msgspec.msgpack.decode(msgspec.msgpack.encode(self.records), type=Records)
+        self.records = msgspec.msgpack.decode(msgspec.msgpack.encode(self.records), type=QueueState)
         self.scheduler = Scheduler(self.records)
 
     def catch_up(self) -> None:
@@ -172,7 +180,7 @@ class AnyQueue(RuleBasedStateMachine):
 
     def do(self, what: Callable[[Scheduler], T]) -> T:
         """And whoever has recovered from a checkpoint right before it does the same."""
-        records = msgspec.msgpack.decode(msgspec.msgpack.encode(self.records), type=Records)
+        records = msgspec.msgpack.decode(msgspec.msgpack.encode(self.records), type=QueueState)
         again = Scheduler(records)
         try:
             expected = what(again)

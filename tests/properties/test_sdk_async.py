@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from immortal import EffectFailed, Immortal, impulse, peer, rpc
-from immortal.appsdk.effects.request import EffectRequest
+from immortal.appsdk.effects.effect import EffectRequest
 from tests.helpers.memory import in_memory
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 

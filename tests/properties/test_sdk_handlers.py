@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from immortal import CallCancelled, Cancelled, Immortal, impulse, peer, rpc
 from immortal.coordinator.core import events as ev
-from immortal.protocol.handlers import Order
+from immortal.protocol.system_methods import Order
 from tests.helpers.memory import in_memory
 from tests.helpers.waiting import WaitingInstances
 

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from immortal.log import open_reader
+from immortal.pipeline.sql.database import LogCut, make_consistent
+from immortal.pipeline.sql.parquet_cache import update
 from immortal.protocol.trailer import BatchKind
-from immortal.sight.sql.cut import LogCut, make_consistent
-from immortal.sight.sql.extract import update
 from tests.helpers.fleet import Plan, plan_fleet
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from immortal.appsdk.state.diff import ABSENT, Difference, differences
-from immortal.appsdk.state.tree import Fields, Members, canonical, to_json, tree
+from immortal.appsdk.state.tree import ABSENT, Difference, Fields, Members, canonical, differences, to_json, tree
 
 SCALARS = (
     st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text("ab$", max_size=2) | st.binary(max_size=2)

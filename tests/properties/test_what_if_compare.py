@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from immortal.protocol.messages import RpcType, decode_messages, encode_incoming_rpc
-from immortal.replay.compare import Comparison, Difference, Kind, Outputs, Side
-from immortal.replay.spool import MemoryBudget, Spool
+from immortal.replay.buffers import MemoryBudget, SpillingQueue
+from immortal.replay.comparison import Comparison, Difference, Kind, Outputs, Side
 
 Made = list[tuple[int, bytes]]  # (sequence ID, message)
 
@@ -67,7 +67,7 @@ def feeds(draw: st.DrawFn) -> tuple[Made, Made, list[tuple[Side, Outputs | None]
 def play(steps: list[tuple[Side, Outputs | None]], memory_bytes_max: int) -> tuple[list[Difference], Comparison]:
     found: list[Difference] = []
     budget = MemoryBudget(memory_bytes_max)
-    comparison = Comparison(found.append, lambda: Spool(budget))
+    comparison = Comparison(found.append, lambda: SpillingQueue(budget))
     for side, batch in steps:
         if batch is None:
             comparison.finish(side)

@@ -16,15 +16,14 @@ from hypothesis import strategies as st
 from immortal import Immortal, impulse, peer, rpc
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.running.inspection import unanswered
-from immortal.appsdk.testing.replaying import LocalReplay
-from immortal.coordinator.log.contents import rpcs
-from immortal.coordinator.log.source import RecordSource
+from immortal.appsdk.testing.replay_check import LocalReplay
+from immortal.coordinator.log.reader import RecordSource
+from immortal.coordinator.log.record_contents import rpcs
 from immortal.log import open_reader
-from immortal.protocol.extensions import Origin
+from immortal.protocol.extensions import Origin, RandomDraw, decode_numbers
 from immortal.protocol.messages import RpcKind, RpcType
-from immortal.protocol.numbers import Draw, decode_numbers
 from immortal.protocol.record import decode_header
-from immortal.replay.numbers import NumbersAhead
+from immortal.replay.buffers import DrawnNumbersQueue
 from immortal.replay.plan import ReplayPlan
 from immortal.replay.result import Sink
 from immortal.replay.session import Event, NumbersDrawn
@@ -115,12 +114,12 @@ class Calls(Sink):
 class Side(LocalReplay):
     """One replay; ``told``: what the other one has drawn."""
 
-    def __init__(self, source: RecordSource, told: NumbersAhead | None = None) -> None:
+    def __init__(self, source: RecordSource, told: DrawnNumbersQueue | None = None) -> None:
         self.calls = Calls()
         super().__init__(source, ReplayPlan(1), definition_of(Orders), self.calls)
         self.told = told
-        self.tells = NumbersAhead()
-        self.draws: list[tuple[int, Draw]] = []
+        self.tells = DrawnNumbersQueue()
+        self.draws: list[tuple[int, RandomDraw]] = []
 
     @property
     def app(self) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from immortal.bench.embedded_workload import Case
-from immortal.coordinator.cli import main
+from immortal.bench.workload import Case
+from immortal.cli import main
 
 BRIEFLY = ["bench", "--calls", "--outstanding", "1,20", "--size", "100", "--seconds", "0.05", "--repeats", "2"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from immortal.coordinator.cli import commands
+from immortal.cli import commands
 from tests.helpers.projects import immortal
 
 BIN = Path(sys.executable).parent
@@ -60,7 +60,7 @@ def test_what_lists_commands_loads_none_of_them(how: str, tmp_path: Path) -> Non
     source = f"""
 import sys
 from click.shell_completion import BashComplete
-from immortal.coordinator.cli import main
+from immortal.cli import main
 def completed():
     found = BashComplete(main, {{}}, "immortal", "_IMMORTAL_COMPLETE").get_completions([], "")
     assert len(found) > 20

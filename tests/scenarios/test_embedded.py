@@ -315,6 +315,6 @@ def test_a_program_may_have_any_name(folder: Path, file: str) -> None:
     assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr
     app = Registry(folder / HOME).load("odd").app
     assert app == f"{file}:Odd"
-    load = f"from immortal.appsdk.running.runner import load_or_say; print(load_or_say({app!r}).__name__)"
+    load = f"from immortal.appsdk.running.runner import load_or_report; print(load_or_report({app!r}).__name__)"
     found = subprocess.run([sys.executable, "-c", load], cwd=folder, capture_output=True, text=True, check=False)
     assert found.stdout == "Odd\n", found.stderr

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from immortal import Immortal, rpc
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.instances.registry import Registry
 from immortal.log import open_reader
 from immortal.protocol.verdicts import VerdictKind

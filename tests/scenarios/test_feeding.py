@@ -81,17 +81,17 @@ def test_a_killed_feeder_goes_on_where_it_was_though_a_destination_is_frozen(tmp
         assert "it waits for west" in immortal(tmp_path, "status")
         assert json.loads(immortal(tmp_path, "call", "east", "all_of_it")) == []  # it has to do with none of them
         if follower:
-            heir = runs["heir"] = Run(tmp_path, "--follow", "crowd")
-            heir.line("following")
+            successor = runs["successor"] = Run(tmp_path, "--follow", "crowd")
+            successor.line("following")
             crowd.kill()
-            heir.line("recovered")
+            successor.line("recovered")
         else:
             os.kill(int(crowd.line("process").split()[-1]), signal.SIGKILL)
             crowd.line("recovered")
     finally:
         os.kill(frozen, signal.SIGCONT)
     if follower:
-        heir.line("fed")
+        successor.line("fed")
     else:
         crowd.line("fed", 2)
     names = [f"guest {number + 1}" for number in range(20)]

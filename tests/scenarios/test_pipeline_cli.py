@@ -19,10 +19,10 @@ import pytest
 from click.testing import CliRunner, Result
 from pyspark.errors import PySparkException
 
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.log import format as log_format
 from immortal.log import open_reader
-from immortal.pipeline.errors import PipelineError, clear_error
+from immortal.pipeline.errors import PipelineError, one_line_error
 from immortal.pipeline.jobs import export as export_job
 from immortal.pipeline.jobs.audit import results_of
 from immortal.pipeline.jobs.sources import EXPORT_FILE_NAME, open_fleet
@@ -443,7 +443,7 @@ def test_a_log_that_is_trimmed_while_it_is_read(pair: Plan, tmp_path: Path, spar
     trim(Path(folders[0]), pair, pair.names[0], 10)
     with pytest.raises(PySparkException) as raised:
         list(results_of(spark, evidence))
-    said = str(clear_error(raised.value))
+    said = str(one_line_error(raised.value))
     assert f"the log of '{pair.names[0]}' in {folders[0]} was trimmed up to record 10 while record 0" in said
     assert len(said.splitlines()) == 1
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.core.interfaces import IMPULSES
 
 DEMO = Path(__file__).parents[2] / "examples" / "wordcount" / "demo.py"

@@ -14,7 +14,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
-from immortal.pipeline.errors import clear_error
+from immortal.pipeline.errors import one_line_error
 from tests.helpers.pipeline_logs import make_log, random_specs
 from tests.helpers.spark import read
 
@@ -85,7 +85,7 @@ def test_options_narrow_what_is_read(spark: SparkSession, home: Path) -> None:
     ):
         with pytest.raises(Exception) as raised:  # noqa: PT011 (whatever it is, one line of it must come out)
             found(**{option: value})
-        assert str(clear_error(raised.value)).startswith(expected)
+        assert str(one_line_error(raised.value)).startswith(expected)
 
 
 # --- queries in any order, compared with a plain copy ----------------------------------------------------------------

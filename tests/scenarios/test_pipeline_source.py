@@ -18,7 +18,7 @@ from immortal.coordinator.log.backends.lmdb.environment import open_environment
 from immortal.coordinator.log.backends.lmdb.tables import open_tables
 from immortal.coordinator.log.verify import verify_log
 from immortal.log import create_log, open_reader
-from immortal.pipeline.errors import clear_error
+from immortal.pipeline.errors import one_line_error
 from immortal.protocol.checksum import crc64
 from immortal.protocol.messages import RpcKind
 from immortal.protocol.trailer import BatchKind
@@ -225,7 +225,7 @@ def test_raw_bytes_of_a_damaged_record_only_where_asked_for(spark: SparkSession,
 def said(action: Callable[[], object]) -> str:
     with pytest.raises(Exception) as caught:  # noqa: PT011 (whatever it is, one line of it must come out)
         action()
-    line = str(clear_error(caught.value))
+    line = str(one_line_error(caught.value))
     assert "\n" not in line
     assert "Exception" not in line
     return line

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.instances.registry import Registry
 from immortal.protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
 from tests.helpers.recorded import Instances, load_module, write_module

@@ -159,7 +159,7 @@ def test_instances_that_are_called_as_tables_or_schemas(tmp_path: Path) -> None:
     assert rows(tmp_path, query) == [dict.fromkeys("abcdefg", 3)]
 
 
-@pytest.mark.parametrize("missing", ["duckdb", "immortal.sight.sql.database"])  # the latter as without Arrow
+@pytest.mark.parametrize("missing", ["duckdb", "immortal.pipeline.sql.database"])  # the latter as without Arrow
 def test_without_the_extra_it_is_said(folder: Path, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     assert "pip install 'immortal[sql]'" in immortal(folder, "sql", "select 1", status=1)

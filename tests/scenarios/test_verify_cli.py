@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.instances.registry import Registry
 from immortal.log import open_reader
 from tests.helpers.recorded import Instances, RecordedInstance, load_module, write_module

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from tests.helpers.processes import DEADLINE_S, House, SocketApp

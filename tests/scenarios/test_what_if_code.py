@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from immortal.coordinator.cli import main
-from immortal.coordinator.web.rendering import render
-from immortal.coordinator.web.what_if_job import Order, run
+from immortal.cli import main
 from immortal.replay.errors import ReplayError
+from immortal.web.rendering import render
+from immortal.web.what_if_jobs import Order, run
 from tests.helpers.flow import STATUSES, app_of, record_flow, source_of, write_code
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.instances.registry import Registry
 from tests.helpers.recorded import Instances, load_module, write_module
 

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from immortal.messenger import Messenger, Security
 from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
-from immortal.protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
+from immortal.protocol.peer_frames import FrameType, PeerFrame, decode_frame, encode_frame
 
 DEADLINE_S = 20.0
 

@@ -15,15 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from immortal.appsdk.running import authenticate as authentication
-from immortal.appsdk.running.authenticate import authenticate
-from immortal.appsdk.running.transport import connect
-from immortal.coordinator.app import gate as app_gate
+from immortal.appsdk.running import transport as authentication
+from immortal.appsdk.running.transport import authenticate, connect
+from immortal.coordinator.app import authenticator as app_gate
 from immortal.coordinator.app import secret as app_secret
-from immortal.coordinator.app.gate import HELLO_SIZE_BYTES_MAX, HELLO_TIMEOUT_S
+from immortal.coordinator.app.authenticator import HELLO_SIZE_BYTES_MAX, HELLO_TIMEOUT_S
 from immortal.coordinator.config import InstanceSettings
 from immortal.errors import ConnectError
-from immortal.protocol.app_proof import (
+from immortal.protocol.app_handshake import (
     Answer,
     Handshake,
     Role,

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from immortal.cli import main
 from immortal.coordinator.audit import audit_log as audit
 from immortal.coordinator.audit.audit_log import FIRST, OLD_FILES_MAX, TALLIES_MAX, TALLY_NS, AuditLog
-from immortal.coordinator.cli import main
 from immortal.coordinator.operator import control
 from immortal.coordinator.peers import keys
 from immortal.messenger import KeyPair, Messenger, Role, Security
-from immortal.protocol.peer import FrameType, PeerFrame, encode_frame
+from immortal.protocol.peer_frames import FrameType, PeerFrame, encode_frame
 from tests.helpers.processes import CoordinatorProcess, House
 
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.client.errors import NotConnectable
-from immortal.appsdk.client.places import Finder
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.core.errors import LogLockedError
 from immortal.coordinator.instances import registry
 from immortal.coordinator.instances.registry import Registry, RegistryError
-from immortal.coordinator.log.backends.lmdb.lock import FolderLock, is_locked
+from immortal.coordinator.log.backends.lmdb.locks import FolderLock, is_locked
 from immortal.coordinator.peers import keys
 from immortal.log import open_log
-from immortal.protocol.private_files import make_folder, opener, tighten
+from immortal.protocol.files import make_folder, opener, tighten
 from tests.helpers.processes import House
 from tests.helpers.strangers import STRANGER, as_stranger, mode, modes, needs_root, open_to_all
 
@@ -105,7 +105,7 @@ def test_a_stranger_reads_settings_and_public_keys_of_a_shared_registry_and_noth
 
 @needs_root
 def test_status_of_a_shared_registry_shows_what_the_asking_user_may_see(house: House) -> None:
-    import immortal.coordinator.cli.status  # noqa: F401 (nobody can load it from here)
+    import immortal.cli.status  # noqa: F401 (nobody can load it from here)
 
     lived(house)
     house.register("bob")
@@ -256,7 +256,7 @@ def test_a_holder_of_another_user_is_named_with_him(house: House) -> None:
         with open(path) as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with open(path) as file:
-            assert registry.holder_of(file.fileno()) == f"process {process.pid} of user {STRANGER}"
+            assert registry.describe_lock_holder(file.fileno()) == f"process {process.pid} of user {STRANGER}"
         process.kill()
 
 

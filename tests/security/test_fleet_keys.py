@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.config import ConfigError
 from immortal.coordinator.core.permissions import EVERYTHING, Permission
 from immortal.coordinator.instances.registry import Registry
@@ -19,7 +19,7 @@ from immortal.coordinator.peers import fleet_keys, keys
 from immortal.coordinator.peers.keys import KeysError, PublicFile, PublicKey
 from immortal.coordinator.peers.security import PeerSecurity
 from immortal.messenger import Messenger, Role, Security
-from immortal.protocol.peer import FrameType, PeerFrame, encode_frame
+from immortal.protocol.peer_frames import FrameType, PeerFrame, encode_frame
 from tests.helpers.processes import House
 from tests.helpers.watched import Watched
 

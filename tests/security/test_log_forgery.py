@@ -12,11 +12,11 @@ from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogE
 from immortal.coordinator.core.interfaces import AuditEntry, SpilledBatch, Transaction
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log.authentication import ForgedLogError, LogKey, LogKeyError
+from immortal.coordinator.log.backend import Severity
 from immortal.coordinator.log.backends.lmdb.journal import FILE_NAME as JOURNAL
-from immortal.coordinator.log.backends.lmdb.journal_entries import Place, decode_entry, encode_entry
+from immortal.coordinator.log.backends.lmdb.journal import Place, decode_entry, encode_entry
 from immortal.coordinator.log.backup import BackupError, back_up
 from immortal.coordinator.log.cut import LogCutter
-from immortal.coordinator.log.findings import Severity
 from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from immortal.coordinator.log.verify import verify_log
 from immortal.log import RowLogStore, create_log, open_log, open_reader

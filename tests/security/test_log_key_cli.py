@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
@@ -42,7 +42,7 @@ class Home:
     def start(self) -> None:
         """What a start does with the log, and a stop. Raises LogError."""
         store = own_logs.open_log(self.settings)
-        own_logs.take_for_own(self.settings, store, trust_pickle=False)
+        own_logs.adopt_log(self.settings, store, trust_pickle=False)
         store.close()
 
     def key(self, *options: str) -> dict[str, Any]:

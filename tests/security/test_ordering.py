@@ -14,9 +14,14 @@ from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.ordering.messages import Commit, Fence, Proposed, Resolve, Settled
 from immortal.coordinator.core.permissions import Permission, Permissions
 from immortal.protocol.extensions import AppDescription
-from immortal.protocol.handlers import ORDER_METHOD_ID
 from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
-from immortal.protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from immortal.protocol.system_methods import (
+    EXECUTED_METHOD_ID,
+    FENCING_METHOD_ID,
+    ORDER_METHOD_ID,
+    ORDERED_METHOD_ID,
+    ORDERING_METHOD_ID,
+)
 from immortal.testing import Environment
 
 

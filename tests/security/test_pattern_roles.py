@@ -13,11 +13,11 @@ import pytest
 from immortal import Immortal, rpc
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.handlers.proxy import all_method_names
-from immortal.appsdk.patterns.clone.records import Change
+from immortal.appsdk.patterns.clone.model import Change
 from immortal.client import CallRefused, connect
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.input.admission import Admission
 from immortal.coordinator.core.permissions import EVERYTHING, Permission, Permissions
-from immortal.coordinator.core.streams.intake import Intake
 from immortal.coordinator.peers import keys
 from immortal.errors import DefinitionError
 from immortal.messenger import Role
@@ -26,7 +26,7 @@ from immortal.patterns.harmony import Cluster, Collector
 from immortal.protocol.batch import check_batch
 from immortal.protocol.extensions import AppDescription
 from immortal.protocol.messages import encode_incoming_rpc
-from immortal.protocol.ordering import ORDERED_METHOD_ID
+from immortal.protocol.system_methods import ORDERED_METHOD_ID
 from tests.helpers.cli import HOME, Run, immortal
 from tests.helpers.clients import request
 from tests.security.test_permissions import Guarded, by
@@ -170,9 +170,9 @@ def test_a_multicast_gives_nobody_a_role(inner: Any) -> None:
     ],
 )
 def test_a_refusal_says_who_asked_which_role_it_takes_and_how_to_give_it(caller: str, method: str, text: str) -> None:
-    intake = Intake("jobs", {}, has_keys=True)
-    intake.permissions.describe(AppDescription(1, all_method_names(definition_of(queue.Queue))))
-    said = intake.why_forbidden(caller, method)
+    admission = Admission("jobs", {}, has_keys=True)
+    admission.permissions.describe(AppDescription(1, all_method_names(definition_of(queue.Queue))))
+    said = admission.why_forbidden(caller, method)
     assert said.startswith(f"{caller!r} may not call {method!r} of 'jobs': {text}")
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.client_table import REPLY_OVERHEAD_BYTES
+from immortal.coordinator.core.client.table import REPLY_OVERHEAD_BYTES
 from immortal.coordinator.core.limits import Limits
 from immortal.protocol.checksum import crc64
-from immortal.protocol.client import (
+from immortal.protocol.client_frames import (
     ASKED_MAX,
     CALL_SIZE_BYTES_MIN,
     ClientCode,
@@ -25,7 +25,7 @@ from immortal.protocol.client import (
 )
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import RpcKind, encode_outgoing_rpc
-from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode, decode_frame, encode_frame
+from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode, decode_frame, encode_frame
 from tests.helpers.clients import call, request, said
 from tests.helpers.core import Driven, attach, rpc
 

@@ -24,12 +24,18 @@ import msgspec
 import pytest
 import zmq
 
-from immortal.bench.latency import percentile
+from immortal.bench.workload import percentile
 from immortal.coordinator.messenger.envelope import encode_message
 from immortal.coordinator.messenger.security import Role, connect_with
 from immortal.coordinator.peers import keys
 from immortal.messenger import Messenger, Security
-from immortal.protocol.client import ClientFrame, ClientFrameType, encode_client_frame, encode_numbers, encode_request
+from immortal.protocol.client_frames import (
+    ClientFrame,
+    ClientFrameType,
+    encode_client_frame,
+    encode_numbers,
+    encode_request,
+)
 from immortal.protocol.messages import (
     RpcKind,
     decode_incoming_rpc,
@@ -37,7 +43,7 @@ from immortal.protocol.messages import (
     encode_incoming_rpc,
     encode_outgoing_rpc,
 )
-from immortal.protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
+from immortal.protocol.peer_frames import FrameType, PeerFrame, decode_frame, encode_frame
 from tests.helpers.processes import DEADLINE_S, TOLD, House, SocketApp
 from tests.security.test_peer_port import GREETING, encode_later_frame
 

@@ -18,9 +18,9 @@ from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.peers import keys
 from immortal.messenger import Security
-from immortal.protocol.handlers import ORDER_METHOD_ID
 from immortal.protocol.messages import RpcKind, RpcType
-from immortal.protocol.peer import FrameType, RefusedCode
+from immortal.protocol.peer_frames import FrameType, RefusedCode
+from immortal.protocol.system_methods import ORDER_METHOD_ID
 from tests.helpers.cli import HOME, Run, immortal
 from tests.security.forger import Forger, answer, call
 

@@ -23,8 +23,8 @@ from immortal.coordinator.messenger.limits import CLIENT_QUEUED_SIZE_BYTES_MAX, 
 from immortal.coordinator.messenger.security import Role, connect_with
 from immortal.messenger import ClientRoute, KeyPair, Messenger, Received, Security
 from immortal.protocol.checksum import crc64
-from immortal.protocol.client import ClientFrame, ClientFrameType, encode_client_frame
-from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode, decode_frame, encode_frame
+from immortal.protocol.client_frames import ClientFrame, ClientFrameType, encode_client_frame
+from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode, decode_frame, encode_frame
 from tests.helpers.processes import DEADLINE_S, House
 
 MIB = 1 << 20

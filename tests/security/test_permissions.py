@@ -18,19 +18,18 @@ from immortal.client import CalleeFailed, CallRefused, connect
 from immortal.coordinator.config import ConfigError
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.input.admission import Admission, OpenCalls
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.open_calls import OpenCalls
 from immortal.coordinator.core.permissions import EVERYTHING, Permission, Permissions
-from immortal.coordinator.core.streams.intake import Intake
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.coordinator.peers import keys
 from immortal.protocol.batch import check_batch
-from immortal.protocol.client import ClientCode
+from immortal.protocol.client_frames import ClientCode
 from immortal.protocol.extensions import ALL_EXTENSIONS, QUERIES, AppDescription, Hello, encode_hello
-from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID
 from immortal.protocol.messages import RpcKind, encode_incoming_rpc
-from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode
+from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
+from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID
 from immortal.protocol.verdicts import Cause, Verdict, VerdictKind
 from tests.helpers.apps import COUNTER
 from tests.helpers.cli import HOME, Run, immortal
@@ -281,15 +280,15 @@ def test_a_client_waits_for_the_app_to_say_what_its_methods_are(guarded: Guarded
 
 def test_the_instances_owner_may_call_everything() -> None:
     permissions = Permissions("a", {"a": Permission(frozenset())})
-    assert (permissions.why_waiting("a"), permissions.limits("a")) == ("", False)
+    assert (permissions.wait_reason("a"), permissions.limits("a")) == ("", False)
 
 
 def test_an_app_that_takes_no_verdicts_cannot_be_protected_and_its_limited_callers_wait() -> None:
     permissions = Permissions("a", ONLY_ADD)
     permissions.app_came(takes_verdicts=False)
     permissions.describe(AppDescription(1, {("", 3): "Ledger.add"}))
-    assert "lets 'b' call some methods only" in permissions.why_waiting("b")
-    assert permissions.why_waiting("c") == ""
+    assert "lets 'b' call some methods only" in permissions.wait_reason("b")
+    assert permissions.wait_reason("c") == ""
 
 
 # --- queries ----------------------------------------------------------------------------------------------------------
@@ -664,7 +663,7 @@ def test_what_is_open_is_not_known_before_the_checkpoint_is_chosen(patient: Guar
     driven = patient.driven
     driven.unanswered = (ef.CheckCheckpoint,)
     driven.connect(encode_hello(Hello(ALL_EXTENSIONS, "test")))
-    assert driven.machine.parts.intake.permissions.takes_verdicts, "the app has said so"
+    assert driven.machine.parts.admission.permissions.takes_verdicts, "the app has said so"
     assert patient.greet() == []
     (again,) = patient.send(3, waiting(3, 3, HOLD))
     assert (again.frame_type, again.position) == (FrameType.RESEND, 0)
@@ -789,11 +788,11 @@ def test_a_refused_call_is_open_until_its_caller_is_told() -> None:
 
 
 def test_a_peer_with_a_limit_waits_for_an_app_that_can_leave_calls_out() -> None:
-    intake = Intake("a", TWO)
-    assert "lets 'b' have 2 calls open at once" in intake.why_peer_waits("b")
-    assert (intake.why_peer_waits("c"), intake.why_waiting("b")) == ("", "")
-    intake.permissions.app_came(takes_verdicts=True)
-    assert intake.why_peer_waits("b") == ""
+    admission = Admission("a", TWO)
+    assert "lets 'b' have 2 calls open at once" in admission.peer_wait_reason("b")
+    assert (admission.peer_wait_reason("c"), admission.wait_reason("b")) == ("", "")
+    admission.permissions.app_came(takes_verdicts=True)
+    assert admission.peer_wait_reason("b") == ""
 
 
 def test_refusals_beyond_a_limit_do_not_fill_the_memory() -> None:

@@ -14,11 +14,11 @@ from msgspec.structs import replace
 
 from immortal import Immortal
 from immortal.appsdk.state.schema import Envelope, encode_envelope
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.interfaces import LogStore
 from immortal.coordinator.instances import own_logs
-from immortal.coordinator.instances.foreign_state import PickleRefusedError, refuse_pickle
+from immortal.coordinator.instances.own_logs import PickleRefusedError, refuse_pickle
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
@@ -162,9 +162,9 @@ def test_a_stranger_cannot_run_code_by_a_start(home: Home) -> None:
 def test_a_start_that_trusts_it_makes_it_the_homes_own(home: Home) -> None:
     store = own_logs.open_log(home.settings)
     with pytest.raises(PickleRefusedError):
-        own_logs.take_for_own(home.settings, store, trust_pickle=False)
-    own_logs.take_for_own(home.settings, store, trust_pickle=True)
-    own_logs.take_for_own(home.settings, store, trust_pickle=False)
+        own_logs.adopt_log(home.settings, store, trust_pickle=False)
+    own_logs.adopt_log(home.settings, store, trust_pickle=True)
+    own_logs.adopt_log(home.settings, store, trust_pickle=False)
     store.close()
 
 
@@ -175,7 +175,7 @@ def test_other_states_of_strangers_are_read(tmp_path: Path, monkeypatch: pytest.
     result = home.run("replay", "box", "--state")
     assert result.exit_code == 0, result.output
     store = own_logs.open_log(home.settings)
-    own_logs.take_for_own(home.settings, store, trust_pickle=False)
+    own_logs.adopt_log(home.settings, store, trust_pickle=False)
     assert own_logs.OwnLogs(home.settings.folder).has(store.identity)
     store.close()
 

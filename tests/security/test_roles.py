@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import zmq
 
+from immortal.cli import main as command
 from immortal.client import NotConnectable, connect
-from immortal.coordinator.cli import main as command
 from immortal.coordinator.config import ConfigError
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
@@ -22,9 +22,9 @@ from immortal.coordinator.peers.keys import KeysError
 from immortal.coordinator.peers.security import PeerSecurity
 from immortal.log import create_log, open_log
 from immortal.messenger import ClientRoute, KeyPair, Messenger, Received, Role, Security
-from immortal.protocol.client import ClientCode, ClientFrame, ClientFrameType, encode_client_frame
+from immortal.protocol.client_frames import ClientCode, ClientFrame, ClientFrameType, encode_client_frame
 from immortal.protocol.messages import RpcKind, encode_outgoing_rpc
-from immortal.protocol.peer import FrameType, PeerFrame, encode_frame
+from immortal.protocol.peer_frames import FrameType, PeerFrame, encode_frame
 from tests.helpers.clients import call, request, said
 from tests.helpers.core import Driven, attach
 from tests.helpers.processes import DEADLINE_S, House

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from immortal.appsdk.calls.report import FailureReporter, call_user_code
+from immortal.appsdk.calls.user_code import FailureReporter, run_user_code
 from immortal.appsdk.running.runner import say
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.core import notices
 from immortal.coordinator.core.interfaces import AuditEntry, Transaction
 from immortal.coordinator.instances.registry import Registry
@@ -29,16 +29,15 @@ from immortal.log import create_log
 from immortal.pipeline.cli import _print as print_of_pipeline
 from immortal.pipeline.jobs.stats import BinStats, Figures, MethodStats, ServiceStats, Stats, TalkerStats
 from immortal.pipeline.jobs.trace import Node, Trace
-from immortal.pipeline.report.stats_page import stats_page
-from immortal.pipeline.report.trace_picture import trace_dot, trace_svg
+from immortal.pipeline.report.pages import stats_page, trace_dot, trace_svg
 from immortal.protocol.command_line import Commands
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.messages import MessageType, encode_incoming_rpc, encode_message
 from immortal.protocol.record import encode_record
-from immortal.protocol.shown import printable, printable_json, printable_lines, printable_message
+from immortal.protocol.safe_output import printable, printable_json, printable_lines, printable_message
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 from immortal.protocol.verdicts import Cause, Verdict, VerdictKind
-from immortal.replay.fates import failure_in_words, news_lines
+from immortal.replay.result import format_failure, new_failure_lines
 from tests.helpers.logged import kept_logging
 
 COMMITTER_ID = 77
@@ -159,7 +158,7 @@ def test_a_call_cannot_forge_a_line_of_its_app(text: str, capsys: pytest.Capture
         raise ValueError(text)
 
     with pytest.raises(ImmortalError) as raised:
-        call_user_code("a handler", fail, HookError)
+        run_user_code("a handler", fail, HookError)
     say("Counter", str(raised.value))
     trace = f"Traceback\n{text}"
     FailureReporter(lambda said: say("Counter", said)).failed(
@@ -291,8 +290,8 @@ def test_an_error_cannot_move_the_cursor(text: str) -> None:
 
 def test_a_verdict_is_shown_in_lines_of_its_own() -> None:
     verdict = Verdict(1, 0, VerdictKind.UNDONE, "E", NASTY, method="add", trace=f"Traceback\nerror: {NASTY}\x0bx")
-    assert failure_in_words(verdict).isprintable()
-    ((_, *trace),) = news_lines([verdict])
+    assert format_failure(verdict).isprintable()
+    ((_, *trace),) = new_failure_lines([verdict])
     assert all(line.startswith("    ") and line.isprintable() for line in trace)
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from immortal.coordinator.core.notices import PeerRefused
 from immortal.coordinator.notices import Notices
-from immortal.coordinator.notices.limited import LINES_MAX, Limited
+from immortal.coordinator.notices.sinks import LINES_MAX, Limited
 from immortal.messenger import Messenger, Received
-from immortal.protocol.rate_limit import BURST, INTERVAL_NS, KINDS_MAX, RateLimit
+from immortal.protocol.safe_output import BURST, INTERVAL_NS, KINDS_MAX, RateLimit
 from tests.helpers.notices import Told
 from tests.helpers.processes import DEADLINE_S, House
 

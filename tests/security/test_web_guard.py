@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from immortal.coordinator.web.app import ROUTES
+from immortal.web.server import ROUTES
 from tests.helpers.browser import WebServer, csrf_of
 from tests.helpers.cli import DEADLINE_S, immortal
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.simulation.node import Node
 
 
-class AppSide:
+class AppInterface:
     """What the driver has for an app, while one process of the coordinator lives."""
 
     def __init__(self, node: Node, rng: random.Random) -> None:

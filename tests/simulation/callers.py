@@ -9,7 +9,7 @@ import msgspec
 from immortal.appsdk.handlers.decorators import method_id_of_name
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.protocol.client import (
+from immortal.protocol.client_frames import (
     REFUSED_CALL,
     ClientFrame,
     ClientFrameType,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core.interfaces import LogSummary, SourcePosition, Transaction
-from immortal.protocol.peer import FrameType
+from immortal.protocol.peer_frames import FrameType
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import BatchKind, decode_trailer
 from tests.simulation.failing import DoomOf, Failures

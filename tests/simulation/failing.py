@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from immortal.appsdk.calls.run_failures import PassesThrough
+from immortal.appsdk.calls.user_code import ControlFlowSignal
 from immortal.protocol.batch import decode_batch
-from immortal.protocol.client import decode_caller
+from immortal.protocol.client_frames import decode_caller
 from immortal.protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_messages
 from immortal.protocol.record import decode_header
 from immortal.protocol.verdicts import MessageKey, Verdict, VerdictKind
@@ -27,7 +27,7 @@ FLAKY_RATE = 0.6  # of the messages that fail by chance
 _take_number = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 
-class Death(PassesThrough):
+class Death(ControlFlowSignal):
     """The app's process ends here, in the middle of whatever it does; what it has put out is on its way."""
 
 

@@ -13,11 +13,10 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import DamagedLogError, FencedError
 from immortal.coordinator.core.interfaces import Offer
-from immortal.coordinator.core.session import Phase
-from immortal.coordinator.driver.ports import Offered, Read, Write
-from immortal.coordinator.driver.reads import answer
+from immortal.coordinator.core.life_cycle.session import Phase
+from immortal.coordinator.driver.ports import Offered, Read, Write, answer
+from immortal.coordinator.log.checkpoints import decode_offer, encode_offer, sealed_chunk
 from immortal.coordinator.log.format import CHUNK_KEY
-from immortal.coordinator.log.offers import decode_offer, encode_offer, sealed_chunk
 from tests.simulation.clock import MS, US
 from tests.simulation.disk import Job
 from tests.simulation.shared_log import Asked
@@ -63,7 +62,7 @@ class LogSide:
 
     # --- the right to write, and the log of another ------------------------------------------------------------------
 
-    def acquire(self, effect: ef.AcquireRight) -> None:
+    def acquire(self, effect: ef.AcquireWriteLease) -> None:
         shared, node = self._disk.shared, self._node
         if shared.writer is None:
             self._inbox.append(self._grant())
@@ -71,11 +70,11 @@ class LogSide:
         if shared.writer is node:
             raise Violation(f"{node.name} asks for a right that it has")
         shared.waiting.append(node)
-        self._inbox.append(ev.RightHeld(f"node {shared.writer.number}"))
+        self._inbox.append(ev.WriteLeaseHeld(f"node {shared.writer.number}"))
 
     def _grant(self) -> ev.Event:
         self._disk.fence = self._disk.shared.grant(self._node)
-        return ev.RightGranted(self._disk.fence, self._appends_max)
+        return ev.WriteLeaseGranted(self._disk.fence, self._appends_max)
 
     def granted(self) -> None:
         """The right to write is given to this one, whoever has it."""
@@ -161,7 +160,7 @@ class LogSide:
 
     # --- checkpoints of standbys -------------------------------------------------------------------------------------
 
-    def ask_standby(self, effect: ef.AskStandby) -> None:
+    def request_standby_checkpoint(self, effect: ef.AskStandby) -> None:
         self._clock.after(self._rng.random() * 500 * US, self._asks, effect)
 
     def _asks(self, effect: ef.AskStandby) -> None:
@@ -174,7 +173,7 @@ class LogSide:
         if self._rng.random() < 0.95:
             node.post(ev.CheckpointAsked(effect.checkpoint_id, effect.epoch))
 
-    def drop_asked(self, effect: ef.DropAsked) -> None:
+    def cancel_standby_request(self, effect: ef.DropAsked) -> None:
         if self._disk.is_writer:
             self._disk.shared.asked = None
 

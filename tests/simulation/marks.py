@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from immortal.coordinator.core import notices
-from immortal.coordinator.core.session import GETS_RECORDS, Phase
+from immortal.coordinator.core.life_cycle.session import GETS_RECORDS, Phase
 from immortal.protocol.verdicts import VerdictKind
 from tests.simulation.plan import CRASHES, FAULT_KINDS
 

@@ -14,36 +14,32 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from immortal.appsdk.dispatch.life import Life
+from immortal.appsdk.dispatch.lifecycle import Life
 from immortal.appsdk.dispatch.records import Records
 from immortal.appsdk.dispatch.rewinds import Rewinds
-from immortal.appsdk.waiting.clock import Clock as AppTimers
+from immortal.appsdk.waiting.impulses import Clock as AppTimers
 from immortal.appsdk.waiting.tasks import Tasks
-from immortal.coordinator.core.app_clock import AppClock
-from immortal.coordinator.core.app_inbox import AppInbox
-from immortal.coordinator.core.careful import Watch
-from immortal.coordinator.core.checkpoint_taking import CheckpointTaking
-from immortal.coordinator.core.checkpointing import Checkpointing
-from immortal.coordinator.core.client_table import ClientTable
-from immortal.coordinator.core.clients import Clients
-from immortal.coordinator.core.clock import SteadyClock, Timekeeper
-from immortal.coordinator.core.committing import Committing
-from immortal.coordinator.core.epoch import Epoch
-from immortal.coordinator.core.failing import Failing
-from immortal.coordinator.core.lifecycle import Lifecycle
-from immortal.coordinator.core.log_access import LogAccess
-from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.offering import Offering
-from immortal.coordinator.core.streams.followed import Followed
-from immortal.coordinator.core.streams.handshake import Handshake
-from immortal.coordinator.core.streams.inbound import Inbound
-from immortal.coordinator.core.streams.input_stream import InputStream
-from immortal.coordinator.core.streams.output_stream import OutputStream
-from immortal.coordinator.core.streams.send_buffer import SendBuffer
-from immortal.coordinator.core.taking_over import TakingOver
-from immortal.coordinator.core.verdicts import Verdicts
-from immortal.coordinator.core.versions import Versions
-from immortal.coordinator.log import spilled, trim, verdicts
+from immortal.coordinator.core.availability.failover import TakingOver
+from immortal.coordinator.core.availability.snapshot_transfer import SnapshotSender
+from immortal.coordinator.core.availability.write_lease import LogRequests
+from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy
+from immortal.coordinator.core.checkpoints.taking import CheckpointTaker
+from immortal.coordinator.core.client.requests import Clients
+from immortal.coordinator.core.client.table import ClientTable
+from immortal.coordinator.core.clock import AppClock, SteadyClock, Timekeeper
+from immortal.coordinator.core.failures.call_failure import Failing, Verdicts
+from immortal.coordinator.core.failures.poison_guard import Watch
+from immortal.coordinator.core.input.app_inbox import AppInbox
+from immortal.coordinator.core.input.inbound import Inbound
+from immortal.coordinator.core.input.input_stream import InputStream
+from immortal.coordinator.core.life_cycle.recovery import Lifecycle
+from immortal.coordinator.core.machine import LogCommitter, Machine
+from immortal.coordinator.core.output.handshake import Handshake
+from immortal.coordinator.core.output.output_stream import OutputStream
+from immortal.coordinator.core.output.replay_check import FollowerOutputs
+from immortal.coordinator.core.output.send_buffer import SendBuffer
+from immortal.coordinator.core.state import Epoch, Versions
+from immortal.coordinator.log import checkpoints, spilled, verdicts
 from immortal.log import RowLogStore
 from immortal.protocol.compiled import SETS
 from tests.simulation.disk import Disk
@@ -81,7 +77,7 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "an append of which nobody knows whether it was done is done again",
-        LogAccess,
+        LogRequests,
         "tick",
         "self._turn.effects.append(ReadTail())",
         "self._unknown = self._log.held = False; self._turn.effects.extend(self._writes)",
@@ -118,14 +114,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a follower's calls take their places before the impulses between them are known",
-        Followed,
+        FollowerOutputs,
         "_place",
         "(room := stream.room_up_to(marked))",
         "(room := 1 << 30)",
     ),
     Mutation(
         "a follower's state is taken for that of a later record",
-        Offering,
+        SnapshotSender,
         "go_on",
         "self._sequence_id = self.session.fed_sequence_id",
         "self._sequence_id = self.session.fed_sequence_id + 1",
@@ -133,7 +129,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a follower's checkpoint has the marks that were known when its state was taken",
-        Followed,
+        FollowerOutputs,
         "cut",
         "cut.waits_for[destination] = waiting",
         "cut.reach(stream)",
@@ -149,7 +145,7 @@ MUTATIONS = (
     ),
     Mutation(
         "who is fenced goes on",
-        Committing,
+        LogCommitter,
         "fenced",
         "        epoch = parts.epoch.number\n",
         "        epoch = parts.epoch.number\n        return\n",
@@ -205,7 +201,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a record goes to the app before it is durable",
-        Committing,
+        LogCommitter,
         "commit",
         "if group is not None:",
         "if group is not None and group.record is not None and self._session.phase is Phase.NORMAL:\n"
@@ -214,21 +210,21 @@ MUTATIONS = (
     ),
     Mutation(
         "a checkpoint leaves out the unacknowledged outputs",
-        CheckpointTaking,
+        CheckpointTaker,
         "_begin",
         "name: stream.unacknowledged for",
         "name: [] for",
     ),
     Mutation(
         "a checkpoint has the marks of another moment",
-        CheckpointTaking,
+        CheckpointTaker,
         "_begin",
         "{name: stream.mark for name, stream in outputs.items()}",
         "{}",
     ),
     Mutation(
         "a checkpoint's state is taken for that of a later record",
-        CheckpointTaking,
+        CheckpointTaker,
         "ask_if_due",
         "session.checkpoint_sequence_id = session.fed_sequence_id",
         "session.checkpoint_sequence_id = self.log.durable_sequence_id",
@@ -243,7 +239,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the log is trimmed one record too far",
-        trim,
+        checkpoints,
         "_trim_history",
         '"records", SEQUENCE_KEY.pack(oldest.sequence_id + 1)',
         '"records", SEQUENCE_KEY.pack(oldest.sequence_id + 2)',
@@ -271,7 +267,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the first record becomes durable before the first checkpoint",
-        CheckpointTaking,
+        CheckpointTaker,
         "_end",
         "group = self._log_first_record()",
         "self._log_first_record(); self.log.close_group(); group = self.log.append_outside_record(0)",
@@ -404,7 +400,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an upgrade's version is not durable with its checkpoint",
-        CheckpointTaking,
+        CheckpointTaker,
         "_end",
         "            group.transaction.version = VersionStart(header.version, header.sequence_id, session.label)",
         "            version = VersionStart(header.version, header.sequence_id, session.label)\n"
@@ -422,7 +418,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a checkpoint does not wait for the one before it",
-        Checkpointing,
+        CheckpointPolicy,
         "end",
         "self.settled = False",
         "pass",
@@ -520,8 +516,8 @@ MUTATIONS = (
         "what a failed call has called is sent",
         Rewinds,
         "_undo",
-        "outbox.back_to_copy()\n        self._go_over",
-        "outbox.close_batches()\n        self._context.outbox.mark()\n        self._context.outbox.back_to_copy()\n"
+        "outbox.rewind_to_copy()\n        self._go_over",
+        "outbox.close_batches()\n        self._context.outbox.mark()\n        self._context.outbox.rewind_to_copy()\n"
         "        self._go_over",
         seed=43,
     ),
@@ -529,8 +525,8 @@ MUTATIONS = (
         "what was sent before is sent again by a rewind",
         Rewinds,
         "_undo",
-        "outbox.back_to_copy()\n        self._go_over",
-        "outbox.begin_copy()\n        self._context.outbox.back_to_copy()\n        self._go_over",
+        "outbox.rewind_to_copy()\n        self._go_over",
+        "outbox.begin_copy()\n        self._context.outbox.rewind_to_copy()\n        self._go_over",
         seed=43,
     ),
     Mutation(

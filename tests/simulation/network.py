@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
+from immortal.protocol.peer_frames import FrameType, PeerFrame, decode_frame, encode_frame
 from tests.simulation.clock import MS, US, Clock
 from tests.simulation.plan import Plan
 

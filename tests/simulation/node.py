@@ -11,12 +11,12 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import DamagedLogError, FencedError, LogError, LogFullError, LogSyncError
 from immortal.coordinator.core.events import ClockMoved
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.machine import Machine
 from immortal.coordinator.core.parts import Parts
-from immortal.coordinator.core.session import Phase
 from immortal.coordinator.driver.turn import Driver
 from immortal.protocol.errors import ImmortalError
-from tests.simulation.app_side import AppSide
+from tests.simulation.app_side import AppInterface
 from tests.simulation.apps import App
 from tests.simulation.checkers import Checker
 from tests.simulation.clock import MS, US
@@ -54,7 +54,7 @@ class Node:
         self._turn_due = self._connecting = False
         self._slow = 1  # the coordinator's process: times as slow as usual
         self._driver: Driver | None = None
-        self._app_side: AppSide | None = None
+        self._app_side: AppInterface | None = None
         self.peer_side: PeerSide | None = None
         self.log_side: LogSide | None = None
         self._stopped: ef.Stop | None = None
@@ -119,7 +119,7 @@ class Node:
         machine = Machine(
             Parts(self.name, limits, self.upgrade_to, promote=promote, follow=self.follows, running=running)
         )
-        self._app_side = AppSide(self, self._rng)
+        self._app_side = AppInterface(self, self._rng)
         self.peer_side = PeerSide(self, self._rng)
         inbox: list[ev.Event] = []
         self.log_side = LogSide(self, self._rng, inbox)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.protocol.peer import FrameType
+from immortal.protocol.peer_frames import FrameType
 from tests.simulation.callers import Caller
 from tests.simulation.clock import MS
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.simulation.node import Node
 
-PATIENCE_NS = 2 * MS  # an answer that nobody is in a hurry for waits for so long at most
+REPLY_DELAY_NS_MAX = 2 * MS  # an answer that nobody is in a hurry for waits for so long at most
 
 
 class PeerSide:
@@ -41,7 +41,7 @@ class PeerSide:
         self._world.marks["answer kept back"] += 1
         self._answers.append(event)
         if len(self._answers) == 1:
-            self._world.clock.after(self._rng.random() * PATIENCE_NS, self._lose_patience)
+            self._world.clock.after(self._rng.random() * REPLY_DELAY_NS_MAX, self._lose_patience)
 
     def _lose_patience(self) -> None:
         if not self._is_gone:

@@ -19,9 +19,9 @@ from zlib import crc32
 from immortal import Immortal, Impulses, every, impulse, peer, rpc
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
 from immortal.appsdk.dispatch.events import BecamePrimary, Event, MessageFailed, SnapshotBegun
-from immortal.appsdk.dispatch.upgrades import upgrades
+from immortal.appsdk.dispatch.lifecycle import upgrades
 from immortal.appsdk.handlers.definition import Definition, definition_of
-from immortal.appsdk.state.copies import Copies
+from immortal.appsdk.state.snapshots import Copies
 from immortal.errors import RecoveryNeeded
 from immortal.protocol.messages import MessageType, encode_message
 from immortal.protocol.readers import Record
@@ -383,7 +383,7 @@ class SdkApp:
             return dispatcher.next_event()
         except RecoveryNeeded as error:
             self._marks["recovered for want of a copy"] += 1
-            dispatcher.say_leaving(str(error))
+            dispatcher.announce_leaving(str(error))
             self._take_output()
             raise Death from error
 

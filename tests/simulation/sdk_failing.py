@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Protocol
 from immortal import CalleeFailed, CallRefused, Immortal, impulse, rpc
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.handlers.decorators import method_id_of_name
-from immortal.coordinator.core.careful import KILLED_TYPE
-from immortal.protocol.client import split_caller
+from immortal.coordinator.core.failures.poison_guard import KILLED_TYPE
+from immortal.protocol.client_frames import split_caller
 from immortal.protocol.messages import IncomingRpc
 from immortal.protocol.verdicts import VerdictKind
 from tests.simulation.failing import Death, Doom, Failures, waits

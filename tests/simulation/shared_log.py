@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.session import Phase
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.log.memory import MemoryLogStore
 
 if TYPE_CHECKING:

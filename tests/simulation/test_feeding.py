@@ -12,14 +12,14 @@ import msgspec
 import pytest
 
 from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc, upgrades
-from immortal.appsdk.dispatch.hooks import HookGate
+from immortal.appsdk.dispatch.lifecycle import HookGate
 from immortal.appsdk.handlers.proxy import Impulses as ImpulsesOf
-from immortal.appsdk.testing.hooks import HookQueue
+from immortal.appsdk.testing.instance import HookQueue
 from immortal.appsdk.testing.world import NoAnswerError
-from immortal.appsdk.waiting.listing import describe_all
+from immortal.appsdk.waiting.operator import describe_all
 from immortal.coordinator.core import events as ev
 from immortal.patterns.groups import Grouped, group
-from immortal.protocol.handlers import Order
+from immortal.protocol.system_methods import Order
 from immortal.testing import Environment, Instance
 
 GUESTS = 12
@@ -94,7 +94,7 @@ class Feeder:
 
     def step(self) -> None:
         app = self.crowd._node.local_app
-        if app is None or not self.crowd._node.is_up or not app.dispatcher.hooks_may_start:
+        if app is None or not self.crowd._node.is_up or not app.dispatcher.may_start_hooks:
             return
         if app is not self._app:
             self._app, self._numbers = app, iter(range(app.instance.sent, GUESTS))

@@ -6,9 +6,9 @@ import pytest
 
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.notices import Notice
-from immortal.coordinator.core.streams.reset import reset_transaction
+from immortal.coordinator.core.peers import reset_transaction
 from immortal.coordinator.log.memory import MemoryLogStore
-from immortal.protocol.peer import PeerFrame
+from immortal.protocol.peer_frames import PeerFrame
 from tests.simulation.checkers import Checker
 from tests.simulation.clock import MS
 from tests.simulation.disk import Disk

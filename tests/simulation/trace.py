@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.protocol.peer import PeerFrame
+from immortal.protocol.peer_frames import PeerFrame
 from tests.simulation.clock import MS, START_NS
 
 

@@ -10,9 +10,9 @@ from immortal.coordinator.core import events as ev
 from immortal.coordinator.core import notices
 from immortal.coordinator.core.interfaces import Transaction
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.streams.output_stream import StreamState
+from immortal.coordinator.core.output.output_stream import StreamState
 from immortal.coordinator.log.memory import MemoryLogStore
-from immortal.protocol.peer import PeerFrame, RefusedCode
+from immortal.protocol.peer_frames import PeerFrame, RefusedCode
 from tests.simulation.apps import App, CheckingApp, Outside, doom_of
 from tests.simulation.callers import Caller
 from tests.simulation.checkers import Checker

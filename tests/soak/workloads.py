@@ -17,7 +17,7 @@ import msgspec
 from immortal.appsdk.state.schema import decode_envelope
 from immortal.client import NotConnectable, connect, with_key
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log.findings import Severity
+from immortal.coordinator.log.backend import Severity
 from immortal.coordinator.log.verify import verify_log
 from immortal.log import open_reader
 from tests.soak.service import APP, DEADLINE_S, SUPERVISOR, Run, Service, SoakError, wait_for

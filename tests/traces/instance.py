@@ -21,7 +21,7 @@ from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.extensions import AppDescription, Hello, encode_app_description, encode_hello
 from immortal.protocol.messages import MessageType, encode_message
-from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode
+from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
 from immortal.protocol.verdicts import Handling, Verdict, VerdictKind, encode_handling, encode_verdict
 from tests.helpers.core import (
     COMMITTER_ID,

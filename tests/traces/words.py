@@ -8,7 +8,7 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core.interfaces import Transaction
 from immortal.protocol.batch import decode_batch
 from immortal.protocol.messages import MessageType, decode_incoming_rpc, decode_messages
-from immortal.protocol.peer import PeerFrame
+from immortal.protocol.peer_frames import PeerFrame
 from immortal.protocol.readers import BlobData, BlobStart, Record, RecordReader
 from immortal.protocol.record import HEADER_SIZE_BYTES
 from immortal.protocol.verdicts import decode_careful, decode_verdicts
@@ -85,7 +85,7 @@ _PLAIN: dict[type[ef.Effect], str] = {
     ef.CloseApp: "close the app's connection",
     ef.PauseApp: "read no more from the app",
     ef.ResumeApp: "read from the app again",
-    ef.AcquireRight: "ask for the right to write the log",
+    ef.AcquireWriteLease: "ask for the right to write the log",
     ef.LoadLog: "load the log",
     ef.ReadTail: "ask where the log ends",
     ef.Trim: "trim the log",

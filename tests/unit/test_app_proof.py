@@ -8,7 +8,7 @@ import hmac
 import pytest
 from msgspec.structs import replace
 
-from immortal.protocol.app_proof import (
+from immortal.protocol.app_handshake import (
     Answer,
     Handshake,
     Role,

@@ -13,19 +13,27 @@ pytest.importorskip("obstore")
 import zstandard
 from msgspec.structs import replace
 
-from immortal.coordinator.archive.chain import Needs, check_follows, index_of, needs_of
-from immortal.coordinator.archive.manifests import (
+from immortal.coordinator.archive.chain import (
+    Needs,
+    Retention,
+    check_follows,
+    index_of,
+    needed_objects,
+    object_names_kept,
+)
+from immortal.coordinator.archive.format import (
     ArchivedCheckpoint,
     Moment,
     Part,
     Segment,
     decode_moment,
+    digest,
     encode_moment,
     object_name,
+    pack,
+    unpack,
 )
-from immortal.coordinator.archive.packs import digest, pack, unpack
-from immortal.coordinator.archive.retention import Retention, names_kept
-from immortal.coordinator.objects.errors import DamagedObjectError, ObjectError
+from immortal.coordinator.objects import DamagedObjectError, ObjectError
 from immortal.coordinator.objects.store import store_of
 
 DAY_NS = 86_400 * 10**9
@@ -78,12 +86,12 @@ def test_what_is_kept_needs_nothing_that_goes(
     retention = Retention(keep_days, keep_mb)
     first = retention.first_kept(moments, stored_s_of(moments))
     assert 0 <= first < len(moments)
-    oldest = needs_of(moments, first).oldest_index
-    left, names = moments[oldest:], names_kept(moments[oldest:])
+    oldest = needed_objects(moments, first).oldest_index
+    left, names = moments[oldest:], object_names_kept(moments[oldest:])
     for index in range(first, len(moments)):
-        needs = needs_of(left, index - oldest)
+        needs = needed_objects(left, index - oldest)
         assert {one.name for one in needs.parts} <= names
-        assert needs == replace_index(needs_of(moments, index), oldest)
+        assert needs == replace_index(needed_objects(moments, index), oldest)
     if keep_days is not None and keep_mb is None and first > 0:
         since_ns = moments[-1].time_ns - int(keep_days * DAY_NS)
         assert moments[first].time_ns <= since_ns, "a time since then has a moment before it"
@@ -120,7 +128,7 @@ def sizes(moments: list[Moment]) -> dict[str, int]:
 def test_a_moment_needs_its_records_and_no_others(steps: list[tuple[int, int, bool]]) -> None:
     moments = moments_of(steps)
     for index, one in enumerate(moments):
-        needs = needs_of(moments, index)
+        needs = needed_objects(moments, index)
         have = [
             number
             for segment in needs.segments
@@ -135,10 +143,10 @@ def test_a_moment_needs_its_records_and_no_others(steps: list[tuple[int, int, bo
 def test_a_gap_is_said() -> None:
     moments = moments_of([(3, 0, True), (3, 0, False), (3, 0, False)])
     with pytest.raises(DamagedObjectError, match="no records 0 to 2, which moment 3 needs"):
-        needs_of(moments[1:], 1)
+        needed_objects(moments[1:], 1)
     trimmed = moment(3, 7, 9, 6)
     with pytest.raises(DamagedObjectError, match="no whole state at or before moment 3"):
-        needs_of([trimmed], 0)
+        needed_objects([trimmed], 0)
     with pytest.raises(DamagedObjectError, match="no manifest of the moments 2 to 2"):
         check_follows([moments[0], moments[2]], ["", ""])
     with pytest.raises(DamagedObjectError, match="moment 2 does not follow the one of moment 1"):
@@ -147,8 +155,8 @@ def test_a_gap_is_said() -> None:
 
 def test_a_new_beginning_stands_on_nothing_before() -> None:
     moments = [*moments_of([(9, 0, True), (3, 0, False)]), moment(3, 0, 4, -1, whole=True, begins=True)]
-    assert needs_of(moments, 2).oldest_index == 2
-    assert [segment.last_sequence_id for segment in needs_of(moments, 2).segments] == [4]
+    assert needed_objects(moments, 2).oldest_index == 2
+    assert [segment.last_sequence_id for segment in needed_objects(moments, 2).segments] == [4]
 
 
 def test_the_moment_of_a_time() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from immortal.coordinator.config.reading import check_settings
+from immortal.coordinator.config.settings_file import check_settings
 from immortal.coordinator.service.runtime import STOP_TIMEOUT_S
 from tests.helpers.chart import CHART, DEPLOY, ChartError, Object, containers, of_kind, render
 

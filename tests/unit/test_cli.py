@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from immortal.coordinator.cli import main
-from immortal.coordinator.cli.records import describe_record, record_lines
+from immortal.cli import main
+from immortal.cli.record_formatting import describe_record, record_lines
 from immortal.coordinator.core.interfaces import IMPULSES, CheckpointHeader, OutputMark, SourcePosition, Transaction
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control

@@ -9,9 +9,9 @@ import pytest
 
 from immortal.appsdk.client.connection import Connection
 from immortal.appsdk.client.errors import CallConflict, CallRefused, ClientError, OutcomeUnknown
-from immortal.appsdk.client.lane import NOT_THERE, TAKEN, Call, Question
-from immortal.appsdk.client.results import NamedMethod
-from immortal.protocol.client import (
+from immortal.appsdk.client.methods import NamedMethod
+from immortal.appsdk.client.session import REQUEST_ACCEPTED, REQUEST_UNKNOWN, Call, Question
+from immortal.protocol.client_frames import (
     ClientCode,
     ClientFrame,
     ClientFrameType,
@@ -22,8 +22,8 @@ from immortal.protocol.client import (
     encode_methods,
     encode_replies,
 )
-from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID
 from immortal.protocol.messages import decode_name
+from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID
 from immortal.protocol.varint import decode_zigzag_int
 
 T = ClientFrameType
@@ -93,8 +93,8 @@ def test_while_nobody_answers_there_is_something_to_do_at_each_deadline() -> Non
     """Found by the soak: behind the moment of the first heartbeat it was asked for again and again, at once."""
     talk = Talk()
     for _ in range(200):
-        assert talk.types == ["HELLO"] or talk.connection.wants_reopening
-        if talk.connection.wants_reopening:
+        assert talk.types == ["HELLO"] or talk.connection.needs_reconnect
+        if talk.connection.needs_reconnect:
             talk.connection.reopened(talk.now_s)
             assert talk.types == ["HELLO"]
         assert talk.connection.next_deadline_s() > talk.now_s
@@ -174,7 +174,7 @@ def test_silence_leads_to_another_socket_and_all_is_sent_again() -> None:
     for _ in range(20):
         talk.now_s += 0.2
         talk.connection.data_to_send(talk.now_s)
-    assert talk.connection.wants_reopening
+    assert talk.connection.needs_reconnect
     assert "nothing was heard for" in talk.connection.problem
     talk.connection.reopened(talk.now_s)
     assert talk.types == ["HELLO"]
@@ -187,7 +187,7 @@ def test_an_endpoint_of_somebody_else_is_left() -> None:
     talk = Talk()
     assert talk.types == ["HELLO"]
     talk.say(T.REFUSED, code=ClientCode.NOT_ME, reason="this is 'b'")
-    assert talk.connection.wants_reopening
+    assert talk.connection.needs_reconnect
     assert talk.connection.problem == "this is 'b'"
 
 
@@ -381,7 +381,7 @@ def test_a_call_that_is_started_is_there_with_the_first_pong() -> None:
     talk.now_s += 1
     assert talk.types == ["PING"]
     talk.say(T.PONG, "key k", number=1)
-    assert question.outcome is TAKEN
+    assert question.outcome is REQUEST_ACCEPTED
 
 
 def test_a_call_of_another_process_waits_if_a_second_pong_has_no_reply_before_it() -> None:
@@ -392,7 +392,7 @@ def test_a_call_of_another_process_waits_if_a_second_pong_has_no_reply_before_it
     assert question.outcome is None, "its reply may come behind this"
     assert talk.types == ["PING"]
     talk.say(T.PONG, "key k", number=1)
-    assert question.outcome is TAKEN
+    assert question.outcome is REQUEST_ACCEPTED
     done = asked(talk)
     assert talk.types == ["PING"]
     talk.say(T.PONG, "key k", number=1)
@@ -423,7 +423,7 @@ def test_a_call_that_there_is_not_is_unknown() -> None:
     cancel = cancelled(talk)
     talk.sent  # noqa: B018
     talk.say(T.PONG, "key k", number=0)
-    assert question.outcome is NOT_THERE
+    assert question.outcome is REQUEST_UNKNOWN
     assert isinstance(result.outcome, OutcomeUnknown)
     assert isinstance(cancel.outcome, OutcomeUnknown)
     assert talk.types == []

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from immortal.appsdk.client.discovery import IDENTITY_VARIABLE, Finder, KeyPair, ProcessStatus, presence
 from immortal.appsdk.client.errors import NotConnectable
-from immortal.appsdk.client.places import IDENTITY_VARIABLE, Finder, KeyPair
-from immortal.appsdk.client.presence import Presence, presence
-from immortal.protocol.process_file import SUPERVISOR_FILE_NAME
+from immortal.protocol.files import SUPERVISOR_FILE_NAME
 
 PUBLIC, SECRET, OTHER = "P" * 40, "S" * 40, "O" * 40
 
@@ -103,12 +102,12 @@ def test_elsewhere_nobody_is_called_without_keys(tmp_path: Path, endpoint: str) 
 
 
 def test_an_instance_that_nobody_has_started_is_stopped(tmp_path: Path) -> None:
-    assert presence(tmp_path / "shop") == Presence(True, "'shop' does not run: 'immortal run shop' starts it")
+    assert presence(tmp_path / "shop") == ProcessStatus(True, "'shop' does not run: 'immortal run shop' starts it")
 
 
 def test_of_a_folder_that_can_not_be_looked_into_nothing_is_said(tmp_path: Path) -> None:
     # A user of another account gets EACCES, root only ENAMETOOLONG; what matters is that it is not "there is none".
-    assert presence(tmp_path / ("x" * 300)) == Presence(False, "")
+    assert presence(tmp_path / ("x" * 300)) == ProcessStatus(False, "")
 
 
 def test_what_was_killed_leaves_its_file(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from immortal.appsdk.client.errors import CallRefused, ClientClosed
-from immortal.appsdk.client.lane import Call
 from immortal.appsdk.client.limits import BUSY_S, QUERIES_SENT_MAX, QUERY_POLL_S
-from immortal.protocol.client import ClientCode, ClientFrame, Reply, ReplyKind, encode_replies
+from immortal.appsdk.client.session import Call
+from immortal.protocol.client_frames import ClientCode, ClientFrame, Reply, ReplyKind, encode_replies
 from tests.unit.test_client_connection import T, Talk, opened
 
 FIVE = Reply(1, ReplyKind.VALUE, b"\x05")

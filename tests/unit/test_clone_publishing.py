@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from immortal.appsdk.patterns.clone import limits
-from immortal.appsdk.patterns.clone.entries import Entries
 from immortal.appsdk.patterns.clone.frames import (
     MAGIC,
     POLICIES,
@@ -32,10 +31,10 @@ from immortal.appsdk.patterns.clone.frames import (
     decode_request,
     encode,
 )
-from immortal.appsdk.patterns.clone.own import take_presences
-from immortal.appsdk.patterns.clone.publishing import Publishing
-from immortal.appsdk.patterns.clone.records import Row
-from immortal.appsdk.patterns.clone.records import encode as encode_value
+from immortal.appsdk.patterns.clone.model import Entries, Row
+from immortal.appsdk.patterns.clone.model import encode as encode_value
+from immortal.appsdk.patterns.clone.publication import Publication
+from immortal.appsdk.patterns.clone.publisher import drain_presences
 from immortal.patterns.clone import Entitlement
 from immortal.protocol.checksum import crc64
 from immortal.protocol.errors import RemoteProtocolError
@@ -71,7 +70,7 @@ class Driven:
     """A publisher, the time, and what it has said to whom."""
 
     def __init__(self, **options: Any) -> None:
-        self.publishing = Publishing("p", "table", Entries(), **{"blocking_s": 10.0, **options})
+        self.publishing = Publication("p", "table", Entries(), **{"blocking_s": 10.0, **options})
         self.now_ns = 100 * S
         self.number = 0
         self.heard: dict[bytes, list[Answer]] = {}
@@ -290,9 +289,9 @@ def test_who_went_before_anybody_was_told_leaves_nothing_to_tell() -> None:
     for _ in range(5):
         driven.activate()
     assert list(driven.publishing.joined) == ["p.5"]
-    assert take_presences(driven.publishing)[0][0].stream == "p.5"
+    assert drain_presences(driven.publishing)[0][0].stream == "p.5"
     driven.activate()
-    assert take_presences(driven.publishing)[1] == ["p.5"]
+    assert drain_presences(driven.publishing)[1] == ["p.5"]
 
 
 @settings(max_examples=300, deadline=None)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import zmq
 
-from immortal.appsdk.client.places import Finder
+from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.patterns.clone.frames import Activate, Ping, Pong, decode_request, encode
-from immortal.appsdk.patterns.clone.records import Place
+from immortal.appsdk.patterns.clone.model import Place
 from immortal.appsdk.patterns.clone.replica import Options, Replica
 from immortal.appsdk.patterns.clone.subscriber import Subscriber
 

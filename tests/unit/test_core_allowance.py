@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from immortal.coordinator.core.allowance import S_NS, Allowance
+from immortal.coordinator.core.client.table import S_NS, TokenBucket
 
 
 def test_what_is_used_up_comes_back_second_by_second() -> None:
-    allowance = Allowance(100, 0)
+    allowance = TokenBucket(100, 0)
     allowance.take(99)
     assert allowance.is_left(0)
     allowance.take(1)
@@ -18,14 +18,14 @@ def test_what_is_used_up_comes_back_second_by_second() -> None:
 
 
 def test_what_is_not_used_does_not_gather() -> None:
-    allowance = Allowance(100, 0)
+    allowance = TokenBucket(100, 0)
     assert allowance.is_left(10 * S_NS)
     allowance.take(100)
     assert not allowance.is_left(10 * S_NS)
 
 
 def test_a_clock_that_is_set_gives_nothing_back() -> None:
-    allowance = Allowance(100, 10 * S_NS)
+    allowance = TokenBucket(100, 10 * S_NS)
     allowance.take(100)
     assert not allowance.is_left(0)
     assert allowance.is_left(S_NS // 100), "it counts from then on"

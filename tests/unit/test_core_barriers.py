@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from immortal.coordinator.core.interfaces import OutputBatch
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.streams.barriers import BARRIERS_MAX, Barriers
-from immortal.coordinator.core.streams.output_stream import OutputStream, StreamState
+from immortal.coordinator.core.output.outbound import BARRIERS_MAX, Barriers
+from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
 
 CALL = b"\x0a\x00\x00\x02\x01\x90"
 

@@ -8,11 +8,11 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import DivergenceError
 from immortal.coordinator.core.interfaces import LogSpace
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits, ReplayCheck
-from immortal.coordinator.core.session import Phase
 from immortal.protocol.extensions import Hello, encode_hello
 from immortal.protocol.messages import MessageType, encode_outgoing_rpc
-from immortal.protocol.peer import FrameType
+from immortal.protocol.peer_frames import FrameType
 from immortal.protocol.varint import encode_zigzag
 from tests.helpers.core import EXTENSIONS, Driven, arguments, checkpoint
 

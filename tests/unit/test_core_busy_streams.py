@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from immortal.coordinator.core.streams.output_stream import OutputStream
-from immortal.protocol.peer import FrameType
+from immortal.coordinator.core.output.output_stream import OutputStream
+from immortal.protocol.peer_frames import FrameType
 from tests.helpers.core import Driven, attach, call
 
 PEERS_COUNT = 50

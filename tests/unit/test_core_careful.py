@@ -8,10 +8,10 @@ import pytest
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.careful import KILLED_TYPE, Watch
+from immortal.coordinator.core.failures.poison_guard import KILLED_TYPE, Watch
 from immortal.coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, Suspect
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.session import Phase
 from immortal.protocol.extensions import AppDescription, Hello, encode_app_description, encode_hello
 from immortal.protocol.messages import MessageType, encode_message
 from immortal.protocol.verdicts import RECORD, Careful, Handling, Verdict, VerdictKind, encode_handling

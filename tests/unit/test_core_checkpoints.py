@@ -6,10 +6,10 @@ import pytest
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.session import Phase
 from immortal.protocol.messages import MessageType, encode_message
-from immortal.protocol.peer import FrameType
+from immortal.protocol.peer_frames import FrameType
 from tests.helpers.core import HELLO, NOW_NS, Driven, attach, call, checkpoint, rpc
 
 TAKE = (-1, "TAKE_CHECKPOINT")

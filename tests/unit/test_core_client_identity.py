@@ -10,10 +10,10 @@ import pytest
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.interfaces import LogSpace
 from immortal.coordinator.core.limits import Limits
-from immortal.protocol.client import ClientFrame, ClientFrameType, encode_numbers, encode_request
+from immortal.protocol.client_frames import ClientFrame, ClientFrameType, encode_numbers, encode_request
 from immortal.protocol.extensions import AppDescription, encode_app_description
-from immortal.protocol.handlers import CANCEL_CALL_METHOD_ID
 from immortal.protocol.messages import RpcKind, encode_outgoing_rpc
+from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID
 from tests.helpers.clients import call, request, said
 from tests.helpers.core import Driven, arguments, attach, checkpoint
 

@@ -12,7 +12,7 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.interfaces import LogSpace
 from immortal.coordinator.core.limits import Limits
-from immortal.protocol.client import (
+from immortal.protocol.client_frames import (
     ClientCode,
     ClientFrame,
     ClientFrameType,

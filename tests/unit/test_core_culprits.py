@@ -9,9 +9,9 @@ import pytest
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core import notices
-from immortal.coordinator.core.culprits import FREE_DEATHS, Culprits, digest_of
+from immortal.coordinator.core.failures.poison_guard import FREE_DEATHS, CallerPenalties, digest_of
 from immortal.coordinator.core.limits import Limits
-from immortal.protocol.client import ClientCode, ClientFrameType, encode_request
+from immortal.protocol.client_frames import ClientCode, ClientFrameType, encode_request
 from immortal.protocol.extensions import Hello, encode_app_description, encode_hello
 from immortal.protocol.limits import NESTING_MAX_DEFAULT
 from immortal.protocol.verdicts import Cause, Handling, VerdictKind, encode_handling
@@ -23,33 +23,33 @@ SECOND_NS = 1_000_000_000
 
 
 def test_a_caller_is_held_off_for_a_time_that_doubles_up_to_a_minute() -> None:
-    culprits, now_ns = Culprits(Limits()), NOW_NS
+    penalties, now_ns = CallerPenalties(Limits()), NOW_NS
     holds = []
     for _ in range(20):
-        deaths, hold_ns = culprits.died_of("evil", now_ns)
+        deaths, hold_ns = penalties.died_of("evil", now_ns)
         holds.append(hold_ns)
-        assert bool(culprits.why_held("evil", now_ns)) == (deaths > FREE_DEATHS)
-        assert not culprits.why_held("good", now_ns)
+        assert bool(penalties.hold_reason("evil", now_ns)) == (deaths > FREE_DEATHS)
+        assert not penalties.hold_reason("good", now_ns)
         now_ns += hold_ns
-        assert not culprits.held_ns("evil", now_ns)
+        assert not penalties.held_ns("evil", now_ns)
     assert holds[:5] == [0, 0, Limits().hold_off_ns_min, 2 * Limits().hold_off_ns_min, 4 * Limits().hold_off_ns_min]
     assert holds[-1] == Limits().hold_off_ns_max
-    assert culprits.died_of("evil", now_ns + 601 * SECOND_NS) == (1, 0), "ten minutes later it is forgotten"
+    assert penalties.died_of("evil", now_ns + 601 * SECOND_NS) == (1, 0), "ten minutes later it is forgotten"
 
 
 def test_a_clock_that_is_set_back_holds_nobody_off_for_longer_than_a_minute() -> None:
-    culprits = Culprits(Limits())
+    penalties = CallerPenalties(Limits())
     for _ in range(3):
-        culprits.died_of("evil", NOW_NS)
-    assert culprits.held_ns("evil", NOW_NS - 10**18) == Limits().hold_off_ns_max
+        penalties.died_of("evil", NOW_NS)
+    assert penalties.held_ns("evil", NOW_NS - 10**18) == Limits().hold_off_ns_max
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    culprits = Culprits(Limits())
+    penalties = CallerPenalties(Limits())
     for number in range(30_000):
-        culprits.died_of(str(number), NOW_NS)
-        culprits.query_died(digest_of(str(number), 1, b""))
-    assert len(culprits.deaths) == len(culprits._queries) == 10_000
+        penalties.died_of(str(number), NOW_NS)
+        penalties.query_died(digest_of(str(number), 1, b""))
+    assert len(penalties.deaths) == len(penalties._queries) == 10_000
 
 
 def die(driven: Driven) -> list[notices.CallerHeldOff]:
@@ -218,6 +218,6 @@ def test_the_deaths_of_a_logged_message_count_with_its_verdict() -> None:
         driven.close()
         driven.connect(encode_hello(Hello(EXTENSIONS, "test")) + encode_app_description(DESCRIPTION))
     assert driven.machine.view.status(NOW_NS)["deaths_caused"] == {"b": 3}
-    assert driven.machine.parts.intake.why_held_off("b", NOW_NS)
+    assert driven.machine.parts.admission.hold_off_reason("b", NOW_NS)
     driven.batch("u", 2, rpc(b"\x91"))
     assert driven.store.summary().sources["b"].position == 1, "it is to come again later"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from immortal.coordinator.core.interfaces import ImpulseBatch
-from immortal.coordinator.core.session import Phase
-from immortal.protocol.peer import FrameType
+from immortal.coordinator.core.life_cycle.session import Phase
+from immortal.protocol.peer_frames import FrameType
 from tests.helpers.core import HELLO, Driven, attach, call, checkpoint, rpc
 
 

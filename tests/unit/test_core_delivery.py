@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from immortal.coordinator.core.streams.delivery import Delivered, Delivery
+from immortal.coordinator.core.input.admission import Delivered, Delivery
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import BatchKind, BatchSource, decode_trailer
 from tests.helpers.clients import call as client_call

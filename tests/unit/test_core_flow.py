@@ -8,17 +8,16 @@ from dataclasses import replace
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import DivergenceError
-from immortal.coordinator.core.impulses import HELD_OVERHEAD_BYTES
+from immortal.coordinator.core.input.back_pressure import HELD_OVERHEAD_BYTES, LogCapacity
+from immortal.coordinator.core.input.input_stream import WindowGrants
 from immortal.coordinator.core.interfaces import CheckpointHeader, LogSpace, SpilledBatch, Transaction
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.log_room import LogRoom
-from immortal.coordinator.core.session import Phase
-from immortal.coordinator.core.streams.grants import Grants
 from immortal.coordinator.log.backend import Span
 from immortal.coordinator.log.format import SEQUENCE_KEY, decode_batch_count
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.messages import decode_incoming_rpc, decode_messages, encode_outgoing_rpc
-from immortal.protocol.peer import FrameType, RefusedCode
+from immortal.protocol.peer_frames import FrameType, RefusedCode
 from tests.helpers.core import HELLO, Driven, attach, call, checkpoint, rpc
 
 SMALL = Limits(output_memory_bytes=400, spill_row_bytes=100, spill_limit_bytes=1000, peer_frame_bytes=80)
@@ -336,7 +335,7 @@ def test_a_batch_of_the_app_is_cut_to_the_window() -> None:
 
 def test_the_budget_is_shared_by_those_that_send() -> None:
     limits = Limits(receive_budget_bytes=1000, grant_bytes_min=100, peer_window_bytes=800)
-    grants = Grants(limits)
+    grants = WindowGrants(limits)
     assert grants.window_bytes("b", 0) == 800, "no more than a window is"
     grants.sent("b", 0)
     grants.sent("c", 1)
@@ -482,7 +481,7 @@ def test_an_app_that_goes_on_sending_impulses_that_wait_is_turned_away() -> None
 
 
 def test_when_a_checkpoint_makes_room() -> None:
-    room = LogRoom("a", FULL)
+    room = LogCapacity("a", FULL)
     last = CheckpointHeader(1, 100, 0, 0, 0)
     assert not room.wants_checkpoint(200, 200, last), "there is room"
     assert room.measured(NO_ROOM)

@@ -7,16 +7,16 @@ from msgspec.structs import replace
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.availability.write_lease import Role
 from immortal.coordinator.core.errors import DivergenceError, FencedError, FollowerError
 from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction, VersionStart
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
 from immortal.coordinator.core.parts import Parts
-from immortal.coordinator.core.right import Role
-from immortal.coordinator.core.session import Phase
 from immortal.protocol.extensions import Hello, encode_hello
 from immortal.protocol.messages import RpcType
-from immortal.protocol.peer import FrameType
+from immortal.protocol.peer_frames import FrameType
 from immortal.protocol.verdicts import Cause, Verdict, VerdictKind, encode_verdict
 from tests.helpers.core import EXTENSIONS, HELLO, Driven, arguments, attach, call, checkpoint, rpc
 from tests.unit.test_core_verdicts import told
@@ -205,7 +205,7 @@ def test_a_checkpoint_that_was_chosen_before_the_right_came_is_chosen_anew(probl
     follower.forget()
     follower.unanswered = ()
     follower.held_by = ""
-    follower.handle(ev.RightGranted(2), ev.CheckpointChecked(check.header.checkpoint_id, problem))
+    follower.handle(ev.WriteLeaseGranted(2), ev.CheckpointChecked(check.header.checkpoint_id, problem))
     asked = [
         one for one in follower.effects if isinstance(one, ef.LoadLog | ef.CheckCheckpoint | ef.ReadCheckpointChunk)
     ]
@@ -239,7 +239,7 @@ def test_what_an_app_says_before_the_log_is_loaded_is_judged_once_it_is() -> Non
     """An app of the base protocol, at the log of one that is none."""
     writer = Driven.started()
     machine = Machine(Parts("a"))
-    machine.take([ev.Started(), ev.RightGranted(1), ev.AppConnected(), ev.AppData(attach("b"))], 1)
+    machine.take([ev.Started(), ev.WriteLeaseGranted(1), ev.AppConnected(), ev.AppData(attach("b"))], 1)
     machine.advance()
     effects = list(machine.take([ev.LogLoaded(writer.store.summary(), writer.store.clients())], 1))
     assert [one for one in effects if isinstance(one, ef.CloseApp)], "it is turned away"

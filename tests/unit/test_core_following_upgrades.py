@@ -8,7 +8,7 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import FollowerError
 from immortal.coordinator.core.interfaces import Transaction, VersionStart
-from immortal.coordinator.core.session import Phase
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.protocol.extensions import AppDescription, encode_app_description
 from tests.helpers.core import HELLO, Driven, arguments, checkpoint, rpc
 

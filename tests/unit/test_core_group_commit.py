@@ -9,11 +9,11 @@ from immortal.coordinator.core.errors import InvariantError
 from immortal.coordinator.core.group_commit import COMMITS_ON_THEIR_WAY_MAX, GroupCommit
 from immortal.coordinator.core.interfaces import OutputMark
 from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.log.identity import verify_value
 from immortal.coordinator.log.memory import MemoryLogStore
-from immortal.coordinator.log.values import verify_value
 from immortal.protocol.checksum import crc64
 from immortal.protocol.messages import MessageType, decode_messages
-from immortal.protocol.peer import FrameType
+from immortal.protocol.peer_frames import FrameType
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import BatchKind, BatchSource, OutputMarkEntry
 from tests.helpers.core import COMMITTER_ID, NOW_NS, Driven, arguments, attach, call, rpc

@@ -6,18 +6,18 @@ import pytest
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.handlers import OPEN_MAX
 from immortal.coordinator.core.interfaces import AuditEntry
+from immortal.coordinator.core.life_cycle.waiting_handlers import OPEN_MAX
 from immortal.protocol.extensions import Hello, encode_hello
-from immortal.protocol.handlers import (
+from immortal.protocol.messages import MessageType, decode_messages
+from immortal.protocol.system_methods import (
     HandlersAnswer,
     HandlersQuestion,
     Order,
-    decode_question,
+    decode_handlers_question,
     encode_answer,
     encode_order,
 )
-from immortal.protocol.messages import MessageType, decode_messages
 from tests.helpers.core import EXTENSIONS, NOW_NS, Driven, arguments, first_start, records
 from tests.unit.test_core_verdicts import answers, audit
 
@@ -40,7 +40,7 @@ def asked(driven: Driven) -> list[HandlersQuestion]:
     for record in records(bytes(driven.app_bytes)):
         for message_type, start, end in decode_messages(record.content):
             if message_type == MessageType.HANDLERS_ASKED:
-                found.append(decode_question(record.content[start:end]))
+                found.append(decode_handlers_question(record.content[start:end]))
     return found
 
 

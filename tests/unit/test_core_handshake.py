@@ -7,11 +7,11 @@ import pytest
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import DamagedLogError, InvariantError, LogError
+from immortal.coordinator.core.life_cycle.session import TRANSITIONS, UPGRADES, AppSession, Phase, Step
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.session import TRANSITIONS, UPGRADES, AppSession, Phase, Step
 from immortal.protocol.checksum import crc64
 from immortal.protocol.messages import MessageType, encode_message
-from immortal.protocol.peer import FrameType
+from immortal.protocol.peer_frames import FrameType
 from immortal.protocol.record import verify_record
 from tests.helpers.core import (
     HELLO,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from immortal.coordinator.core.input.input_stream import InputStream
 from immortal.coordinator.core.interfaces import SourcePosition
-from immortal.coordinator.core.streams.input_stream import InputStream
 from immortal.protocol.batch import CallRules
 from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode
+from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
 from tests.helpers.core import rpc
 
 

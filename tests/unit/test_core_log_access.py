@@ -3,16 +3,16 @@ does."""
 
 from __future__ import annotations
 
-from immortal.coordinator.cli.status import problems
+from immortal.cli.status import problems
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.availability.write_lease import Role
 from immortal.coordinator.core.errors import FencedError, LogLockedError, LogUnavailableError
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.machine import Machine
 from immortal.coordinator.core.parts import Parts
-from immortal.coordinator.core.right import Role
-from immortal.coordinator.core.session import Phase
 from immortal.coordinator.log.memory import MemoryLogStore
-from immortal.protocol.peer import FrameType
+from immortal.protocol.peer_frames import FrameType
 from tests.helpers.core import Driven, call, checkpoint, rpc
 
 SILENT = LogUnavailableError("the network is down")
@@ -50,7 +50,7 @@ def test_the_right_to_write_comes_before_the_log_is_loaded() -> None:
     machine = Machine(Parts("a"))
     assert machine.view.status(0)["role"] == Role.STARTING.value
     machine.take([ev.Started()], 1)
-    assert list(machine.take([ev.RightGranted(7)], 1)) == []
+    assert list(machine.take([ev.WriteLeaseGranted(7)], 1)) == []
     assert list(machine.advance()) == [ef.LoadLog(with_clients=True)]
     store = MemoryLogStore(5)
     machine.take([ev.LogLoaded(store.summary(), store.clients())], 1)
@@ -61,7 +61,7 @@ def test_the_right_to_write_comes_before_the_log_is_loaded() -> None:
 def test_a_right_that_another_has_ends_who_is_not_to_follow() -> None:
     machine = Machine(Parts("a"))
     machine.take([ev.Started()], 1)
-    (stop,) = machine.take([ev.RightHeld("process 77")], 1)
+    (stop,) = machine.take([ev.WriteLeaseHeld("process 77")], 1)
     assert isinstance(stop, ef.Stop)
     assert isinstance(stop.error, LogLockedError)
     assert "process 77" in str(stop.error)

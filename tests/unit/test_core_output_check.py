@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from immortal.coordinator.core import output_check
 from immortal.coordinator.core.interfaces import OutputBatch, OutputMark
-from immortal.coordinator.core.output_check import OutputCheck, OutputDivergenceError
+from immortal.coordinator.core.output import output_check
+from immortal.coordinator.core.output.output_check import OutputCheck, OutputDivergenceError
 from immortal.protocol.checksum import crc64
 from tests.helpers.core import rpc
 

@@ -7,7 +7,7 @@ import pytest
 from immortal.coordinator.core.errors import DivergenceError
 from immortal.coordinator.core.interfaces import ImpulseBatch, OutputBatch, OutputMark
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.streams.output_stream import OutputStream, StreamState
+from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
 from immortal.protocol.checksum import crc64
 from tests.helpers.core import rpc
 

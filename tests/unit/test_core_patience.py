@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.session import Phase
 from immortal.protocol.messages import MessageType
-from immortal.protocol.peer import FrameType, RefusedCode
+from immortal.protocol.peer_frames import FrameType, RefusedCode
 from tests.helpers.core import Driven, call, checkpoint, rpc
 
 

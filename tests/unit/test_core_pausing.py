@@ -6,9 +6,9 @@ import pytest
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.session import Phase
-from immortal.protocol.handlers import Order
-from immortal.protocol.peer import FrameType
+from immortal.coordinator.core.life_cycle.session import Phase
+from immortal.protocol.peer_frames import FrameType
+from immortal.protocol.system_methods import Order
 from tests.helpers.core import NOW_NS, Driven, arguments, checkpoint, rpc
 from tests.unit.test_core_handlers import working
 from tests.unit.test_core_verdicts import answers

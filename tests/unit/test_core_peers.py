@@ -12,11 +12,11 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import DivergenceError
 from immortal.coordinator.core.interfaces import ImpulseBatch
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.session import Phase
 from immortal.protocol.extensions import Hello, decode_sources, encode_hello
 from immortal.protocol.messages import MessageType, decode_messages, encode_incoming_rpc, encode_message
-from immortal.protocol.peer import FrameType, RefusedCode
+from immortal.protocol.peer_frames import FrameType, RefusedCode
 from tests.helpers.core import (
     COMMITTER_ID,
     EXTENSIONS,

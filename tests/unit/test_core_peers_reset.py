@@ -7,11 +7,11 @@ import pytest
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.interfaces import SourcePosition, StreamStart
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.session import Phase
-from immortal.coordinator.core.streams.reset import RECLAIM_EPOCHS, reclaim_transaction, reset_transaction
+from immortal.coordinator.core.peers import RECLAIM_EPOCHS, reclaim_transaction, reset_transaction
 from immortal.protocol.messages import MessageType
-from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode
+from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
 from tests.helpers.core import HELLO, PEER_COMMITTER_ID, Driven, arguments, attach, call, checkpoint, first_start, rpc
 
 NEW_COMMITTER_ID = 5

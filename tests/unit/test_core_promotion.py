@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.session import Phase
-from immortal.protocol.peer import FrameType
+from immortal.coordinator.core.life_cycle.session import Phase
+from immortal.protocol.peer_frames import FrameType
 from tests.helpers.core import HELLO, Driven, attach, call, checkpoint, rpc
 
 PRIMARY = (-1, "BECOMING_PRIMARY")

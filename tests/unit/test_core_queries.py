@@ -9,11 +9,11 @@ import pytest
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.client.queries import ROOM_MIN
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.permissions import Permission
-from immortal.coordinator.core.queries import ROOM_MIN
-from immortal.coordinator.core.session import Phase
-from immortal.protocol.client import (
+from immortal.protocol.client_frames import (
     ClientCode,
     ClientFrame,
     ClientFrameType,

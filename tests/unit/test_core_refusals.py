@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from immortal.coordinator.core import effects as ef
-from immortal.coordinator.core.session import Phase
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.protocol.extensions import ALL_EXTENSIONS, Hello, encode_app_batch, encode_hello
 from immortal.protocol.limits import MESSAGE_SIZE_BYTES_MAX
 from immortal.protocol.messages import MessageType, encode_message
-from immortal.protocol.peer import FrameType
+from immortal.protocol.peer_frames import FrameType
 from immortal.protocol.varint import encode_zigzag
 from tests.helpers.core import HELLO, INITIAL, Driven, arguments, attach, call, checkpoint, first_start, rpc
 

@@ -9,12 +9,12 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import DivergenceError
 from immortal.coordinator.core.interfaces import LogSpace
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.notices import StateSavedAgain, StateUnsaved, TakenBack
-from immortal.coordinator.core.session import Phase
 from immortal.protocol.extensions import Hello, encode_hello
 from immortal.protocol.messages import MessageType
-from immortal.protocol.peer import FrameType
+from immortal.protocol.peer_frames import FrameType
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import decode_trailer
 from immortal.protocol.verdicts import Unsaved, Verdict, VerdictKind, encode_unsaved, encode_verdict

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from immortal.coordinator.core.interfaces import OutputBatch, SpilledExtent
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.streams.output_stream import OutputStream
-from immortal.coordinator.core.streams.spill import Spill
+from immortal.coordinator.core.output.output_stream import OutputStream
+from immortal.coordinator.core.output.send_buffer import Spill
 from tests.helpers.core import rpc
 
 SIZE_BYTES = len(rpc(0))

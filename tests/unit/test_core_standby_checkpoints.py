@@ -11,10 +11,10 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import DivergenceError
 from immortal.coordinator.core.interfaces import CheckpointHeader, Offer, OutputMark
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits, ReplayCheck
-from immortal.coordinator.core.session import Phase
+from immortal.coordinator.log.checkpoints import sealed_chunk
 from immortal.coordinator.log.format import CHUNK_KEY
-from immortal.coordinator.log.offers import sealed_chunk
 from immortal.protocol.checksum import crc64
 from immortal.protocol.extensions import Hello, encode_hello
 from immortal.protocol.messages import MessageType, encode_message

@@ -6,13 +6,13 @@ import pytest
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.input.inbound import Turns
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.notices import FrameRefused
-from immortal.coordinator.core.streams.turns import Turns
 from immortal.protocol.batch import decode_batch
-from immortal.protocol.client import ClientFrame, ClientFrameType
+from immortal.protocol.client_frames import ClientFrame, ClientFrameType
 from immortal.protocol.messages import decode_incoming_rpc, decode_messages
-from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode
+from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
 from tests.helpers.core import Driven, rpc
 
 TURN_BYTES = 250

@@ -7,11 +7,11 @@ import pytest
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core.errors import DivergenceError
 from immortal.coordinator.core.interfaces import CheckpointHeader, VersionStart
-from immortal.coordinator.core.session import Phase
-from immortal.coordinator.core.versions import behind
+from immortal.coordinator.core.life_cycle.session import Phase
+from immortal.coordinator.core.state import behind
 from immortal.protocol.extensions import AppDescription, Hello, encode_app_description, encode_hello
 from immortal.protocol.messages import MessageType, encode_message
-from immortal.protocol.peer import FrameType
+from immortal.protocol.peer_frames import FrameType
 from tests.helpers.core import EXTENSIONS, Driven, attach, call, checkpoint, first_start, rpc
 
 PRIMARY = (-1, "TAKE_BECOMING_PRIMARY_CHECKPOINT")

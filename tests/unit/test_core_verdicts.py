@@ -10,12 +10,19 @@ import pytest
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.interfaces import AuditEntry, Letter, Transaction
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.session import Phase
-from immortal.protocol.client import CLIENTS, ClientFrame, ClientFrameType, caller_of, encode_request, msgpack_string
+from immortal.protocol.client_frames import (
+    CLIENTS,
+    ClientFrame,
+    ClientFrameType,
+    caller_of,
+    encode_request,
+    msgpack_string,
+)
 from immortal.protocol.extensions import AppDescription, Hello, encode_app_batch, encode_app_description, encode_hello
 from immortal.protocol.messages import MessageType, RpcKind, decode_messages, encode_incoming_rpc, encode_message
-from immortal.protocol.peer import FrameType
+from immortal.protocol.peer_frames import FrameType
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import OutputMarkEntry, decode_trailer
 from immortal.protocol.verdicts import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from immortal.coordinator.core.words import Methods, RpcWords, call_in_words, counted_method_in_words
+from immortal.coordinator.core.formatting import CallText, Methods, call_in_words, format_counted_method
 from immortal.protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_message, encode_incoming_rpc
 
 METHODS: Methods = {("", 7): "Teller.transfer", ("north", 8): "Bank.debit"}
@@ -41,11 +41,11 @@ def test_calls_and_answers(message: bytes, destination: str, text: str) -> None:
 def test_large_arguments_are_cut_unless_all_are_wanted() -> None:
     _, start, end = decode_message(rpc(8, "x" * 1000))
     decoded = decode_incoming_rpc(rpc(8, "x" * 1000), start, end)
-    assert len(RpcWords.of(decoded, is_msgpack=True).with_method("f")) == 203
-    assert "x" * 1000 in RpcWords.of(decoded, is_msgpack=True, size_max=None).with_method("f")
+    assert len(CallText.of(decoded, is_msgpack=True).with_method("f")) == 203
+    assert "x" * 1000 in CallText.of(decoded, is_msgpack=True, size_max=None).with_method("f")
 
 
 def test_answers_are_counted_apart() -> None:
-    assert counted_method_in_words(8, RpcKind.CALL, "north", METHODS) == "Bank.debit"
-    assert counted_method_in_words(7, RpcKind.RETURNED_VALUE, "north", METHODS) == "answers of Teller.transfer"
-    assert counted_method_in_words(9, RpcKind.RAISED, "north", METHODS) == "exceptions of method 9"
+    assert format_counted_method(8, RpcKind.CALL, "north", METHODS) == "Bank.debit"
+    assert format_counted_method(7, RpcKind.RETURNED_VALUE, "north", METHODS) == "answers of Teller.transfer"
+    assert format_counted_method(9, RpcKind.RAISED, "north", METHODS) == "exceptions of method 9"

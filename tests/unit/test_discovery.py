@@ -9,10 +9,10 @@ import pytest
 from immortal.coordinator.config import ConfigError, read_settings, settings_text
 from immortal.coordinator.instances.registry import Registry, UnknownInstanceError
 from immortal.coordinator.peers.discovery import (
+    FAST_POLL_NS,
     LOOK_NS,
-    LOOK_SOON_NS,
-    TOLD_AGAIN_NS,
-    UNCONNECTED_TOLD_NS,
+    UNCONNECTED_WARNING_NS,
+    WARNING_REPEAT_NS,
     Discovery,
     Origin,
     Route,
@@ -49,7 +49,7 @@ class Place:
         self.discovery.read_settings()
         return self.discovery.find(name)
 
-    def look(self, after_ns: int = LOOK_SOON_NS) -> list[tuple[str, str | None]]:
+    def look(self, after_ns: int = FAST_POLL_NS) -> list[tuple[str, str | None]]:
         self.now_ns += after_ns
         return self.routes.look(self.now_ns, self.connected.__contains__)
 
@@ -139,14 +139,14 @@ def test_an_unknown_peer_is_warned_of_at_a_bounded_rate_and_found_when_it_is_the
     (warning,) = place.warnings
     assert warning.startswith("nothing is sent to 'bob', its calls wait: there is no instance 'bob'")
     assert place.routes.endpoint("bob") is None
-    assert place.routes.next_deadline_ns() == LOOK_SOON_NS
-    for _ in range(TOLD_AGAIN_NS // LOOK_SOON_NS - 1):
+    assert place.routes.next_deadline_ns() == FAST_POLL_NS
+    for _ in range(WARNING_REPEAT_NS // FAST_POLL_NS - 1):
         assert place.look() == []
     assert len(place.warnings) == 1
     place.look()
     assert len(place.warnings) == 2
     place.put("bob", "tcp://127.0.0.1:7101")
-    assert place.look(LOOK_SOON_NS - 1) == [], "too early"
+    assert place.look(FAST_POLL_NS - 1) == [], "too early"
     assert place.look(1) == [("bob", None)]
     assert place.routes.endpoint("bob") == "tcp://127.0.0.1:7101"
     assert place.routes.describe("bob") == {
@@ -204,7 +204,7 @@ def test_a_peer_that_is_unregistered_is_still_where_it_was(place: Place) -> None
 def test_a_peer_that_stays_unconnected_is_warned_of(place: Place) -> None:
     place.put("bob", "tcp://127.0.0.1:7101")
     place.routes.add("bob", 0)
-    looks = UNCONNECTED_TOLD_NS // LOOK_SOON_NS
+    looks = UNCONNECTED_WARNING_NS // FAST_POLL_NS
     for _ in range(looks - 1):
         place.look()
     assert place.warnings == [], "a peer that restarts is not worth a line"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.doctor import Finding, Level, clock, disk, home, installation, limits
 from immortal.coordinator.instances.own_logs import FOLDER_NAME, OWN_LOGS_FILE_NAME
 from immortal.coordinator.instances.registry import Registry

@@ -8,14 +8,14 @@ import pytest
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
 from immortal.coordinator.core.parts import Parts
-from immortal.coordinator.core.session import Phase
 from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.log.memory import MemoryLogStore
-from immortal.protocol.peer import FrameType, PeerFrame
+from immortal.protocol.peer_frames import FrameType, PeerFrame
 from tests.helpers.core import HELLO, NOW_NS, attach, call, first_start, rpc
 
 

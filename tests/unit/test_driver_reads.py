@@ -9,7 +9,7 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import DamagedLogError
 from immortal.coordinator.core.interfaces import CheckpointHeader, Letter, OutputBatch, Transaction
-from immortal.coordinator.driver.reads import answer, problem_of
+from immortal.coordinator.driver.ports import answer, problem_of
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.checksum import crc64
 from immortal.protocol.verdicts import MessageKey, Verdict, VerdictKind

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from immortal.appsdk.effects.runner import OutsideRunner
+from immortal.appsdk.effects.runner import LocalEffectRunner
 from tests.helpers.sdk import WAIT_S
 from tests.helpers.waiting import WaitingInstances
 
@@ -37,8 +37,8 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.fixture
-def runner() -> Iterator[OutsideRunner]:
-    made = OutsideRunner(8, print)
+def runner() -> Iterator[LocalEffectRunner]:
+    made = LocalEffectRunner(8, print)
     yield made
     made.stop()
 
@@ -84,7 +84,7 @@ class BankRequest(BaseHTTPRequestHandler):
         pass
 
 
-def test_payments(programs: dict[str, Any], runner: OutsideRunner, tmp_path: Path) -> None:
+def test_payments(programs: dict[str, Any], runner: LocalEffectRunner, tmp_path: Path) -> None:
     bank = Bank()
     serving = threading.Thread(target=bank.serve_forever, kwargs={"poll_interval": 0.01})
     serving.start()
@@ -106,7 +106,7 @@ def test_payments(programs: dict[str, Any], runner: OutsideRunner, tmp_path: Pat
         one.close()
 
 
-def test_lookout(programs: dict[str, Any], runner: OutsideRunner, tmp_path: Path) -> None:
+def test_lookout(programs: dict[str, Any], runner: LocalEffectRunner, tmp_path: Path) -> None:
     one = WaitingInstances(tmp_path, {"lookout": programs["lookout"].Lookout}, runner)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nobody listens there

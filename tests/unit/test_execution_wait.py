@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from immortal.coordinator.notices.execution_wait import (
+from immortal.coordinator.notices.metrics import (
     INTERVAL_S,
     METHOD_CHARACTERS_MAX,
     METHODS_MAX,

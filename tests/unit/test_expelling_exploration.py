@@ -6,10 +6,9 @@ from random import Random
 
 import pytest
 
-from immortal.appsdk.ordering.fences import Fences
+from immortal.appsdk.ordering.fences import Fences, FenceState, Sent
 from immortal.appsdk.ordering.machine import Ordering
 from immortal.appsdk.ordering.messages import Resolve
-from immortal.appsdk.ordering.state import FenceState, Sent
 from tests.helpers.expelling_world import expel, explore_expelling, to_group, walk
 from tests.helpers.ordering_world import Script, ViolationError, multicast, plain
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from immortal.coordinator.core import events as ev
-from immortal.protocol.handlers import Order
+from immortal.protocol.system_methods import Order
 from immortal.testing import Environment
 from tests.helpers.waiting import WaitingInstances
 

@@ -12,11 +12,10 @@ import pytest
 from immortal import rpc
 from immortal.appsdk.patterns.harmony import batch as rules
 from immortal.appsdk.patterns.harmony.batch import Contents, Progress
+from immortal.appsdk.patterns.harmony.collector import CollectedBatch
 from immortal.appsdk.patterns.harmony.dispatch import Dispatch
-from immortal.appsdk.patterns.harmony.gathered import Gathered
-from immortal.appsdk.patterns.harmony.limits import SILENCE_S, WAITING_TASKS_MAX
-from immortal.appsdk.patterns.harmony.packing import digest_of
-from immortal.appsdk.patterns.harmony.runs import Life, Response, Run, array, results
+from immortal.appsdk.patterns.harmony.runs import SILENCE_S, WAITING_TASKS_MAX, Life, Response, Run, array, results
+from immortal.appsdk.patterns.harmony.ventilator import digest_of
 from immortal.appsdk.testing.instance import Instance
 from immortal.patterns.harmony import (
     BaseCollector,
@@ -28,7 +27,7 @@ from immortal.patterns.harmony import (
     Result,
     Ventilator,
 )
-from immortal.protocol.identity import digest_behind
+from immortal.protocol.identity import chained_digest
 from immortal.testing import Environment
 
 PER_CALL = 100
@@ -493,7 +492,7 @@ def test_two_ventilators_at_once_put_the_same_tasks_or_one_is_refused(pipeline: 
 
 
 def test_the_pieces_in_which_tasks_come_make_no_difference(pipeline: Pipeline) -> None:
-    assert digest(range(10)) == digest_behind(digest(range(4)), [msgspec.msgpack.encode(one) for one in range(4, 10)])
+    assert digest(range(10)) == chained_digest(digest(range(4)), [msgspec.msgpack.encode(one) for one in range(4, 10)])
     sender = Sender(pipeline)
     begun = sender.batch()
     for number in range(7):
@@ -510,7 +509,7 @@ def test_a_batch_of_an_earlier_version_is_compared_with_nothing(pipeline: Pipeli
     assert dispatch.put("done", 0, pack(range(9)))
     with pytest.raises(BatchError, match="not for 'cube'"):
         dispatch.start("old", "cube", "results")
-    piece = batch.run("old", rules.Piece(0, 1, pack(range(1))))
+    piece = batch.run("old", rules.TaskSlice(0, 1, pack(range(1))))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(piece)).keys() == {
         "batch", "function", "first", "count", "tasks"
     }, "as its log has it"  # fmt: skip
@@ -526,7 +525,7 @@ def test_a_collector_takes_no_results_of_another_function_or_other_tasks_from_an
     sender = Sender(pipeline)
     sender.batch().send(range(4))
     pipeline.finish()
-    gathered = Gathered()
+    gathered = CollectedBatch()
     mine = Contents("square", "results", 4, digest(range(4)), True, Life("cluster", 1))
     gathered.belongs_to("squares", mine.life, mine)
     same = msgspec.structs.replace(mine, life=Life("spare", 1))

@@ -21,8 +21,8 @@ from immortal.appsdk.client.errors import (
     OutcomeUnknown,
     ReplyGone,
 )
-from immortal.appsdk.integrations.asgi.calls import TooManyCalls
-from immortal.appsdk.integrations.asgi.problems import ProblemResponse, problem_of_call, problem_of_declared
+from immortal.appsdk.integrations.asgi.middleware import ProblemResponse, problem_of_call, problem_of_declared
+from immortal.appsdk.integrations.asgi.services import TooManyCalls
 
 
 class Request(NamedTuple):

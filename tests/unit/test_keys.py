@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from immortal.coordinator.cli import main
+from immortal.cli import main
 from immortal.coordinator.config import ConfigError, override
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.peers import keys
 from immortal.coordinator.peers.keys import KeysError
-from immortal.coordinator.peers.security import FILES_A_LOOK, KeyBook, check_start, insecurity, is_local
-from immortal.coordinator.service.commands import coordinator_command
+from immortal.coordinator.peers.security import KEY_FILES_PER_POLL, Keyring, check_start, insecurity_warning, is_local
+from immortal.coordinator.service.children import coordinator_command
 from immortal.messenger import KeyPair, Role
 from tests.helpers.watched import Watched
 
@@ -179,11 +179,11 @@ def test_keys_are_required_where_other_machines_reach_it(tmp_path: Path) -> None
     settings = registry.register("alice", "tcp://192.0.2.1:7001")
     with pytest.raises(KeysError, match=r"'alice' is reached at tcp://192\.0\.2\.1:7001.*'immortal keys alice --make'"):
         check_start(settings)
-    assert insecurity(settings, None) is None
+    assert insecurity_warning(settings, None) is None
     add(registry, "alice", "insecure = true")
     settings = registry.load("alice")
     assert check_start(settings) == ()
-    assert "takes input from whoever reaches it" in (insecurity(settings, None) or "")
+    assert "takes input from whoever reaches it" in (insecurity_warning(settings, None) or "")
 
 
 def test_run_refuses_at_once_and_hands_insecure_on(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_a_look_costs_as_much_in_a_large_registry(registry: Registry, monkeypatc
     monkeypatch.setattr(os, "stat", counted)
     for _ in range(20):
         assert not watched.look()
-    assert len(looked_at) <= 20 * (FILES_A_LOOK + 10)
+    assert len(looked_at) <= 20 * (KEY_FILES_PER_POLL + 10)
 
 
 def test_a_key_that_is_made_in_a_large_registry_is_seen_at_once(registry: Registry) -> None:
@@ -315,7 +315,7 @@ def test_a_file_that_is_changed_by_hand_in_a_large_registry_is_seen_in_its_turn(
     names = large(registry)
     (registry.home / "web").mkdir()
     watched = Watched(registry)
-    turns = (len(names) + 10) // FILES_A_LOOK + 1
+    turns = (len(names) + 10) // KEY_FILES_PER_POLL + 1
     public = keys.public_path(registry.home / names[70])
     public.write_text(KEY)
     assert any(watched.look() for _ in range(turns))
@@ -327,7 +327,7 @@ def test_a_file_that_is_changed_by_hand_in_a_large_registry_is_seen_in_its_turn(
 
 
 def test_a_rotation_is_seen(registry: Registry) -> None:
-    book, settings = KeyBook(registry), registry.load("alice")
+    book, settings = Keyring(registry), registry.load("alice")
     watched = Watched(registry)
     keys.rotate(registry.home / "bob")
     assert watched.look()

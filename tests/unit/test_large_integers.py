@@ -12,17 +12,16 @@ import pytest
 
 from immortal import CallRefused, Immortal, peer, query, rpc
 from immortal.appsdk.calls.codec import encode_value
-from immortal.appsdk.client.results import NamedMethod, typed_method
+from immortal.appsdk.client.methods import NamedMethod, typed_method
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.state.rows import state_rows
-from immortal.appsdk.state.tree import Fields, to_json, tree
-from immortal.coordinator.core.words import call_in_words
+from immortal.appsdk.state.tree import Fields, state_rows, to_json, tree
+from immortal.coordinator.core.formatting import call_in_words
 from immortal.pipeline.arguments import ArgumentDecoder
-from immortal.protocol.client import Reply, ReplyKind
+from immortal.pipeline.sql.states import read_tables
+from immortal.protocol.client_frames import Reply, ReplyKind
+from immortal.protocol.extension_values import decode_plain
 from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType, encode_incoming_rpc
-from immortal.protocol.values import decode_plain
-from immortal.replay.arguments import pair_arguments
-from immortal.sight.sql.states import read_tables
+from immortal.replay.findings import pair_arguments
 from immortal.testing import Environment
 
 LARGE = [2**64, -(2**63) - 1, 2**70, -(10**5000)]

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from immortal.coordinator.log.contents import NoSuchMessageError, batches, message_at, record_of, with_first_messages
+from immortal.coordinator.log.record_contents import (
+    NoSuchMessageError,
+    batches,
+    message_at,
+    record_of,
+    with_first_messages,
+)
 from immortal.protocol.batch import encode_batch, encode_replayable_batch
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.extensions import encode_record_time

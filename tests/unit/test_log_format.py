@@ -14,8 +14,8 @@ from immortal.coordinator.core.interfaces import (
     VersionStart,
 )
 from immortal.coordinator.log import format as log_format
-from immortal.coordinator.log.backends.lmdb.journal_entries import FORM, Place, encode_entry, place_of
-from immortal.coordinator.log.verdicts import letter_name, suspect_row, verdict_rows
+from immortal.coordinator.log.backends.lmdb.journal import FORM, Place, encode_entry, place_of
+from immortal.coordinator.log.verdicts import dead_letter_name, suspect_row, verdict_rows
 from immortal.protocol.checksum import crc64
 from immortal.protocol.verdicts import Cause, MessageKey, Verdict, VerdictKind
 
@@ -83,7 +83,7 @@ def test_verdicts_and_letters() -> None:
     [((1, 2, 0, 0), "1:2"), ((1, 2, 3, 0), "1:2:3:0"), ((1, 2, 0, 4), "1:2:0:4"), ((1, 2, 3, 4), "1:2:3:4")],
 )
 def test_what_people_call_a_letter(key: MessageKey, name: str) -> None:
-    assert letter_name(key) == name
+    assert dead_letter_name(key) == name
 
 
 def test_a_suspect() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from immortal.coordinator.log.findings import Severity
-from immortal.coordinator.log.stream_positions import StreamPositions
-from immortal.protocol.client import CLIENTS
+from immortal.coordinator.log.backend import Severity
+from immortal.coordinator.log.verify import StreamPositions
+from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer
 
 CLIENT = f"{CLIENTS}ann"

@@ -13,7 +13,7 @@ from immortal.coordinator.messenger.envelope import (
     ENVELOPE_SIZE_BYTES,
     Envelope,
     Kind,
-    as_turn,
+    as_conversation_message,
     decode_envelope,
     decode_parts,
     encode_message,
@@ -37,7 +37,7 @@ def test_the_bytes_are_those_of_the_layout() -> None:
     assert REPLY.hex(" ", 8) == (
         "0202000000000002 0000000000000003 0000000000000005 0000000000000007 0000000000000000 0000000000000006"
     )
-    turn = as_turn(MESSAGE, 8)
+    turn = as_conversation_message(MESSAGE, 8)
     assert turn.hex(" ", 8) == (
         "0206000100000002 0000000000000003 0000000000000005 0000000000000004 0000000000000006 0000000000000008"
     )
@@ -65,7 +65,7 @@ def test_messages_of_conversations_come_back(
     link_id: int, incarnation: int, message_id: int, callback_id: int, destination_callback_id: int
 ) -> None:
     plain = encode_message(link_id, incarnation, message_id, message_id, callback_id)
-    encoded = as_turn(plain, destination_callback_id)
+    encoded = as_conversation_message(plain, destination_callback_id)
     assert decode_envelope(encoded) == Envelope(
         2, Kind.TURN, 0, link_id, incarnation, message_id, message_id, callback_id, destination_callback_id
     )

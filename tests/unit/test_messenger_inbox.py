@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from immortal.coordinator.messenger import inbox as messenger_inbox
-from immortal.coordinator.messenger.duplicates import OrderedTracker, Sighting
 from immortal.coordinator.messenger.envelope import Kind
-from immortal.coordinator.messenger.inbox import Conversation, Inbox, StoredReply
+from immortal.coordinator.messenger.inbox import CachedReply, Conversation, Inbox, OrderedTracker, Sighting
 from immortal.coordinator.messenger.limits import (
     CALLBACK_OVERHEAD_BYTES,
     CALLBACKS_MAX,
@@ -78,7 +77,7 @@ def test_beyond_the_limit_the_oldest_bytes_are_let_go_but_not_that_there_was_a_r
     assert talk.replies_size_bytes == 8 + 4 * REPLY_OVERHEAD_BYTES
 
 
-class Counted(dict[int, StoredReply]):
+class Counted(dict[int, CachedReply]):
     """Counts what is looked at when it is gone through."""
 
     looked_at = 0

@@ -8,8 +8,7 @@ import random
 
 import pytest
 
-from immortal.coordinator.messenger.duplicates import DuplicateTracker, OrderedTracker, Sighting
-from immortal.coordinator.messenger.inbox import Conversation
+from immortal.coordinator.messenger.inbox import Conversation, DuplicateTracker, OrderedTracker, Sighting
 from immortal.coordinator.messenger.outbox import Outbox, RetryPolicy
 
 MESSAGES = 5_000

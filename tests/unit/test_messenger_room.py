@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import zmq
 
+from immortal.coordinator.messenger.backpressure import Room
 from immortal.coordinator.messenger.limits import PENDING_MAX, PENDING_SIZE_BYTES_MAX
-from immortal.coordinator.messenger.room import Room
 from immortal.messenger import Messenger, MessengerError, PendingFullError, PendingLimits, Received
 from tests.helpers.messengers import House
 

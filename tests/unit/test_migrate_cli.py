@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from immortal.coordinator.cli import migrate as module
-from immortal.coordinator.cli.commands import main
+from immortal.cli import lifecycle as module
+from immortal.cli.commands import main
 from immortal.coordinator.instances.registry import Registry
 
 HEIR = "two (process 7)"
 
 
 class SlowPlace:
-    """A log in a database whose heir takes it over at the third look."""
+    """A log in a database whose successor takes it over at the third look."""
 
     is_shared = True
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from immortal.appsdk.nodes.counting import Grant, Holder, Owner, Stage, Tell
-from immortal.appsdk.nodes.messages import Forgotten, Key
+from immortal.appsdk.nodes.reference_counts import Forgotten, Grant, Holder, Key, Owner, Stage, Tell
 from tests.helpers.nodes_world import Script, ViolationError, explore
 
 CHAIN: Script = {"o": ("pass p",), "p": ("pass q", "release"), "q": ("pass r", "release"), "r": ("release",)}

@@ -17,13 +17,17 @@ from immortal.coordinator.core import notices
 from immortal.coordinator.core.notices import CheckpointBegan, CheckpointTaken, Notice, Recovered, Recovering
 from immortal.coordinator.notices import LOG_LEVELS, Notices
 from immortal.coordinator.notices import __main__ as tables
-from immortal.coordinator.notices.json_lines import JsonLines
-from immortal.coordinator.notices.limited import LINES_MAX, Limited
 from immortal.coordinator.notices.metrics import STATUS, TIMES, NoticeMetrics
-from immortal.coordinator.notices.readiness import Readiness
-from immortal.coordinator.notices.sink import Line
-from immortal.coordinator.notices.text_lines import TextLines
-from immortal.coordinator.notices.timed import CommitTimed, SyncTimed
+from immortal.coordinator.notices.sinks import (
+    LINES_MAX,
+    CommitTimed,
+    JsonLineSink,
+    Limited,
+    Line,
+    Readiness,
+    SyncTimed,
+    TextLineSink,
+)
 from tests.helpers.notices import Told
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "notices.md"
@@ -62,7 +66,7 @@ LINES: dict[str, Notice] = {
 @pytest.mark.parametrize("line", LINES)
 def test_a_line_for_people(line: str) -> None:
     stream = io.StringIO()
-    TextLines("counter", stream, "debug").take(LINES[line])
+    TextLineSink("counter", stream, "debug").take(LINES[line])
     time, _, rest = stream.getvalue().partition(" ")
     assert rest == f"{line}\n"
     assert len(time) == len("12:00:01.250")
@@ -70,7 +74,7 @@ def test_a_line_for_people(line: str) -> None:
 
 def test_a_line_for_machines_has_the_notice_and_all_that_is_in_its_text() -> None:
     stream = io.StringIO()
-    JsonLines("counter", stream, "info").take(notices.StreamStopped("b", "it has gone"))
+    JsonLineSink("counter", stream, "info").take(notices.StreamStopped("b", "it has gone"))
     said = json.loads(stream.getvalue())
     assert list(said) == ["time", "level", "instance", "message", "notice", "peer", "reason"], "for who looks at it"
     assert said.pop("time").endswith("Z")
@@ -87,14 +91,14 @@ def test_a_line_for_machines_has_the_notice_and_all_that_is_in_its_text() -> Non
 def test_no_value_takes_the_place_of_what_every_line_has() -> None:
     stream = io.StringIO()
     named = {"message": "forged", "level": "debug", "instance": "other", "time": "never"}
-    JsonLines("counter", stream, "info").take(Line("it was", named))
+    JsonLineSink("counter", stream, "info").take(Line("it was", named))
     said = json.loads(stream.getvalue())
     assert (said["message"], said["level"], said["instance"]) == ("it was", "info", "counter")
     assert said["time"] != "never"
 
 
-@pytest.mark.parametrize("form", [TextLines, JsonLines])
-def test_what_is_no_line(form: type[TextLines] | type[JsonLines]) -> None:
+@pytest.mark.parametrize("form", [TextLineSink, JsonLineSink])
+def test_what_is_no_line(form: type[TextLineSink] | type[JsonLineSink]) -> None:
     stream = io.StringIO()
     lines = form("counter", stream, "warning")
     for notice in (CommitTimed(0.1), CheckpointBegan(1), notices.NewEpoch(1), Recovered(1, 2)):
@@ -195,7 +199,7 @@ def test_the_page_has_the_tables_of_the_schema() -> None:
 
 def test_who_wants_neither_json_nor_metrics_holds_neither() -> None:
     program = (
-        "import sys, immortal.coordinator.cli.coordinator\n"
+        "import sys, immortal.cli.coordinator\n"
         "import immortal.coordinator.service.runtime, immortal.coordinator.service.supervisor\n"
         "from immortal.coordinator.notices import configure\n"
         "configure('counter').info('here')\n"

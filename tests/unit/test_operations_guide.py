@@ -13,7 +13,7 @@ from typing import Any
 import click
 import pytest
 
-from immortal.coordinator.cli import main
+from immortal.cli import main
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "operations.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from immortal.appsdk.ordering.fences import QueuedRun, Sent
 from immortal.appsdk.ordering.machine import Key, Ordering
 from immortal.appsdk.ordering.messages import Scope, Timestamp
-from immortal.appsdk.ordering.state import Filed, Sent
 from tests.helpers.ordering_world import Script, ViolationError, explore, multicast, plain
 
 TO_TWO: Script = {"s": (multicast("a", "b"),), "t": (multicast("a", "b"),)}
@@ -38,7 +38,7 @@ def test_each_interleaving_keeps_the_order_where_runs_are_late(script: Script) -
 class MovesByItself(Ordering):
     """Who holds others up is moved without its sender, for which it may stand."""
 
-    def put_off(self, filed: Filed) -> None:
+    def put_off(self, filed: QueuedRun) -> None:
         self._settle(filed.sender, filed.number, self.state.clock + 1)
         self._release()
 
@@ -66,7 +66,7 @@ class CallPastABlock(Ordering):
 
 class TiesByArrival(Ordering):
     @staticmethod
-    def _key(filed: Filed) -> Key:
+    def _key(filed: QueuedRun) -> Key:
         return filed.timestamp, not filed.sender, "", id(filed)
 
 

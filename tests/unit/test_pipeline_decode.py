@@ -7,9 +7,15 @@ import re
 import numpy as np
 import pytest
 
-from immortal.pipeline.decode import decode_headers, decode_messages, decode_names, decode_trailers, verify_checks
-from immortal.pipeline.lockstep import zigzag
-from immortal.pipeline.plain import read_record
+from immortal.coordinator.log.record_decoder import read_record
+from immortal.pipeline.decode import (
+    decode_headers,
+    decode_messages,
+    decode_names,
+    decode_trailers,
+    verify_checks,
+    zigzag,
+)
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.record import encode_record
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from immortal.coordinator.core.errors import LogFormatError
-from immortal.pipeline.errors import PipelineError, SourceError, clear_error
+from immortal.pipeline.errors import PipelineError, SourceError, one_line_error
 
 WORKER = """[FAILED_EXECUTE_UDF] Job aborted due to stage failure: Task 0 failed 1 times, most recent failure:
 org.apache.spark.api.python.PythonException: Traceback (most recent call last):
@@ -41,7 +41,7 @@ ValueError: no such thing:
     ],
 )
 def test_one_line(text: str, expected: str) -> None:
-    error = clear_error(RuntimeError(text))
+    error = one_line_error(RuntimeError(text))
     assert isinstance(error, PipelineError)
     assert str(error).startswith(expected)
     assert "\n" not in str(error)
@@ -51,8 +51,8 @@ def test_one_line(text: str, expected: str) -> None:
 
 def test_errors_of_ours_stay_what_they_are() -> None:
     for error in (SourceError("x"), LogFormatError("y")):
-        assert clear_error(error) is error
+        assert one_line_error(error) is error
 
 
 def test_a_lost_connection() -> None:
-    assert "connection to Spark is lost" in str(clear_error(ConnectionRefusedError(111, "refused")))
+    assert "connection to Spark is lost" in str(one_line_error(ConnectionRefusedError(111, "refused")))

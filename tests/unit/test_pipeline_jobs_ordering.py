@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from immortal.pipeline.jobs.audit import audit_rows
+from immortal.pipeline.jobs.audit_report import Violation
+from immortal.pipeline.jobs.audit_verdict import Result
 from immortal.pipeline.jobs.evidence import evidence_of_record
-from immortal.pipeline.jobs.judgement import Result
 from immortal.pipeline.jobs.ordering import ORDERED, OrderingAudit
-from immortal.pipeline.jobs.reports import Violation
-from immortal.replay.recorded import RecordedLog
+from immortal.replay.sources import RecordedLog
 from immortal.testing import Environment
 from tests.helpers.ordering_runs import NAMES, Member
 

@@ -12,7 +12,7 @@ from immortal.coordinator.core.interfaces import IMPULSES
 from immortal.pipeline.jobs.evidence import BATCH, MARK, Row, evidence_of_record
 from immortal.pipeline.jobs.trace import OUTSIDE, Batch, Trace, TraceError, TraceIndex, follow
 from immortal.pipeline.reading import Gap, close_shared, read_range, whole_range
-from immortal.pipeline.report.trace_picture import trace_dot, trace_lines, trace_svg
+from immortal.pipeline.report.pages import trace_dot, trace_lines, trace_svg
 from tests.helpers.recorded import Instances, load_module, write_module
 
 MS = 1_000_000

@@ -12,8 +12,7 @@ from immortal.pipeline.arguments import decode_targets
 from immortal.pipeline.errors import SourceError
 from immortal.pipeline.reading import close_shared, whole_range
 from immortal.pipeline.schema import SCHEMAS
-from immortal.pipeline.source import Options, Reader, split
-from immortal.pipeline.stream import StreamReader, shares
+from immortal.pipeline.source import Options, Reader, StreamReader, shares, split
 from tests.helpers.pipeline_logs import make_log, random_specs
 
 

@@ -7,7 +7,7 @@ import pytest
 from immortal.appsdk.client.errors import ClientClosed, ClientError, NotConnectable
 from immortal.appsdk.patterns.pirate import driver as driver_module
 from immortal.appsdk.patterns.pirate.driver import Driver, NoReply, Pending
-from immortal.appsdk.patterns.pirate.errors import TooManyRequests
+from immortal.appsdk.patterns.pirate.frames import TooManyRequests
 from immortal.appsdk.patterns.pirate.links import Event, Heard, Replied
 from immortal.appsdk.patterns.pirate.pool import Policy
 

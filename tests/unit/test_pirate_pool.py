@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from immortal.appsdk.patterns.pirate.pool import Action, GiveUp, Ping, Policy, Pool, Send, State, Trail, Why
+from immortal.appsdk.patterns.pirate.pool import Action, AttemptHistory, GiveUp, Ping, Policy, Pool, Send, State, Why
 
 POLICY = Policy(tries=3, try_timeout_s=2.0, heartbeat_s=1.0, silence_s=2.5, removal_s=60.0)
 STORE = b"one store"
@@ -79,7 +79,7 @@ def test_the_only_server_is_tried_so_often_and_only_while_it_says_something() ->
     pool.heard("a", STORE, 0.0, 4.3)
     assert sends(pool.actions(4.3)) == [("a", 1)]
     (end,) = given_up(pool.actions(6.4))
-    assert end == GiveUp(1, Why.TRIES, {"a": 3}, Trail(STORE, ("a",)))
+    assert end == GiveUp(1, Why.TRIES, {"a": 3}, AttemptHistory(STORE, ("a",)))
 
 
 def test_of_several_each_is_tried_once() -> None:
@@ -214,7 +214,7 @@ def test_with_all_removed_a_request_fails_at_once() -> None:
     pool.actions(60.0)
     pool.submit(1, 300.0)
     (end,) = given_up(pool.actions(61.0))
-    assert (end.why, end.trail) == (Why.NOBODY, Trail())
+    assert (end.why, end.trail) == (Why.NOBODY, AttemptHistory())
 
 
 def test_who_answers_and_gets_nothing_done_is_not_readmitted() -> None:

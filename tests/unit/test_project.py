@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 
 from immortal.coordinator.config import ConfigError
-from immortal.coordinator.config.setting import settings_of
+from immortal.coordinator.config.schema import settings_of
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.project.listing import ListingError
-from immortal.coordinator.project.project import PlannedService, Project, ProjectError, find_project
-from immortal.coordinator.project.registering import register
-from immortal.coordinator.project.schema import GivenService, Service, read_project
-from immortal.coordinator.project.source_files import SourceFiles, python_files
+from immortal.coordinator.project.code_change import SourceFiles, python_files
+from immortal.coordinator.project.fleet import register
+from immortal.coordinator.project.project import (
+    GivenService,
+    ModuleImportError,
+    Project,
+    ProjectError,
+    Service,
+    ServiceSpec,
+    find_project,
+    read_project,
+)
 from tests.helpers.projects import SHOP
 
 
@@ -138,7 +145,7 @@ def test_which_one_of_a_file(tmp_path: Path) -> None:
 
 def test_a_module_that_cant_be_imported_says_why(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text("import immortal\n\n1 / 0\n")
-    with pytest.raises(ListingError) as error:
+    with pytest.raises(ModuleImportError) as error:
         Project(tmp_path / "shop.py").services()
     assert 'shop.py", line 3' in str(error.value)
     assert "ZeroDivisionError" in str(error.value)
@@ -157,8 +164,8 @@ def test_the_project_of_a_folder_above(tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_registry_follows_and_keeps_what_is_not_said(tmp_path: Path) -> None:
     registry = Registry(tmp_path / "home")
 
-    def service(**settings: object) -> PlannedService:
-        return PlannedService(name="shop", app="shop:Shop", version=1, files=(), calls=(), settings=settings)
+    def service(**settings: object) -> ServiceSpec:
+        return ServiceSpec(name="shop", app="shop:Shop", version=1, files=(), calls=(), settings=settings)
 
     assert register(registry, service(keep_checkpoints=3)).startswith("registered, peers at tcp://127.0.0.1:")
     path = registry.path("shop")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from immortal.coordinator.project.console import LINES_HELD_MAX, Console
-from immortal.coordinator.project.log_files import FILE_NAME, OLD_COUNT, LogFiles, Tail, in_order
+from immortal.coordinator.project.output import FILE_NAME, LINES_HELD_MAX, OLD_COUNT, Console, LogFiles, Tail, in_order
 
 
 class Screen(io.StringIO):

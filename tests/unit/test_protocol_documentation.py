@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from immortal.protocol import handlers, numbers
-from immortal.protocol.app_proof import (
+from immortal.protocol import extensions as numbers
+from immortal.protocol import system_methods
+from immortal.protocol.app_handshake import (
     NONCE_SIZE_BYTES,
     Answer,
     Handshake,
@@ -21,7 +22,8 @@ from immortal.protocol.app_proof import (
     encode_proof,
 )
 from immortal.protocol.batch import encode_batch
-from immortal.protocol.client import (
+from immortal.protocol.call_permissions import ROWS
+from immortal.protocol.client_frames import (
     ClientCode,
     ClientFrame,
     ClientFrameType,
@@ -67,10 +69,9 @@ from immortal.protocol.messages import (
     encode_message,
     encode_outgoing_rpc,
 )
-from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode, encode_frame
+from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode, encode_frame
 from immortal.protocol.queries import QueryAnswer, QueryQuestion, encode_query, encode_query_answer
 from immortal.protocol.record import encode_record
-from immortal.protocol.senders import ROWS
 from immortal.protocol.varint import encode_zigzag
 from immortal.protocol.verdicts import (
     Careful,
@@ -152,9 +153,11 @@ BYTES = {
     "Handling: message 3 of record 7 is next": encode_handling(Handling(7, 3)),
     "Careful: up to record 9, and each message of record 7": encode_careful(Careful(9, 7)),
     "AppTime 1700000000000000000 at 5 s, no step": encode_app_time(AppTime(TIME_NS, 5_000_000_000)),
-    "HandlersAsked: question 7, for the handler 12": handlers.encode_question(handlers.HandlersQuestion(7, 12)),
-    "Handlers: to question 7, none of that number waits": handlers.encode_answer(
-        handlers.HandlersAnswer(7, {"handler": None})
+    "HandlersAsked: question 7, for the handler 12": system_methods.encode_handlers_question(
+        system_methods.HandlersQuestion(7, 12)
+    ),
+    "Handlers: to question 7, none of that number waits": system_methods.encode_answer(
+        system_methods.HandlersAnswer(7, {"handler": None})
     ),
     "QueryAsked: query 7, method 4 without arguments, at 1700000000000000000": encode_query(
         QueryQuestion(7, 4, b"\x90", TIME_NS)
@@ -172,7 +175,7 @@ BYTES = {
     "HandlerFailed: message 3 of record 7, no": encode_handler_failed(HandlerFailure(7, 3, "no")),
     "InstanceName, counter": encode_message(MessageType.INSTANCE_NAME, b"counter"),
     "Numbers of record 7: handler 12 by message 3, its timer 13": numbers.encode_numbers(
-        7, [numbers.Draw(12, 0, "", 3), numbers.Draw(13, 12, "timer", 5)]
+        7, [numbers.RandomDraw(12, 0, "", 3), numbers.RandomDraw(13, 12, "timer", 5)]
     ),
     "record 1 with its time and an RPCBatch of 2": encode_record(
         COMMITTER, 1, encode_record_time(TIME_NS) + encode_batch(CALL * 2, 2) + CALL * 2

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from immortal.protocol import decoding
-from immortal.protocol.client import logged_calls
+from immortal.protocol.client_frames import logged_calls
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import RpcKind, RpcType, encode_incoming_rpc
-from immortal.protocol.nesting import is_nested_beyond, nesting_depth, too_deep, without_values
+from immortal.protocol.nesting import is_nested_beyond, messages_nested_too_deep, nesting_depth, without_values
 
 SIZES = st.sampled_from((0, 1, 2, 4, 8, 16, 17, 31, 32, 300, 70_000))
 LEAVES = st.one_of(
@@ -74,14 +74,14 @@ def test_each_way_to_nest(level: bytes, depth: int) -> None:
 def test_messages_that_are_too_deep_are_found_by_their_index(values: list[Any], kind: RpcKind, limit: int) -> None:
     messages = [encode_incoming_rpc(300, RpcType.FORK, msgspec.msgpack.encode([one]), kind) for one in values]
     deep = [index for index, one in enumerate(values) if depth_of(one) > limit]
-    found = too_deep(b"".join(messages), len(messages), limit)
+    found = messages_nested_too_deep(b"".join(messages), len(messages), limit)
     assert [index for index, _ in found] == deep
     assert all(b"".join(messages)[start] == kind for _, start in found)
 
 
 @pytest.mark.parametrize("data", [b"\x81\x01" * 1100, b"\xc8\xff\xff\x05", "текст".encode() * 40])
 def test_arguments_that_are_no_array_are_not_looked_at(data: bytes) -> None:
-    assert too_deep(encode_incoming_rpc(3, RpcType.FORK, data), 1, 64) == []
+    assert messages_nested_too_deep(encode_incoming_rpc(3, RpcType.FORK, data), 1, 64) == []
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_hook_that_raises() -> None:
 def test_what_a_person_gives_is_nested_as_far_as_it_can_be_shown(depth: int) -> None:
     text = "[" * depth + "]" * depth
     if depth == 128:
-        assert decoding.given_json(text)
+        assert decoding.parse_json_argument(text)
     else:
         with pytest.raises(decoding.TooDeepError):
-            decoding.given_json(text)
+            decoding.parse_json_argument(text)

@@ -10,7 +10,7 @@ from msgspec import structs
 from immortal.protocol.checksum import crc64_reference
 from immortal.protocol.errors import DamagedRecordError, LocalProtocolError, RemoteProtocolError
 from immortal.protocol.messages import encode_incoming_rpc
-from immortal.protocol.peer import FrameType, PeerFrame, RefusedCode, decode_frame, encode_frame
+from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode, decode_frame, encode_frame
 
 RPC = encode_incoming_rpc(3, 1, b"\1")
 BATCH = PeerFrame(FrameType.BATCH, "a", "counter", 0x01020304, 3, 41, 2, 1_700_000_000_000_000_000, RPC * 2)

@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from immortal.appsdk.running.query_limit import GRACE_S, QueryLimit
-from immortal.appsdk.running.watchdog import Watchdog
+from immortal.appsdk.running.time_limits import GRACE_S, QueryLimit, Watchdog
 from immortal.errors import EXIT_RECOVER, QueryTooLong
 from immortal.protocol.messages import MessageType
 
@@ -83,7 +82,7 @@ def test_one_that_ends_at_the_same_moment_is_over() -> None:
 DEBUGGED = """
 import bdb
 from immortal.errors import QueryTooLong
-from immortal.appsdk.running.query_limit import QueryLimit
+from immortal.appsdk.running.time_limits import QueryLimit
 
 limit = QueryLimit(limit_s=0.0)
 try:

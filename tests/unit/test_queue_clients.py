@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from immortal.appsdk.patterns.queue.clients import AsyncJobs, Jobs
-from immortal.appsdk.patterns.queue.records import Submission
+from immortal.appsdk.patterns.queue.model import Submission
 
 ASKED: dict[str, Any] = {
     "key": "ada",

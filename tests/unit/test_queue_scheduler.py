@@ -6,8 +6,17 @@ import msgspec
 import pytest
 
 from immortal.appsdk.patterns.queue import limits
-from immortal.appsdk.patterns.queue.errors import DedupConflict, NotPossible, QueueFull, UnknownTask
-from immortal.appsdk.patterns.queue.records import Limit, Offer, Records, Report, Submission
+from immortal.appsdk.patterns.queue.model import (
+    DedupConflict,
+    Limit,
+    NotPossible,
+    Offer,
+    QueueFull,
+    QueueState,
+    Report,
+    Submission,
+    UnknownTask,
+)
 from immortal.appsdk.patterns.queue.scheduler import Scheduler
 
 S = limits.SECOND_NS
@@ -19,7 +28,7 @@ class Driven:
     """A scheduler, the time, and what workers have."""
 
     def __init__(self) -> None:
-        self.records = Records()
+        self.records = QueueState()
         self.scheduler = Scheduler(self.records)
         self.now_ns = 1000 * S
 

@@ -6,17 +6,17 @@ import threading
 
 import pytest
 
-from immortal.protocol.numbers import Draw, pack_numbers
-from immortal.replay import numbers
-from immortal.replay.numbers import NumbersAhead
+from immortal.protocol.extensions import RandomDraw, pack_numbers
+from immortal.replay import buffers
+from immortal.replay.buffers import DrawnNumbersQueue
 
 
 def data(sequence_id: int) -> bytes:
-    return pack_numbers(sequence_id, [Draw(sequence_id, 0, "", 0)])
+    return pack_numbers(sequence_id, [RandomDraw(sequence_id, 0, "", 0)])
 
 
 def test_a_record_waits_until_all_that_was_drawn_in_it_is_known() -> None:
-    ahead = NumbersAhead()
+    ahead = DrawnNumbersQueue()
     assert ahead.before(5) is None
     ahead.drawn(5, data(5), complete=False)
     assert ahead.before(5) is None
@@ -28,21 +28,21 @@ def test_a_record_waits_until_all_that_was_drawn_in_it_is_known() -> None:
 
 
 def test_the_first_record_has_one_in_any_case() -> None:
-    ahead = NumbersAhead()
+    ahead = DrawnNumbersQueue()
     ahead.drawn(5, b"", complete=True)
     assert [ahead.before(4), ahead.before(5)] == [[pack_numbers(4)], []]
 
 
 def test_old_code_that_tells_none_holds_nothing_up() -> None:
-    ahead = NumbersAhead()
+    ahead = DrawnNumbersQueue()
     ahead.end()
     assert ahead.before(5) == []
 
 
 def test_old_code_that_is_far_ahead_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numbers, "AHEAD_SIZE_BYTES_MAX", 0)
-    monkeypatch.setattr(numbers, "PAUSE_S", 60.0)
-    ahead = NumbersAhead()
+    monkeypatch.setattr(buffers, "AHEAD_SIZE_BYTES_MAX", 0)
+    monkeypatch.setattr(buffers, "PAUSE_S", 60.0)
+    ahead = DrawnNumbersQueue()
     ahead.drawn(4, b"", complete=True)
 
     def tell() -> None:

@@ -10,7 +10,7 @@ from immortal.coordinator.core.errors import DamagedCheckpointError
 from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary, VersionStart
 from immortal.log import LogIdentity
 from immortal.replay import ReplayError, ReplayPlan, Route, plan_route
-from immortal.replay.apps import default_app
+from immortal.replay.app_process import default_app
 
 
 class Source:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from immortal.coordinator.core.interfaces import ImpulseBatch, OutputMark
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.streams.output_stream import OutputStream
+from immortal.coordinator.core.output.output_stream import OutputStream
 from immortal.protocol.extensions import Origin
 from immortal.protocol.messages import encode_incoming_rpc
 from immortal.replay.positions import KeptImpulses, Outputs, StreamPositions, cut_origins
@@ -40,7 +40,7 @@ def test_outputs_and_kept_impulses_take_turns_as_they_did(
             called += payload
             count += size
     replayed = StreamPositions("b", mark, impulses)
-    found: list[Outputs | KeptImpulses] = [*replayed.impulses_here()]
+    found: list[Outputs | KeptImpulses] = [*replayed.add_kept_impulses()]
     made, size_bytes = 0, len(messages(0, 1))
     for cut in cuts * (count + 1):
         taken = min(cut, count - made)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from immortal.protocol.messages import encode_incoming_rpc
-from immortal.replay.receivers import Difference, Witness
+from immortal.replay.verify import Difference, ReceiverComparison
 
 
 def message(number: int, text: bytes = b"") -> bytes:
@@ -34,7 +34,7 @@ def segments(sizes: list[int], first: int = 1) -> list[tuple[int, int, bytes]]:
 def test_the_same_is_the_same_however_it_is_cut(
     then: list[int], now: list[int], then_first: int, now_first: int
 ) -> None:
-    witness = Witness(iter(segments(then, then_first)))
+    witness = ReceiverComparison(iter(segments(then, then_first)))
     for batch in segments(now, now_first):
         witness.made(*batch)
     assert witness.difference is None
@@ -47,7 +47,7 @@ def test_the_same_is_the_same_however_it_is_cut(
 def test_the_first_message_that_is_another_one_is_found(then: list[int], now: list[int], data: st.DataObject) -> None:
     both = min(sum(then), sum(now))
     changed = data.draw(st.sets(st.integers(1, both), min_size=1))
-    witness = Witness(iter(segments(then)))
+    witness = ReceiverComparison(iter(segments(then)))
     position = 1
     for size in now:
         numbers = range(position, position + size)
@@ -58,7 +58,7 @@ def test_the_first_message_that_is_another_one_is_found(then: list[int], now: li
 
 
 def test_impulses_which_only_the_receiver_has_are_passed_over() -> None:
-    witness = Witness(iter(segments([10])))
+    witness = ReceiverComparison(iter(segments([10])))
     witness.made(*segment(1, 3))
     witness.made(*segment(6, 5))  # 4 and 5 were impulses
     assert witness.difference is None
@@ -66,7 +66,7 @@ def test_impulses_which_only_the_receiver_has_are_passed_over() -> None:
 
 
 def test_what_the_receiver_has_not_is_no_difference() -> None:
-    witness = Witness(iter([segment(5, 2)]))
+    witness = ReceiverComparison(iter([segment(5, 2)]))
     witness.made(1, 1, message(99))  # trimmed there
     witness.made(*segment(5, 2))
     witness.made(7, 1, message(99))  # not there yet

@@ -15,12 +15,14 @@ from immortal.protocol.extensions import (
     HandlerFailure,
     Hello,
     Origin,
+    RandomDraw,
     encode_app_batch,
     encode_app_description,
     encode_handler_failed,
     encode_hello,
     encode_origins,
     encode_record_time,
+    pack_numbers,
 )
 from immortal.protocol.messages import (
     MessageType,
@@ -31,7 +33,6 @@ from immortal.protocol.messages import (
     encode_message,
     encode_outgoing_rpc,
 )
-from immortal.protocol.numbers import Draw, pack_numbers
 from immortal.protocol.readers import BlobData, BlobStart, Record, RecordReader
 from immortal.protocol.record import encode_record
 from immortal.protocol.trailer import BatchSource, Trailer
@@ -111,7 +112,7 @@ def test_blob_records_then_the_state_is_asked_for_and_goodbye_said() -> None:
 
 def test_numbers_go_from_one_app_to_another() -> None:
     session = restored()
-    drawn = [pack_numbers(11, [Draw(4, 0, "", 0)]), pack_numbers(11)]
+    drawn = [pack_numbers(11, [RandomDraw(4, 0, "", 0)]), pack_numbers(11)]
     told = [encode_message(MessageType.NUMBERS, data) for data in drawn]
     assert heard(session, *told) == [NumbersDrawn(11, drawn[0], complete=False), NumbersDrawn(11, drawn[1])]
     session.give_numbers(drawn[:1])

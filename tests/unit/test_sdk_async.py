@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-import immortal.appsdk.waiting.events
+import immortal.appsdk.waiting.impulses
 from immortal import Immortal, Winner, every, impulse, initial, peer, rpc
-from immortal.appsdk.calls.rules import Rules
-from immortal.appsdk.dispatch.upgrades import upgrades
+from immortal.appsdk.calls.replay_rules import Rules
+from immortal.appsdk.dispatch.lifecycle import upgrades
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.running.inspection import inspect_state
 from immortal.appsdk.state.journal import JournalError

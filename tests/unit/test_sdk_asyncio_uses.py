@@ -1,4 +1,4 @@
-"""immortal.appsdk.waiting.asyncio_uses: what of asyncio does not work in a handler is named, with what does."""
+"""immortal.appsdk.waiting.waits: what of asyncio does not work in a handler is named, with what does."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from immortal import Immortal, every, impulse, rpc
-from immortal.appsdk.waiting.clock import ToldTime
+from immortal.appsdk.waiting.impulses import ToldTime
 from immortal.coordinator.core import events as ev
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.extensions import AppTime, decode_app_time, encode_app_time

@@ -13,8 +13,8 @@ import pytest
 
 from immortal import Immortal, rpc
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.rules import NEWEST, Rules
-from immortal.appsdk.handlers.contexts import attach
+from immortal.appsdk.calls.replay_rules import NEWEST, Rules
+from immortal.appsdk.handlers.proxy import attach
 from immortal.appsdk.state.schema import FRONT, Envelope, decode_envelope, encode_envelope
 from immortal.errors import StateError, UsageError
 from tests.helpers.sdk import first_start, recover

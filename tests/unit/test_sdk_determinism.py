@@ -479,7 +479,7 @@ def test_versions_of_a_state(program: Program) -> None:
     program.compare(
         """
         import time
-        from immortal.appsdk.dispatch.upgrades import upgrades
+        from immortal.appsdk.dispatch.lifecycle import upgrades
 
         class Old(Immortal):
             @rpc

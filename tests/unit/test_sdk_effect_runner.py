@@ -20,10 +20,8 @@ import pytest
 
 from immortal import EffectFailed, Retry, effect_context
 from immortal.appsdk.calls.codec import encoder
-from immortal.appsdk.effects.options import EffectOptions
-from immortal.appsdk.effects.request import EffectFunction, EffectRequest
-from immortal.appsdk.effects.runner import OutsideRunner
-from immortal.appsdk.effects.stand_ins import StandInRunner, load_stand_ins
+from immortal.appsdk.effects.effect import EffectFunction, EffectOptions, EffectRequest
+from immortal.appsdk.effects.runner import LocalEffectRunner, StubEffectRunner, load_stand_ins
 from immortal.appsdk.running.options import OptionError, run_options
 from immortal.errors import UsageError
 from tests.helpers.sdk import WAIT_S
@@ -125,7 +123,7 @@ class Outside:
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.runner = OutsideRunner(PLACES, self.said.append)
+        self.runner = LocalEffectRunner(PLACES, self.said.append)
         self.answers: Queue[tuple[int, Any]] = Queue()
         self._number = 0
 
@@ -337,7 +335,7 @@ def test_the_end_waits_for_nobody_for_long() -> None:
     assert not ended.is_alive()
     assert seen.get_nowait() == "given up"
     go.set()
-    OutsideRunner(1, print).stop()  # one that never ran anything
+    LocalEffectRunner(1, print).stop()  # one that never ran anything
 
 
 def test_what_does_not_let_go_may_be_closed_in_another_context(outside: Outside) -> None:
@@ -369,7 +367,7 @@ def test_a_process_ends_silently_whatever_does_not_let_go() -> None:
 
 
 def test_what_stands_in_for_a_function_is_called_in_its_place_with_its_key(outside: Outside) -> None:
-    runner = StandInRunner(outside.runner, {plain: instead, waiting: instead})
+    runner = StubEffectRunner(outside.runner, {plain: instead, waiting: instead})
     for number, function in ((1, plain), (2, waiting)):
         runner.start(outside.request(function, number))
         assert outside.answer() == (number, number + 10)
@@ -379,7 +377,7 @@ def test_what_stands_in_for_a_function_is_called_in_its_place_with_its_key(outsi
 
 
 def test_what_stands_in_for_a_function_returns_what_that_is_declared_to(outside: Outside) -> None:
-    runner = StandInRunner(outside.runner, {plain: of_another_type})
+    runner = StubEffectRunner(outside.runner, {plain: of_another_type})
     runner.start(outside.request(plain, 1))
     _, error = outside.answer()
     assert isinstance(error, EffectFailed)

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from immortal.appsdk.effects.threads import Threads
+from immortal.appsdk.effects.runner import Threads
 from tests.helpers.sdk import WAIT_S
 
 COUNT = 8

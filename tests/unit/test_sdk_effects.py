@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from immortal import EffectContext, EffectFailed, Immortal, Retry, effect_context, impulse, peer, rpc
-from immortal.appsdk.dispatch.upgrades import upgrades
-from immortal.appsdk.effects.request import FAILURE_TEXT_CHARACTERS_MAX
+from immortal.appsdk.dispatch.lifecycle import upgrades
+from immortal.appsdk.effects.effect import FAILURE_TEXT_CHARACTERS_MAX
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.running.inspection import inspect_state
 from immortal.appsdk.state.journal import JournalError

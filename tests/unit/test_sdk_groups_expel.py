@@ -12,7 +12,7 @@ from immortal import impulse, rpc, upgrades
 from immortal.coordinator.core import events as ev
 from immortal.errors import DefinitionError
 from immortal.patterns.groups import Grouped, group
-from immortal.protocol.handlers import Order
+from immortal.protocol.system_methods import Order
 from immortal.testing import Environment, Instance, crash_everywhere
 
 FIRST = ["a", "b", "d"]

@@ -12,7 +12,7 @@ import pytest
 
 from immortal import CallCancelled, CalleeFailed, Cancelled, Immortal, impulse, peer, rpc
 from immortal.coordinator.core import events as ev
-from immortal.protocol.handlers import REASON_CHARACTERS_MAX, Order
+from immortal.protocol.system_methods import REASON_CHARACTERS_MAX, Order
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 
 

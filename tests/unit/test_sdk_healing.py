@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 
 from immortal import CalleeFailed, Immortal, impulse, initial, peer, query, register_type, rpc, upgrades
-from immortal.appsdk.patterns.clone.model import encode as encode_entry
 from immortal.appsdk.patterns.queue import clients
-from immortal.appsdk.running import encoding_limit
+from immortal.appsdk.running import time_limits
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.interfaces import Transaction
-from immortal.coordinator.log.contents import message_at, record_of
 from immortal.coordinator.log.format import CHUNK_KEY
+from immortal.coordinator.log.record_contents import message_at, record_of
 from immortal.errors import RecoveryNeeded, StateError
 from immortal.protocol.verdicts import Verdict, VerdictKind
 from immortal.testing import Environment, Instance, crash_everywhere
@@ -614,7 +613,7 @@ def _own_alarm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """That of pytest's own limit is set aside: where somebody else has it, there is no limit."""
     handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
     left = signal.setitimer(signal.ITIMER_REAL, 0)
-    monkeypatch.setattr(encoding_limit, "LIMIT_S", 0.05)
+    monkeypatch.setattr(time_limits, "LIMIT_S", 0.05)
     yield
     signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, *left)
@@ -629,12 +628,12 @@ def hang() -> Any:
 @pytest.mark.usefixtures("_own_alarm")
 def test_a_hook_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StateError, match="has not come to its end within") as caught:
-        encoding_limit.limited(hang)
+        time_limits.limited(hang)
     assert caught.value.takes_too_long
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
-    assert encoding_limit.limited(lambda: 7) == 7
+    assert time_limits.limited(lambda: 7) == 7
     with an(Purse) as (env, purse):
-        purse._node.local_app.dispatcher.bound_encoding(encoding_limit.limited)  # type: ignore[union-attr]
+        purse._node.local_app.dispatcher.bound_encoding(time_limits.limited)  # type: ignore[union-attr]
         sends(env, purse, 1)
         with monkeypatch.context() as changed:
             changed.setattr(Purse, "checkpoint", lambda self: hang())

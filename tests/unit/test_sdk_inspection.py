@@ -21,12 +21,11 @@ import msgspec
 import pytest
 
 from immortal import Immortal, Transient
-from immortal.appsdk.dispatch.upgrades import upgrades
+from immortal.appsdk.dispatch.lifecycle import upgrades
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.running.inspection import inspect_state, main
-from immortal.appsdk.state.diff import differences
 from immortal.appsdk.state.schema import Envelope, encode_envelope
-from immortal.appsdk.state.tree import Fields, to_json, tree
+from immortal.appsdk.state.tree import Fields, differences, to_json, tree
 from immortal.errors import StateError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from immortal import CalleeFailed, Immortal, impulse, peer, rpc, upgrades
-from immortal.appsdk.calls.rules import OrderRules
+from immortal.appsdk.calls.replay_rules import OrderRules
 from immortal.appsdk.ordering import multicasts
 from immortal.appsdk.ordering.messages import Propose
 from immortal.appsdk.ordering.multicasts import Multicasts

@@ -100,7 +100,7 @@ ANSWERS = {
 
 def lets_all_in(env: Environment, name: str) -> None:
     """Its coordinator knows no limit, as one of an older version: what the SDK does then by itself."""
-    env._world.nodes[name]._driver.machine.parts.intake._nesting_max = 1 << 30  # type: ignore[union-attr]
+    env._world.nodes[name]._driver.machine.parts.admission._nesting_max = 1 << 30  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("is_limited", [True, False])

@@ -9,9 +9,9 @@ import pytest
 from immortal import CalleeFailed, Handle, Immortal, Node, impulse, initial, peer, rpc, upgrades
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.running.inspection import inspect_state
-from immortal.appsdk.types.handles import tag_of
+from immortal.appsdk.types.handles import handle_label
 from immortal.errors import DefinitionError, StateError
-from immortal.protocol.nodes import NODE_METHOD_ID
+from immortal.protocol.system_methods import NODE_METHOD_ID
 from immortal.testing import Environment, Instance, crash_everywhere
 
 
@@ -723,7 +723,7 @@ def test_nodes_and_handles_are_shown_without_keys() -> None:
         (key,) = keys
         assert key not in repr(shown).encode()
         assert repr(key)[2:-1] not in repr(shown)
-        assert tag_of(key) in repr(shown[1]["held"])
+        assert handle_label(key) in repr(shown[1]["held"])
 
 
 def test_a_handle_that_comes_behind_its_end_leads_nowhere_and_the_hook_is_called() -> None:

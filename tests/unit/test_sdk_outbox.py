@@ -13,8 +13,8 @@ import immortal.appsdk.calls.outbox
 from immortal import Immortal, Impulses, impulse, peer, rpc
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.outbox import BATCH_SIZE_BYTES, Outbox
-from immortal.appsdk.handlers.contexts import attach
 from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.handlers.proxy import attach
 from immortal.errors import Disconnected, UsageError
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType

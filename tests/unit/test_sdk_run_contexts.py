@@ -1,4 +1,4 @@
-"""immortal.appsdk.calls.run_contexts: no run of user code sees or changes the context variables of another."""
+"""immortal.appsdk.calls.user_code: no run of user code sees or changes the context variables of another."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ import structlog
 
 from immortal import Immortal, impulse, query, rpc
 from immortal.appsdk.calls.codec import encoder
-from immortal.appsdk.calls.run_contexts import RunContexts, handed_down
-from immortal.appsdk.effects.options import EffectOptions
-from immortal.appsdk.effects.request import EffectFunction, EffectRequest
-from immortal.appsdk.effects.runner import OutsideRunner
+from immortal.appsdk.calls.user_code import RunContexts, inherited_context
+from immortal.appsdk.effects.effect import EffectFunction, EffectOptions, EffectRequest
+from immortal.appsdk.effects.runner import LocalEffectRunner
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.patterns.harmony.doing import skills
 from immortal.appsdk.patterns.harmony.runs import Run
-from immortal.appsdk.patterns.harmony.worker import _Life
+from immortal.appsdk.patterns.harmony.worker import _Life, task_functions
 from immortal.appsdk.patterns.pirate.server import Server
-from immortal.appsdk.patterns.queue.records import Given
+from immortal.appsdk.patterns.queue.model import Given
 from immortal.appsdk.patterns.queue.worker import Worker
 from immortal.appsdk.running.life import AppLife
 from immortal.appsdk.running.options import RunOptions
@@ -366,7 +364,7 @@ async def spoil_task_async(name: str) -> str:
 
 def test_an_effect_that_runs_outside_has_a_copy_as_well() -> None:
     answers: queue.Queue[Any] = queue.Queue()
-    runner = OutsideRunner(2, lambda said: None)
+    runner = LocalEffectRunner(2, lambda said: None)
 
     def begin(function: Callable[..., Any], name: str) -> Any:
         made = EffectFunction(function)
@@ -374,7 +372,7 @@ def test_an_effect_that_runs_outside_has_a_copy_as_well() -> None:
         def send(raised: bool, value: bytes) -> None:
             answers.put(msgspec.msgpack.decode(value))
 
-        variables = handed_down()
+        variables = inherited_context()
         variables.run(change, "handler")
         runner.start(EffectRequest(1, made, encoder.encode((name,)), EffectOptions(), lambda: "", send, variables))
         return answers.get(timeout=20)
@@ -395,7 +393,7 @@ def test_each_task_of_a_worker_has_its_own(tmp_path: Any) -> None:
         assert msgspec.msgpack.decode(worker._done(Given(1, 1, "one", arguments)).result) == CLEAN
         both = msgspec.msgpack.decode(worker._done(Given(1, 1, "two", arguments)).result)
         assert both == f"{CLEAN} {changed('task')}"
-    life = _Life("worker", skills({"spoil": spoil_task}), None)
+    life = _Life("worker", task_functions({"spoil": spoil_task}), None)
     run = Run("batch", "spoil", 0, 2, msgspec.msgpack.encode(["one", "two"]))
     life._do(None, run)  # type: ignore[arg-type]
     assert life._response is not None

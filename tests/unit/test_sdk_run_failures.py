@@ -17,20 +17,19 @@ import msgspec
 import pytest
 
 from immortal import CalleeFailed, CallRefused, EffectFailed, Immortal, Node, Retry, impulse, query, rpc
-from immortal.appsdk.calls.run_contexts import RunContexts
-from immortal.appsdk.calls.run_failures import interrupt, interrupts_known, is_failure
+from immortal.appsdk.calls.user_code import RunContexts, interrupt, is_user_failure, mark_interrupts
 from immortal.appsdk.client.errors import CalleeFailed as ClientCalleeFailed
-from immortal.appsdk.dispatch.asking import answer_query
+from immortal.appsdk.dispatch.invocation import answer_query
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.patterns.harmony.doing import Results, skills
 from immortal.appsdk.patterns.harmony.runs import Run
+from immortal.appsdk.patterns.harmony.worker import Results, task_functions
 from immortal.appsdk.patterns.pirate.server import Server
-from immortal.appsdk.patterns.queue.records import Given
+from immortal.appsdk.patterns.queue.model import Given
 from immortal.appsdk.patterns.queue.worker import Worker
 from immortal.appsdk.running.life import AppLife
 from immortal.appsdk.running.options import RunOptions
 from immortal.errors import HookError, StateError
-from immortal.protocol.client import ReplyKind
+from immortal.protocol.client_frames import ReplyKind
 from immortal.protocol.queries import QueryQuestion
 from immortal.testing import Environment
 
@@ -240,14 +239,13 @@ class Effects:
     """Real ones, in a thread and on a loop."""
 
     def __init__(self) -> None:
-        from immortal.appsdk.effects.runner import OutsideRunner
+        from immortal.appsdk.effects.runner import LocalEffectRunner
 
-        self.runner = OutsideRunner(2, lambda said: None)
+        self.runner = LocalEffectRunner(2, lambda said: None)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         from immortal.appsdk.calls.codec import encoder
-        from immortal.appsdk.effects.options import EffectOptions
-        from immortal.appsdk.effects.request import EffectFunction, EffectRequest
+        from immortal.appsdk.effects.effect import EffectFunction, EffectOptions, EffectRequest
 
         answers: queue.Queue[Any] = queue.Queue()
         made, options = EffectFunction(function), EffectOptions(retry=Retry(attempts=1))
@@ -406,15 +404,15 @@ def test_only_the_default_of_ctrl_c_is_replaced() -> None:
 
     before = signal.signal(signal.SIGINT, own)
     try:
-        with interrupts_known():
+        with mark_interrupts():
             assert signal.getsignal(signal.SIGINT) is own
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with interrupts_known(), interrupts_known():
+        with mark_interrupts(), mark_interrupts():
             assert signal.getsignal(signal.SIGINT) is interrupt
             with pytest.raises(KeyboardInterrupt) as caught:
                 raise_signal(signal.SIGINT)
-            assert not is_failure(caught.value)
-            assert is_failure(KeyboardInterrupt())
+            assert not is_user_failure(caught.value)
+            assert is_user_failure(KeyboardInterrupt())
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -480,7 +478,7 @@ def test_so_they_do_for_workers(worker: Worker, kind: str) -> None:
     report = worker._done(Given(1, 1, "picky", msgspec.msgpack.encode([{"kind": kind}])))
     assert "enough" in report.error
     assert "its str() raises" in worker._done(Given(1, 1, "silent", msgspec.msgpack.encode(["a"]))).error
-    skill = skills({"picky": picky})["picky"]
+    skill = task_functions({"picky": picky})["picky"]
     run = Run("batch", "picky", 0, 2, msgspec.msgpack.encode([{"kind": ""}, {"kind": kind}]))
     results = Results("batch", 0)
     for task in skill.tasks(run):

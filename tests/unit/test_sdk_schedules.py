@@ -14,7 +14,7 @@ from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.handlers.schedules import TIME_NS_MAX, Cron
 from immortal.appsdk.running.inspection import inspect_state
-from immortal.appsdk.waiting.clock import ToldTime
+from immortal.appsdk.waiting.impulses import ToldTime
 from immortal.coordinator.core import events as ev
 from immortal.errors import DefinitionError
 from immortal.protocol.messages import RpcType

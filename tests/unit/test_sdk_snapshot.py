@@ -9,7 +9,7 @@ import pytest
 from immortal import Immortal, peer, rpc
 from immortal.appsdk.dispatch.events import BecamePrimary, SnapshotBegun
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.state.snapshot import SnapshotReader
+from immortal.appsdk.state.snapshots import SnapshotReader
 from immortal.errors import StateError
 from immortal.protocol.batch import encode_batch
 from immortal.protocol.messages import MessageType

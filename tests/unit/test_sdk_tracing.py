@@ -12,11 +12,17 @@ from immortal.appsdk.handlers.decorators import INITIAL_METHOD_ID, method_id_of_
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.handlers.proxy import method_names
 from immortal.appsdk.running import tracing
-from immortal.appsdk.state import copies
+from immortal.appsdk.state import snapshots
 from immortal.errors import HandlerError
-from immortal.protocol.extensions import ALL_EXTENSIONS, TRACE_EXTENSIONS, decode_hello, decode_origins
+from immortal.protocol.extensions import (
+    ALL_EXTENSIONS,
+    TRACE_EXTENSIONS,
+    RandomDraw,
+    decode_hello,
+    decode_numbers,
+    decode_origins,
+)
 from immortal.protocol.messages import MessageType, RpcKind
-from immortal.protocol.numbers import Draw, decode_numbers
 from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
 from immortal.protocol.verdicts import encode_verdicts
 from tests.helpers.wire import COMMITTER_ID, AppOutput, answer, call, control, initial_record, logged
@@ -144,7 +150,7 @@ def test_the_calls_before_a_failure_come_first() -> None:
     class NoTransport:
         """Takes what the last words are."""
 
-        def say_last_words(self, timeout_s: float) -> None:
+        def send_last_words(self, timeout_s: float) -> None:
             run.output.receive_data(b"".join(run.dispatcher.data_to_send()))
 
     run = Run(Failing)
@@ -255,7 +261,7 @@ def test_a_rewind_draws_and_tells_no_number_twice() -> None:
         logged(2, [answer(1, RpcKind.RETURNED_NOTHING, 2), call(2), call(1, "d")]),
         logged(3, [answer(1, RpcKind.RETURNED_NOTHING, number) for number in (5, 4, 7)]),
     ]
-    draws: list[Draw] = []
+    draws: list[RandomDraw] = []
     for record, numbers in zip(records, [{2, 4}, {4, 5, 7}, set()], strict=True):
         run.feed(record)
         assert set(run.dispatcher.tasks.calls) == numbers
@@ -286,8 +292,8 @@ class Heavy(Immortal):
 
 def test_a_large_state_is_put_back_however_long_no_call_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would start that run again."""
-    monkeypatch.setattr(copies, "LATELY_SIZE_BYTES", 1000)
-    monkeypatch.setattr(copies, "TAIL_SIZE_BYTES_MAX", 1000)
+    monkeypatch.setattr(snapshots, "LATELY_SIZE_BYTES", 1000)
+    monkeypatch.setattr(snapshots, "TAIL_SIZE_BYTES_MAX", 1000)
     run = Run(Heavy)
     run.feed(encode_record(COMMITTER_ID, CONTROL_SEQUENCE_ID, b"".join(encode_verdicts(()))))
     for sequence_id in range(1, 12):

@@ -11,7 +11,7 @@ import pytest
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
 from immortal.appsdk.handlers import queries as module
 from immortal.errors import RecoveryNeeded
-from immortal.protocol.client import ReplyKind
+from immortal.protocol.client_frames import ReplyKind
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType
 from immortal.protocol.queries import QueryAnswer, QueryQuestion, decode_query_answer, encode_query
@@ -161,7 +161,7 @@ def test_what_it_can_not_be_called_with() -> None:
 
 
 def test_an_answer_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("immortal.appsdk.dispatch.asking.ANSWER_SIZE_BYTES_MAX", 2)
+    monkeypatch.setattr("immortal.appsdk.dispatch.invocation.ANSWER_SIZE_BYTES_MAX", 2)
     name, words, _ = raised(ask(first_start_with_verdicts(Shop), 3, "pen"))
     assert (name, "at most 2 are possible" in words[0]) == ("~refused", True)
 

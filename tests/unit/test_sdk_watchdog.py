@@ -8,9 +8,8 @@ from datetime import timedelta
 
 import pytest
 
-from immortal.appsdk.running import watchdog
-from immortal.appsdk.running.debugger import in_debugger
-from immortal.appsdk.running.watchdog import Watchdog
+from immortal.appsdk.running import time_limits
+from immortal.appsdk.running.time_limits import Watchdog, in_debugger
 from immortal.errors import EXIT_FAILED
 from immortal.protocol.messages import decode_message
 from immortal.protocol.verdicts import Handling, decode_handling
@@ -47,7 +46,7 @@ class Watched:
     def pass_time(self, seconds: float) -> None:
         until_s = self.now_s + seconds
         while self.now_s < until_s:
-            self.now_s += watchdog.LOOK_INTERVAL_S
+            self.now_s += time_limits.LOOK_INTERVAL_S
             self.watchdog.look()
 
 

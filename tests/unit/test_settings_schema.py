@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 from msgspec import NODEFAULT, Struct, inspect, structs
 
-from immortal.coordinator.cli import main
-from immortal.coordinator.cli import settings as settings_command
-from immortal.coordinator.cli.setting_options import register_options
+from immortal.cli import main
+from immortal.cli import registration as settings_command
+from immortal.cli.options import register_options
 from immortal.coordinator.config import (
     ConfigError,
     InstanceSettings,
@@ -24,7 +24,7 @@ from immortal.coordinator.config import (
     read_settings,
     settings_text,
 )
-from immortal.coordinator.config.setting import Setting, settings_of
+from immortal.coordinator.config.schema import Setting, settings_of
 from immortal.coordinator.config.values import says, whole
 from immortal.coordinator.instances.registry import Registry
 
@@ -127,7 +127,7 @@ def test_a_running_coordinator_loads_neither_register_nor_the_table() -> None:
     program = "import sys, immortal.coordinator.__main__, immortal.coordinator.service.runtime; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "immortal.coordinator.service.runtime" in loaded
-    assert not {"immortal.coordinator.cli.register", "immortal.coordinator.cli.settings", "tomlkit"} & set(loaded)
+    assert not {"immortal.cli.registration", "tomlkit"} & set(loaded)
 
 
 def test_tables_of_lists_are_overridden_and_written_as_they_were_read(tmp_path: Path) -> None:

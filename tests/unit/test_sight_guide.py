@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from immortal.coordinator.cli.sql import sql
-from immortal.coordinator.cli.trace import trace
-from immortal.sight.sql.database import FLEET_STATES, LOG_TABLES
-from immortal.sight.sql.states import AS_OF
+from immortal.cli.sql import sql
+from immortal.cli.trace import trace
+from immortal.pipeline.sql.database import FLEET_STATES, LOG_TABLES
+from immortal.pipeline.sql.states import AS_OF
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "sight.md").read_text()
 

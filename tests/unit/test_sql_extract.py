@@ -17,8 +17,8 @@ from immortal.coordinator.log.format import META_TRIMMED, SEQUENCE_KEY
 from immortal.log import LogReader, create_log, open_log, open_reader
 from immortal.pipeline import columns
 from immortal.pipeline.schema import MESSAGES, OUTPUTS, RECORDS
-from immortal.sight.sql import extract
-from immortal.sight.sql.extract import TABLES, Range, update
+from immortal.pipeline.sql import parquet_cache
+from immortal.pipeline.sql.parquet_cache import TABLES, Range, update
 from tests.helpers.fleet import flip_byte
 from tests.helpers.pipeline_logs import (
     COMMITTER_ID,
@@ -85,7 +85,7 @@ def test_the_columns_are_those_of_spark() -> None:
 
 
 def test_a_log_that_grows(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extract, "RANGE_MESSAGES_MIN", 60)
+    monkeypatch.setattr(parquet_cache, "RANGE_MESSAGES_MIN", 60)
     monkeypatch.setattr("immortal.pipeline.reading.PIECE_ROWS_MAX", 7)
     specs = random_specs(1, 90)
     make_log(log, NAME, specs[:10])
@@ -101,8 +101,8 @@ def test_a_log_that_grows(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranges_are_bounded(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extract, "RANGE_MESSAGES_MAX", 50)
-    monkeypatch.setattr(extract, "RANGE_MESSAGES_MIN", 5)
+    monkeypatch.setattr(parquet_cache, "RANGE_MESSAGES_MAX", 50)
+    monkeypatch.setattr(parquet_cache, "RANGE_MESSAGES_MIN", 5)
     monkeypatch.setattr("immortal.pipeline.reading.PIECE_ROWS_MAX", 7)
     specs = random_specs(2, 80)
     make_log(log, NAME, specs)
@@ -113,8 +113,8 @@ def test_ranges_are_bounded(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_log_that_was_cut_and_went_on(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extract, "RANGE_MESSAGES_MAX", 20)
-    monkeypatch.setattr(extract, "RANGE_MESSAGES_MIN", 1)
+    monkeypatch.setattr(parquet_cache, "RANGE_MESSAGES_MAX", 20)
+    monkeypatch.setattr(parquet_cache, "RANGE_MESSAGES_MIN", 1)
     monkeypatch.setattr("immortal.pipeline.reading.PIECE_ROWS_MAX", 5)
     specs, others = random_specs(3, 30), random_specs(4, 30)
     make_log(log, NAME, specs)

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from immortal.appsdk.state.rows import STATE, state_rows
-from immortal.appsdk.state.tree import Fields, to_json, tree
-from immortal.sight.sql.states import read_tables
+from immortal.appsdk.state.tree import STATE, Fields, state_rows, to_json, tree
+from immortal.pipeline.sql.states import read_tables
 
 
 @dataclass
@@ -126,7 +125,7 @@ def test_each_value_is_there_or_is_there_as_json(tmp_path_factory: pytest.TempPa
 
 
 def test_rows_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("immortal.sight.sql.states.ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("immortal.pipeline.sql.states.ROWS_AT_ONCE", 7)
     values = [None if number % 5 == 0 else number for number in range(50)]
     found = tables({"some": values}, tmp_path)["some"]
     assert found.to_pylist() == [{"index": index, "value": value} for index, value in enumerate(values)]

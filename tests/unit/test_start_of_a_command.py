@@ -13,7 +13,7 @@ import sys
 PROGRAM = """
 import json, sys
 before = set(sys.modules)
-from immortal.coordinator.cli import main
+from immortal.cli import main
 main(["--help"], standalone_mode=False)
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
@@ -21,16 +21,13 @@ OURS = {
     "immortal",
     "immortal.protocol.decoding",
     "immortal.coordinator",
-    "immortal.coordinator.cli",
-    "immortal.coordinator.cli.commands",
+    "immortal.cli",
+    "immortal.cli.commands",
     "immortal.coordinator.config",
-    "immortal.coordinator.config.app_hosts",
-    "immortal.coordinator.config.reading",
+    "immortal.coordinator.config.socket_addresses",
+    "immortal.coordinator.config.settings_file",
     "immortal.coordinator.config.schema",
-    "immortal.coordinator.config.setting",
-    "immortal.coordinator.config.socket_paths",
     "immortal.coordinator.config.values",
-    "immortal.coordinator.config.writing",
     "immortal.coordinator.core",
     "immortal.coordinator.core.errors",
     "immortal.coordinator.core.limits",
@@ -44,16 +41,13 @@ OURS = {
     "immortal.protocol.compiled",
     "immortal.protocol.errors",
     "immortal.protocol.extensions",
-    "immortal.protocol.file_lock",
-    "immortal.protocol.forks",
-    "immortal.protocol.handlers",
+    "immortal.protocol.files",
+    "immortal.protocol.process",
+    "immortal.protocol.system_methods",
     "immortal.protocol.limits",
     "immortal.protocol.messages",
-    "immortal.protocol.nodes",
-    "immortal.protocol.ordering",
-    "immortal.protocol.private_files",
-    "immortal.protocol.shared_home",
-    "immortal.protocol.shown",
+    "immortal.protocol.shared_registry",
+    "immortal.protocol.safe_output",
     "immortal.protocol.varint",
 }
 OTHERS = {"click", "msgspec", "typing_extensions"}

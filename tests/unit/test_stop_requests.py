@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from immortal.coordinator.service.stop_requests import SAME_WISH_S, StopRequests
+from immortal.coordinator.service.process import SIGNAL_COALESCE_S, StopRequests
 
 
 def test_signals_of_one_moment_are_one_wish() -> None:
@@ -9,7 +9,7 @@ def test_signals_of_one_moment_are_one_wish() -> None:
     assert requests.count == 0
     requests.signalled()
     requests.signalled()
-    now_s += SAME_WISH_S - 0.01
+    now_s += SIGNAL_COALESCE_S - 0.01
     requests.signalled()
     assert requests.count == 1
     now_s += 0.02

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from immortal import Immortal, every, rpc, upgrades
-from immortal.appsdk.testing.world import RestlessError
+from immortal.appsdk.testing.world import LivelockError
 from immortal.coordinator.core.effects import Effect
 from immortal.coordinator.core.events import Event
 from immortal.coordinator.core.machine import Machine
@@ -269,7 +269,7 @@ def test_handlers_that_go_on_for_ever_are_stopped(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("immortal.appsdk.testing.world.STEPS_MAX", 500)
     env = Environment()
     fragile = env.start(Fragile, "fragile")
-    with pytest.raises(RestlessError, match="after 500 steps"):
+    with pytest.raises(LivelockError, match="after 500 steps"):
         fragile.call(Fragile.forever)
 
 

@@ -15,21 +15,27 @@ from hypothesis import strategies as st
 from immortal.appsdk.running.options import TIMINGS_VARIABLE, OptionError, run_options
 from immortal.coordinator.service.timing_notes import Arrived, Durable, Given, Records, Seen, Submitted
 from immortal.protocol.record import decode_header, encode_record
-from immortal.protocol.timing_files import APP, COORDINATOR, FILES_MAX, SEGMENTS_MAX, Noting, SegmentWriter, segments
 from immortal.protocol.timings import (
+    APP,
+    COORDINATOR,
+    FILES_MAX,
     HEADER_SIZE_BYTES,
     ROW_SIZE_BYTES,
+    SEGMENTS_MAX,
+    Noting,
+    SegmentWriter,
     TimingKind,
     TimingRow,
     decode_row,
     decode_segment_header,
     encode_row,
     encode_segment_header,
+    segments,
 )
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
-from immortal.sight.trace.messages import OUTSIDE, Executed
-from immortal.sight.trace.spans import Spans
-from immortal.sight.trace.timings import DAMAGED_RUN_MAX, MessageTiming, RecordTiming, Timings
+from immortal.replay.trace.messages import OUTSIDE, Executed
+from immortal.replay.trace.spans import Spans
+from immortal.replay.trace.timings import DAMAGED_RUN_MAX, MessageTiming, RecordTiming, Timings
 
 LOG = 7
 SECOND = 10**9

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from immortal.appsdk.client.connection import Connection
-from immortal.appsdk.client.lane import Call
 from immortal.appsdk.client.proxies import Proxy, with_traceparent
-from immortal.protocol.client import ClientFrame, ClientFrameType, decode_client_frame, encode_client_frame
+from immortal.appsdk.client.session import Call
+from immortal.protocol.client_frames import ClientFrame, ClientFrameType, decode_client_frame, encode_client_frame
 from immortal.protocol.errors import LocalProtocolError
 from immortal.protocol.trace_context import (
     SIZE_BYTES,
@@ -21,8 +21,8 @@ from immortal.protocol.trace_context import (
     split_name,
 )
 from immortal.protocol.trailer import BatchKind
-from immortal.sight.trace.messages import CLIENTS, Executed
-from immortal.sight.trace.spans import Spans
+from immortal.replay.trace.messages import CLIENTS, Executed
+from immortal.replay.trace.spans import Spans
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 CONTEXT = f"{TRACE}-{PARENT}-01"

@@ -13,10 +13,10 @@ import pytest
 
 from immortal.log import open_reader
 from immortal.protocol.trailer import BatchKind
-from immortal.sight.errors import SightError
-from immortal.sight.trace import follow
-from immortal.sight.trace.follow import Follower, LiveFollower, Positions
-from immortal.sight.trace.messages import Executed, Source
+from immortal.replay.errors import LogViewError
+from immortal.replay.trace import follower as follow
+from immortal.replay.trace.follower import Follower, Positions, ShadowFollower
+from immortal.replay.trace.messages import Executed, Source
 from tests.helpers.pipeline_logs import RecordSpec, make_log, random_specs
 from tests.unit.test_sql_extract import append
 
@@ -31,7 +31,7 @@ class Endpoint:
     def send(self, request: bytes) -> None:
         if self.refuses:
             self.refuses -= 1
-            raise SightError("nobody is there")
+            raise LogViewError("nobody is there")
         for one in json.loads(request)["resourceSpans"]:
             self.spans += one["scopeSpans"][0]["spans"]
 
@@ -130,7 +130,7 @@ def test_another_log_begins_anew(log: Path, tmp_path: Path) -> None:
 def test_a_file_that_is_something_else_is_not_written_over(tmp_path: Path, text: str) -> None:
     file = tmp_path / "resume"
     file.write_text(text)
-    with pytest.raises(SightError, match="no file that"):
+    with pytest.raises(LogViewError, match="no file that"):
         Positions(file)
     assert file.read_text() == text
 
@@ -182,7 +182,7 @@ def run_live(endpoint: Endpoint, logs: list[FakeLog], steps: list[Callable[[], f
         return False
 
     positions = Positions(resume)
-    LiveFollower(cast("Any", logs), endpoint.send, positions, wait, lambda text: None, lambda: now_s).run()
+    ShadowFollower(cast("Any", logs), endpoint.send, positions, wait, lambda text: None, lambda: now_s).run()
 
 
 def test_a_message_waits_for_its_cause_and_that_for_its_own(tmp_path: Path) -> None:

@@ -10,11 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from immortal.appsdk.state.diff import differences
-from immortal.appsdk.state.tree import Fields, tree
+from immortal.appsdk.state.tree import Fields, differences, tree
 from immortal.replay.errors import ReplayError
-from immortal.replay.travel.paths import MISSING, part_of, same, step_text, steps_of, value_at
-from immortal.replay.travel.showing import NODES_MAX, shown, text_of
+from immortal.replay.travel.values import (
+    MISSING,
+    NODES_MAX,
+    part_of,
+    same,
+    shown,
+    step_text,
+    steps_of,
+    text_of,
+    value_at,
+)
 
 KEYS = st.one_of(st.text(max_size=8), st.integers(), st.booleans(), st.binary(max_size=4))
 

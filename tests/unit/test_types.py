@@ -27,13 +27,12 @@ import pytest
 
 from immortal import CalleeFailed, CallRefused, Immortal, peer, register_type, rpc, upgrades
 from immortal.appsdk.calls.codec import ValueDecoder, encoder
-from immortal.appsdk.client.results import NamedMethod, TypedMethod
+from immortal.appsdk.client.methods import NamedMethod, TypedMethod
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.state.diff import differences
-from immortal.appsdk.state.tree import to_json, tree
+from immortal.appsdk.state.tree import differences, to_json, tree
 from immortal.errors import DefinitionError, StateError
 from immortal.pipeline.arguments import ArgumentDecoder
-from immortal.protocol.client import Reply, ReplyKind
+from immortal.protocol.client_frames import Reply, ReplyKind
 from immortal.protocol.messages import RpcKind, RpcType
 from immortal.testing import Environment, Instance
 

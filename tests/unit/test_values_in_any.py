@@ -14,9 +14,8 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from immortal import CalleeFailed, Immortal, peer, rpc
-from immortal.appsdk.calls.call_sites import CallSites
-from immortal.appsdk.calls.rules import Rules
-from immortal.appsdk.client.results import typed_method
+from immortal.appsdk.calls.replay_rules import CallSites, Rules
+from immortal.appsdk.client.methods import typed_method
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.state.schema import copied_envelope
 from immortal.errors import StateError

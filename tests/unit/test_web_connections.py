@@ -15,8 +15,8 @@ pytest.importorskip("uvicorn")
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from immortal.coordinator.web import connections
-from immortal.coordinator.web.connections import PLACE, Connection, Listener
+from immortal.web import connections
+from immortal.web.connections import PLACE, Connection, Listener
 
 SHORT_S = 0.2
 LONG_S = 60.0

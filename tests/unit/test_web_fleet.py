@@ -13,8 +13,8 @@ import pytest
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control_server import ControlServer
-from immortal.coordinator.web.fleet import Fleet
-from immortal.coordinator.web.logs import Logs
+from immortal.web.fleet import Fleet
+from immortal.web.log_messages import Logs
 
 DEADLINE_S = 30.0
 ANSWER = {"name": "slow", "phase": "normal", "outputs": {}, "checkpoint": None, "sequence_id": 4}

@@ -19,8 +19,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from immortal.coordinator.web.guard import VISITOR, Visitor
-from immortal.coordinator.web.live import stream
+from immortal.web.auth import VISITOR, Visitor
+from immortal.web.site import stream
 
 PIECES = 20_000
 """So many that they are still being sent when the browser has gone."""

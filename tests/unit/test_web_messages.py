@@ -10,21 +10,12 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from immortal.coordinator.cli.records import describe_record
-from immortal.coordinator.web import messages as pages
-from immortal.coordinator.web.messages import (
-    At,
-    Page,
-    Times,
-    Wanted,
-    find_position,
-    messages_of,
-    page_before,
-    page_from,
-)
-from immortal.coordinator.web.timeline import Lane
+from immortal.cli.record_formatting import describe_record
 from immortal.log import LogReader, open_reader
 from immortal.protocol.trailer import BatchKind
+from immortal.web import log_messages as pages
+from immortal.web.log_messages import At, Page, Times, Wanted, find_position, messages_of, page_before, page_from
+from immortal.web.log_search import Lane
 from tests.helpers.fleet import flip_byte, plan_fleet, remove_record
 
 

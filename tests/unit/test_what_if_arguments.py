@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from immortal.protocol.messages import IncomingRpc, RpcType, decode_incoming_rpc, decode_message, encode_incoming_rpc
-from immortal.replay.arguments import VALUE_CHARACTERS_MAX, ArgumentPair, pair_arguments
+from immortal.replay.findings import VALUE_CHARACTERS_MAX, ArgumentPair, pair_arguments
 
 
 def call(*arguments: object, method_id: int = 3, rpc_type: int = 1, raw: bytes | None = None) -> IncomingRpc:

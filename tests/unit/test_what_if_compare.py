@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from immortal.protocol.messages import RpcType, encode_incoming_rpc
-from immortal.replay.compare import WINDOW_MESSAGES_MAX, Comparison, Difference, Key, Kind, Outputs, Side, method_of
-from immortal.replay.spool import MemoryBudget, Spool
+from immortal.replay.buffers import MemoryBudget, SpillingQueue
+from immortal.replay.comparison import WINDOW_MESSAGES_MAX, Comparison, Difference, Key, Kind, Outputs, Side, method_of
 
 COUNT, LOG = 10, 20
 
@@ -154,7 +154,7 @@ def test_method_of_a_damaged_message_is_none() -> None:
 def test_a_spool_keeps_its_order_across_memory_and_disk() -> None:
     batches = [batch(*((number, "x" * number) for _ in range(number % 5 + 1))) for number in range(40)]
     budget = MemoryBudget(batches[0].size_bytes + batches[1].size_bytes)
-    spool = Spool(budget)
+    spool = SpillingQueue(budget)
     got = []
     for index, each in enumerate(batches):
         spool.append(each)

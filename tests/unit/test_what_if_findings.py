@@ -7,7 +7,7 @@ import random
 import msgspec
 
 from immortal.protocol.messages import RpcType, encode_incoming_rpc
-from immortal.replay.compare import Difference, Kind
+from immortal.replay.comparison import Difference, Kind
 from immortal.replay.findings import Findings
 
 

@@ -100,7 +100,7 @@ def test_cython_is_needed_to_build_it_only(wheel: Path) -> None:
 @pytest.mark.parametrize("command", ["run", "pipeline"])
 def test_its_commands_run_without_the_sources(wheel: Path, command: str, tmp_path: Path) -> None:
     checked = f"import immortal; assert immortal.__file__.startswith({str(wheel)!r})"
-    help_of = f"{checked}; from immortal.coordinator.cli import main; main([{command!r}, '--help'])"
+    help_of = f"{checked}; from immortal.cli import main; main([{command!r}, '--help'])"
     environment = {**os.environ, "PYTHONPATH": str(wheel)}
     done = subprocess.run(
         [sys.executable, "-c", help_of], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60

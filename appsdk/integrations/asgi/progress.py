@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from immortal.appsdk.client.errors import ClientError
 from immortal.appsdk.errors import UsageError
-from immortal.appsdk.integrations.asgi.problems import Problem, RefusedRequest
+from immortal.appsdk.integrations.asgi.middleware import Problem, RefusedRequest
 
 E = TypeVar("E")
 

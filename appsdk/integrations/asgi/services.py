@@ -1,26 +1,161 @@
-"""An instance as web handlers name it: one connection for each process, opened when it is first used."""
+"""The calls that one request to a web server makes: their keys, and which errors are theirs."""
 
-# No ``from __future__ import annotations``: FastAPI reads those of Service.__call__, and would find mere text.
+from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 from starlette.requests import HTTPConnection
 
 from immortal.appsdk.client import Connector, connect
-from immortal.appsdk.client.aio import AsyncClient
+from immortal.appsdk.client.clients import AsyncClient
+from immortal.appsdk.client.errors import ClientError
+from immortal.appsdk.client.methods import Method
+from immortal.appsdk.client.proxies import Proxy, ProxyMethod
 from immortal.appsdk.errors import UsageError
-from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.integrations.asgi.calls import (
-    SCOPE_KEY,
-    RequestCalls,
-    RequestClient,
-    RequestProxy,
-    Room,
-    TooManyCalls,
-)
+from immortal.appsdk.handlers.definition import Definition, definition_of
+
+SCOPE_KEY = "immortal"  # where the calls of a request are in its ASGI scope
+_KEY_SIZE_BYTES = 20
+
+
+class TooManyCalls(ClientError):  # noqa: N818 (what happened, not what is wrong)
+    """As many calls of this process wait for a service as it allows. Nothing was sent."""
+
+
+class RequestCalls:
+    """``idempotency_key``: of the request, with all that tells it from others; None: it has none.
+
+    ``trace_context``: that it came with, or "". ``declared``: what the calls raised that their handlers declare.
+    ``misfits``: arguments that no handler takes.
+    """
+
+    def __init__(self, idempotency_key: str | None, trace_context: str = "") -> None:
+        self.trace_context = trace_context
+        self.declared: list[BaseException] = []
+        self.misfits: list[BaseException] = []
+        self._idempotency_key = idempotency_key
+        self._counts: Counter[str] = Counter()
+
+    def key(self, service: str) -> str | None:
+        """For the next call: of the same request, sent again, the same; of no other call.
+
+        What is called is no part of it: another call in its place, as another body brings it about, is refused.
+        """
+        if self._idempotency_key is None:
+            return None
+        self._counts[service] += 1
+        parts = (self._idempotency_key, service, str(self._counts[service]))
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=_KEY_SIZE_BYTES).hexdigest()
+
+
+class CallSlots:
+    """For the calls of this process that wait for one service. ``count_max`` of them."""
+
+    def __init__(self, service: str, count_max: int) -> None:
+        self._service = service
+        self._count = 0
+        self._count_max = count_max
+
+    def __enter__(self) -> None:
+        if self._count >= self._count_max:
+            raise TooManyCalls(f"{self._count_max} calls wait for {self._service!r} already, as many as it may be")
+        self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+
+
+class RequestClient:
+    """An AsyncClient as one request has it. ``client``: gives it, on the server's loop."""
+
+    def __init__(self, client: Callable[[], AsyncClient], service: str, calls: RequestCalls, room: CallSlots) -> None:
+        self._client = client
+        self._service = service
+        self._calls = calls
+        self._room = room
+
+    @property
+    def client_id(self) -> str:
+        return self._client().client_id
+
+    async def call(
+        self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
+    ) -> Any:
+        key = key or self._calls.key(self._service)
+        return await self._made(lambda: self._client().call(method, arguments, timeout_s, key, trace_context))
+
+    async def query(self, method: Method, arguments: bytes, timeout_s: float | None) -> Any:
+        """In a request that may come twice, and is to be the same then, a query is a call like any other."""
+        key = self._calls.key(self._service)
+        if key is not None:
+            return await self._made(lambda: self._client().call(method, arguments, timeout_s, key))
+        return await self._made(lambda: self._client().query(method, arguments, timeout_s))
+
+    async def _made(self, make: Callable[[], Awaitable[Any]]) -> Any:
+        with self._room:
+            try:
+                return await make()
+            except Exception as error:
+                if not isinstance(error, ClientError):  # it is the handler's own
+                    self._calls.declared.append(error)
+                raise
+
+    def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
+        self._client().fork(method, arguments, key or self._calls.key(self._service), trace_context)
+
+
+class _NotedMethod:
+    """One whose misfit arguments are known to be that, and no mistake of the web server's own."""
+
+    def __init__(self, method: Method, calls: RequestCalls) -> None:
+        self._method = method
+        self._calls = calls
+        self.method = method.method
+        self.name = method.name
+
+    def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
+        try:
+            return self._method.encode(arguments, keywords)
+        except TypeError as error:
+            self._calls.misfits.append(error)
+            raise
+
+    def value(self, reply: Any) -> Any:
+        return self._method.value(reply)
+
+
+class RequestProxy(Proxy):
+    """What a web handler calls. To a type checker it is the service's class."""
+
+    def __init__(
+        self,
+        client: RequestClient,
+        definition: Definition | None,
+        name: str,
+        timeout_s: float | None,
+        calls: RequestCalls,
+    ) -> None:
+        made: Any = client
+        super().__init__(made, definition, name, timeout_s, None, trace_context=calls.trace_context)
+        self._immortal_calls = calls
+
+    def _immortal_method(self, method: Method) -> ProxyMethod:
+        return super()._immortal_method(_NotedMethod(method, self._immortal_calls))
+
+    def _immortal_query(self, method: Method) -> ProxyMethod:
+        return super()._immortal_query(_NotedMethod(method, self._immortal_calls))
+
+
+# An instance as web handlers name it: one connection for each process, opened when it is first used.
+
+
+# No ``from __future__ import annotations``: FastAPI reads those of Service.__call__, and would find mere text.
+
 
 __all__ = ["Service", "TooManyCalls"]
 
@@ -42,7 +177,7 @@ class Service(Generic[S]):
 
     @overload
     def __init__(
-        self: "Service[type[T]]",
+        self: Service[type[T]],
         target: type[T],
         name: str,
         /,
@@ -57,7 +192,7 @@ class Service(Generic[S]):
     ) -> None: ...
     @overload
     def __init__(
-        self: "Service[Any]",
+        self: Service[Any],
         target: str,
         /,
         *,
@@ -89,7 +224,7 @@ class Service(Generic[S]):
         self.name = name or str(target)
         self._definition = None if isinstance(target, str) else definition_of(target)
         self._timeout_s = timeout
-        self._room = Room(self.name, calls_max)
+        self._room = CallSlots(self.name, calls_max)
         self._open: tuple[asyncio.AbstractEventLoop, AsyncClient] | None = None
 
     def __repr__(self) -> str:

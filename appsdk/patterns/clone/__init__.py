@@ -6,14 +6,23 @@ The table is an instance, ``immortal run prices appsdk.patterns.clone:Table``; c
 
 from __future__ import annotations
 
-from immortal.appsdk.patterns.clone.aio import AsyncChanges, AsyncClone
 from immortal.appsdk.patterns.clone.clients import CloneConnector, connect
-from immortal.appsdk.patterns.clone.errors import CloneError, Ended, NotEntitled, TableFull
+from immortal.appsdk.patterns.clone.copies import AsyncChanges, AsyncClone, Changed, Changes, Clone
 from immortal.appsdk.patterns.clone.forwarder import Forwarder
-from immortal.appsdk.patterns.clone.records import Change, Entitlement, Place, Presence, Status, Written
+from immortal.appsdk.patterns.clone.model import (
+    Change,
+    CloneError,
+    Ended,
+    Entitlement,
+    NotEntitled,
+    Place,
+    Presence,
+    Status,
+    TableFull,
+    Written,
+)
 from immortal.appsdk.patterns.clone.replica import Counts
 from immortal.appsdk.patterns.clone.table import Table
-from immortal.appsdk.patterns.clone.threaded import Changed, Changes, Clone
 
 __all__ = [
     "AsyncChanges",

@@ -11,17 +11,16 @@ import zmq
 
 from immortal.appsdk.client import ClientError
 from immortal.appsdk.client import connect as connect_client
-from immortal.appsdk.client.places import Finder
+from immortal.appsdk.client.discovery import Finder
 from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.clients import connect
-from immortal.appsdk.patterns.clone.errors import CloneError
 from immortal.appsdk.patterns.clone.forwarder import Forwarder
 from immortal.appsdk.patterns.clone.frames import Look, Report, decode_answer, encode
-from immortal.appsdk.patterns.clone.places import Access
-from immortal.appsdk.patterns.clone.records import Place
+from immortal.appsdk.patterns.clone.model import CloneError, Place
+from immortal.appsdk.patterns.clone.subscriber import Access
 from immortal.appsdk.patterns.clone.table import Table
 from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.shown import printable_message
+from immortal.protocol.safe_output import printable_message
 
 _SHOWN_MAX = 10  # clients of a publisher where all are in step
 

@@ -11,14 +11,13 @@ from typing import Any, Generic, TypeVar, overload
 
 from immortal.appsdk.client import connect as connect_client
 from immortal.appsdk.patterns.clone import limits
-from immortal.appsdk.patterns.clone.aio import AsyncClone
+from immortal.appsdk.patterns.clone.copies import AsyncClone, Clone
 from immortal.appsdk.patterns.clone.frames import POLICIES, Policy
-from immortal.appsdk.patterns.clone.places import Access, Places
+from immortal.appsdk.patterns.clone.model import check_subtrees
 from immortal.appsdk.patterns.clone.replica import Options
-from immortal.appsdk.patterns.clone.subtrees import check_subtrees
+from immortal.appsdk.patterns.clone.subscriber import Access, Places
 from immortal.appsdk.patterns.clone.table import Table
-from immortal.appsdk.patterns.clone.threaded import Clone
-from immortal.protocol.forks import watch
+from immortal.protocol.process import watch
 
 V = TypeVar("V")
 

@@ -13,18 +13,14 @@ from typing import Any
 import zmq
 
 from immortal.appsdk.client import CallRefused, ClientError, connect, with_timeout
-from immortal.appsdk.client.places import home_of
+from immortal.appsdk.client.discovery import home_of
 from immortal.appsdk.patterns.clone import limits
-from immortal.appsdk.patterns.clone.entries import Entries
-from immortal.appsdk.patterns.clone.errors import CloneError, TableFull
 from immortal.appsdk.patterns.clone.frames import Policy
-from immortal.appsdk.patterns.clone.own import has_keys, take_presences
-from immortal.appsdk.patterns.clone.places import Access, Places
-from immortal.appsdk.patterns.clone.publisher import Publisher, logger
-from immortal.appsdk.patterns.clone.publishing import Publishing
-from immortal.appsdk.patterns.clone.records import Place, Presence, Row
+from immortal.appsdk.patterns.clone.model import CloneError, Entries, Place, Presence, Row, TableFull
+from immortal.appsdk.patterns.clone.publication import Publication
+from immortal.appsdk.patterns.clone.publisher import Publisher, drain_presences, has_keys, logger
 from immortal.appsdk.patterns.clone.replica import News, Options, Replica
-from immortal.appsdk.patterns.clone.subscriber import Subscriber
+from immortal.appsdk.patterns.clone.subscriber import Access, Places, Subscriber
 from immortal.appsdk.patterns.clone.table import Table
 
 _RETRY_S = 0.5
@@ -160,7 +156,7 @@ class Forwarder:
                 entries.apply(Row(key, number, value))
             entries.number = news.number
             if publishing is None:
-                publisher.publishing = Publishing(
+                publisher.publishing = Publication(
                     self.id, table, entries, blocking_s=self._blocking_s, owner=self._access.table
                 )
             else:
@@ -171,7 +167,7 @@ class Forwarder:
 
     # --- what the table is told --------------------------------------------------------------------------------------
 
-    def _report(self, publishing: Publishing) -> None:
+    def _report(self, publishing: Publication) -> None:
         with self._lock:
             if self._wants_all:
                 self._wants_all = False
@@ -179,7 +175,7 @@ class Forwarder:
                 self._all = publishing.present()
                 self._joined, self._left = [], []
             else:
-                joined, left = take_presences(publishing)
+                joined, left = drain_presences(publishing)
                 self._joined += joined
                 self._left += left
                 if len(self._joined) + len(self._left) > limits.STREAMS_MAX:  # the table is away

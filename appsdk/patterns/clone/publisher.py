@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
+import select
 import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import zmq
 
+from immortal.appsdk.client.discovery import home_of, pair_of
+from immortal.appsdk.client.errors import NotConnectable
 from immortal.appsdk.patterns.clone import limits
-from immortal.appsdk.patterns.clone.errors import CloneError
 from immortal.appsdk.patterns.clone.frames import Refused, decode_request, encode
-from immortal.appsdk.patterns.clone.publishing import Publishing
-from immortal.appsdk.patterns.listening import Listener, ListenError
+from immortal.appsdk.patterns.clone.model import CloneError, Entries, Place, Presence, Row
+from immortal.appsdk.patterns.clone.publication import Publication
+from immortal.appsdk.patterns.listener import Listener, ListenError
 from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.rate_limit import RateLimit
+from immortal.protocol.safe_output import RateLimit
 
 logger = logging.getLogger("immortal.clone")
 
@@ -39,7 +48,7 @@ class Publisher:
     """
 
     def __init__(self, endpoint: str, *, home: Path, identity: str = "", insecure: bool = False) -> None:
-        self.publishing: Publishing | None = None
+        self.publishing: Publication | None = None
         self.malformed = 0  # frames that were dropped
         self._flushed_s = self._pause_s = 0.0
         self._warnings = RateLimit(burst=1)
@@ -132,3 +141,154 @@ class Publisher:
 
     def close(self) -> None:
         self._listener.close(limits.CLOSE_LINGER_MS)
+
+
+# From a table's handlers to the publisher in the same process. A replay has no publisher: then this does nothing.
+#
+# Handlers of a table that is being undone or recovered feed once more what they fed before; its numbers are known.
+
+
+class Feed:
+    """``begun``: the table as it was when the publisher began, once its handler has said so."""
+
+    def __init__(self) -> None:
+        self.begun: tuple[str, Entries] | None = None
+        self.has_forwarders = False
+        self._rows: deque[Sequence[Row]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._wake
+
+    def begin(self, table: str, entries: Entries) -> None:
+        if self.begun is None:
+            self.begun = (table, entries.copy())
+            self._rows.clear()
+        os.eventfd_write(self._wake, 1)
+
+    def put(self, rows: Sequence[Row]) -> None:
+        self._rows.append(rows)
+        os.eventfd_write(self._wake, 1)
+
+    def take(self) -> list[Row]:
+        """All that has come. Some of it may be known."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        rows: list[Row] = []
+        while self._rows:
+            rows.extend(self._rows.popleft())
+        return rows
+
+    def close(self) -> None:
+        os.close(self._wake)
+
+
+_feeds: dict[int, Feed] = {}  # by the log of an instance: an undo makes another object of the class
+
+
+def open_feed(table: Any) -> Feed:
+    """Of the instance ``table``, which has one publisher in its life."""
+    feed = _feeds[table._immortal_context.committer_id] = Feed()
+    return feed
+
+
+def close_feed(table: Any) -> None:
+    feed = _feeds.pop(table._immortal_context.committer_id, None)
+    if feed is not None:
+        feed.close()
+
+
+def feed_of(table: Any) -> Feed | None:
+    return _feeds.get(table._immortal_context.committer_id)
+
+
+# The publisher in the process of a table's app: a thread beside its handlers, which feed it.
+
+
+_SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
+_PRESENCES_MAX = 1000  # of one message
+
+
+def run_publisher(table: Any, says: Any, listen: str, blocking_s: float) -> None:
+    """Until the process ends. ``says``: impulses to ``table``. Raises CloneError, Disconnected."""
+    name = table._immortal_context.instance_name
+    home = _home()
+    feed = open_feed(table)
+    publisher = Publisher(listen, home=home, identity=name if has_keys(home, name) else "")
+    says.publisher_begins(_place(publisher, 0, blocking_s))
+    _TablePublisher(name, publisher, feed, says, blocking_s).run()
+
+
+def _home() -> Path:
+    """The registry folder: the secret of the app is in it, in the folder of the instance."""
+    secret_file = os.environ.get(_SECRET_FILE_VARIABLE)
+    return home_of(Path(secret_file).absolute().parent.parent if secret_file else None)
+
+
+def has_keys(home: Path, name: str) -> bool:
+    try:
+        return pair_of(home / name, name) is not None
+    except (NotConnectable, PermissionError):
+        return True  # there are some, and what is wrong with them is said where they are used
+
+
+class _TablePublisher:
+    def __init__(self, name: str, publisher: Publisher, feed: Feed, says: Any, blocking_s: float) -> None:
+        self._name = name
+        self._publisher = publisher
+        self._feed = feed
+        self._says = says
+        self._blocking_s = blocking_s
+        self._said_held: list[str] = []
+        self._said_s = float("-inf")
+
+    def run(self) -> None:
+        publisher, feed = self._publisher, self._feed
+        poll = select.poll()
+        poll.register(publisher.fileno(), select.POLLIN)
+        poll.register(feed.fileno(), select.POLLIN)
+        while True:
+            self._take_rows()
+            wait_s = publisher.turn()
+            if publisher.publishing is not None:
+                self._report(publisher.publishing, time.monotonic())
+            poll.poll(1000 * min(wait_s, limits.PRESENCE_S))
+
+    def _take_rows(self) -> None:
+        rows = self._feed.take()
+        publishing = self._publisher.publishing
+        if publishing is None:
+            if self._feed.begun is None:
+                return
+            table, entries = self._feed.begun
+            key = secrets.token_hex(4)
+            publishing = Publication(key, table, entries, blocking_s=self._blocking_s, owner=self._name)
+            self._publisher.publishing = publishing
+        number = publishing.entries.number
+        publishing.publish([row for row in rows if row.number > number])
+
+    def _report(self, publishing: Publication, now_s: float) -> None:
+        """Who came, who went, who holds up writers, to the table."""
+        held = publishing.held_by
+        has_news = publishing.joined or publishing.left or held != self._said_held
+        pause_s = limits.PRESENCE_S if has_news else limits.BEAT_S
+        if now_s < self._said_s + pause_s or not (has_news or self._feed.has_forwarders):
+            return
+        self._said_s = now_s
+        joined, left = drain_presences(publishing)
+        place = _place(self._publisher, len(publishing), self._blocking_s)
+        self._says.publisher_says(joined, left, held, place)
+        self._said_held = held
+
+
+def _place(publisher: Publisher, streams: int, blocking_s: float) -> Place:
+    return Place(publisher.endpoint, "", streams, is_table=True, may_block=blocking_s > 0)
+
+
+def drain_presences(publishing: Publication) -> tuple[list[Presence], list[str]]:
+    """Who came and who went, as many as one message takes: those that went were there before."""
+    joined = [publishing.joined.pop(stream) for stream in list(publishing.joined)[:_PRESENCES_MAX]]
+    if publishing.joined:
+        return joined, []
+    left, publishing.left = publishing.left[:_PRESENCES_MAX], publishing.left[_PRESENCES_MAX:]
+    return joined, left

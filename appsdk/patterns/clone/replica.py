@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.frames import Activate, Activated, Answer, Dropped, Finished, Part, Policy, Refused
-from immortal.appsdk.patterns.clone.views import EVERYTHING
+from immortal.appsdk.patterns.clone.streams import EVERYTHING
 
 Told = tuple[str, int, bytes | None]  # key, number, value; None: the key is gone
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 
-from immortal.appsdk.client.errors import NotConnectable
-from immortal.appsdk.client.places import Finder
-from immortal.appsdk.client.watch import Watch
+from immortal.appsdk.client import with_timeout
+from immortal.appsdk.client.discovery import Finder
+from immortal.appsdk.client.errors import CallTimeout, ClientError, NotConnectable
+from immortal.appsdk.client.transport import SocketMonitor
 from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.frames import (
     Deactivate,
@@ -21,7 +25,7 @@ from immortal.appsdk.patterns.clone.frames import (
     decode_answer,
     encode,
 )
-from immortal.appsdk.patterns.clone.records import Place
+from immortal.appsdk.patterns.clone.model import Place
 from immortal.appsdk.patterns.clone.replica import News, Replica
 from immortal.protocol.errors import RemoteProtocolError
 
@@ -49,7 +53,7 @@ class Subscriber:
         self._find = find
         self._finder_of = finder_of
         self._random = random.Random()  # noqa: S311 (so that not all clients ask again at once)
-        self._watch = Watch(context)
+        self._watch = SocketMonitor(context)
         self._socket: zmq.Socket[bytes] | None = None
         self._connections = 0  # that the publisher was asked through
         self._is_asked = False
@@ -185,7 +189,7 @@ class Subscriber:
         if not self._is_asked and watch.is_up:
             self._connections = watch.connections
             self._ask(now_s)
-        elif watch.finds_nobody:
+        elif watch.is_unreachable:
             self.problem = f"{self._endpoint}: {watch.problem}"
             self._retry(now_s)
 
@@ -284,3 +288,58 @@ class Subscriber:
 
     def close(self) -> None:
         self._disconnect()
+
+
+# Where a table is published: as the table says, or as given by hand.
+
+
+@dataclass
+class Access:
+    """How a client gets to a table and its publishers; as of :func:`immortal.appsdk.client.connect`.
+
+    ``publishers``: endpoints, in place of those that the table names; ``NAME@tcp://...`` where NAME's keys are shown.
+    ``blocks``: of those that the table names, only where clients may hold up writers.
+    """
+
+    table: str
+    home: str | os.PathLike[str] | None = None
+    identity: str | None = None
+    server_keys: Sequence[str] = ()
+    insecure: bool = False
+    publishers: Sequence[str] = ()
+    blocks: bool = False
+
+    def finder(self, place: Place) -> Finder:
+        name = place.identity or self.table
+        keys = () if place.identity else self.server_keys
+        return Finder(name, self.home, (place.endpoint,), keys, self.identity, self.insecure)
+
+
+@dataclass
+class Places:
+    """``table``: a proxy of it; None: only those that are given are known."""
+
+    access: Access
+    table: Any = None
+    _known: list[Place] = field(default_factory=list)
+
+    def find(self, anew: bool) -> Sequence[Place]:
+        """Raises NotConnectable."""
+        if self.access.publishers:
+            return [_place(text) for text in self.access.publishers]
+        if self._known and not anew:
+            return self._known
+        try:
+            found = with_timeout(self.table, limits.CONNECT_S).places()
+            self._known = [place for place in found if place.may_block or not self.access.blocks] or list(found)
+        except (CallTimeout, NotConnectable) as error:
+            if not self._known:  # the table is away; its forwarders may be there
+                raise NotConnectable(str(error)) from None
+        except ClientError as error:
+            raise NotConnectable(f"{self.access.table!r} is no table of this version: {error}") from None
+        return self._known
+
+
+def _place(text: str) -> Place:
+    name, at, endpoint = text.partition("@tcp://")
+    return Place(f"tcp://{endpoint}", name) if at else Place(text)

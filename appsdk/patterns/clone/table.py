@@ -6,37 +6,38 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from heapq import heapify, heappop, heappush
 from typing import ClassVar
 
 import msgspec
 
 from immortal.appsdk.errors import Cancelled
 from immortal.appsdk.handlers.decorators import impulse, initial, on_primary, query, rpc
+from immortal.appsdk.handlers.definition import ANYBODY
 from immortal.appsdk.handlers.proxy import Impulses
-from immortal.appsdk.handlers.roles import ANYBODY
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.patterns.clone import limits
-from immortal.appsdk.patterns.clone.own import run_publisher
-from immortal.appsdk.patterns.clone.deadlines import Deadlines
-from immortal.appsdk.patterns.clone.entries import Entries
-from immortal.appsdk.patterns.clone.errors import TableFull
-from immortal.appsdk.patterns.clone.feeds import feed_of
-from immortal.appsdk.patterns.clone.records import (
+from immortal.appsdk.patterns.clone.model import (
     ENTITLED,
     EVERYBODY,
     PRESENT,
     Change,
     Entitlement,
+    Entries,
     Place,
     Presence,
     Row,
     Status,
+    TableFull,
     Written,
     check_change,
     check_key,
+    check_subtrees,
+    covers,
     encode,
+    may_be_seen,
 )
-from immortal.appsdk.patterns.clone.subtrees import check_subtrees, covers, may_be_seen
+from immortal.appsdk.patterns.clone.publisher import feed_of, run_publisher
 from immortal.protocol import decoding
 
 _ALARM = "alarm"
@@ -390,3 +391,40 @@ class Table(Immortal, roles=ROLES):
 
 def _room(wait: int) -> str:
     return f"room {wait}"
+
+
+# When the time of which key is over. No I/O, no clock.
+
+
+class Deadlines(msgspec.Struct):
+    """``at_ns``: by key. The heap may have old ones, which count for nothing."""
+
+    at_ns: dict[str, int] = {}
+    heap: list[tuple[int, str]] = []
+
+    def set(self, key: str, at_ns: int) -> None:
+        """0: none."""
+        if not at_ns:
+            self.at_ns.pop(key, None)
+            return
+        self.at_ns[key] = at_ns
+        heappush(self.heap, (at_ns, key))
+        if len(self.heap) > 2 * len(self.at_ns) + 100:
+            self.heap = [(at_ns, key) for key, at_ns in self.at_ns.items()]
+            heapify(self.heap)
+
+    def next_ns(self) -> int:
+        """0: there is none."""
+        heap = self.heap
+        while heap and self.at_ns.get(heap[0][1]) != heap[0][0]:
+            heappop(heap)
+        return heap[0][0] if heap else 0
+
+    def take_due(self, now_ns: int, count_max: int) -> list[str]:
+        """The keys whose time is over, the first ones first."""
+        due: list[str] = []
+        while len(due) < count_max and 0 < self.next_ns() <= now_ns:
+            _, key = heappop(self.heap)
+            del self.at_ns[key]
+            due.append(key)
+        return due

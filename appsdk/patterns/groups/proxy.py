@@ -12,8 +12,7 @@ from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.ordering.messages import Scope
 from immortal.appsdk.ordering.views import Kind, Message, View
-from immortal.appsdk.patterns.groups.declared import Group
-from immortal.appsdk.patterns.groups.members import Answer, Grouped, newest_of
+from immortal.appsdk.patterns.groups.members import Answer, Group, Grouped, newest_of
 from immortal.appsdk.waiting.task_self import TaskMulticast, TaskSelf
 
 G = TypeVar("G", bound=Grouped)

@@ -12,11 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from immortal.appsdk.client import ClientError
-from immortal.appsdk.patterns.harmony.crew import Crew
-from immortal.appsdk.patterns.harmony.errors import BatchError
-from immortal.appsdk.patterns.harmony.saying import complain, say
+from immortal.appsdk.patterns.harmony.runs import BatchError
 from immortal.appsdk.patterns.harmony.ventilator import connect
-from immortal.appsdk.patterns.harmony.worker import worker
+from immortal.appsdk.patterns.harmony.worker import WorkerProcesses, complain, say, worker
 
 _FOLLOW_S = 1.0
 
@@ -66,7 +64,7 @@ def _work(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         rest = list(options.functions)
         if options.task_timeout is not None:
             rest += ["--task-timeout", str(options.task_timeout)]
-        crew = Crew(options.cluster, rest, options.processes)
+        crew = WorkerProcesses(options.cluster, rest, options.processes)
         signal.signal(signal.SIGTERM, lambda number, frame: crew.end())
         return crew.run()
     try:

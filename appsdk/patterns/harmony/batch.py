@@ -11,8 +11,7 @@ from bisect import insort
 
 import msgspec
 
-from immortal.appsdk.patterns.harmony.errors import BatchConflict, BatchError
-from immortal.appsdk.patterns.harmony.limits import (
+from immortal.appsdk.patterns.harmony.runs import (
     JOINED_SIZE_BYTES_MAX,
     JOINED_TASKS_MAX,
     LOST_PARTS,
@@ -20,15 +19,22 @@ from immortal.appsdk.patterns.harmony.limits import (
     TASK_SIZE_BYTES_MAX,
     WAITING_SIZE_BYTES_MAX,
     WAITING_TASKS_MAX,
+    BatchConflict,
+    BatchError,
+    Life,
+    Ranges,
+    Response,
+    Run,
+    cut,
+    joined,
+    split,
 )
-from immortal.appsdk.patterns.harmony.ranges import Ranges
-from immortal.appsdk.patterns.harmony.runs import Life, Response, Run, cut, joined, split
-from immortal.protocol.identity import digest_behind, shown
+from immortal.protocol.identity import chained_digest, shown
 
 _NIL = b"\x91\xc0"  # an array of one nil
 
 
-class Piece(msgspec.Struct, frozen=True):
+class TaskSlice(msgspec.Struct, frozen=True):
     """Tasks whose numbers follow each other.
 
     ``run_tasks_max``: so many of them go together. ``deaths``: workers that were lost with it alone in hand.
@@ -44,7 +50,7 @@ class Piece(msgspec.Struct, frozen=True):
     def stop(self) -> int:
         return self.first + self.count
 
-    def part(self, start: int, stop: int) -> Piece:
+    def part(self, start: int, stop: int) -> TaskSlice:
         if (start, stop) == (self.first, self.stop):
             return self
         tasks = cut(self.tasks, start - self.first, stop - self.first)
@@ -135,8 +141,8 @@ class Batch(msgspec.Struct):
     collector: str
     put_count: int = 0
     size: int | None = None
-    fresh: list[Piece] = []  # given to nobody yet, in order
-    lost: list[Piece] = []  # to be given again, before the fresh ones
+    fresh: list[TaskSlice] = []  # given to nobody yet, in order
+    lost: list[TaskSlice] = []  # to be given again, before the fresh ones
     done: Ranges = msgspec.field(default_factory=Ranges)
     failed: int = 0
     resent: int = 0
@@ -164,7 +170,7 @@ class Batch(msgspec.Struct):
         stop = first + count
         if before:  # of what was put: as others put it
             known = max(0, min(count, self.put_count - first))
-            there = before if not known else behind if known == count else digest_behind(before, parts[:known])
+            there = before if not known else behind if known == count else chained_digest(before, parts[:known])
             if first + known == self.put_count:
                 self.contents.check_tasks(name, there)
         if stop <= self.put_count:
@@ -176,13 +182,13 @@ class Batch(msgspec.Struct):
                 f"batch {name!r}: {count} tasks of {len(tasks)} bytes came at once, at most {RUN_TASKS_MAX} of "
                 f"{TASK_SIZE_BYTES_MAX} bytes were expected"
             )
-        piece = Piece(first, count, tasks).part(self.put_count, stop)
+        piece = TaskSlice(first, count, tasks).part(self.put_count, stop)
         if self.digest:
-            self.digest = behind or digest_behind(self.digest, parts[self.put_count - first :])
+            self.digest = behind or chained_digest(self.digest, parts[self.put_count - first :])
         self.put_count = stop
         if self.fresh and self.fresh[-1].count < JOINED_TASKS_MAX and len(tasks) < JOINED_SIZE_BYTES_MAX:
             last = self.fresh.pop()
-            piece = Piece(last.first, last.count + piece.count, joined(last.tasks, piece.tasks))
+            piece = TaskSlice(last.first, last.count + piece.count, joined(last.tasks, piece.tasks))
         self.fresh.append(piece)
 
     def end(self, name: str, size: int, digest: bytes = b"") -> None:
@@ -219,7 +225,7 @@ class Batch(msgspec.Struct):
     def is_complete(self) -> bool:
         return self.size is not None and self.done.covers(0, self.size)
 
-    def take(self, limit: int) -> Piece | None:
+    def take(self, limit: int) -> TaskSlice | None:
         """Up to ``limit`` tasks that are not done; lost ones first."""
         for pieces in (self.lost, self.fresh):
             while pieces:
@@ -250,7 +256,7 @@ class Batch(msgspec.Struct):
         self.failed += sum(len(part.failures) for part in new)
         return new
 
-    def lose(self, batch: str, piece: Piece, deaths_max: int) -> list[Response]:
+    def lose(self, batch: str, piece: TaskSlice, deaths_max: int) -> list[Response]:
         """Its worker was lost: it is given again, in smaller runs, or set aside. Returns the results of that."""
         if piece.count > 1:
             run_tasks_max = max(1, piece.count // LOST_PARTS)
@@ -263,9 +269,9 @@ class Batch(msgspec.Struct):
         self.resent += sum(stop - start for start, stop in self.done.missing(piece.first, piece.stop))
         return []
 
-    def give_back(self, piece: Piece) -> None:
+    def give_back(self, piece: TaskSlice) -> None:
         """Nobody works on it any more. The lowest numbers go first: who reads in order waits for them."""
         insort(self.lost, piece, key=lambda one: one.first)
 
-    def run(self, name: str, piece: Piece) -> Run:
+    def run(self, name: str, piece: TaskSlice) -> Run:
         return Run(name, self.function, piece.first, piece.count, piece.tasks, self.life)

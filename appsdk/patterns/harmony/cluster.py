@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ClassVar
 
 from immortal.appsdk.handlers.decorators import query, rpc
+from immortal.appsdk.handlers.definition import definition_of
+from immortal.appsdk.handlers.proxy import make_fork
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.patterns.harmony.batch import Progress
 from immortal.appsdk.patterns.harmony.collector import BaseCollector
 from immortal.appsdk.patterns.harmony.dispatch import Begun, Dispatch
-from immortal.appsdk.patterns.harmony.errors import BatchConflict, BatchError
-from immortal.appsdk.patterns.harmony.limits import DEATHS_MAX, IDLE_S, SILENCE_S
-from immortal.appsdk.patterns.harmony.runs import Life, Response, Run
-from immortal.appsdk.patterns.harmony.telling import fork_to
+from immortal.appsdk.patterns.harmony.runs import (
+    DEATHS_MAX,
+    IDLE_S,
+    SILENCE_S,
+    BatchConflict,
+    BatchError,
+    Life,
+    Response,
+    Run,
+)
 
 ROLES = {
     "submitter": ["start", "begin", "put", "end", "room", "progress"],
@@ -71,9 +79,9 @@ class Cluster(Immortal, roles=ROLES):
         if collector is not None:
             contents = self.dispatch.batches[batch].contents
             if contents.life is None:
-                fork_to(self, collector, BaseCollector, "end")(batch, size)
+                fork_by_name(self, collector, BaseCollector, "end")(batch, size)
             else:
-                fork_to(self, collector, BaseCollector, "end_of")(batch, contents)
+                fork_by_name(self, collector, BaseCollector, "end_of")(batch, contents)
         self.dispatch.close(batch)
 
     @rpc
@@ -170,9 +178,9 @@ class Cluster(Immortal, roles=ROLES):
         for response in responses:
             batch = self.dispatch.batches[response.batch]
             if batch.life is None:
-                fork_to(self, batch.collector, BaseCollector, "accept")(response)
+                fork_by_name(self, batch.collector, BaseCollector, "accept")(response)
             else:
-                fork_to(self, batch.collector, BaseCollector, "accept_of")(response, batch.function, batch.life)
+                fork_by_name(self, batch.collector, BaseCollector, "accept_of")(response, batch.function, batch.life)
         for name in dict.fromkeys(response.batch for response in responses):
             self.dispatch.close(name)
 
@@ -182,3 +190,11 @@ class Cluster(Immortal, roles=ROLES):
             self.signal(f"work {worker}")
         for batch in self.dispatch.roomy():
             self.signal(f"room {batch}")
+
+
+# Calls to an instance whose name is known only at run time: a batch names its collector.
+
+
+def fork_by_name(app: Immortal, name: str, cls: type[Immortal], method: str) -> Callable[..., None]:
+    """The ``fork`` of a handler of the instance ``name``, whose class is ``cls`` or has such a handler."""
+    return make_fork(app._immortal_context, name, definition_of(cls).handlers[method])

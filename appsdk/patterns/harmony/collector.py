@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from datetime import timedelta
 
 import msgspec
 
 from immortal.appsdk.handlers.decorators import query, rpc
-from immortal.appsdk.handlers.roles import ANY_INSTANCE
+from immortal.appsdk.handlers.definition import ANY_INSTANCE
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.patterns.harmony.batch import Contents
-from immortal.appsdk.patterns.harmony.errors import BatchConflict, BatchError
-from immortal.appsdk.patterns.harmony.gathered import Gathered, Kept
-from immortal.appsdk.patterns.harmony.limits import IDLE_S
-from immortal.appsdk.patterns.harmony.runs import Life, Response, Result, results
+from immortal.appsdk.patterns.harmony.runs import (
+    IDLE_S,
+    BatchConflict,
+    BatchError,
+    Life,
+    Ranges,
+    Response,
+    Result,
+    results,
+)
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -39,7 +46,7 @@ ROLES = {
 class BaseCollector(Immortal, roles=ROLES):
     """Write ``collect``, and ``complete`` if you like; they run in a handler, so state and calls are exactly once."""
 
-    gathered: dict[str, Gathered]
+    gathered: dict[str, CollectedBatch]
 
     def __init__(self) -> None:
         self.gathered = {}
@@ -61,7 +68,7 @@ class BaseCollector(Immortal, roles=ROLES):
     @rpc
     def accept(self, response: Response) -> None:
         """Of a cluster, of a batch that an earlier version has begun."""
-        self._accept(response, self.gathered.setdefault(response.batch, Gathered()))
+        self._accept(response, self.gathered.setdefault(response.batch, CollectedBatch()))
 
     @rpc
     def accept_of(self, response: Response, function: str, life: Life) -> None:
@@ -69,7 +76,7 @@ class BaseCollector(Immortal, roles=ROLES):
         contents = Contents(function, self._immortal_context.instance_name)
         self._accept(response, self._gathered(response.batch, life, contents))
 
-    def _accept(self, response: Response, gathered: Gathered) -> None:
+    def _accept(self, response: Response, gathered: CollectedBatch) -> None:
         for new in gathered.take(response):
             self.keep(new)
         self._look(response.batch, gathered)
@@ -77,36 +84,36 @@ class BaseCollector(Immortal, roles=ROLES):
     @rpc
     def end(self, batch: str, size: int) -> None:
         """Of a cluster, of a batch that an earlier version has begun: it has ``size`` tasks."""
-        self._end(batch, size, self.gathered.setdefault(batch, Gathered()))
+        self._end(batch, size, self.gathered.setdefault(batch, CollectedBatch()))
 
     @rpc
     def end_of(self, batch: str, contents: Contents) -> None:
         """Of a cluster: the batch has all its tasks."""
         self._end(batch, contents.count, self._gathered(batch, contents.life, contents))
 
-    def _end(self, batch: str, size: int, gathered: Gathered) -> None:
+    def _end(self, batch: str, size: int, gathered: CollectedBatch) -> None:
         if gathered.size is None:
             gathered.size = size
             self._look(batch, gathered)
 
-    def _gathered(self, batch: str, life: Life | None, contents: Contents) -> Gathered:
+    def _gathered(self, batch: str, life: Life | None, contents: Contents) -> CollectedBatch:
         """``contents``: what a cluster says of it. Raises BatchConflict."""
         known = self.gathered.get(batch)
         if known is not None and known.is_replaced_by(life):
             self.replaced(batch)
             known = None
         if known is None:
-            known = self.gathered[batch] = Gathered()
+            known = self.gathered[batch] = CollectedBatch()
         known.belongs_to(batch, life, contents)
         return known
 
-    def _look(self, batch: str, gathered: Gathered) -> None:
+    def _look(self, batch: str, gathered: CollectedBatch) -> None:
         if gathered.is_complete and gathered.size is not None:
             self.complete(batch, gathered.size)
 
     @query
     def received(self, batch: str) -> Received:
-        known = self.gathered.get(batch, Gathered())
+        known = self.gathered.get(batch, CollectedBatch())
         return Received(batch, len(known.done), known.failed, known.size)
 
     @rpc
@@ -118,7 +125,7 @@ class BaseCollector(Immortal, roles=ROLES):
 class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
     """Keeps all results of a batch until it is forgotten; they can be read in order while they come."""
 
-    kept: dict[str, Kept]
+    kept: dict[str, KeptResults]
     readers: dict[str, dict[str, int]]  # those that wait: by batch, their event and the number that they wait for
 
     def __init__(self) -> None:
@@ -127,9 +134,9 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
         self.readers = {}
 
     def keep(self, response: Response) -> None:
-        self.kept.setdefault(response.batch, Kept()).add(response)
+        self.kept.setdefault(response.batch, KeptResults()).add(response)
 
-    def _look(self, batch: str, gathered: Gathered) -> None:
+    def _look(self, batch: str, gathered: CollectedBatch) -> None:
         super()._look(batch, gathered)
         waiting = self.readers.get(batch, {})
         there = [event for event, number in waiting.items() if self._has_come(gathered, number)]
@@ -139,17 +146,17 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
         if not waiting:
             self.readers.pop(batch, None)
 
-    def _has_come(self, gathered: Gathered, number: int) -> bool:
+    def _has_come(self, gathered: CollectedBatch, number: int) -> bool:
         return gathered.done.covers(number, number + 1) or (gathered.size is not None and number >= gathered.size)
 
     def replaced(self, batch: str) -> None:
         self.kept.pop(batch, None)
 
-    def _known(self, batch: str, life: Life | None) -> Gathered:
+    def _known(self, batch: str, life: Life | None) -> CollectedBatch:
         """What has come of it. Raises BatchConflict."""
         known = self.gathered.get(batch)
         if known is None or known.is_replaced_by(life):
-            return Gathered()  # nothing yet
+            return CollectedBatch()  # nothing yet
         if known.is_older(life) and known.contents is not None:
             known.contents.check_life(batch, life)
         return known
@@ -198,3 +205,76 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
             came = await self.race(self.event(event), self.sleep(timedelta(seconds=IDLE_S)))
             if came.index == 1:
                 await self.stop_waiting.step(batch, event)
+
+
+# What a collector knows of one batch, and what the ready-made one keeps of it. No I/O, no clock.
+
+
+class CollectedBatch(msgspec.Struct):
+    """``failed``: so many of its results are failures. ``lives``: the batch's number at each cluster that has brought
+    some. ``contents``: as far as they have said.
+    """
+
+    done: Ranges = msgspec.field(default_factory=Ranges)
+    size: int | None = None
+    failed: int = 0
+    lives: dict[str, int] = {}
+    contents: Contents | None = None
+
+    def is_replaced_by(self, life: Life | None) -> bool:
+        """Whether another batch has taken the name of this one."""
+        if life is None:
+            return False
+        known = self.lives.get(life.cluster)
+        return life.again if known is None else known < life.number
+
+    def is_older(self, life: Life | None) -> bool:
+        """Whether the batch ``life`` had the name before this one."""
+        return life is not None and life.number < self.lives.get(life.cluster, 0)
+
+    def belongs_to(self, name: str, life: Life | None, contents: Contents) -> None:
+        """Results of that come. Raises BatchConflict: what has come under its name is another batch's."""
+        known = self.contents or contents
+        if self.is_older(life):
+            known.check_life(name, life)
+        known.check_target(name, contents.function, known.collector)
+        if known.ended and contents.ended:
+            if contents.count != known.count:
+                raise known.conflict(name, contents)
+            known.check_tasks(name, contents.digest)
+        if life is not None:
+            self.lives[life.cluster] = life.number
+        self.contents = contents if contents.ended or self.contents is None else self.contents
+
+    def take(self, response: Response) -> list[Response]:
+        """What of it is new: a number counts once."""
+        stop = response.first + response.count
+        new = [response.part(*gap) for gap in self.done.missing(response.first, stop)]
+        self.done.add(response.first, stop)
+        self.failed += sum(len(part.failures) for part in new)
+        return new
+
+    @property
+    def is_complete(self) -> bool:
+        return self.size is not None and self.done.covers(0, self.size)
+
+
+class KeptResults(msgspec.Struct):
+    """Results as they came, found by number."""
+
+    firsts: list[int] = []
+    runs: dict[int, Response] = {}  # by their first number
+
+    def add(self, response: Response) -> None:
+        if response.count:
+            insort(self.firsts, response.first)
+            self.runs[response.first] = response
+
+    def page(self, number: int) -> Response | None:
+        """The results from ``number`` on, as far as one run has them; None: that one has not come."""
+        index = bisect_right(self.firsts, number) - 1
+        if index < 0:
+            return None
+        run = self.runs[self.firsts[index]]
+        stop = run.first + run.count
+        return run.part(number, stop) if number < stop else None

@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from immortal.appsdk.patterns.harmony.batch import Batch, Contents, Piece, Progress, tasks_of
-from immortal.appsdk.patterns.harmony.errors import BatchError
-from immortal.appsdk.patterns.harmony.limits import (
+from immortal.appsdk.patterns.harmony.batch import Batch, Contents, Progress, TaskSlice, tasks_of
+from immortal.appsdk.patterns.harmony.runs import (
     BATCHES_ENDED_MAX,
     BATCHES_OPEN_MAX,
     BEAT_S,
     IDLE_S,
     NAME_SIZE_BYTES_MAX,
+    BatchError,
+    Life,
+    Response,
+    Run,
 )
-from immortal.appsdk.patterns.harmony.runs import Life, Response, Run
-from immortal.protocol.identity import OF_NOTHING
+from immortal.protocol.identity import EMPTY_DIGEST
 
 _NS = 1_000_000_000
 
@@ -25,7 +27,7 @@ class Lease(msgspec.Struct, frozen=True):
     """What a worker has in hand."""
 
     batch: str
-    piece: Piece
+    piece: TaskSlice
 
 
 class Begun(msgspec.Struct, frozen=True):
@@ -101,7 +103,7 @@ class Dispatch(msgspec.Struct):
             for worker in self.workers.values():
                 if worker.lease is not None and worker.lease.batch == name:
                     worker.lease = None  # of the one that had the name
-            batch = self._add(name, Batch(function, collector, digest=OF_NOTHING, life=life))
+            batch = self._add(name, Batch(function, collector, digest=EMPTY_DIGEST, life=life))
         batch.contents.check_target(name, function, collector)
         return Begun(batch.put_count, batch.life)
 

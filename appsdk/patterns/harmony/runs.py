@@ -5,11 +5,13 @@ A cluster never looks at a task. It cuts an array where it has to, and passes th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from immortal.protocol import decoding
+from immortal.protocol.identity import IdentityConflict
 
 _encode = msgspec.msgpack.encode
 _items = decoding.Decoder(list[msgspec.Raw])
@@ -101,3 +103,84 @@ def results(response: Response) -> list[Result]:
     if not failures:
         return [Result(number, value) for number, value in numbered]
     return [Result(number, value, failures.get(number)) for number, value in numbered]
+
+
+# A set of task numbers that takes as much memory as it has gaps.
+
+
+class Ranges(msgspec.Struct):
+    """``starts[i]`` up to, not including, ``stops[i]``: sorted, none touches the next."""
+
+    starts: list[int] = msgspec.field(default_factory=list)
+    stops: list[int] = msgspec.field(default_factory=list)
+
+    def add(self, start: int, stop: int) -> None:
+        """All numbers from ``start`` up to, not including, ``stop``."""
+        if start >= stop:
+            return
+        low = bisect_left(self.stops, start)  # the first that touches or lies behind
+        high = bisect_right(self.starts, stop)  # the first that lies wholly behind
+        if low < high:
+            start, stop = min(start, self.starts[low]), max(stop, self.stops[high - 1])
+        self.starts[low:high] = [start]
+        self.stops[low:high] = [stop]
+
+    def missing(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """What of ``start`` up to ``stop`` is not in here, in order."""
+        for index in range(bisect_right(self.stops, start), len(self.starts)):
+            if self.starts[index] >= stop:
+                break
+            if start < self.starts[index]:
+                yield start, self.starts[index]
+            start = self.stops[index]
+        if start < stop:
+            yield start, stop
+
+    def covers(self, start: int, stop: int) -> bool:
+        return next(self.missing(start, stop), None) is None
+
+    def first_missing(self, start: int = 0) -> int:
+        """The lowest number from ``start`` on that is not in here."""
+        index = bisect_right(self.starts, start) - 1
+        return self.stops[index] if index >= 0 and start < self.stops[index] else start
+
+    def __len__(self) -> int:
+        return sum(self.stops) - sum(self.starts)
+
+
+# All limits of the pipeline, with their reasons.
+
+
+RUN_TASKS_MAX = 4096  # of one message: what a message costs vanishes beside so many tasks
+RUN_SIZE_BYTES_MAX = 512 << 10  # of one message, so that none holds up the others; one larger task goes alone
+TASK_SIZE_BYTES_MAX = 15 << 20  # a client's call takes 16 MiB; of a task, and of a result
+FLUSH_S = 0.1  # a task that was put leaves with the next one after so long, however few there are
+
+WAITING_TASKS_MAX = 16 * RUN_TASKS_MAX  # of one batch, given to nobody yet: then its ventilator waits
+JOINED_TASKS_MAX = (
+    256  # what waits is joined up to so many: a ventilator that puts one now and then makes no small runs
+)
+JOINED_SIZE_BYTES_MAX = 16 << 10  # ... of so few bytes that nobody feels it
+WAITING_SIZE_BYTES_MAX = 8 << 20
+BATCHES_OPEN_MAX = 1000  # of one cluster
+BATCHES_ENDED_MAX = 10_000  # whose last progress a cluster keeps; the oldest go
+NAME_SIZE_BYTES_MAX = 128  # of a batch, a function, a worker
+REASON_SIZE_CHARS_MAX = 500  # of what a failed task says
+
+RUN_S = 0.5  # of work that a worker takes at a time: what its death can cost, and how often it speaks
+BEAT_S = 1.0  # a worker says a word so often while it works
+IDLE_S = 5.0  # one without work asks again so often, unless it is called
+SILENCE_S = 5.0  # a worker without a word for so long is lost
+DEATHS_MAX = 3  # so many workers were lost with this one task in hand: it is set aside
+LOST_PARTS = 16  # what was lost goes on in so many parts, so that a task that kills is found among the others
+
+
+# What a ventilator can get wrong.
+
+
+class BatchError(Exception):
+    """The cluster or the collector can't do that with this batch: what came, and what was expected."""
+
+
+class BatchConflict(IdentityConflict, BatchError):  # noqa: N818 (what happened, not what is wrong)
+    """The name is that of a batch of another function, collector, or with other tasks. See ``known``, ``given``."""

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from immortal.appsdk.calls.run_contexts import RunContexts
-from immortal.appsdk.calls.run_failures import interrupts_known
+import msgspec
+
+from immortal.appsdk.calls.codec import ValueDecoder, encode_value, resolve_hints
+from immortal.appsdk.calls.failures import text_of
+from immortal.appsdk.calls.user_code import RunContexts, is_user_failure, mark_interrupts
 from immortal.appsdk.client import ClientError, NotConnectable, connect, with_timeout
 from immortal.appsdk.patterns.harmony.cluster import Cluster
-from immortal.appsdk.patterns.harmony.doing import Function, Results, Skill, skills
-from immortal.appsdk.patterns.harmony.errors import BatchError
-from immortal.appsdk.patterns.harmony.limits import BEAT_S, RUN_S, RUN_SIZE_BYTES_MAX
-from immortal.appsdk.patterns.harmony.pace import Pace
-from immortal.appsdk.patterns.harmony.runs import Life, Response, Run
-from immortal.appsdk.patterns.harmony.saying import complain
+from immortal.appsdk.patterns.harmony.runs import (
+    BEAT_S,
+    REASON_SIZE_CHARS_MAX,
+    RUN_S,
+    RUN_SIZE_BYTES_MAX,
+    RUN_TASKS_MAX,
+    TASK_SIZE_BYTES_MAX,
+    BatchError,
+    Life,
+    Response,
+    Run,
+    array,
+    split,
+)
+from immortal.protocol.safe_output import printable_message
 
 TOO_LONG_STATUS = 75  # of a process whose task took longer than it may
 _LEAVE_S = 2.0  # for the last word; without it the cluster finds out by itself
@@ -52,7 +67,7 @@ def worker(
 
     Raises TypeError, ClientError.
     """
-    known = skills(functions)
+    known = task_functions(functions)
     if task_timeout_s is not None and not task_timeout_s > 0:
         raise TypeError(f"task_timeout_s={task_timeout_s!r}: seconds above 0, or None, were expected")
     life = _Life(name or f"{os.uname().nodename[:64]}-{os.getpid()}-{uuid.uuid4().hex[:8]}", known, task_timeout_s)
@@ -64,7 +79,7 @@ def worker(
         while not life.stopping:
             try:
                 with (
-                    interrupts_known(),
+                    mark_interrupts(),
                     connect(Cluster, cluster, timeout=None, insecure=insecure, **connector) as proxy,  # type: ignore[arg-type]
                 ):
                     life.run(proxy)
@@ -79,14 +94,14 @@ def worker(
 
 
 class _Life:
-    def __init__(self, name: str, known: dict[str, Skill], task_timeout_s: float | None) -> None:
+    def __init__(self, name: str, known: dict[str, TaskFunction], task_timeout_s: float | None) -> None:
         self.name = name
         self.stopping = False
         self._skills = known
         self._contexts = RunContexts()
         self._response: Response | None = None  # what is done and not taken yet
         self._response_of: Life | None = None
-        self._paces = {name: Pace() for name in known}
+        self._paces = {name: PrefetchControl() for name in known}
         self._task_timeout_s = task_timeout_s
         self._waits = False
         self._spoke_s = time.monotonic()
@@ -179,3 +194,205 @@ class _Life:
             if began_s is not None and now_s - self._spoke_s >= BEAT_S:
                 with suppress(ClientError):
                     with_timeout(cluster, BEAT_S).work(self.name, {})
+
+
+# Tasks become results: the functions of a worker. No I/O but that of the functions, no clock.
+
+
+Function = Callable[[Any], Any]
+_NIL = b"\xc0"
+
+
+class TaskFunction:
+    """One function. Tasks are checked against the annotation of its parameter, where it has one.
+
+    Raises TypeError for a function that can't take one task.
+    """
+
+    def __init__(self, name: str, function: Function) -> None:
+        if not callable(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(f"{name!r}: a function of one task was expected, not {function!r}")
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except ValueError:  # a built-in one that does not say
+            parameters = []
+        hint: Any = Any
+        if parameters and parameters[0].annotation is not inspect.Parameter.empty:
+            hint = resolve_hints(function)[parameters[0].name]
+        try:
+            self._one = ValueDecoder(hint)
+            self._many = ValueDecoder(list[hint])
+        except TypeError as error:
+            raise TypeError(f"{name!r}: tasks of type {hint!r} can't be sent: {error}") from None
+        self.function = function
+
+    def tasks(self, run: Run) -> Sequence[Any]:
+        """One for each, or a :class:`InvalidTask`."""
+        try:
+            found: list[Any] = self._many.decode(run.tasks)
+        except BaseException as error:  # one of them does not fit
+            if not is_user_failure(error):
+                raise
+            return [self._task(raw) for raw in split(run.tasks)]
+        return found
+
+    def _task(self, raw: msgspec.Raw) -> Any:
+        try:
+            return self._one.decode(raw)
+        except BaseException as error:
+            if not is_user_failure(error):
+                raise
+            return InvalidTask(text_of(error))
+
+
+class InvalidTask:
+    """A task that is not what the function takes."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+
+def task_functions(functions: Mapping[str, Function]) -> dict[str, TaskFunction]:
+    """Raises TypeError."""
+    if not isinstance(functions, Mapping) or not functions:
+        raise TypeError(f'{functions!r}: functions by name were expected, such as {{"square": square}}')
+    return {name: TaskFunction(name, function) for name, function in functions.items()}
+
+
+class Results:
+    """Of some tasks of a run, one after the other, until they are sent."""
+
+    def __init__(self, batch: str, first: int) -> None:
+        self._batch = batch
+        self._first = first
+        self._values: list[bytes] = []
+        self._failures: dict[int, str] = {}
+        self.size_bytes = 0
+
+    @property
+    def count(self) -> int:
+        return len(self._values)
+
+    def do(self, function: Function, task: Any) -> None:
+        """An exception is a result as well: the task would raise it again."""
+        try:
+            if isinstance(task, InvalidTask):
+                raise TypeError(f"the task is not what the function takes: {task.why}")
+            value = encode_value(function(task))
+            if len(value) > TASK_SIZE_BYTES_MAX:
+                raise ValueError(f"a result of {len(value)} bytes, at most {TASK_SIZE_BYTES_MAX} were expected")
+        except BaseException as error:
+            if not is_user_failure(error):
+                raise
+            reason = f"{type(error).__name__}: {text_of(error)}"
+            self._failures[self._first + self.count] = reason[:REASON_SIZE_CHARS_MAX]
+            value = _NIL
+        self._values.append(value)
+        self.size_bytes += len(value)
+
+    def take(self) -> Response:
+        """What is done; the next begins behind it."""
+        response = Response(self._batch, self._first, self.count, array(self._values), self._failures)
+        self._first += self.count
+        self._values, self._failures, self.size_bytes = [], {}, 0
+        return response
+
+
+# How many tasks a worker asks for: as many as it does in RUN_S, by what it has seen. No I/O, no clock.
+
+
+_FIRST_TASKS = 8
+_GROWTH = 8  # from one run to the next: a few quick tasks say little
+
+
+class PrefetchControl:
+    def __init__(self) -> None:
+        self.limit = _FIRST_TASKS
+
+    def took(self, count: int, seconds: float) -> None:
+        """``count`` tasks, at least one, took so long."""
+        fits = int(RUN_S * count / max(seconds, 1e-6))
+        self.limit = max(1, min(fits, self.limit * _GROWTH, RUN_TASKS_MAX))
+
+
+# Several worker processes of one machine: of a death the cluster hears at once, and another takes its place.
+
+
+USAGE_STATUS = 2  # of a process that would end like this each time
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
+_SHORT_LIFE_S = 5.0  # whose like is started again with longer and longer pauses
+_TELL_S = 2.0
+
+
+class WorkerProcesses:
+    """``arguments``: of the command, for one process. Raises NotConnectable."""
+
+    def __init__(self, cluster: str, arguments: Sequence[str], processes: int) -> None:
+        self._cluster = cluster
+        self._command = [sys.executable, "-m", "immortal.appsdk.patterns.harmony", "work", cluster, *arguments]
+        self._ending = threading.Event()
+        self._lock = threading.RLock()  # a signal may come while its thread has it
+        self._alive: set[subprocess.Popen[bytes]] = set()
+        self._places = [threading.Thread(target=self._keep, name=f"place {index}") for index in range(processes)]
+        self._status = 0
+
+    def run(self) -> int:
+        """Until :meth:`end`, or a worker says that it can't be. The status to end with."""
+        for place in self._places:
+            place.start()
+        try:
+            for place in self._places:
+                place.join()
+        finally:
+            self.end()
+            for place in self._places:
+                place.join()
+        return self._status
+
+    def end(self) -> None:
+        """Workers end what they have at work. Asked again, as one may hang, they are killed: others do it."""
+        with self._lock:
+            again = self._ending.is_set()
+            self._ending.set()
+            for process in self._alive:
+                if again:
+                    process.kill()
+                else:
+                    process.terminate()
+
+    def _keep(self) -> None:
+        pause_s = _PAUSE_MIN_S
+        while not self._ending.is_set():
+            name = f"worker-{uuid.uuid4().hex[:16]}"
+            began_s = time.monotonic()
+            with self._lock:
+                if self._ending.is_set():
+                    return
+                process = subprocess.Popen([*self._command, "--name", name])
+                self._alive.add(process)
+            status = process.wait()
+            with self._lock:
+                self._alive.discard(process)
+            if status == USAGE_STATUS:
+                self._status = status
+                self.end()
+            if self._ending.is_set():
+                return
+            complain(f"harmony: {name} has ended with status {status}, another takes its place")
+            with suppress(ClientError), connect(Cluster, self._cluster) as cluster:  # or it notices the silence
+                with_timeout(cluster, _TELL_S).leave(name, died=True)
+            short = time.monotonic() - began_s < _SHORT_LIFE_S
+            pause_s = min(2 * pause_s, _PAUSE_MAX_S) if short else _PAUSE_MIN_S
+            self._ending.wait(pause_s)
+
+
+# Lines for people.
+
+
+def say(text: str) -> None:
+    """``text`` may have names from elsewhere: what a terminal would obey is escaped."""
+    print(printable_message(text), flush=True)  # noqa: T201 (for a person)
+
+
+def complain(text: str) -> None:
+    print(printable_message(text), file=sys.stderr, flush=True)  # noqa: T201

@@ -14,7 +14,7 @@ from immortal.appsdk.patterns.pirate.clients import (
     connect,
     connect_instances,
 )
-from immortal.appsdk.patterns.pirate.errors import GaveUp, ServerError, StoreError, TooManyRequests
+from immortal.appsdk.patterns.pirate.frames import GaveUp, ServerError, StoreError, TooManyRequests
 from immortal.appsdk.patterns.pirate.pool import Policy
 from immortal.appsdk.patterns.pirate.server import Answer, Request, Server, serve
 

@@ -11,20 +11,25 @@ from typing import Any, Generic, TypeVar, overload
 import zmq
 
 from immortal.appsdk.client.connection import random_client_id
+from immortal.appsdk.client.discovery import Finder, home_of, is_local
 from immortal.appsdk.client.errors import ClientClosed, NotConnectable
-from immortal.appsdk.client.places import Finder, home_of, is_local
+from immortal.appsdk.client.methods import Method, TypedMethod
 from immortal.appsdk.client.proxies import KEY_SIZE_BYTES_MAX, Proxy
-from immortal.appsdk.client.results import Method, TypedMethod
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.patterns.pirate.aio import AsyncPool
-from immortal.appsdk.patterns.pirate.driver import Driver
+from immortal.appsdk.patterns.pirate.driver import AsyncPool, Driver, ThreadedPool
 from immortal.appsdk.patterns.pirate.frames import NUMBER_MAX
 from immortal.appsdk.patterns.pirate.limits import BODY_SIZE_BYTES_MAX, CLIENT_ID_SIZE_BYTES_MAX, TIMEOUT_DEFAULT_S
-from immortal.appsdk.patterns.pirate.links import Context, Link, PlainLink
-from immortal.appsdk.patterns.pirate.peers import REQUEST_KEY, InstanceCall, InstanceLink, instances
+from immortal.appsdk.patterns.pirate.links import (
+    REQUEST_KEY,
+    Context,
+    InstanceCall,
+    InstanceLink,
+    Link,
+    PlainLink,
+    instances,
+)
 from immortal.appsdk.patterns.pirate.pool import Policy
-from immortal.appsdk.patterns.pirate.threaded import ThreadedPool
-from immortal.protocol.forks import text_after_fork
+from immortal.protocol.process import after_fork_message
 
 S = TypeVar("S")
 A = TypeVar("A")
@@ -194,7 +199,7 @@ class _OwnIds:
             return random_client_id()
         if self._process_id not in (0, os.getpid()):
             what, advice = f"the client {self._given!r} of a pool", "connect here, with a client_id of its own"
-            raise ClientClosed(text_after_fork(what, self._process_id, advice))
+            raise ClientClosed(after_fork_message(what, self._process_id, advice))
         self._process_id = os.getpid()
         return self._given
 

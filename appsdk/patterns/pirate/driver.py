@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import select
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
 from immortal.appsdk.client.errors import ClientClosed, ClientError, NotConnectable
-from immortal.appsdk.patterns.pirate.errors import TooManyRequests
-from immortal.appsdk.patterns.pirate.limits import GIVEN_UP_MAX, OPEN_REQUESTS_MAX, REGISTRY_LOOK_S
-from immortal.appsdk.patterns.pirate.links import Event, Heard, Link, Lost, Reached, Replied, TurnedAway
-from immortal.appsdk.patterns.pirate.pool import GiveUp, Ping, Policy, Pool, Send, State, Trail, Why
+from immortal.appsdk.patterns.pirate.frames import GaveUp, TooManyRequests
+from immortal.appsdk.patterns.pirate.limits import GIVEN_UP_MAX, OPEN_REQUESTS_MAX, REGISTRY_POLL_S
+from immortal.appsdk.patterns.pirate.links import Event, Heard, Link, Lost, Reached, Replied, ServerBusy
+from immortal.appsdk.patterns.pirate.pool import AttemptHistory, GiveUp, Ping, Policy, Pool, Send, State, Why
+from immortal.protocol.process import after_fork_message, disown_in_child, watch
 
 Connect = Callable[[str], Link]
 Look = Callable[[], Iterable[str]]
@@ -41,7 +47,7 @@ class Pending:
         self.number = 0
         self.outcome: Any = None
         self.timeout_s: float | None = None
-        self.trail = Trail()
+        self.trail = AttemptHistory()
 
     @property
     def sent(self) -> bool:
@@ -84,7 +90,7 @@ class Driver:
         self._next_number = 1
         self._closed = False
         now_s = time.monotonic()
-        self._look_due_s = now_s + REGISTRY_LOOK_S if looks_again else float("inf")
+        self._look_due_s = now_s + REGISTRY_POLL_S if looks_again else float("inf")
         names = list(look())
         try:
             for name in names:
@@ -152,7 +158,7 @@ class Driver:
     def _look_again(self, now_s: float) -> None:
         if now_s < self._look_due_s:
             return
-        self._look_due_s = now_s + REGISTRY_LOOK_S
+        self._look_due_s = now_s + REGISTRY_POLL_S
         names = set(self._look())
         for name in self._links.keys() - names:
             self._links.pop(name).close()
@@ -174,7 +180,7 @@ class Driver:
             pool.reached(name, now_s)
         elif isinstance(event, Lost):
             pool.lost(name, now_s)
-        elif isinstance(event, TurnedAway):
+        elif isinstance(event, ServerBusy):
             pool.turned_away(name, event.number, now_s)
         else:
             pool.unsent(name, event.number, now_s)
@@ -234,3 +240,220 @@ class Driver:
         pending, self._pending = self._pending, {}
         for one in pending.values():
             one.finish(ClientClosed("the client of the pool was closed; a request that was sent may still be done"))
+
+
+# A pool for plain code: requests wait for their replies, in any thread; a thread of its own takes what comes.
+
+
+class ThreadedPool:
+    """Open from the moment that it is made, and in a child of its process from its first use; see :class:`Driver`."""
+
+    def __init__(self, make_driver: Callable[[], Driver]) -> None:
+        self._make_driver = make_driver
+        self._closing = False
+        self._begin()
+        self._open()
+        watch(self)
+
+    def _begin(self) -> None:
+        self._is_open = False
+        self._opening = threading.Lock()
+        self._lock = threading.Lock()  # of the driver
+
+    def _open(self) -> None:
+        self._own = self._make_driver()
+        self._sleeps_until_s = 0.0
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._process_id = os.getpid()
+        self._is_open = True
+        self._thread = threading.Thread(target=self._run, name="pool of servers", daemon=True)
+        self._thread.start()
+
+    def forked(self) -> None:
+        """In a child: it is another client there, with an ID of its own."""
+        disown_in_child(self._own, self._thread)
+        self._begin()
+
+    @property
+    def _driver(self) -> Driver:
+        """This process's own. Raises ClientClosed, NotConnectable."""
+        if not self._is_open:
+            with self._opening:
+                if not self._is_open:
+                    if self._closing:
+                        raise ClientClosed("the pool is closed")
+                    self._open()
+        return self._own
+
+    @property
+    def client_id(self) -> str:
+        return self._driver.client_id
+
+    @property
+    def servers(self) -> Mapping[str, str]:
+        """ "live", "dead" or "removed", by server."""
+        driver = self._driver
+        with self._lock:
+            return {name: state.value for name, state in driver.servers.items()}
+
+    def ask(self, payload: Any, timeout_s: float | None, *, idempotent: bool = False) -> Any:
+        """The reply. Raises what the server says, GaveUp, ClientError."""
+        return self._wait(Pending(payload, _ignore, idempotent=idempotent), timeout_s)
+
+    def _wait(self, pending: Pending, timeout_s: float | None) -> Any:
+        replied = threading.Lock()
+        replied.acquire()
+        pending.done = replied.release
+        driver = self._driver
+        with self._lock:
+            driver.submit(pending, timeout_s)
+            driver.process()  # it is on its way before another thread has to run
+            if driver.next_deadline_s() < self._sleeps_until_s:
+                os.eventfd_write(self._wake, 1)
+        try:
+            replied.acquire()
+        except BaseException:  # an interrupt
+            with self._lock:
+                driver.withdraw(pending)
+            raise
+        outcome = pending.outcome
+        if isinstance(outcome, NoReply):
+            again = partial(self._again, self._process_id, pending)
+            raise GaveUp(outcome.reason, pending, outcome.tries, again)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def _again(self, process_id: int, pending: Pending, timeout_s: float | None) -> Any:
+        """Wait once more, if that is this process's request. Raises as :meth:`ask`."""
+        if process_id != os.getpid():
+            raise ClientClosed(after_fork_message("a request to a pool", process_id, "only there its reply comes"))
+        return self._wait(pending, timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._take_turns()
+        finally:
+            with self._lock:
+                self._driver.close()  # nobody waits for what does not come any more, whatever has happened here
+
+    def _take_turns(self) -> None:
+        while True:
+            with self._lock:
+                if self._closing:
+                    return
+                self._driver.process()
+                poller = select.poll()
+                poller.register(self._wake, select.POLLIN)
+                for descriptor in self._driver.filenos():
+                    poller.register(descriptor, select.POLLIN)
+                self._sleeps_until_s = self._driver.next_deadline_s()
+            wait_s = min(max(0.0, self._sleeps_until_s - time.monotonic()), threading.TIMEOUT_MAX / 1000)
+            if any(ready == self._wake for ready, _ in poller.poll(wait_s * 1000 + 1)):
+                os.eventfd_read(self._wake)
+
+    def close(self) -> None:
+        """Requests that wait end with ClientClosed; what was sent may still be done."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        if not self._is_open:
+            return
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+
+
+def _ignore() -> None:
+    """Until somebody waits."""
+
+
+# A pool for asyncio: requests are awaited, as many at a time as there are.
+
+
+class AsyncPool:
+    """Made within a running loop, and used in that alone; see :class:`Driver`."""
+
+    def __init__(self, make_driver: Callable[[], Driver]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._driver = make_driver()
+        self._closed = False
+        self._why_closed = ""  # in a child of its process
+        self._process_id = os.getpid()
+        self._descriptors: set[int] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._soon: asyncio.Handle | None = None
+        self._process()
+        watch(self)
+
+    def forked(self) -> None:
+        """In a child: its loop is its parent's, so it can't go on there."""
+        self._closed = True
+        self._why_closed = after_fork_message("the pool", self._process_id, "connect anew, in a loop of this one")
+
+    @property
+    def client_id(self) -> str:
+        return self._driver.client_id
+
+    @property
+    def servers(self) -> Mapping[str, str]:
+        """ "live", "dead" or "removed", by server."""
+        return {name: state.value for name, state in self._driver.servers.items()}
+
+    async def ask(self, payload: Any, timeout_s: float | None, *, idempotent: bool = False) -> Any:
+        """The reply. Raises what the server says, GaveUp, ClientError."""
+        return await self._wait(Pending(payload, lambda: None, idempotent=idempotent), timeout_s)
+
+    async def _wait(self, pending: Pending, timeout_s: float | None) -> Any:
+        if self._why_closed:
+            raise ClientClosed(self._why_closed)
+        replied: asyncio.Future[None] = self._loop.create_future()
+        pending.done = lambda: None if replied.done() else replied.set_result(None)
+        self._driver.submit(pending, timeout_s)
+        if self._soon is None:  # once for all requests that are made in this turn of the loop
+            self._soon = self._loop.call_soon(self._process)
+        try:
+            await replied
+        except asyncio.CancelledError:
+            self._driver.withdraw(pending)
+            raise
+        outcome = pending.outcome
+        if isinstance(outcome, NoReply):
+            raise GaveUp(outcome.reason, pending, outcome.tries, lambda timeout_s: self._wait(pending, timeout_s))
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def _process(self) -> None:
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
+        if self._closed:
+            return
+        self._driver.process()
+        descriptors = self._driver.filenos()
+        for descriptor in self._descriptors - descriptors:
+            self._loop.remove_reader(descriptor)
+        for descriptor in descriptors - self._descriptors:
+            self._loop.add_reader(descriptor, self._process)
+            self._soon = self._soon or self._loop.call_soon(self._process)  # what it has to tell may have come already
+        self._descriptors = descriptors
+        if self._timer is not None:
+            self._timer.cancel()
+        due_s = self._driver.next_deadline_s()
+        self._timer = None
+        if due_s < float("inf"):
+            self._timer = self._loop.call_later(max(0.001, due_s - time.monotonic()), self._process)
+
+    async def close(self) -> None:
+        """Requests that wait end with ClientClosed; what was sent may still be done."""
+        if self._closed:
+            return
+        self._closed = True
+        for descriptor in self._descriptors:
+            self._loop.remove_reader(descriptor)
+        for handle in (self._timer, self._soon):
+            if handle is not None:
+                handle.cancel()
+        self._driver.close()

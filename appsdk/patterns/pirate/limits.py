@@ -14,7 +14,7 @@ BUSY_S = 0.1  # before a server that had no room is asked again
 
 OPEN_REQUESTS_MAX = 65_536  # of one client: each keeps its body in memory. As many as an instance takes
 GIVEN_UP_MAX = 4096  # numbers that may be asked again: as many replies as a server keeps for one client
-REGISTRY_LOOK_S = 2.0  # for the instances that a pattern means
+REGISTRY_POLL_S = 2.0  # for the instances that a pattern means
 
 # --- of a server ------------------------------------------------------------------------------------------------------
 

@@ -5,15 +5,21 @@ A DEALER of its own for each server: so a reply is of that server, and with keys
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
 
+from immortal.appsdk.client.connection import Connection
+from immortal.appsdk.client.discovery import Finder, Places
 from immortal.appsdk.client.errors import CalleeFailed, CallRefused, ClientError, NotConnectable, OutcomeUnknown
-from immortal.appsdk.client.places import Finder, Places
-from immortal.appsdk.client.watch import Watch
+from immortal.appsdk.client.methods import Method
+from immortal.appsdk.client.session import Call
+from immortal.appsdk.client.transport import SocketMonitor, Transport
 from immortal.appsdk.patterns.pirate.frames import (
     ANSWERS,
     FRAME_SIZE_BYTES_MAX,
@@ -63,7 +69,7 @@ class Replied:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnedAway:
+class ServerBusy:
     """The server has no room for it."""
 
     number: int
@@ -76,7 +82,7 @@ class Unsent:
     number: int
 
 
-Event = Reached | Lost | Heard | Replied | TurnedAway | Unsent
+Event = Reached | Lost | Heard | Replied | ServerBusy | Unsent
 
 
 class Link(Protocol):
@@ -110,7 +116,7 @@ class PlainLink:
         self._finder = finder
         self._client_id = client_id
         self._endpoint = finder.endpoints[0]
-        self._watch = Watch(context)
+        self._watch = SocketMonitor(context)
         self._connections = 0  # that the pool was told of
         self._was_up = False
         self._attempt = 0
@@ -234,7 +240,7 @@ def _event(frame: Frame) -> Event:
     if frame.kind is Kind.PONG:
         return Heard(frame.body, frame.value / 1000)
     if frame.kind is Kind.BUSY:
-        return TurnedAway(frame.number)
+        return ServerBusy(frame.number)
     if frame.kind not in ANSWERS:
         raise RemoteProtocolError(f"a {frame.kind.name}, which only clients send")
     return Replied(frame.number, frame.body if frame.kind is Kind.REPLY else _error(frame))
@@ -250,3 +256,91 @@ def _error(frame: Frame) -> ClientError:
     return OutcomeUnknown(
         f"request {frame.number} is behind what the server keeps of this client: it was done before, or never will be"
     )
+
+
+# The way to an instance, which is found by its name in the registry folder: as any caller from outside.
+#
+# A request has the key "CLIENT NUMBER" there: the instance does each key once, whoever asks again, and however often.
+# An instance finds nobody's replies but its own, so each is a domain of its own.
+
+
+REQUEST_KEY = "{client_id} {number}"
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceCall:
+    """What is sent. ``key``: the user's own, None: that of the number."""
+
+    method: Method
+    arguments: bytes
+    key: str | None
+
+
+class InstanceLink:
+    """To the instance of ``finder``. Raises NotConnectable as it is made."""
+
+    def __init__(self, finder: Finder, client_id: str) -> None:
+        self._client_id = client_id
+        self._name = finder.name
+        self._connection = Connection(finder.name, None, time.monotonic())
+        self._transport = Transport(self._connection, finder)
+        self._events: list[Event] = []
+        self._heard_s = 0.0
+        self._was_talking = False
+
+    @property
+    def problem(self) -> str:
+        return self._transport.problem
+
+    def filenos(self) -> list[int]:
+        return [self._transport.fileno()]
+
+    def process(self) -> list[Event]:
+        self._transport.process()
+        connection = self._connection
+        if self._was_talking and not connection.is_talking:
+            self._events.append(Lost())
+        if connection.is_talking and not self._was_talking:
+            self._events.append(Reached())
+        if connection.is_talking and connection.heard_s > self._heard_s:
+            self._events.append(Heard(self._name.encode()))
+        self._was_talking, self._heard_s = connection.is_talking, connection.heard_s
+        events, self._events = self._events, []
+        return events
+
+    def send(self, number: int, settled: int, payload: InstanceCall) -> bool:
+        """The instance knows the request by its key, and keeps its reply as for any key."""
+        key = payload.key or REQUEST_KEY.format(client_id=self._client_id, number=number)
+        call = Call(payload.method.method, payload.arguments, lambda call: self._done(number, payload.method, call))
+        self._connection.submit(call, key)
+        return True
+
+    def _done(self, number: int, method: Method, call: Call) -> None:
+        outcome = call.outcome
+        if isinstance(outcome, NotConnectable) and not call.sent:
+            self._events.append(Unsent(number))
+            return
+        if outcome is None or isinstance(outcome, ClientError):
+            self._events.append(Replied(number, outcome))
+            return
+        try:
+            value = method.value(outcome)
+        except Exception as error:  # what the handler raised
+            value = error
+        self._events.append(Replied(number, value))
+
+    def ping(self) -> None:
+        self._connection.ask_soon(time.monotonic())
+
+    def next_deadline_s(self) -> float:
+        return self._transport.next_deadline_s()
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def instances(home: Path, pattern: str) -> Iterator[str]:
+    """The names of those in the registry folder that fit ``pattern``, as a shell's: "bank-*"."""
+    for file in sorted(home.glob("*.toml")):
+        if fnmatchcase(file.stem, pattern):
+            yield file.stem

@@ -81,7 +81,7 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
-class Trail:
+class AttemptHistory:
     """Where a request may be: what it takes to go on with it later. Empty: no server can have begun it."""
 
     domain: bytes | None = None
@@ -95,7 +95,7 @@ class GiveUp:
     number: int
     why: Why
     tries: dict[str, int]
-    trail: Trail
+    trail: AttemptHistory
 
 
 Action = Send | Ping | GiveUp
@@ -157,9 +157,11 @@ class Pool:
             if name not in self._servers:
                 self._servers[name] = _Server(name, now_s, now_s)
 
-    def submit(self, number: int, deadline_s: float, *, idempotent: bool = False, trail: Trail | None = None) -> None:
+    def submit(
+        self, number: int, deadline_s: float, *, idempotent: bool = False, trail: AttemptHistory | None = None
+    ) -> None:
         """A request. ``trail``: it was given up before."""
-        trail = trail or Trail()
+        trail = trail or AttemptHistory()
         self._requests[number] = _Request(number, deadline_s, idempotent, trail.domain, set(trail.asked))
         self._waiting[number] = None
         self._unjudged.add(number)
@@ -355,7 +357,7 @@ class Pool:
 
     def _given_up(self, request: _Request, why: Why) -> GiveUp:
         self._forget(request)
-        trail = Trail(request.domain, tuple(sorted(request.asked)))
+        trail = AttemptHistory(request.domain, tuple(sorted(request.asked)))
         return GiveUp(request.number, why, dict(request.tries), trail)
 
     def _drop_deadlines(self) -> None:

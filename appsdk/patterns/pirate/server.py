@@ -19,12 +19,17 @@ from dataclasses import dataclass
 import zmq
 
 from immortal.appsdk.calls.failures import text_of
-from immortal.appsdk.calls.run_contexts import RunContexts
-from immortal.appsdk.calls.run_failures import interrupts_known, is_failure
-from immortal.appsdk.client.places import home_of
-from immortal.appsdk.patterns.listening import Listener, ListenError
-from immortal.appsdk.patterns.pirate.errors import ServerError
-from immortal.appsdk.patterns.pirate.frames import FRAME_SIZE_BYTES_MAX, Frame, Kind, decode_frame, encode_frame
+from immortal.appsdk.calls.user_code import RunContexts, is_user_failure, mark_interrupts
+from immortal.appsdk.client.discovery import home_of
+from immortal.appsdk.patterns.listener import Listener, ListenError
+from immortal.appsdk.patterns.pirate.frames import (
+    FRAME_SIZE_BYTES_MAX,
+    Frame,
+    Kind,
+    ServerError,
+    decode_frame,
+    encode_frame,
+)
 from immortal.appsdk.patterns.pirate.limits import (
     BODY_SIZE_BYTES_MAX,
     CLOSE_LINGER_MS,
@@ -38,7 +43,7 @@ from immortal.appsdk.patterns.pirate.limits import (
 )
 from immortal.appsdk.patterns.pirate.store import Failure, ReplyStore
 from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.rate_limit import RateLimit
+from immortal.protocol.safe_output import RateLimit
 
 logger = logging.getLogger("immortal.pirate")
 
@@ -161,7 +166,7 @@ class Server:
         with self._lock:
             self._running = not self._closing
         try:
-            with interrupts_known():
+            with mark_interrupts():
                 while self._wait():
                     if self._store is None:
                         self.send([self._plain_answer()])
@@ -216,7 +221,7 @@ class Server:
             if len(reply) > BODY_SIZE_BYTES_MAX:
                 raise ValueError(f"a reply of {len(reply)} bytes, at most {BODY_SIZE_BYTES_MAX} are possible")
         except BaseException as error:
-            if not is_failure(error):
+            if not is_user_failure(error):
                 raise
             problem = text_of(error)
             logger.warning("%r failed: %s: %s", request, type(error).__name__, problem)

@@ -28,8 +28,7 @@ from struct import Struct
 
 import lmdb
 
-from immortal.appsdk.patterns.pirate.errors import StoreError
-from immortal.appsdk.patterns.pirate.frames import STORE_ID_SIZE_BYTES, Frame, Kind
+from immortal.appsdk.patterns.pirate.frames import STORE_ID_SIZE_BYTES, Frame, Kind, StoreError
 from immortal.appsdk.patterns.pirate.limits import (
     CLIENTS_MAX,
     KEY_SIZE_BYTES_MAX,
@@ -41,7 +40,7 @@ from immortal.appsdk.patterns.pirate.limits import (
     VALUE_SIZE_BYTES_MAX,
 )
 from immortal.protocol.checksum import crc64
-from immortal.protocol.private_files import FILE_MODE, make_folder, openness
+from immortal.protocol.files import FILE_MODE, make_folder, openness
 
 FORMAT = b"1"
 _TABLES = ("meta", "owners", "clients", "uses", "replies", "order", "data")

@@ -7,7 +7,7 @@ The queue is an instance, ``immortal run jobs immortal.appsdk.patterns.queue:Que
 from __future__ import annotations
 
 from immortal.appsdk.patterns.queue.clients import AsyncJob, AsyncJobs, Job, Jobs, JobsConnector, connect
-from immortal.appsdk.patterns.queue.errors import (
+from immortal.appsdk.patterns.queue.model import (
     DedupConflict,
     NotDone,
     NotPossible,

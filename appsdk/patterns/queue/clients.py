@@ -14,8 +14,7 @@ from immortal.appsdk.client import CallTimeout, Connector, with_timeout
 from immortal.appsdk.client import connect as connect_client
 from immortal.appsdk.client.limits import TIMEOUT_DEFAULT_S
 from immortal.appsdk.patterns.queue import limits
-from immortal.appsdk.patterns.queue.errors import NotDone, TaskFailed
-from immortal.appsdk.patterns.queue.records import Outcome, State, Submission
+from immortal.appsdk.patterns.queue.model import NotDone, Outcome, State, Submission, TaskFailed
 from immortal.appsdk.patterns.queue.service import Queue
 
 T = TypeVar("T")

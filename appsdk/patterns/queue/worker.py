@@ -18,9 +18,8 @@ from types import FrameType
 from typing import Any
 
 from immortal.appsdk.calls.codec import ArgumentCodec, encode_value
-from immortal.appsdk.calls.failures import misfit_text, text_of
-from immortal.appsdk.calls.run_contexts import RunContexts
-from immortal.appsdk.calls.run_failures import interrupt, interrupts_known, is_failure
+from immortal.appsdk.calls.failures import argument_mismatch, text_of
+from immortal.appsdk.calls.user_code import RunContexts, interrupt, is_user_failure, mark_interrupts
 from immortal.appsdk.client import (
     CallCancelled,
     CallRefused,
@@ -33,8 +32,7 @@ from immortal.appsdk.client import (
     with_timeout,
 )
 from immortal.appsdk.patterns.queue import limits
-from immortal.appsdk.patterns.queue.errors import QueueError, Reject
-from immortal.appsdk.patterns.queue.records import Given, Report, check_name
+from immortal.appsdk.patterns.queue.model import Given, QueueError, Reject, Report, check_name
 from immortal.appsdk.patterns.queue.service import Queue
 from immortal.protocol import decoding
 
@@ -90,9 +88,9 @@ class _Function:
             if self._signature is not None:
                 self._signature.bind(*arguments)
         except BaseException as error:  # msgspec's own, and what a type's __post_init__ raises
-            if not is_failure(error):
+            if not is_user_failure(error):
                 raise
-            why = text_of(error) if self._codec is None else misfit_text(self._codec, error, encoded, 0)
+            why = text_of(error) if self._codec is None else argument_mismatch(self._codec, error, encoded, 0)
             raise TypeError(why) from None
         return arguments
 
@@ -161,7 +159,7 @@ class Worker:
         queue; NotConnectable and other ClientErrors.
         """
         self._contexts = RunContexts()
-        with interrupts_known(), self._connector as queue:
+        with mark_interrupts(), self._connector as queue:
             heart = threading.Thread(target=self._beat, args=(queue,), name=f"heartbeats to {self._queue}", daemon=True)
             heart.start()
             try:
@@ -231,14 +229,14 @@ class Worker:
         except Reject as error:
             return failed(str(error) or "rejected", again=False)
         except BaseException as error:
-            if not is_failure(error):
+            if not is_user_failure(error):
                 raise
             _log.exception("task %d: %s failed", given.task, given.name)
             return failed(f"{type(error).__name__}: {text_of(error)}", again=True)
         try:
             result = encode_value(value)
         except BaseException as error:  # what a user's type raises as it is encoded
-            if not is_failure(error):
+            if not is_user_failure(error):
                 raise
             return failed(f"what {given.name} returned can't be encoded: {text_of(error)}", again=False)
         if len(result) > limits.RESULT_SIZE_BYTES_MAX:

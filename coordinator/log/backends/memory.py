@@ -15,7 +15,7 @@ from immortal.coordinator.core.errors import FencedError, LogError, LogFormatErr
 from immortal.coordinator.fault_points import reach
 from immortal.coordinator.log.backend import Append, Backend, Options, Place, Row, Space, Span, TableSize, View
 from immortal.coordinator.log.format import SEQUENCE_KEY
-from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
+from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
 from immortal.protocol.varint import Readable
 
 
@@ -123,12 +123,12 @@ class MemoryBackend(Backend):
     @contextlib.contextmanager
     def view(self, *, copies: bool = False) -> Iterator[MemoryTables]:
         with self.durable.lock:
-            self.refuse_after_failure()
+            self.raise_failure()
             yield self.durable
 
     def append(self, append: Append) -> None:
         with self.durable.lock:
-            self.refuse_after_failure()
+            self.raise_failure()
             durable = self.durable
             if append.fence != durable.term:
                 self.failure = FencedError(str(durable.term), f"{self.where} is written by another one since")

@@ -5,13 +5,19 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 
-from immortal.bench.call_workload import Measured
 from immortal.bench.calls import immortal_caller
-from scripts.benchmarks.calling import calls_by, latency_figure, rate_figure
+from immortal.bench.workload import Measured
+from scripts.benchmarks.comparisons import (
+    GRPC_ASYNCIO,
+    GRPC_THREADS,
+    calls_by,
+    grpc_caller,
+    latency_figure,
+    rate_figure,
+)
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import DISK, HANDLER, TCP, Figure, Target
 from scripts.benchmarks.limits import disk_latency_us, handler_rate, loopback
-from scripts.benchmarks.rivals.grpc_calls import GRPC_ASYNCIO, GRPC_THREADS, grpc_caller
 
 
 def run(context: Context) -> list[Figure]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from immortal.bench.calls import IMMORTAL, immortal_caller
-from immortal.bench.streams import Load, immortal_streams
-from scripts.benchmarks.calling import calls_by, latency_figure, rate_figure
+from immortal.bench.one_way import Load, immortal_streams
+from scripts.benchmarks.comparisons import Streams, calls_by, latency_figure, rate_figure, rates, streams_by
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import Figure
-from scripts.benchmarks.parts.one_way import size_in_words
-from scripts.benchmarks.streams import Streams, rates, streams_by
+from scripts.benchmarks.parts.one_way import format_size
 
 CURVE = "immortal, CURVE"
 SIZES = (16, 1 << 10, 64 << 10, 1 << 20)
@@ -25,7 +24,7 @@ def run(context: Context) -> list[Figure]:
         }
         for size_bytes in (size for size in SIZES if size in context.amounts.sizes):
             load = Load((size_bytes,))
-            what = f"one-way {size_in_words(size_bytes)} with CURVE"
+            what = f"one-way {format_size(size_bytes)} with CURVE"
             measured_rates, _ = streams_by(context, streams, load, what)
             figures.append(Figure(what, "calls/s", "higher", rates(measured_rates)))
     with context.home() as home, ExitStack() as stack:

@@ -8,15 +8,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from immortal.bench.calls import CALL_APPS, Caller, immortal_caller
+from immortal.bench.one_way import Load, immortal_streams
 from immortal.bench.processes import BenchError
-from immortal.bench.streams import Load, immortal_streams
-from scripts.benchmarks.calling import SIZE_BYTES, calls_by, latency_figure, rate_figure
+from scripts.benchmarks.comparisons import SIZE_BYTES, calls_by, latency_figure, rate_figure, rates, streams_by
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import DISK, IMMORTAL, Figure, Target
 from scripts.benchmarks.limits import disk_latency_us
 from scripts.benchmarks.parts import durable
 from scripts.benchmarks.rivals import servers
-from scripts.benchmarks.streams import rates, streams_by
 
 IN_DATABASE = f"{IMMORTAL}, log in PostgreSQL"
 HANDLERS = 64

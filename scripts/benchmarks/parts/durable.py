@@ -10,7 +10,7 @@ from pathlib import Path
 
 from immortal.bench.calls import Caller, immortal_caller
 from immortal.bench.processes import BenchError, start_module
-from scripts.benchmarks.calling import calls_by, latency_figure, rate_figure
+from scripts.benchmarks.comparisons import calls_by, latency_figure, rate_figure
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import DISK, IMMORTAL, Figure, Target
 from scripts.benchmarks.limits import disk_latency_us
@@ -19,7 +19,7 @@ from scripts.benchmarks.rivals import servers
 LOCAL = "immortal, def steps"
 DBOS_SQLITE, DBOS_POSTGRES, RESTATE = "DBOS, SQLite", "DBOS, PostgreSQL", "Restate"
 RIVALS = (DBOS_SQLITE, DBOS_POSTGRES, RESTATE)
-CALLER = "immortal.bench.call_apps:Caller"
+CALLER = "immortal.bench.apps:Caller"
 
 
 def run(context: Context) -> list[Figure]:

@@ -10,14 +10,13 @@ from subprocess import Popen
 from typing import Any
 
 from immortal.bench.calls import CALL_APPS, IMMORTAL, Caller, processes_of, running
+from immortal.bench.machine import MIB, memory_of
+from immortal.bench.one_way import Load, immortal_streams
 from immortal.bench.processes import BenchError, Service, register
-from immortal.bench.streams import Load, immortal_streams
-from immortal.bench.usage import MIB, memory_of
 from immortal.coordinator.operator import control
-from scripts.benchmarks.calling import calls_by
+from scripts.benchmarks.comparisons import calls_by, calls_for
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import Better, Figure
-from scripts.benchmarks.streams import calls_for
 
 GIB = 1 << 30
 RECOVERY_TIMEOUT_S = 300.0

@@ -13,11 +13,10 @@ from itertools import count
 from pathlib import Path
 
 from immortal.bench.processes import BenchError
-from immortal.coordinator.service.parent_death import die_with_parent
+from immortal.coordinator.service.process import die_with_parent
 from immortal.patterns.harmony import Ventilator, connect
-from scripts.benchmarks.context import Context
+from scripts.benchmarks.context import Context, start_service
 from scripts.benchmarks.figures import IMMORTAL, Figure
-from scripts.benchmarks.services import start_service
 
 WORKERS = 2
 _TASKS_A_SECOND = 40_000  # about what two processors do: so many for each second that a turn is to take

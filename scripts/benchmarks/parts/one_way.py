@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from immortal.bench.streams import ImmortalStreams, Load, OneWay
+from immortal.bench.one_way import ImmortalStreams, Load, OneWay
+from scripts.benchmarks.comparisons import Streams, codec_targets, grpc_streams, immortal_by_codec, rates, streams_by
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import DISK, HANDLER, IMMORTAL, PURE, TCP, Figure, Target
 from scripts.benchmarks.limits import disk_rate, handler_rate, loopback
-from scripts.benchmarks.streams import Streams, codec_targets, grpc_streams, immortal_by_codec, rates, streams_by
 
 GRPC = "grpc stream"
 MIXED = Load((16, 1024, 64, 256), receivers=4)
@@ -26,7 +26,7 @@ def run(context: Context) -> list[Figure]:
                 TCP: tcp.rate,
                 HANDLER: partial(handler_rate, size_bytes),
             }
-            what = f"one-way {size_in_words(size_bytes)}"
+            what = f"one-way {format_size(size_bytes)}"
             measured, limited = streams_by(context, streams, Load((size_bytes,)), what, limits)
             figures.append(_rate(what, size_bytes, measured, limited))
             if size_bytes == 16:
@@ -116,7 +116,7 @@ def _mixed(context: Context) -> Figure:
     return Figure(name, "calls/s", "higher", {**rates(measured), **limited}, targets)
 
 
-def size_in_words(size_bytes: int) -> str:
+def format_size(size_bytes: int) -> str:
     if size_bytes >= 1 << 20:
         return f"{size_bytes >> 20} MiB"
     return f"{size_bytes >> 10} KiB" if size_bytes >= 1 << 10 else f"{size_bytes} B"

@@ -14,10 +14,10 @@ from typing import Any
 
 from immortal.bench.processes import BenchError
 from immortal.client import connect
-from immortal.coordinator.service.parent_death import die_with_parent
+from immortal.coordinator.service.process import die_with_parent
+from scripts.benchmarks.apps import Fan, Sink
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import IMMORTAL, Figure, Target
-from scripts.benchmarks.ordering_apps import Fan, Sink
 from scripts.benchmarks.rivals.sequencer import SEQUENCER, Sequencer, sequencer
 from scripts.benchmarks.rivals.servers import postgres_programs
 
@@ -37,7 +37,7 @@ def _running(home: Path, destinations: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, cls in apps.items():
             subprocess.run([*coordinator, "register", name, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=quiet)
-            command = [*coordinator, "run", name, f"scripts.benchmarks.ordering_apps:{cls}"]
+            command = [*coordinator, "run", name, f"scripts.benchmarks.apps:{cls}"]
             process = subprocess.Popen(command, stdout=quiet, stderr=quiet, preexec_fn=die_with_parent(os.getpid()))
             stack.callback(process.wait)
             stack.callback(process.kill)

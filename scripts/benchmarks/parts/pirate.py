@@ -17,14 +17,13 @@ from pathlib import Path
 
 import zmq
 
-from immortal.bench.call_apps import Callee
+from immortal.bench.apps import Callee
+from immortal.bench.machine import processor_s
 from immortal.bench.processes import BenchError
-from immortal.bench.usage import processor_s
-from immortal.coordinator.service.parent_death import die_with_parent
-from immortal.patterns.pirate import connect, connect_instances
-from scripts.benchmarks.context import Context
+from immortal.coordinator.service.process import die_with_parent
+from immortal.patterns.pirate import Request, Server, connect, connect_instances
+from scripts.benchmarks.context import Context, start_service
 from scripts.benchmarks.figures import Figure
-from scripts.benchmarks.services import start_service
 
 BARE, PIRATE, STORED, PEERS = "bare REQ/REP", "pirate", "pirate, replies stored", "pirate, instances"
 _KINDS = {BARE: "bare", PIRATE: "pirate", STORED: "stored"}
@@ -39,7 +38,7 @@ Turn = tuple[float, float]  # requests in a second; µs of processors for each, 
 def _servers(kind: str, home: Path, count: int) -> Iterator[tuple[list[str], list[int]]]:
     """(endpoints, process IDs)."""
     store = [str(home / f"{kind}-{count}")] if kind == "stored" else []
-    command = [sys.executable, "-m", "scripts.benchmarks.pirate_servers", kind, *store]
+    command = [sys.executable, "-m", "scripts.benchmarks.parts.pirate", kind, *store]
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent(os.getpid()))
         for _ in range(count)
@@ -62,9 +61,7 @@ def _servers(kind: str, home: Path, count: int) -> Iterator[tuple[list[str], lis
 def _instances(home: Path) -> Iterator[list[list[int]]]:
     """echo-0 and so on: the process IDs of each, of its coordinator and its app."""
     with contextlib.ExitStack() as stack:
-        yield [
-            start_service(stack, home, f"echo-{number}", "immortal.bench.call_apps:Callee") for number in range(SERVERS)
-        ]
+        yield [start_service(stack, home, f"echo-{number}", "immortal.bench.apps:Callee") for number in range(SERVERS)]
 
 
 def _measured(seconds: float, pids: list[int], ask: Callable[[], int]) -> Turn:
@@ -171,3 +168,36 @@ def run(context: Context) -> list[Figure]:
             figures.append(Figure(what, "requests/s", "higher", rates))
             figures.append(Figure(f"{what}: CPU of both sides", "µs per request", "lower", costs))
     return figures
+
+
+# Servers that the pirate is measured with: ``python -m scripts.benchmarks.parts.pirate KIND [STORE]``.
+#
+# Each prints its endpoint, and gives a request back. KIND: ``bare`` (a REP socket alone), ``pirate``, ``stored``.
+
+
+ENDPOINT = "tcp://127.0.0.1:*"
+
+
+def echo(request: Request) -> bytes:
+    return request.body
+
+
+def bare() -> None:
+    with zmq.Context() as context, context.socket(zmq.REP) as socket:
+        socket.bind(ENDPOINT)
+        print(socket.getsockopt_string(zmq.LAST_ENDPOINT), flush=True)
+        while True:
+            socket.send(socket.recv())
+
+
+def main() -> None:
+    kind, *store = sys.argv[1:]
+    if kind == "bare":
+        bare()
+    server = Server(echo, ENDPOINT, store=store[0] if store else None)
+    print(server.endpoint, flush=True)
+    server.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from immortal.bench.call_workload import Measured, argument, measured
 from immortal.bench.calls import running
 from immortal.bench.processes import BenchError, register
+from immortal.bench.workload import Measured, argument, measured
 from immortal.client import connect
-from scripts.benchmarks.calling import SIZE_BYTES, latency_figure, rate_figure
+from scripts.benchmarks.comparisons import SIZE_BYTES, latency_figure, rate_figure
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import IMMORTAL, Figure
 

@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from immortal.bench.processes import BenchError
-from immortal.coordinator.service.parent_death import die_with_parent
-from immortal.patterns.queue import AsyncJobs, connect
-from scripts.benchmarks.context import Context
+from immortal.coordinator.service.process import die_with_parent
+from immortal.patterns.queue import AsyncJobs, connect, work
+from scripts.benchmarks.context import Context, start_service
 from scripts.benchmarks.figures import IMMORTAL, Figure
-from scripts.benchmarks.services import start_service
 
 WORKERS = 2
 _AT_A_TIME = 64
@@ -29,7 +28,7 @@ BODY = b"sixteen bytes ..."
 def _queue(home: Path) -> Iterator[None]:
     """A queue and its workers."""
     quiet = subprocess.DEVNULL
-    command = [sys.executable, "-m", "scripts.benchmarks.queue_worker", str(home)]
+    command = [sys.executable, "-m", "scripts.benchmarks.parts.queue", str(home)]
     with contextlib.ExitStack() as stack:
         start_service(stack, home, "jobs", "immortal.patterns.queue:Queue")
         for _ in range(WORKERS):
@@ -72,3 +71,14 @@ def run(context: Context) -> list[Figure]:
         finally:
             runner.run(connector.__aexit__(None, None, None))
     return figures
+
+
+# A worker that the queue is measured with: ``python -m scripts.benchmarks.parts.queue HOME``.
+
+
+def echo(body: bytes) -> bytes:
+    return body
+
+
+if __name__ == "__main__":
+    work("jobs", {"echo": echo}, home=sys.argv[1])

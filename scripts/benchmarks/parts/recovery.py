@@ -6,11 +6,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from immortal.bench.call_workload import Run
 from immortal.bench.calls import CALL_APPS, IMMORTAL, Caller, running
-from immortal.bench.one_way import Replay, measure_replay
+from immortal.bench.one_way import CALL_OVERHEAD_BYTES, ImmortalStreams, Load, Replay, immortal_streams, measure_replay
 from immortal.bench.processes import BenchError, Service, register
-from immortal.bench.streams import CALL_OVERHEAD_BYTES, ImmortalStreams, Load, immortal_streams
+from immortal.bench.workload import Run
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import HANDLER, Figure, Target, median
 from scripts.benchmarks.limits import handler_rate

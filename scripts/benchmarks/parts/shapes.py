@@ -5,21 +5,29 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from immortal.bench.calls import immortal_caller
-from immortal.bench.streams import Load, immortal_streams
-from scripts.benchmarks.calling import calls_by, latency_figure, rate_figure
+from immortal.bench.one_way import Load, immortal_streams
+from scripts.benchmarks.comparisons import (
+    GRPC_ASYNCIO,
+    Streams,
+    calls_by,
+    grpc_caller,
+    grpc_streams,
+    latency_figure,
+    rate_figure,
+    rates,
+    streams_by,
+)
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import DISK, HANDLER, IMMORTAL, TCP, Figure
 from scripts.benchmarks.limits import disk_latency_us, disk_rate, handler_rate, loopback
-from scripts.benchmarks.rivals.grpc_calls import GRPC_ASYNCIO, grpc_caller
-from scripts.benchmarks.streams import Streams, grpc_streams, rates, streams_by
 
 GRPC = "grpc stream"
 CHAIN = {
-    "caller": "immortal.bench.call_apps:Caller",
+    "caller": "immortal.bench.apps:Caller",
     "callee": "scripts.benchmarks.apps:Relay",
     "relay-1": "scripts.benchmarks.apps:Relay1",
     "relay-2": "scripts.benchmarks.apps:Relay2",
-    "relay-3": "immortal.bench.call_apps:Callee",
+    "relay-3": "immortal.bench.apps:Callee",
 }
 
 

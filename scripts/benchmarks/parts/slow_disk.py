@@ -5,12 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from immortal.bench.calls import IMMORTAL, immortal_caller
-from immortal.bench.streams import Load, immortal_streams
-from immortal.coordinator.log.backends.lmdb.sync_delay import VARIABLE
-from scripts.benchmarks.calling import calls_by, latency_figure, rate_figure
+from immortal.bench.one_way import Load, immortal_streams
+from immortal.coordinator.log.backends.lmdb.writer import VARIABLE
+from scripts.benchmarks.comparisons import Streams, calls_by, latency_figure, rate_figure, rates, streams_by
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import Figure, Target
-from scripts.benchmarks.streams import Streams, rates, streams_by
 
 LOADS = {"16 B": Load((16,)), "1 KiB": Load((1 << 10,))}
 NOTE = (

@@ -7,13 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+from immortal.bench.machine import MIB, memory_of
 from immortal.bench.processes import register
-from immortal.bench.usage import MIB, memory_of
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import IMMORTAL, Figure
 
 PYTHON = "python -c pass"
-CALLEE = "immortal.bench.call_apps:Callee"
+CALLEE = "immortal.bench.apps:Callee"
 
 
 def run(context: Context) -> list[Figure]:

@@ -12,7 +12,7 @@ import time
 
 from dbos import DBOS, DBOSConfig
 
-from immortal.bench.call_workload import Run, argument, encode_measured, measured, read_runs
+from immortal.bench.workload import Run, argument, encode_measured, measured, read_runs
 from scripts.benchmarks.rivals.steps import STEPS, step
 
 POOL_SIZE_MAX = 64

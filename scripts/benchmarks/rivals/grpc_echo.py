@@ -1,7 +1,7 @@
 """What the calls are compared with: grpcio, unary, with and without asyncio. Nothing of it is durable.
 
 ``python -m scripts.benchmarks.rivals.grpc_echo server|client threads|asyncio [ADDRESS]``, each in a process of its own,
-as the apps are. A server prints its address; a client takes runs (see ``immortal.bench.call_workload``).
+as the apps are. A server prints its address; a client takes runs (see ``immortal.bench.workload``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from immortal.bench.call_workload import Run, argument, encode_measured, measured, read_runs
+from immortal.bench.workload import Run, argument, encode_measured, measured, read_runs
 
 SERVICE, METHOD = "Callee", "Echo"
 SERVER_THREADS = 8

@@ -15,7 +15,7 @@ import hypercorn.asyncio
 import restate
 from restate.serde import BytesSerde
 
-from immortal.bench.call_workload import Run, argument, encode_measured, measured, read_runs
+from immortal.bench.workload import Run, argument, encode_measured, measured, read_runs
 from scripts.benchmarks.rivals.steps import STEPS, step
 
 BINARY = "application/octet-stream"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from immortal.bench.processes import BenchError
-from immortal.coordinator.service.parent_death import die_with_parent
+from immortal.coordinator.service.process import die_with_parent
 from scripts.benchmarks.context import ROOT
 
 START_TIMEOUT_S = 60.0

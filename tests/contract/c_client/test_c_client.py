@@ -16,7 +16,7 @@ import pytest
 from msgspec import structs
 
 from immortal.coordinator.config import InstanceSettings
-from immortal.coordinator.config.app_hosts import hosts_of
+from immortal.coordinator.config.socket_addresses import hosts_of
 from immortal.coordinator.instances import upgrade_mark
 from immortal.coordinator.instances.registry import free_port
 from immortal.coordinator.operator import control

@@ -13,33 +13,38 @@ import lmdb
 
 from immortal.coordinator.core.errors import LogError, LogFormatError
 from immortal.coordinator.fault_points import FaultPoint, reach
-from immortal.coordinator.log.backend import Held, Mac, Options, Place, Row, View
-from immortal.coordinator.log.backends.lmdb.data_file import (
+from immortal.coordinator.log.backend import Finding, Held, Mac, Options, Place, Row, Severity, View
+from immortal.coordinator.log.backends.lmdb.environment import (
+    failure_of,
+    new_environment,
+    passing,
+    remove_log,
+    said_of,
+    tighten_log,
+)
+from immortal.coordinator.log.backends.lmdb.files import (
     DATA_FILE_NAME,
     check_data_file,
     first_unreadable,
     log_exists,
     structure_problems,
+    sync_names,
 )
-from immortal.coordinator.log.backends.lmdb.environment import failure_of, new_environment, passing, said_of
-from immortal.coordinator.log.backends.lmdb.lock import FolderLock, is_locked, named_holder
-from immortal.coordinator.log.backends.lmdb.modes import remove_log, tighten_log
-from immortal.coordinator.log.backends.lmdb.names import sync_names
+from immortal.coordinator.log.backends.lmdb.locks import FolderLock, is_locked, lock_holder
 from immortal.coordinator.log.backends.lmdb.pages import PageError, check_pages
 from immortal.coordinator.log.backends.lmdb.tables import make_tables
-from immortal.coordinator.log.backends.lmdb.writing import LmdbBackend
-from immortal.coordinator.log.findings import Finding, Severity
-from immortal.coordinator.log.meta import LogIdentity
-from immortal.protocol.private_files import make_folder
+from immortal.coordinator.log.backends.lmdb.writer import LmdbBackend
+from immortal.coordinator.log.identity import LogIdentity
+from immortal.protocol.files import make_folder
 
 _PARTIAL_FOLDER_NAME = ".new"
 
 
 if TYPE_CHECKING:
-    from immortal.coordinator.log.backends.lmdb.reading import LmdbReader
+    from immortal.coordinator.log.backends.lmdb.reader import LmdbReader
 
 
-class HeldFolder(Held):
+class LockedFolder(Held):
     """By its lock."""
 
     def __init__(self, folder: Path) -> None:
@@ -93,9 +98,7 @@ class LmdbPlace(Place):
             return _open(folder, lock, instance_name, options)
 
     def open_reader(self, instance_name: str | None) -> LmdbReader:
-        from immortal.coordinator.log.backends.lmdb.reading import (
-            LmdbReader,  # here: no running coordinator reads with it
-        )
+        from immortal.coordinator.log.backends.lmdb.reader import LmdbReader
 
         try:
             return LmdbReader(self._folder, instance_name)
@@ -107,7 +110,7 @@ class LmdbPlace(Place):
         return is_locked(self._folder)
 
     def holder(self) -> str | None:
-        return (named_holder(self._folder) or "another process") if self.is_live() else None
+        return (lock_holder(self._folder) or "another process") if self.is_live() else None
 
     def version(self) -> object:
         try:
@@ -122,8 +125,8 @@ class LmdbPlace(Place):
     def make_private(self) -> str | None:
         return tighten_log(self._folder)
 
-    def hold(self) -> HeldFolder:
-        return HeldFolder(self._folder)
+    def hold(self) -> LockedFolder:
+        return LockedFolder(self._folder)
 
     def findings(self, *, held: bool) -> Iterator[Finding]:
         """Up to a fatal one: what comes then could kill this process."""
@@ -154,9 +157,9 @@ class LmdbPlace(Place):
                 yield Finding(Severity.NOTE, "file", f"{said_of(unnamed)}: the next start takes it in")
 
     def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
-        from immortal.coordinator.log.backends.lmdb.copying import bring_up  # here: no running coordinator does
+        from immortal.coordinator.log.backends.lmdb.copies import update_copy  # here: no running coordinator does
 
-        return bring_up(source, identity, mac, self._folder)
+        return update_copy(source, identity, mac, self._folder)
 
 
 @contextlib.contextmanager

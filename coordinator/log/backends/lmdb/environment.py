@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -23,14 +24,14 @@ from immortal.coordinator.core.errors import (
     LogSyncError,
     LogUnavailableError,
 )
-from immortal.coordinator.log.backends.lmdb import readers
-from immortal.coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME, check_data_file
-from immortal.coordinator.log.backends.lmdb.lock import is_locked
-from immortal.coordinator.log.backends.lmdb.pages import PageError, Unnamed, check_pages, name_transaction
-from immortal.coordinator.log.backends.lmdb.readers import READERS_MAX
-from immortal.protocol.private_files import FILE_MODE
+from immortal.coordinator.log.backends.lmdb import locks
+from immortal.coordinator.log.backends.lmdb.files import DATA_FILE_NAME, FILES_BESIDE, check_data_file
+from immortal.coordinator.log.backends.lmdb.journal import PARTIAL_FILE_NAME
+from immortal.coordinator.log.backends.lmdb.locks import LOCK_FILE_NAME, READERS_MAX, is_locked
+from immortal.coordinator.log.backends.lmdb.pages import PageError, UnnamedTransaction, check_pages, name_transaction
+from immortal.protocol.files import FILE_MODE, FOLDER_MODE, tighten
 
-READERS_FILE_NAME = readers.FILE_NAME
+READERS_FILE_NAME = locks.FILE_NAME
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ALMOST_FULL_BYTES = 1 << 20
 MAP_SIZE_BYTES = 64 << 30  # sparse: costs address space, no disk
@@ -89,9 +90,9 @@ def _open_when_there_is_room(folder: Path, **options: Any) -> lmdb.Environment:
         try:
             environment = _open_lmdb(folder, **options)
         except lmdb.ReadersFullError as error:
-            holders = readers.clear_dead(folder)
+            holders = locks.clear_dead(folder)
             if holders.total() >= READERS_MAX and time.monotonic() >= until_s:
-                raise full(folder, readers.said_of(holders)) from error
+                raise full(folder, locks.said_of(holders)) from error
             time.sleep(_READERS_LOOK_S)
         else:
             clear_dead(environment, folder)
@@ -100,7 +101,7 @@ def _open_when_there_is_room(folder: Path, **options: Any) -> lmdb.Environment:
 
 def clear_dead(environment: lmdb.Environment, folder: Path) -> None:
     """The places of readers that were killed: they would keep freed pages from being used again."""
-    with contextlib.suppress(OSError), readers.clearing(folder):
+    with contextlib.suppress(OSError), locks.clearing(folder):
         environment.reader_check()
 
 
@@ -131,7 +132,7 @@ def unreadable(folder: Path, error: lmdb.Error | struct.error, environment: lmdb
     """What a read that failed with ``error`` means."""
     if isinstance(error, lmdb.ReadersFullError):
         lines = [line.split() for line in environment.readers().splitlines()]
-        return full(folder, readers.said_of(Counter(int(line[0]) for line in lines if line and line[0].isdecimal())))
+        return full(folder, locks.said_of(Counter(int(line[0]) for line in lines if line and line[0].isdecimal())))
     unavailable = passing(folder, error) if isinstance(error, lmdb.Error) else None
     return unavailable or DamagedLogError(f"the log in {folder} cannot be read: {error}", -1)
 
@@ -144,7 +145,7 @@ def _allocate_readers_table(folder: Path) -> None:
     """LMDB makes it as a hole, and maps it: on a full disk the first touch would kill the process. Raises OSError."""
     path = folder / READERS_FILE_NAME
     # To close a file drops the locks that this process has on it, and LMDB's would be: it is opened when there is need.
-    if path.exists() and path.stat().st_blocks * 512 >= readers.TABLE_SIZE_BYTES:
+    if path.exists() and path.stat().st_blocks * 512 >= locks.TABLE_SIZE_BYTES:
         return
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
@@ -153,7 +154,7 @@ def _allocate_readers_table(folder: Path) -> None:
             return  # a reader that may not write there gets along, or LMDB says what is wrong
         raise
     try:
-        os.posix_fallocate(descriptor, 0, readers.TABLE_SIZE_BYTES)
+        os.posix_fallocate(descriptor, 0, locks.TABLE_SIZE_BYTES)
     finally:
         os.close(descriptor)
 
@@ -170,7 +171,7 @@ def _open_lmdb(folder: Path, **options: Any) -> lmdb.Environment:
     return lmdb.open(str(folder), max_dbs=DATABASES_MAX, mode=FILE_MODE, **options)
 
 
-def _check_pages(path: Path, *, readonly: bool) -> Unnamed | None:
+def _check_pages(path: Path, *, readonly: bool) -> UnnamedTransaction | None:
     """As check_pages. Raises DamagedLogError, LogError."""
     try:
         return check_pages(path)
@@ -184,12 +185,12 @@ def _check_pages(path: Path, *, readonly: bool) -> Unnamed | None:
         raise LogError(f"{path} cannot be read: {error}") from error
 
 
-def said_of(unnamed: Unnamed) -> str:
+def said_of(unnamed: UnnamedTransaction) -> str:
     number = unnamed.transaction_id
     return f"LMDB's transaction {number} is whole, and its meta page says {number - 2}, as after a sync that failed"
 
 
-def _name_last_transaction(path: Path, unnamed: Unnamed) -> None:
+def _name_last_transaction(path: Path, unnamed: UnnamedTransaction) -> None:
     """Raises LogError, LogSyncError."""
     try:
         descriptor = os.open(path.with_name(READERS_FILE_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
@@ -239,3 +240,95 @@ def failure_of(folder: Path, error: lmdb.Error | OSError) -> LogError:
 def _disk_is_full(folder: Path) -> bool:
     state = os.statvfs(folder)
     return state.f_bavail * state.f_frsize < _ALMOST_FULL_BYTES
+
+
+# A log is for its owner alone. One that an earlier version made, or a copy, may be open to others.
+
+
+FILE_NAMES = (DATA_FILE_NAME, READERS_FILE_NAME, LOCK_FILE_NAME, PARTIAL_FILE_NAME, *FILES_BESIDE)
+
+
+def tighten_log(folder: Path) -> str | None:
+    """Take from others what they may do with the log in ``folder``; in words what that was, None where it was nothing.
+
+    Only its own files, those that were cut off it, and their folders are changed.
+    """
+    found = []
+    try:
+        for place in (folder, *folder.glob("cut-*")):
+            modes = {place / name: FILE_MODE for name in FILE_NAMES if (place / name).is_file()}
+            for path, mode in (modes | {place: FOLDER_MODE}).items():
+                before = tighten(path, mode)
+                if before is not None:
+                    found.append(f"{path.name} {before}")
+    except OSError as error:
+        return f"the log in {folder} is open to others, and that can't be changed: {error}"
+    if not found:
+        return None
+    return f"the log in {folder} was open to others ({', '.join(found)}): now only its owner can read it"
+
+
+def remove_log(folder: Path) -> None:
+    """Remove the log's own files; its folder too, where it holds nothing else: it may have been given by hand."""
+    for name in FILE_NAMES:
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+# Giving pages of the map back.
+#
+# LMDB reads through a shared mapping of its file. A page that was touched once stays mapped and counts as this process's
+# memory, although the kernel could drop it at any time: a coordinator would seem to grow with its log. So every now and
+# then the mapping's pages are unmapped. They stay in the page cache, and a later read maps them again: nothing is lost.
+
+
+RELEASE_INTERVAL_BYTES = 32 << 20  # read or written since the last release
+
+_MADV_DONTNEED = 4  # on a shared file mapping: unmap the pages, keep the data
+
+
+def _madvise() -> ctypes._NamedFuncPointer | None:
+    try:
+        function = ctypes.CDLL(None, use_errno=True).madvise
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
+class MappedPages:
+    """The mapping of one file in this process. Does nothing where there is no /proc or no madvise."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._touched_bytes = 0
+        self._madvise = _madvise()
+
+    def count_bytes_touched(self, size_bytes: int) -> None:
+        """Count what was read or written; release now and then. The caller keeps the map from moving meanwhile."""
+        self._touched_bytes += size_bytes
+        if self._touched_bytes >= RELEASE_INTERVAL_BYTES:
+            self._touched_bytes = 0
+            self.release()
+
+    def release(self) -> None:
+        if self._madvise is None:
+            return
+        for start, end in self._mappings():
+            self._madvise(start, end - start, _MADV_DONTNEED)
+
+    def _mappings(self) -> list[tuple[int, int]]:
+        """Start and end of each shared mapping of the file."""
+        try:
+            inode = os.stat(self._path).st_ino
+            lines = Path("/proc/self/maps").read_text().splitlines()
+        except OSError:
+            return []
+        found = []
+        for line in lines:
+            addresses, permissions, _, _, mapped_inode, *_ = line.split(maxsplit=5)
+            if int(mapped_inode) == inode and permissions.endswith("s"):
+                start, _, end = addresses.partition("-")
+                found.append((int(start, 16), int(end, 16)))
+        return found

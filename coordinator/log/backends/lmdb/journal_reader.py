@@ -10,9 +10,11 @@ from msgspec.structs import replace
 
 from immortal.coordinator.core.errors import DamagedLogError
 from immortal.coordinator.log.backends.lmdb.environment import passing
-from immortal.coordinator.log.backends.lmdb.journal import ENTRY_SIZE_BYTES_MAX, FILE_NAME, FILE_SIZE_BYTES
-from immortal.coordinator.log.backends.lmdb.journal_entries import (
+from immortal.coordinator.log.backends.lmdb.journal import (
     BLOCK_SIZE_BYTES,
+    ENTRY_SIZE_BYTES_MAX,
+    FILE_NAME,
+    FILE_SIZE_BYTES,
     FORM,
     ROWS,
     Place,
@@ -22,8 +24,8 @@ from immortal.coordinator.log.backends.lmdb.journal_entries import (
     form_of,
     place_of,
 )
-from immortal.coordinator.log.backends.lmdb.view import JournalRows
-from immortal.coordinator.log.meta import LogIdentity
+from immortal.coordinator.log.backends.lmdb.tables import JournalRows
+from immortal.coordinator.log.identity import LogIdentity
 
 
 class JournalReader:

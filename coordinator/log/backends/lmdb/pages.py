@@ -67,7 +67,7 @@ class Meta(Struct, frozen=True):
     transaction_id: int
 
 
-class Unnamed(Struct, frozen=True):
+class UnnamedTransaction(Struct, frozen=True):
     """A transaction whose pages are all there, synced, and whose meta page says the ID of two transactions before.
 
     So LMDB leaves it when the sync of that meta page fails, and so does one flipped bit in the page of a transaction
@@ -88,7 +88,7 @@ class _Node(Struct, frozen=True):
     data_offset: int
 
 
-def check_pages(path: Path) -> Unnamed | None:
+def check_pages(path: Path) -> UnnamedTransaction | None:
     """The last transaction, where its meta page names another; None where all is as it must be.
 
     Raises PageError, and OSError where the file cannot be read. Only for a log that no process writes.
@@ -100,7 +100,7 @@ def check_pages(path: Path) -> Unnamed | None:
         os.close(descriptor)
 
 
-def name_transaction(path: Path, unnamed: Unnamed) -> None:
+def name_transaction(path: Path, unnamed: UnnamedTransaction) -> None:
     """Say in its meta page which transaction that is, and make it last. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
@@ -188,7 +188,7 @@ class _Walk:
 
     # --- tables -------------------------------------------------------------------------------------------------------
 
-    def check(self) -> Unnamed | None:
+    def check(self) -> UnnamedTransaction | None:
         self._check_newest(self._meta_page)
         unnamed = self._check_older()
         if unnamed is None and self._older.last_page > self._meta_page.last_page:
@@ -215,7 +215,7 @@ class _Walk:
         if newest > 1 and freed_by != newest:  # the first one frees nothing, all others their table of tables
             raise PageError(f"the meta page of transaction {newest} belongs to transaction {freed_by}")
 
-    def _check_older(self) -> Unnamed | None:
+    def _check_older(self) -> UnnamedTransaction | None:
         """The other meta page says how the log was a transaction ago, or would be if it were not said to be older.
 
         Its own pages may have been overwritten since by a transaction that a crash ended: then it is what it says.
@@ -240,7 +240,7 @@ class _Walk:
             self._check_newest(replace(self._older, transaction_id=freed_by))
         except PageError as error:
             raise PageError(f"{wrong}, of which {error}") from None
-        return Unnamed(freed_by, self._last_of(self._older), freed_by & 1, self._page_size_bytes)
+        return UnnamedTransaction(freed_by, self._last_of(self._older), freed_by & 1, self._page_size_bytes)
 
     def _last_of(self, meta: Meta) -> int:
         """The last page that it uses or lists as free. What failed before may have left others behind that.

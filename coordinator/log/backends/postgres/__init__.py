@@ -20,17 +20,17 @@ except ImportError as error:  # before all else here, which needs it too
     raise LogError(f"a log in PostgreSQL needs psycopg ({error}): pip install 'immortal[postgres]'") from None
 
 from immortal.coordinator.log.backend import Append, Mac, Options, Place, ReadBackend, Row, View
-from immortal.coordinator.log.backends.postgres import lease as leases
 from immortal.coordinator.log.backends.postgres import schema
+from immortal.coordinator.log.backends.postgres import write_lease as leases
 from immortal.coordinator.log.backends.postgres.chunks import removed
-from immortal.coordinator.log.backends.postgres.connecting import Address, Connections, connect, reaching
-from immortal.coordinator.log.backends.postgres.copying import change, put_copy
+from immortal.coordinator.log.backends.postgres.connections import Address, Connections, connect, reaching
 from immortal.coordinator.log.backends.postgres.durability import Durability
-from immortal.coordinator.log.backends.postgres.following import PostgresFollowing, PostgresWatching
+from immortal.coordinator.log.backends.postgres.standby import PostgresStandby, PostgresWatching
+from immortal.coordinator.log.backends.postgres.statements import change, write_copy
 from immortal.coordinator.log.backends.postgres.view import PostgresView, viewing
-from immortal.coordinator.log.backends.postgres.writing import PostgresBackend
-from immortal.coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
-from immortal.coordinator.objects.errors import StoreError
+from immortal.coordinator.log.backends.postgres.writer import PostgresBackend
+from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
+from immortal.coordinator.objects import StoreError
 
 LOOK_S = 0.1  # between two looks who has the lease, unless it runs out before
 
@@ -100,7 +100,7 @@ class PostgresPlace(Place):
         if self.exists():
             raise ValueError(f"there is a log {self.where} already, and a copy is a new one: choose another name")
         with self._making(Options()) as connection:
-            return put_copy(connection, self._address.named, source)
+            return write_copy(connection, self._address.named, source)
 
     @contextlib.contextmanager
     def _making(self, options: Options) -> Iterator[Connection[tuple[Any, ...]]]:
@@ -129,7 +129,7 @@ class PostgresPlace(Place):
 
     def open(self, instance_name: str, options: Options) -> PostgresBackend:
         self._require()
-        return PostgresBackend(self._address, instance_name, options, self.least_sequence_id)
+        return PostgresBackend(self._address, instance_name, options, self.sequence_id_required_min)
 
     def open_reader(self, instance_name: str | None) -> PostgresReader:
         self._require()
@@ -167,12 +167,12 @@ class PostgresPlace(Place):
                 self._look_s = min(self._look_s, now_s + self._holder.left_s)
         return self._holder
 
-    def follow(self, options: Options, nudge: Callable[[], None]) -> PostgresFollowing:
+    def follow(self, options: Options, nudge: Callable[[], None]) -> PostgresStandby:
         def look() -> None:
             self._look_s = 0.0
             nudge()
 
-        return PostgresFollowing(self._address, options.endpoint, look, options.checkpoints_to)
+        return PostgresStandby(self._address, options.endpoint, look, options.checkpoints_to)
 
     def remove(self) -> None:
         if not self.exists():

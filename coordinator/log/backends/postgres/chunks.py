@@ -22,7 +22,7 @@ import msgspec
 from immortal.coordinator.core.errors import DamagedLogError, LogError, LogUnavailableError
 from immortal.coordinator.log.backend import Append, Row, Span
 from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
-from immortal.coordinator.objects.errors import DamagedObjectError, ObjectError, StoreError
+from immortal.coordinator.objects import DamagedObjectError, ObjectError, StoreError
 from immortal.protocol import decoding
 
 if TYPE_CHECKING:

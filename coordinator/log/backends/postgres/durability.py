@@ -1,19 +1,183 @@
-"""What a server does with what it has acknowledged when a machine crashes, as its settings on one connection say.
+"""What a writer makes sure of before it says that an append is durable: that its server loses nothing by a crash, waits
+for as many standbys as before, and has all that was acknowledged.
 
-Settings differ by role, database and session: they are read on the very connection that appends. They change while it
-is open, all but synchronous_commit, which each session sets (connecting.py): a writer looks again after each reconnect
-and with each renewal of its lease, and where commits wait for standbys behind each commit.
+Settings that a session can't set change under it. They are looked at on each new connection and with each renewal of
+the lease; behind each commit, in the same round trip, where commits wait for standbys. While they are not right nothing
+is acknowledged, and the writer asks again. A server that lacks something was promoted too early: that is noted in the
+log, and nobody opens it as if nothing had been.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+import secrets
+from collections.abc import Iterator
 from typing import Any, LiteralString
 
 import psycopg
 from msgspec import Struct
+from msgspec.structs import replace
 
-from immortal.coordinator.core.errors import LogError, LogUnavailableError
+from immortal.coordinator.core.errors import LogError, LogLostError, LogUnavailableError
+from immortal.coordinator.log.backends.postgres.connections import Address, reaching
+from immortal.coordinator.log.backends.postgres.write_lease import head_count
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+TABLE = "durability"
+"""Rows of the log that no copy of it has: for how many standbys its commits wait, how its head was when it was taken
+last, and what it has lost."""
+_STANDBYS, _TAKEN, _LOST = b"standbys", b"taken", b"lost"
+
+
+class Guard:
+    """Of one writer. ``doubt``: why the next append is not to be acknowledged, as was seen beside appends; "": nothing.
+
+    ``allow_data_loss``: nothing is asked for, and what has been noted is forgotten.
+    """
+
+    def __init__(self, address: Address, *, allow_data_loss: bool) -> None:
+        self.doubt = ""
+        self._address, self._where, self._instance = address, address.where, address.named
+        self._allow_data_loss = allow_data_loss
+        self._standbys_count = 0  # for how many a commit has to wait
+        self._right = ""  # the settings as they were found to be right last
+        self._taken = ""  # as it was noted when this writer took the log
+        self._synchronous_commit = "on"  # of the connection that appends, which sets it
+
+    @property
+    def waits_for_standbys(self) -> bool:
+        return self._standbys_count > 0
+
+    def begin(self, connection: Connection) -> None:
+        """On the connection that is to append. Raises LogError."""
+        durability = Durability.of(connection)
+        self._synchronous_commit = durability.synchronous_commit
+        if not self._allow_data_loss:
+            durability.check(self._where)
+            self._standbys_count = durability.standbys_count
+
+    def take(
+        self, connection: Connection, head: tuple[int, int], last_sequence_id: int, sequence_id_required_min: int
+    ) -> None:
+        """In the transaction that takes the log, which ends with ``last_sequence_id`` and had ``sequence_id_required_min``.
+
+        ``head``: the epoch before, and how many appends were done in it. Raises LogLostError, LogUnavailableError.
+        """
+        noted = _Noted.of(connection, self._instance)
+        if not self._allow_data_loss:
+            if noted.lost:
+                raise LogLostError(noted.lost)
+            if last_sequence_id < sequence_id_required_min:
+                raise self.lost(f"it ends with record {last_sequence_id}, and had record {sequence_id_required_min}")
+            Durability.of(connection).check_again(self._where, noted.standbys_count)
+        _forget(connection, self._instance)
+        _note(connection, self._instance, _STANDBYS, str(self._standbys_count))
+        self._taken = f"{head[0]} {head[1]} {secrets.token_hex(8)}"
+        _note(connection, self._instance, _TAKEN, self._taken)
+
+    def require_whole(self, connection: Connection, done: tuple[int, int]) -> None:
+        """``done``: the epoch of a writer, and how many of its appends were acknowledged. Raises LogLostError."""
+        if self._allow_data_loss:
+            return
+        noted = _Noted.of(connection, self._instance)
+        if noted.lost:
+            raise LogLostError(noted.lost)
+        if done[1] and noted.taken != self._taken and noted.head < done:
+            had = f"it was taken over with {noted.head[1]} appends of epoch {noted.head[0]}"
+            raise self.lost(f"{had}, and {done[1]} of epoch {done[0]} were acknowledged")
+
+    def look_again(self, connection: Connection) -> None:
+        """On the connection that appends. Raises LogUnavailableError."""
+        if not self._allow_data_loss:
+            with reaching(self._address):
+                Durability.of(connection).check_again(self._where, self._standbys_count)
+
+    def check_after_commit(self, settings: str) -> None:
+        """At those behind a commit that is to be acknowledged. Raises LogUnavailableError."""
+        if settings != self._right:
+            Durability.read(settings).check_again(self._where, self._standbys_count)
+            self._right = settings
+
+    def check_in_background(self, connection: Connection, done: tuple[int, int] | None) -> None:
+        """Any thread, on a connection of its own. ``done``: the epoch, and how many appends were acknowledged in it."""
+        if self._allow_data_loss:
+            return
+        if done is not None and head_count(connection, self._instance) < done:
+            self.doubt = (
+                f"the database {self._where} may have lost acknowledged input: an older copy has taken its place"
+            )
+            return
+        if lost := _Noted.of(connection, self._instance).lost:  # as one has found out whose log it was
+            self.doubt = lost
+            return
+        durability = replace(Durability.of(connection), synchronous_commit=self._synchronous_commit)
+        try:
+            durability.check_again(self._where, self._standbys_count)
+            self.doubt = ""
+        except LogUnavailableError as error:
+            self.doubt = str(error)
+
+    def lost(self, how: str) -> LogLostError:
+        return LogLostError(
+            f"the database {self._where} has lost acknowledged input: {how}; a server was promoted that had not all of"
+            " it. Promote one that has it, or bring back the one of before; to go on without what is gone, start the"
+            " instance once with --allow-data-loss: streams of its peers stop where they know more, and say so"
+        )
+
+    @contextlib.contextmanager
+    def record_data_loss(self, connection: Connection) -> Iterator[None]:
+        """For all who open the log from here on."""
+        try:
+            yield
+        except LogLostError as error:
+            with contextlib.suppress(LogError), reaching(self._address), connection.transaction():
+                connection.execute("SET LOCAL synchronous_commit = local")  # a standby may not follow such a server
+                _note(connection, self._instance, _LOST, str(error))
+            raise
+
+
+class _Noted(Struct, frozen=True):
+    """By writers before. ``taken``: when the log was taken last: the epoch, how many appends were done in it, a nonce.
+    ``lost``: what the log has lost, in words; "": nothing that anybody has noticed."""
+
+    standbys_count: int
+    taken: str
+    lost: str
+
+    @property
+    def head(self) -> tuple[int, int]:
+        epoch, count = self.taken.split()[:2]
+        return int(epoch), int(count)
+
+    @classmethod
+    def of(cls, connection: Connection, instance: str) -> _Noted:
+        rows = connection.execute(
+            "SELECT key, value FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, TABLE]
+        )
+        found = {bytes(key): bytes(value).decode() for key, value in rows}
+        return cls(int(found.get(_STANDBYS, "0")), found.get(_TAKEN, "0 0"), found.get(_LOST, ""))
+
+
+def _forget(connection: Connection, instance: str) -> None:
+    connection.execute("DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, TABLE])
+
+
+def _note(connection: Connection, instance: str, key: bytes, value: str) -> None:
+    connection.execute(
+        "INSERT INTO immortal.rows (instance, table_name, key, value) VALUES (%s, %s, %s, %s)"
+        " ON CONFLICT (instance, table_name, key) DO UPDATE SET value = excluded.value",
+        [instance, TABLE, key, value.encode()],
+    )
+
+
+# What a server does with what it has acknowledged when a machine crashes, as its settings on one connection say.
+#
+# Settings differ by role, database and session: they are read on the very connection that appends. They change while it
+# is open, all but synchronous_commit, which each session sets (connecting.py): a writer looks again after each reconnect
+# and with each renewal of its lease, and where commits wait for standbys behind each commit.
+
 
 SETTINGS: LiteralString = (
     "SELECT concat_ws('|', current_setting('fsync'), current_setting('full_page_writes'),"

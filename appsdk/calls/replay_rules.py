@@ -1,0 +1,116 @@
+"""What the SDK does in a way that each replay has to do again, and may do otherwise in a log that is begun today."""
+
+from __future__ import annotations
+
+import dis
+import linecache
+from enum import IntEnum
+from types import CodeType, FrameType
+
+
+class Rules(IntEnum):
+    """A log keeps the rules that it was begun with; its checkpoints say which."""
+
+    FIRST = 1
+    """A random stream for the function's qualified name and the text of the line. Signals are kept without a limit."""
+
+    SECOND = 2
+    """... for the function's qualified name and the method that is called. Signals that wait for nobody are limited."""
+
+    THIRD = 3
+    """Integers of any size, and what is annotated ``Any`` with its types, are sent. The state is kept as what it is,
+    types included, or refused."""
+
+    RAISED_WHOLE = 4
+    """... and declared exceptions are sent with the fields that their classes keep (raised.py)."""
+
+    NESTING = 5
+    """... and handlers send nothing that is nested too deeply."""
+
+
+NEWEST = max(Rules)
+"""Those of a log that is begun now."""
+
+
+class OrderRules(IntEnum):
+    """The same for ordered multicasts and handles: another number, as these have checkpoints of their own kind."""
+
+    FIRST = 1
+
+    SECOND = 2
+    """A multicast that is late moves behind what came meanwhile. The end of a handle is heard before any copy. What an
+    instance sends to itself keeps its order with its own multicasts."""
+
+
+NEWEST_ORDER = max(OrderRules)
+
+
+# The places in the code that draw random numbers, by name.
+#
+# A replay needs the same names again, from code that was formatted, commented, moved within its file, shipped without its
+# source or compiled by another version of Python since. So a name is made of what all these leave as it is: the function,
+# and the method that is called on ``self.random`` there. docs/decisions/0022 has the reasons.
+
+
+_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_SKIPPED = ("EXTENDED_ARG", "CALL")  # a call, of getattr(), is two instructions in Python 3.11, the frame at the first
+
+
+class CallSites:
+    """Names the places in the code that draw."""
+
+    def __init__(self) -> None:
+        self.rules = NEWEST
+        self._sites: dict[tuple[CodeType, int], bytes] = {}
+        self._lines: dict[str, list[str]] = {}
+
+    def use(self, rules: Rules) -> None:
+        """From here on places are named by ``rules``."""
+        self.rules = rules
+        self._sites.clear()
+
+    @property
+    def limits_nesting(self) -> bool:
+        return self.rules >= Rules.NESTING
+
+    def load(self, file_name: str) -> None:
+        """Remember the text of a file as it is now: later it may have been edited under a running app."""
+        if file_name not in self._lines:
+            self._lines[file_name] = linecache.getlines(file_name)
+
+    def site(self, frame: FrameType) -> bytes:
+        by_line = self.rules is Rules.FIRST
+        key = frame.f_code, frame.f_lineno if by_line else frame.f_lasti
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = (self._by_line(frame) if by_line else _by_function(frame)).encode()
+        return site
+
+    def _by_line(self, frame: FrameType) -> str:
+        code, line_number = frame.f_code, frame.f_lineno
+        self.load(code.co_filename)
+        lines = self._lines[code.co_filename]
+        if 0 < line_number <= len(lines):
+            place = lines[line_number - 1].strip()
+        else:  # no source at hand
+            place = f"+{line_number - code.co_firstlineno}"
+        return f"{code.co_qualname}\n{place}"
+
+
+def _by_function(frame: FrameType) -> str:
+    # Python 3.12 makes no functions of comprehensions any more.
+    names = [name for name in frame.f_code.co_qualname.split(".") if name not in _COMPREHENSIONS]
+    return f"{'.'.join(names).removesuffix('.<locals>')}\n{_method(frame)}"
+
+
+def _method(frame: FrameType) -> str:
+    """``choice`` of ``self.random.choice(...)``: what is taken next of what the frame is about to get; "": nothing is.
+
+    Not which call it is, first or second: versions of Python write the body of a ``finally`` and the condition of a
+    ``while`` a different number of times.
+    """
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset > frame.f_lasti and instruction.opname not in _SKIPPED:
+            return str(instruction.argval) if instruction.opname in _ATTRIBUTES else ""
+    return ""

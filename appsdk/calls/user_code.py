@@ -1,0 +1,252 @@
+"""What user code raises, whatever its type: one rule for all that calls some.
+
+``sys.exit()``, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError and each BaseException of a user's own are what
+a ValueError is: the run that raised it has failed, and the process goes on. What ends the process is a signal that asks
+for it. docs/guide/errors.md has the table.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import reprlib
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+from immortal.appsdk.errors import AppError, HandlerError
+from immortal.protocol.safe_output import RateLimit, printable
+from immortal.protocol.verdicts import Verdict, VerdictKind
+
+
+class ControlFlowSignal(BaseException):
+    """The SDK's own way out of user code, which is no failure of it: nothing on the way is to catch it."""
+
+
+def is_user_failure(error: BaseException) -> bool:
+    """Whether the run of user code that ``error`` comes out of has failed with it; else it is to be raised on."""
+    if isinstance(error, Exception):
+        return True
+    return not isinstance(error, ControlFlowSignal) and not _is_of_a_signal(error)
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """It was raised by what the process does at a signal, wherever that found it."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    """Of a function, a method, or an object that can be called."""
+    code = getattr(handler, "__code__", None)
+    if code is None and callable(handler):
+        code = getattr(handler.__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """What Ctrl-C does by default, in Python: so its KeyboardInterrupt says where it is from."""
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def mark_interrupts() -> Iterator[None]:
+    """Meanwhile Ctrl-C, where it does what it does by default, is told from a KeyboardInterrupt that user code raises.
+
+    It does nothing in other threads than the main one.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Context variables: each run of user code has a copy of its own, which no other run sees and which ends with it.
+#
+# Python keeps in them decimal's precision and numpy's errstate, libraries what a log line or a span belongs to, users
+# their tenant. Without a copy one handler would change what all others compute, and a recovery, which does not run what
+# has changed it, would compute something else. decisions/0073.
+
+
+T = TypeVar("T")
+
+_SETTINGS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "traps")  # of a decimal context
+_decimal_variable: contextvars.ContextVar[Any] | None = None
+
+
+class RunContexts:
+    """Those of one instance: copies of what the thread that makes this has now, once the app's modules are imported."""
+
+    __slots__ = ("_base", "_is_empty")
+
+    def __init__(self) -> None:
+        self._base = _without_usual_decimal(contextvars.copy_context())
+        self._is_empty = not len(self._base)
+
+    def new(self) -> contextvars.Context:
+        """For one run that nobody else's context is handed down to."""
+        made = self._base.copy()
+        return made if self._is_empty else _separated(made)
+
+    def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """One such run; it may be within another."""
+        return self.new().run(function, *arguments)
+
+
+def inherited_context() -> contextvars.Context:
+    """A copy of the context that runs now, for what it starts: a branch, a step, an effect."""
+    return _separated(contextvars.copy_context())
+
+
+def copy_of(context: contextvars.Context) -> contextvars.Context:
+    """For one of several runs that begin with what ``context`` has."""
+    return _separated(context.copy())
+
+
+def _separated(context: contextvars.Context) -> contextvars.Context:
+    """``context``, with a decimal context of its own: its users change that object in place."""
+    variable = _variable_of_decimal()
+    if variable is not None and variable in context:
+        context.run(variable.set, context[variable].copy())
+    return context
+
+
+def _without_usual_decimal(context: contextvars.Context) -> contextvars.Context:
+    """``context``, with no decimal context that says what any new one would: each number that a module makes as it is
+    imported leaves one behind."""
+    variable = _variable_of_decimal()
+    if variable is None or variable not in context:
+        return context
+    usual = contextvars.Context().run(sys.modules["decimal"].getcontext)
+    if any(getattr(context[variable], name) != getattr(usual, name) for name in _SETTINGS):
+        return _separated(context)
+    made = contextvars.Context()
+    for other, value in context.items():
+        if other is not variable:
+            made.run(other.set, value)
+    return made
+
+
+def _variable_of_decimal() -> contextvars.ContextVar[Any] | None:
+    """Where decimal keeps its context; None: nobody has imported it."""
+    global _decimal_variable
+    if _decimal_variable is None and hasattr(decimal := sys.modules.get("decimal"), "getcontext"):
+        probe = contextvars.Context()
+        probe.run(decimal.getcontext)  # type: ignore[union-attr]
+        _decimal_variable = next(iter(probe), None)
+    return _decimal_variable
+
+
+# What is said when the app's own code fails: where, with which arguments, its traceback, and what to do.
+
+
+Result = TypeVar("T")
+
+ARGUMENT_CHARACTERS_MAX = 200
+ARGUMENT_ITEMS_MAX = 8
+FAILURES_TOLD_EACH_S = 10.0
+
+# The second where a module is compiled.
+_OWN_FOLDERS = (os.path.join(os.path.dirname(os.path.dirname(__file__)), ""), os.path.join("immortal", "appsdk", ""))
+
+_shortener = reprlib.Repr()
+_shortener.maxstring = _shortener.maxother = _shortener.maxlong = ARGUMENT_CHARACTERS_MAX
+_shortener.maxlist = _shortener.maxtuple = _shortener.maxdict = _shortener.maxset = ARGUMENT_ITEMS_MAX
+
+
+def describe_arguments(arguments: tuple[Any, ...]) -> str:
+    try:
+        return f"({', '.join(map(_shortener.repr, arguments))})"
+    except BaseException as error:  # a __repr__ of the user's
+        if not is_user_failure(error):
+            raise
+        return f"(... their repr raises {error!r})"
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback without the SDK's own frames, indented."""
+    whole = traceback.TracebackException.from_exception(error)
+    pending: list[traceback.TracebackException | None] = [whole]
+    while pending:
+        if (one := pending.pop()) is not None:
+            users = [frame for frame in one.stack if not frame.filename.startswith(_OWN_FOLDERS)]
+            one.stack = traceback.StackSummary.from_list(users or one.stack)
+            pending += [one.__cause__, one.__context__]
+    lines = list(whole.format())
+    return "".join(f"    {line}\n" for part in lines for line in part.rstrip("\n").split("\n")).rstrip()
+
+
+def handler_failed(
+    method: str, arguments: tuple[Any, ...], error: BaseException, sequence_id: int, message_index: int
+) -> HandlerError:
+    return HandlerError(
+        f"{method} raised {type(error).__name__} at record {sequence_id}, message {message_index}; the app stops\n"
+        f"  arguments: {describe_arguments(arguments)}\n"
+        f"{user_traceback(error)}\n"
+        f"  The call is in the log: nothing is lost, and nothing after it has been handled. Fix the handler and "
+        f"start the\n"
+        f"  app again: it recovers and handles this call with the new code. Starting it without a change repeats "
+        f"the error.",
+        sequence_id,
+        message_index,
+    )
+
+
+def run_user_code(what: str, function: Callable[[], Result], error_type: type[AppError]) -> Result:
+    """Call ``function``, the user's; what it raises becomes an ``error_type`` with the traceback."""
+    try:
+        return function()
+    except AppError:
+        raise
+    except BaseException as error:
+        if not is_user_failure(error):
+            raise
+        raise error_type(f"{what} raised {type(error).__name__}; the app stops\n{user_traceback(error)}") from error
+
+
+class FailureReporter:
+    """Tells the user of messages that have failed alone: the first of each kind whole, then once in a while how many.
+
+    ``say``: shows a text to the user.
+    """
+
+    def __init__(self, say: Callable[[str], None], clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._say = say
+        self._clock_s = clock_s
+        self._limit = RateLimit(burst=1, interval_ns=int(FAILURES_TOLD_EACH_S * 1e9))
+
+    def failed(self, verdict: Verdict) -> None:
+        count = self._limit.admit((verdict.method, verdict.type_name), int(self._clock_s() * 1e9))
+        if count is None:
+            return
+        others = f" (and {count} more of this kind since the last time)" if count else ""
+        self._say("\n".join([f"warning: {in_words(verdict)}{others}", *filter(None, verdict.trace.split("\n"))]))
+
+
+def in_words(verdict: Verdict) -> str:
+    """What has become of a message, in one line."""
+    where = f"at record {verdict.sequence_id}, message {verdict.message_index}"
+    told = "its caller is told so" if verdict.caller is not None or verdict.step else "it is a dead letter"
+    if verdict.kind is VerdictKind.REFUSED:
+        return f"a call {where} is refused: {printable(verdict.text)}; {told}"
+    state = "the state is as it was before" if verdict.kind is VerdictKind.UNDONE else "the state stays as it is"
+    return f"{verdict.method} raised {printable(verdict.type_name)} {where}: the call fails, {state}; {told}"

@@ -1,0 +1,272 @@
+"""Where an instance is, and which keys it and its callers have: as the registry folder says, or as given by hand.
+
+The registry folder is that of ``immortal register``: HOME/NAME.toml has the endpoint, HOME/NAME/public_keys the keys
+that the instance may show, HOME/WHO/keys/pairs the secret ones of whoever calls.
+Of a registry in a database that folder is this machine's copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from immortal.appsdk.client.errors import NotConnectable
+from immortal.protocol import shared_registry
+from immortal.protocol.files import COORDINATOR_FILE_NAME, SUPERVISOR_FILE_NAME, ProcessFile, openness, read_living
+from immortal.protocol.shared_registry import Copy, SharedHomeError
+
+IDENTITY_VARIABLE = "IMMORTAL_IDENTITY"
+_TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d{1,5})")
+KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A client's own CURVE keys, in Z85. No text of this object shows the secret one."""
+
+    public: str
+    secret: str = field(repr=False)
+
+
+class Places(Struct, frozen=True):
+    """``endpoints`` of one instance, to be tried in turn; ``server_keys``: those that it may show, () in plain.
+
+    ``folder``: where its processes say that they run; None where that is another machine's, or not known.
+    ``refusal``: why it does not let this caller in, as far as its settings say so.
+    """
+
+    endpoints: tuple[str, ...]
+    server_keys: tuple[str, ...]
+    pair: KeyPair | None
+    folder: Path | None = None
+    refusal: str = ""
+
+
+class Finder(Struct, frozen=True):
+    """Finds them anew each time: an instance may move, and keys change."""
+
+    name: str
+    home: str | os.PathLike[str] | None = None
+    endpoints: Sequence[str] = ()
+    server_keys: Sequence[str] = ()
+    identity: str | None = None
+    insecure: bool = False
+
+    def find(self) -> Places:
+        """Raises NotConnectable."""
+        home = home_of(self.home)
+        for folder in (home, home / self.name):
+            if (problem := openness(folder)) is not None:
+                raise NotConnectable(problem)
+        registered = {} if self.endpoints else _settings(home, self.name)
+        endpoints = tuple(self.endpoints) or (_endpoint(home, self.name, registered),)
+        keys = tuple(self.server_keys) or _public_keys(home / self.name / "public_keys")
+        pair = self._pair(home) if keys else None
+        for endpoint in endpoints:
+            if not is_local(endpoint) and not keys and not self.insecure:
+                raise NotConnectable(
+                    f"{endpoint} is not on this machine and no public key of {self.name!r} is known: write it into "
+                    f"{home / self.name / 'public_keys'}, or give server_keys=[...] (insecure=True calls in plain)"
+                )
+        here = bool(registered) and is_local(endpoints[0]) and not (home / shared_registry.ORIGIN_FILE_NAME).exists()
+        refusal = self._refusal(home, registered) if keys else ""
+        return Places(endpoints, keys, pair, (home / self.name).absolute() if here else None, refusal)
+
+    def follow(self) -> RegistryWatch | None:
+        """News of where it is and of its keys; None where only a look can tell. Raises NotConnectable."""
+        if self.endpoints:
+            return None
+        copy = _copy_of(home_of(self.home))
+        return None if copy is None else RegistryWatch(self, copy)
+
+    @property
+    def caller(self) -> str | None:
+        """Whose keys are shown; None: the instance's own."""
+        return self.identity or os.environ.get(IDENTITY_VARIABLE)
+
+    def _refusal(self, home: Path, registered: Mapping[str, Any]) -> str:
+        allowed, caller = registered.get("allow"), self.caller
+        if not isinstance(allowed, list | dict) or caller in (None, self.name, *allowed):
+            return ""
+        return (
+            f"{self.name!r} takes no calls of {caller!r}: 'allow' in {home / self.name}.toml names "
+            f"{', '.join(map(str, allowed)) or 'nobody'}"
+        )
+
+    def _pair(self, home: Path) -> KeyPair:
+        """Those of the identity; without one the instance's own, which whoever runs it can read."""
+        identity = self.caller
+        if identity not in (None, self.name) and (home / f"{identity}.toml").exists():
+            raise NotConnectable(
+                f"{identity!r} is an instance, whose keys no client may show: make some for this client with "
+                f"'immortal keys WHO --make --client', and say identity=\"WHO\""
+            )
+        if identity is not None:
+            pair = pair_of(home / identity, identity)
+            if pair is not None:
+                return pair
+            raise NotConnectable(
+                f"{identity!r} has no keys in {home / identity}: 'immortal keys {identity} --make --client' makes them"
+            )
+        with contextlib.suppress(PermissionError):
+            pair = pair_of(home / self.name, self.name)
+            if pair is not None:
+                return pair
+        raise NotConnectable(
+            f"{self.name!r} takes only callers with keys, and its own can't be read in {home / self.name}: make some "
+            f"with 'immortal keys WHO --make --client', and say who calls with identity=\"WHO\" or "
+            f"{IDENTITY_VARIABLE}=WHO"
+        )
+
+
+class RegistryWatch:
+    """Of an instance that a registry in a database knows; until :meth:`close`."""
+
+    def __init__(self, finder: Finder, copy: Copy) -> None:
+        self._finder, self._copy = finder, copy
+        self._changes = -1
+        copy.keep()
+
+    def moved(self, known: Places) -> bool:
+        """Whether it is to be found otherwise than ``known``; that costs nothing while nothing changes."""
+        if self._changes == self._copy.changes:
+            return False
+        self._changes = self._copy.changes
+        try:
+            found = self._finder.find()
+        except NotConnectable:
+            return False  # as it was
+        return (found.endpoints, found.server_keys) != (known.endpoints, known.server_keys)
+
+    def close(self) -> None:
+        self._copy.leave()
+
+
+def home_of(home: str | os.PathLike[str] | None) -> Path:
+    """The registry folder; of a URL this machine's copy. Raises NotConnectable."""
+    try:
+        return shared_registry.folder_of(home)
+    except SharedHomeError as error:
+        raise NotConnectable(str(error)) from None
+
+
+def _copy_of(home: Path) -> Copy | None:
+    try:
+        return shared_registry.copy_of(home)
+    except SharedHomeError as error:
+        raise NotConnectable(str(error)) from None
+
+
+def _settings(home: Path, name: str) -> dict[str, Any]:
+    path = home / f"{name}.toml"
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        known = sorted(file.name.removesuffix(".toml") for file in home.glob("*.toml")) if home.is_dir() else []
+        names = f"registered are {', '.join(known[:20])}" if known else "nothing is registered there"
+        raise NotConnectable(
+            f"there is no instance {name!r} in {home}: {names}; set {shared_home.HOME_VARIABLE}, or say where it "
+            f"is with endpoints=[...]"
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise NotConnectable(f"{path} cannot be read: {error}") from None
+
+
+def _endpoint(home: Path, name: str, registered: Mapping[str, Any]) -> str:
+    peer = registered.get("peer")
+    if not isinstance(peer, str):
+        path = home / f"{name}.toml"
+        raise NotConnectable(f'{path} gives no endpoint: peer = "tcp://HOST:PORT" is missing')
+    copy, log = _copy_of(home), registered.get("log")
+    return (copy.endpoint(name, log) if copy is not None and isinstance(log, str) else None) or peer
+
+
+def _public_keys(path: Path) -> tuple[str, ...]:
+    try:
+        lines = [line.strip() for line in path.read_text("ascii").split("\n")]
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotConnectable(f"the public keys in {path} cannot be read: {error}") from None
+    return tuple(line for line in lines if KEY.fullmatch(line))
+
+
+def pair_of(folder: Path, identity: str) -> KeyPair | None:
+    """The pair in use; None where there is none. Raises PermissionError."""
+    path = folder / "keys" / "pairs"
+    try:
+        if path.stat().st_mode & 0o077:
+            raise NotConnectable(f"{path} can be read by others: 'chmod 600 {path}', and change the keys")
+        first = path.read_text("ascii").split("\n")[0]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotConnectable(f"the keys in {path} cannot be read: {error}") from None
+    public, _, secret = first.partition(" ")
+    if not (KEY.fullmatch(public) and KEY.fullmatch(secret)):
+        raise NotConnectable(f"{path} holds something else than key pairs")
+    return KeyPair(public, secret)
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether only this machine reaches it. Raises NotConnectable for what is no endpoint."""
+    if endpoint.startswith(("ipc://", "inproc://")):
+        return True
+    match = _TCP.fullmatch(endpoint)
+    if match is None:
+        raise NotConnectable(f'{endpoint!r} is no endpoint: "tcp://HOST:PORT" or "ipc://PATH" were expected')
+    host = match["host"].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+# Whether an instance of this machine's registry folder runs, as its processes say there.
+
+
+class ProcessStatus(Struct, frozen=True):
+    """``stopped``: by somebody's will, or never started. ``problem``: why it does not answer; "" while it runs."""
+
+    stopped: bool
+    problem: str
+
+
+_UNKNOWN = ProcessStatus(False, "")
+
+
+def presence(folder: Path) -> ProcessStatus:
+    """Of the instance of ``folder``. A process that is killed leaves its file: it may be started again any moment."""
+    name = folder.name
+    files = [folder / SUPERVISOR_FILE_NAME, folder / COORDINATOR_FILE_NAME]
+    try:
+        if not any(map(_is_there, files)):
+            return ProcessStatus(True, f"{name!r} does not run: 'immortal run {name}' starts it")
+    except OSError:
+        return _UNKNOWN  # the folder is not ours to read
+    supervisor, coordinator = (read_living(file, ProcessFile) for file in files)
+    if coordinator is not None:
+        return _UNKNOWN
+    if supervisor is not None:
+        return ProcessStatus(False, f"{name!r} is starting ('immortal status {name}')")
+    return ProcessStatus(False, f"{name!r} was killed, and nobody has started it again: 'immortal run {name}'")
+
+
+def _is_there(file: Path) -> bool:
+    """Raises OSError where it can't be told: from Python 3.14 on ``exists()`` says False there."""
+    try:
+        file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

@@ -1,0 +1,239 @@
+"""What a method is to a caller, and what a reply means: with the class at hand, or by the instance's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import count
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from immortal.appsdk.calls.codec import ValueDecoder, describe_depth, encode_value, is_too_deep, largest, unencodable
+from immortal.appsdk.calls.failures import CANCELLED, argument_mismatch
+from immortal.appsdk.client.errors import (
+    CallCancelled,
+    CallConflict,
+    CalleeFailed,
+    CallRaised,
+    CallRefused,
+    ClientError,
+)
+from immortal.appsdk.client.limits import ARGUMENTS_SIZE_BYTES_MAX
+from immortal.appsdk.client.session import REQUEST_ACCEPTED, REQUEST_UNKNOWN
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.handlers.proxy import find_handler
+from immortal.appsdk.state.journal import decode_raised
+from immortal.protocol import decoding
+from immortal.protocol.client_frames import REFUSED_CALL, Reply, ReplyKind
+from immortal.protocol.extension_values import decode_plain
+from immortal.protocol.extensions import QUERIES
+from immortal.protocol.system_methods import CANCEL_CALL_METHOD_ID
+from immortal.protocol.verdicts import FAILED_CALL
+
+CONFLICT_FIELDS = ("what", "known", "given", "advice")
+_decode_raised = ValueDecoder(tuple[str, list[Any], dict[str, Any]]).decode
+_ARRAY_OF_3 = b"\x93"  # a reply that was raised has lost the front of its array
+
+
+class Method(Protocol):
+    """``method``: the ID, or the name as long as nobody knows it. ``name``: for people."""
+
+    method: int | str
+    name: str
+
+    def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
+        """Raises TypeError."""
+
+    def value(self, reply: Reply) -> Any:
+        """What the handler returned. Raises what it raised, and ClientError."""
+
+
+class NamedMethod:
+    """Of an instance whose class is not known here."""
+
+    def __init__(self, name: str) -> None:
+        self.method: int | str = name
+        self.name = name
+
+    def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
+        if keywords:
+            raise TypeError(
+                f"{self.name}: arguments by name ({', '.join(keywords)}) need the class: connect(Class, name); "
+                f"without it they go by position"
+            )
+        return _encoded(self.name, arguments, (f"argument {place}" for place in count(1)))
+
+    def value(self, reply: Reply) -> Any:
+        if reply.kind == ReplyKind.NOTHING:
+            return None
+        if reply.kind == ReplyKind.VALUE:
+            return _decoded(self.name, reply.value)
+        raised = _raised(self.name, reply)
+        raise CallRaised(self.name, *raised)
+
+
+class NamedQuery(NamedMethod):
+    """One that is called only if it is a query, as the instance says."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.method = query_name(name)
+
+
+def query_name(name: str) -> str:
+    """What a query is called beside its name: no handler can be."""
+    return f"{QUERIES}.{name}"
+
+
+def query_of(name: str) -> str:
+    """The query that :func:`query_name` made ``name`` of; "" for another name."""
+    front, dot, query = name.rpartition(".")
+    return query if dot and front == QUERIES else ""
+
+
+class TypedMethod:
+    """A handler of a class that is known here."""
+
+    def __init__(self, definition: Definition, handler: Handler[Any, Any]) -> None:
+        self.method: int | str = handler.method_id
+        self.name = handler.function.__qualname__
+        self.is_query = handler.is_query
+        self._handler = handler
+        self._codec = definition.codec(handler)
+
+    def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
+        """Checked here, where it can be said what is wrong: the instance only says that something is."""
+        if keywords or len(arguments) != self._codec.count:
+            arguments = self._codec.bind(arguments, keywords)
+        if self._codec.may_hold_untyped:
+            arguments = self._codec.exactly(arguments)
+        data = _encoded(self.name, arguments, self._codec.signature.parameters)
+        try:
+            self._codec.decode(data)
+        except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
+            raise TypeError(argument_mismatch(self._codec, error, data, 0)) from None
+        return data
+
+    def value(self, reply: Reply) -> Any:
+        if reply.kind == ReplyKind.NOTHING:
+            return None
+        try:
+            if reply.kind == ReplyKind.VALUE:
+                return self._codec.decode_result(reply.value)
+            _raised(self.name, reply)  # may say that the call was refused
+            error = decode_raised(self._handler.raises, self.name, _ARRAY_OF_3 + reply.value)
+        except (decoding.DecodeError, LookupError) as problem:
+            raise ClientError(f"{self.name}: the reply does not fit what it is declared to be: {problem}") from None
+        raise error
+
+
+def typed_method(definition: Definition, name: str) -> TypedMethod:
+    """Raises AttributeError for a name that no handler has."""
+    return TypedMethod(definition, find_handler(definition, name))
+
+
+def typed_query(definition: Definition, name: str) -> TypedMethod:
+    """Raises AttributeError for a name that no query has."""
+    found = definition.handlers.get(name)
+    if found is None or not found.is_query:
+        queries = ", ".join(sorted(one.name for one in definition.handlers.values() if one.is_query)) or "none"
+        if found is not None:
+            what = f"{found.function.__qualname__} is no query (the queries: {queries}): it is called without .query"
+            raise AttributeError(what)
+        raise AttributeError(f"{definition.name} has no query {name!r} (its queries: {queries})")
+    return TypedMethod(definition, found)
+
+
+def _encoded(name: str, arguments: tuple[Any, ...], parameters: Iterable[str]) -> bytes:
+    try:
+        data = encode_value(arguments)
+    except Exception as error:  # what a user's type raises as it is encoded
+        raise unencodable(name, parameters, arguments, error) from error
+    if is_too_deep(data):
+        raise TypeError(describe_depth(name, parameters, arguments))
+    if len(data) > ARGUMENTS_SIZE_BYTES_MAX:
+        raise TypeError(
+            f"{name}: the arguments take {len(data)} bytes, at most {ARGUMENTS_SIZE_BYTES_MAX} are possible: send them "
+            f"in parts{largest(parameters, arguments)}"
+        )
+    return data
+
+
+def _decoded(name: str, data: bytes) -> Any:
+    try:
+        return decode_plain(data)
+    except decoding.DecodeError as error:
+        raise ClientError(f"{name}: the reply can't be read: {error}") from None
+
+
+def check_conflict(name: str, reply: Reply) -> None:
+    """Raises CallConflict where ``reply`` says that it is one; what the handler has raised is none."""
+    if reply.kind == ReplyKind.RAISED:
+        with suppress(CallCancelled, CalleeFailed):
+            _raised(name, reply)
+
+
+def _raised(name: str, reply: Reply) -> tuple[str, list[Any], dict[str, Any]]:
+    """(name of the exception, arguments, attributes). Raises CallRefused, CalleeFailed, ClientError."""
+    try:
+        found: tuple[str, list[Any], dict[str, Any]] = _decode_raised(_ARRAY_OF_3 + reply.value)
+    except decoding.DecodeError as error:
+        raise ClientError(f"{name}: what it raised can't be read: {error}") from None
+    if found[0] == REFUSED_CALL:
+        if found[2].keys() >= set(CONFLICT_FIELDS):
+            raise CallConflict(*(str(found[2][field]) for field in CONFLICT_FIELDS))
+        raise CallRefused(f"the call was refused: {', '.join(map(str, found[1]))}")
+    if found[0] == FAILED_CALL:
+        type_name, text, reference = (*map(str, found[1]), "", "", "")[:3]
+        if type_name == CANCELLED:
+            raise CallCancelled(name, text, reference)
+        raise CalleeFailed(name, type_name, text, reference)
+    return found
+
+
+# What is asked about a request besides its result: whether it waits, and that it be cancelled.
+
+
+Status = Literal["waiting", "done", "unknown"]
+
+
+class _StatusMethod:
+    """Its reply is that of a :class:`immortal.appsdk.client.session.Question`."""
+
+    method: int | str = 0
+    name = "status"
+
+    def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
+        return b""
+
+    def value(self, reply: Reply) -> Status:
+        """Raises CallConflict."""
+        if reply is REQUEST_ACCEPTED:
+            return "waiting"
+        check_conflict(self.name, reply)
+        return "unknown" if reply is REQUEST_UNKNOWN else "done"
+
+
+class _CancelMethod:
+    """Request 2 of a key cancels its first one."""
+
+    method: int | str = CANCEL_CALL_METHOD_ID
+    name = "cancel"
+
+    def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
+        return msgspec.msgpack.encode((1, *arguments))
+
+    def value(self, reply: Reply) -> bool:
+        """Whether it still waited. Raises ClientError."""
+        if reply.kind != ReplyKind.VALUE:
+            raise ClientError(
+                "the app does not know how to cancel a call: its SDK is of an earlier version than this client's"
+            )
+        found: bool = decoding.decode(reply.value, type=bool)
+        return found
+
+
+STATUS = _StatusMethod()
+CANCEL = _CancelMethod()

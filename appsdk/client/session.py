@@ -1,0 +1,444 @@
+"""The numbered requests of one client ID, without I/O: what is sent, sent again, and answered.
+
+A number is given to a call as it is first sent, so that one which was given up before leaves no gap. What is sent
+stays here until they are answered, whoever waits: the coordinator takes no later one before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from immortal.appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown, ReplyGone
+from immortal.appsdk.client.limits import (
+    OUTSTANDING_MAX,
+    OUTSTANDING_SIZE_BYTES_MAX,
+    POLL_MAX_S,
+    POLL_MIN_S,
+    REQUEST_COUNT_MAX,
+    REQUEST_SIZE_BYTES_MAX,
+    RESENT_BYTES_PER_S,
+)
+from immortal.protocol.client_frames import (
+    ASKED_MAX,
+    NUMBER_MAX,
+    ClientFrame,
+    ClientFrameType,
+    Reply,
+    ReplyKind,
+    encode_numbers,
+    encode_request,
+)
+
+
+class Call:
+    """One call. ``method``: its ID, or its name as long as that is not known. Used where its connection is owned.
+
+    ``outcome`` is a Reply or a ClientError once there is one, and ``done`` is called then.
+    """
+
+    __slots__ = (
+        "arguments",
+        "born_ns",
+        "client_id",
+        "done",
+        "followers",
+        "leader",
+        "message",
+        "method",
+        "number",
+        "outcome",
+        "trace_context",
+    )
+
+    def __init__(
+        self, method: int | str, arguments: bytes, done: Callable[[Call], None], trace_context: str = ""
+    ) -> None:
+        self.method = method
+        self.trace_context = trace_context
+        self.arguments = arguments
+        self.done = done
+        self.client_id = ""
+        self.number = 0  # 0: not sent yet
+        self.born_ns = 0
+        self.message = b""
+        self.outcome: Reply | ClientError | None = None
+        self.leader: Call | None = None  # this is the same request, made once more
+        self.followers: list[Call] = []
+
+    @property
+    def sent(self) -> bool:
+        return (self.leader or self).number > 0
+
+    def finish(self, outcome: Reply | ClientError) -> None:
+        if self.outcome is None:
+            self.outcome = outcome
+            self.message = b""
+            self.done(self)
+            for follower in self.followers:
+                follower.client_id, follower.number = self.client_id, self.number
+                follower.finish(outcome)
+
+
+REQUEST_ACCEPTED = Reply(1, -1)
+"""To a question about a request: the instance has it, and there is no reply yet."""
+REQUEST_UNKNOWN = Reply(1, -2)
+"""... it has no such request."""
+
+
+class Question(Call):
+    """What has become of the first request of a lane? Its outcome is REQUEST_ACCEPTED, REQUEST_UNKNOWN, or that of the request.
+
+    ``starts``: whoever asks wants to know that it was taken, and nothing more.
+    """
+
+    __slots__ = ("pongs", "starts")
+
+    def __init__(self, starts: bool, done: Callable[[Call], None]) -> None:
+        super().__init__(0, b"", done)
+        self.starts = starts
+        self.pongs = 1
+
+
+class Session:
+    """``keeps_replies``: the coordinator is never told that a reply is of no interest any more.
+
+    ``renew`` gives another client ID, for one whose numbers mean nothing any more; None: it was given by hand.
+    """
+
+    def __init__(
+        self, client_id: str, instance: str, *, keeps_replies: bool, renew: Callable[[], str] | None = None
+    ) -> None:
+        self.client_id = client_id
+        self.keeps_replies = keeps_replies
+        self.error: ClientError | None = None  # why no call can be made any more
+        self.poll_due_s: float | None = None
+        self.resend_due_s: float | None = None
+        self.resend_behind = 0
+        self._instance = instance
+        self._renew = renew
+        self._waiting: deque[Call] = deque()
+        self._outstanding: dict[int, Call] = {}  # by number, in order
+        self._outstanding_bytes = 0
+        self._next_number = 1
+        self._answered = 0  # the highest number that was ever answered
+        self._poll_s = POLL_MIN_S
+        self._questions: list[Question] = []
+        self._second: Call | None = None  # the request about the first one
+        self._pings_count = 0  # that have no PONG yet
+        self._pinged = 0  # what was sent by the last ping; 0: what is missing is being sent again
+
+    def add(self, call: Call) -> None:
+        if self.error is not None:
+            call.finish(self.error)
+        else:
+            self._waiting.append(call)
+
+    @property
+    def first(self) -> Call | None:
+        """The request with the number 1, if it is here."""
+        return self._outstanding.get(1) or (self._waiting[0] if self._waiting and self._next_number == 1 else None)
+
+    def follow(self, call: Call, first: Call) -> None:
+        """Let ``call`` have the reply of the first one; what it knows better, that is known of both from now on."""
+        if not first.method:
+            first.method = call.method
+        if not (first.arguments or first.message):
+            first.arguments = call.arguments
+        call.leader = first
+        first.followers.append(call)
+
+    def attach(self, call: Call, number: int) -> None:
+        """Let ``call`` have the reply of that request, which was sent, perhaps by another process."""
+        if self.error is not None:
+            call.finish(self.error)
+            return
+        call.client_id, call.number = self.client_id, number
+        if (there := self._outstanding.get(number)) is not None:
+            call.leader = there
+            there.followers.append(call)
+            return
+        self._outstanding = dict(sorted({**self._outstanding, number: call}.items()))
+        self._next_number = max(self._next_number, number + 1)
+        self.poll_due_s = 0.0
+
+    def add_second(self, call: Call) -> None:
+        """A request about the first one, which was sent, perhaps by another process: it has the number 2."""
+        if self._second is not None and self._second.outcome is None:
+            call.leader = self._second
+            self._second.followers.append(call)
+            return
+        if self._next_number > 2:
+            self.attach(call, 2)
+            return
+        self._second = call
+        if not self._waiting:  # else that is the first
+            self.attach(Call(0, b"", lambda call: None), 1)
+        self.add(call)
+
+    def ask(self, question: Question) -> None:
+        if self.error is not None:
+            question.finish(self.error)
+            return
+        if not self._waiting:
+            self.attach(Call(0, b"", lambda call: None), 1)
+        question.leader = self._outstanding.get(1) or self._waiting[0]
+        question.leader.followers.append(question)
+        if not question.starts:
+            # PONGs of before may be on their way. And a reply that is asked for comes behind the PONG, so it is here by
+            # the second one.
+            question.pongs = self._pings_count + 2
+        self._questions.append(question)
+        self.poll_due_s = 0.0
+
+    @property
+    def was_sent(self) -> bool:
+        """A first request was, perhaps by another process."""
+        return self._next_number > 1
+
+    def ponged(self, taken: int) -> None:
+        """The coordinator has taken the requests up to ``taken``."""
+        self._pings_count = max(0, self._pings_count - 1)
+        first = self._outstanding.get(1)
+        is_unknown = taken == 0 and first is not None and not first.message
+        questions = [question for question in self._questions if question.outcome is None]
+        self._questions = []
+        for question in questions:
+            question.pongs -= taken > 0
+            if is_unknown:
+                question.finish(REQUEST_UNKNOWN)
+            elif question.pongs <= 0:
+                question.finish(REQUEST_ACCEPTED)
+            else:
+                self._questions.append(question)
+        if is_unknown:
+            self.fail(
+                OutcomeUnknown(
+                    f"{self._instance!r} has no request of {self.client_id!r}: it was never sent, or is not known any "
+                    f"more"
+                )
+            )
+        elif self._questions and taken > 0:
+            self.poll_due_s = 0.0
+
+    def withdraw(self, call: Call) -> bool:
+        """Forget ``call`` if it was not sent yet; whether that was so."""
+        if call.sent or call.followers:
+            return False
+        leader = call.leader
+        if leader is not None and call in leader.followers:
+            leader.followers.remove(call)
+        if isinstance(call, Question) and call.starts and leader is not None and leader in self._waiting:
+            self.withdraw(leader)
+        if call in self._waiting:
+            self._waiting.remove(call)
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._waiting or self._outstanding)
+
+    @property
+    def first_waiting(self) -> Call | None:
+        return self._waiting[0] if self._waiting else None
+
+    @property
+    def has_outstanding(self) -> bool:
+        return bool(self._outstanding)
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    def named(self) -> Iterator[Call]:
+        """Those that were sent, perhaps by another process, and whose methods are names here."""
+        return (call for call in self._outstanding.values() if isinstance(call.method, str))
+
+    def requests(self, resolve: Callable[[Call], bool], born_ns: int, now_s: float) -> Iterator[ClientFrame]:
+        """New calls, as many as may go now. ``resolve`` gives a call its method's ID: False if that is not known yet,
+        or if the call is done with."""
+        while self._waiting and len(self._outstanding) < OUTSTANDING_MAX:
+            first = self._next_number
+            some: list[Call] = []
+            size_bytes = 0
+            while (
+                self._waiting
+                and len(some) < REQUEST_COUNT_MAX
+                and size_bytes < REQUEST_SIZE_BYTES_MAX
+                and self._outstanding_bytes < OUTSTANDING_SIZE_BYTES_MAX
+            ):
+                call = self._waiting[0]
+                if call.outcome is None and not resolve(call) and call.outcome is None:
+                    break
+                if call.outcome is not None:
+                    self._waiting.popleft()
+                    continue
+                message = encode_request(int(call.method), call.arguments)
+                if some and (
+                    size_bytes + len(message) > REQUEST_SIZE_BYTES_MAX or call.trace_context != some[0].trace_context
+                ):
+                    break
+                self._waiting.popleft()
+                call.message, call.arguments = message, b""
+                call.client_id, call.number, call.born_ns = self.client_id, self._next_number, born_ns
+                self._next_number += 1
+                self._outstanding[call.number] = call
+                self._outstanding_bytes += len(message)
+                size_bytes += len(message)
+                some.append(call)
+            if not some:
+                return
+            if self.poll_due_s is None:
+                self._poll_s = POLL_MIN_S
+                self.poll_due_s = now_s + self._poll_s
+            yield self._request(first, some)
+
+    def _request(self, first: int, calls: list[Call]) -> ClientFrame:
+        return ClientFrame(
+            ClientFrameType.REQUEST,
+            self.client_id,
+            self._instance,
+            number=first,
+            acknowledged=self._acknowledged(),
+            count=len(calls),
+            time_ns=calls[0].born_ns,
+            payload=b"".join([call.message for call in calls]),
+            reason=calls[0].trace_context,
+        )
+
+    def _acknowledged(self) -> int:
+        if self.keeps_replies:
+            return 0
+        return next(iter(self._outstanding), self._next_number) - 1
+
+    def again(self, behind: int = 0) -> Iterator[ClientFrame]:
+        """All that is outstanding with numbers behind ``behind``, once more: the connection may be another one."""
+        self._pings_count = 0
+        yield from self._sent_again(behind, NUMBER_MAX)
+
+    def _sent_again(self, behind: int, last: int) -> Iterator[ClientFrame]:
+        some: list[Call] = []
+        size_bytes = 0
+        for number, call in list(self._outstanding.items()):
+            if not behind < number <= last or not call.message:
+                continue
+            if some and (
+                number != some[-1].number + 1
+                or call.trace_context != some[0].trace_context
+                or len(some) >= REQUEST_COUNT_MAX
+                or size_bytes + len(call.message) > REQUEST_SIZE_BYTES_MAX
+            ):
+                yield self._request(some[0].number, some)
+                some, size_bytes = [], 0
+            some.append(call)
+            size_bytes += len(call.message)
+        if some:
+            yield self._request(some[0].number, some)
+
+    def polls(self, born_ns: int, now_s: float) -> Iterator[ClientFrame]:
+        """Ask for what is outstanding; the next time after a longer pause.
+
+        Others may have used this ID: whoever asks by number alone would be told what became of their calls, where this
+        request was lost on its way. So what can be sent again is.
+        """
+        if self.keeps_replies:
+            last = self._pinged
+            for call in self._outstanding.values():
+                if call.arguments and isinstance(call.method, int):  # the one of a key that was sent before
+                    call.message, call.arguments = encode_request(call.method, call.arguments), b""
+                    call.born_ns, last = born_ns, max(last, call.number)
+                    self._outstanding_bytes += len(call.message)
+            yield from self._sent_again(0, last)
+        yield self.ping(now_s)
+
+    def ping(self, now_s: float) -> ClientFrame:
+        """The part of :meth:`polls` that is no request."""
+        self._poll_s = min(self._poll_s * 2, POLL_MAX_S)
+        resent_s = self._outstanding_bytes / RESENT_BYTES_PER_S if self.keeps_replies else 0.0
+        self.poll_due_s = now_s + self._poll_s + resent_s if self._outstanding else None
+        self._pinged = self._next_number - 1
+        self._pings_count += 1
+        unknown = (number for number, call in self._outstanding.items() if not (self.keeps_replies and call.message))
+        asked = list(islice(unknown, ASKED_MAX))
+        method = self._outstanding[asked[0]].method if self.keeps_replies and len(asked) == 1 else 0
+        if isinstance(method, str):  # whether the request is of that method can't be said yet
+            asked = []
+        return ClientFrame(
+            ClientFrameType.PING,
+            self.client_id,
+            self._instance,
+            acknowledged=self._acknowledged(),
+            count=len(asked),
+            payload=encode_numbers(asked),
+            reason=str(method) if isinstance(method, int) and method > 0 else "",
+        )
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    def replied(self, reply: Reply) -> None:
+        call = self._outstanding.pop(reply.number, None)
+        if call is None:
+            return  # it came twice
+        self._outstanding_bytes -= len(call.message)
+        self._answered = max(self._answered, reply.number)
+        self._poll_s = POLL_MIN_S
+        if not self._outstanding:
+            self.poll_due_s = None
+        if reply.kind == ReplyKind.GONE:
+            call.finish(
+                ReplyGone(
+                    f"request {reply.number} of client {self.client_id!r} to {self._instance!r} was done, and its "
+                    f"reply is not kept any more"
+                )
+            )
+        elif reply.kind == ReplyKind.LOST:
+            call.finish(
+                OutcomeUnknown(
+                    f"whether request {reply.number} of client {self.client_id!r} to {self._instance!r} was done is "
+                    f"not known: the log was cut by hand since"
+                )
+            )
+        else:
+            call.finish(reply)
+
+    def is_behind(self, taken: int) -> bool:
+        """The coordinator has taken no more than ``taken``: fewer than had been sent when it was asked."""
+        if taken >= self._pinged:
+            return False
+        self._pinged = 0
+        return True
+
+    def was_forgotten(self, taken: int) -> bool:
+        return taken < self._answered
+
+    def begin_anew(self, error: ClientError) -> None:
+        """The numbers mean nothing any more: what was sent ends with ``error``; what was not goes on, if it can."""
+        outstanding, self._outstanding = self._outstanding, {}
+        self._outstanding_bytes = self._answered = 0
+        self._next_number = 1
+        self._pinged = 0
+        self.poll_due_s = self.resend_due_s = None
+        if self._renew is not None:
+            self.client_id = self._renew()
+        else:
+            self.fail(error)
+        for call in outstanding.values():
+            call.finish(error)
+
+    def refuse_waiting(self, error: ClientError) -> None:
+        """What was not sent ends with ``error``; later calls may fare better."""
+        waiting, self._waiting = self._waiting, deque()
+        for call in waiting:
+            call.finish(error)
+
+    def fail(self, error: ClientError) -> None:
+        """No call can be made any more."""
+        self.error = error
+        waiting, self._waiting = self._waiting, deque()
+        outstanding, self._outstanding = self._outstanding, {}
+        self.poll_due_s = self.resend_due_s = None
+        for call in (*outstanding.values(), *waiting):
+            call.finish(error)
+
+
+def refused(reason: str) -> CallRefused:
+    return CallRefused(f"the call was refused: {reason}")

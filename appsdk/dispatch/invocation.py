@@ -1,0 +1,149 @@
+"""What handles the messages of one handler, by who waits for it: called with the instance and the arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from immortal.appsdk.calls.codec import ArgumentCodec, check_value
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import argument_mismatch, encode_failed, encode_refused, failure_of
+from immortal.appsdk.calls.user_code import is_user_failure
+from immortal.appsdk.errors import QueryError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.state.journal import declared_name, encode_raised
+from immortal.appsdk.waiting.tasks import Tasks
+from immortal.protocol.client_frames import ReplyKind
+from immortal.protocol.queries import ANSWER_SIZE_BYTES_MAX, QueryAnswer, QueryQuestion
+
+
+def receiver(tasks: Tasks, handler: Handler[Any, Any], *, wakes: bool) -> Callable[..., None]:
+    """What handles a fork or impulse of ``handler``. ``wakes``: there may be handlers that wait for its signals.
+
+    Without, and with nothing special about it, it is the ``def`` handler itself.
+    """
+    if handler.is_async:
+        return lambda instance, *arguments: tasks.start(handler, arguments, None, 0)
+    if handler.raises:
+
+        def run(instance: object, *arguments: Any) -> None:
+            tasks.handler_runs.run_handler(handler, arguments, waits=False)
+            tasks.drain()
+
+        return run
+    function: Callable[..., None] = partial(tasks.queries.run, handler) if handler.is_query else handler.function
+    return waking(tasks, function) if wakes else function
+
+
+def waking(tasks: Tasks, function: Callable[..., None]) -> Callable[..., None]:
+    """``function``, and then whoever waited for what it has signalled."""
+
+    def run(instance: object, *arguments: Any) -> None:
+        function(instance, *arguments)
+        tasks.drain()
+
+    return run
+
+
+def rpc_receiver(tasks: Tasks, handler: Handler[Any, Any]) -> Callable[..., None]:
+    """What handles a call of ``handler`` whose caller waits: (instance, caller, number of the call, arguments)."""
+    if handler.is_async:
+        return lambda instance, caller, number, *arguments: tasks.start(handler, arguments, caller, number)
+
+    def run(instance: object, caller: str, number: int, *arguments: Any) -> None:
+        tasks.answers.answer(handler, caller, number, *tasks.handler_runs.run_handler(handler, arguments))
+        tasks.drain()
+
+    return run
+
+
+# Queries that are not logged: run between two records, on the state as it is then.
+#
+# What one returns or raises goes to who asked, as that of a call. Whatever else happens in one must leave no trace, as no
+# replay does it again; what does is found as far as :mod:`immortal.appsdk.handlers.queries` says.
+
+
+_ARRAY_FRONT_SIZE_BYTES = 1  # a reply that was raised has lost the front of its array of three
+
+
+class _RefusedError(Exception):
+    """The query can't be called; the text says why."""
+
+
+def answer_query(
+    question: QueryQuestion, definition: Definition, instance: Any, context: Context, tasks: Tasks
+) -> QueryAnswer:
+    """``changed``: the state must be made anew from the log before anything else is handled."""
+    record_time_ns, source, message_index = context.record_time_ns, context.source, context.message_index
+    context.record_time_ns = max(question.time_ns, record_time_ns or 0)
+    context.source = ""
+    try:
+        kind, value, changed = context.run_contexts.run(_run, question, definition, instance, tasks)
+    finally:
+        context.record_time_ns, context.source, context.message_index = record_time_ns, source, message_index
+        context.carries = False  # nothing was sent that could hold a handle
+    if len(value) > ANSWER_SIZE_BYTES_MAX:
+        text = f"the answer has {len(value)} bytes, at most {ANSWER_SIZE_BYTES_MAX} are possible: ask for it in parts"
+        kind, value = _raised(encode_refused(text))
+    return QueryAnswer(question.ticket, kind, value, changed)
+
+
+def _run(question: QueryQuestion, definition: Definition, instance: Any, tasks: Tasks) -> tuple[int, bytes, bool]:
+    try:
+        handler, arguments = _found(question, definition)
+    except _RefusedError as refused:
+        return *_raised(encode_refused(str(refused))), False
+    changed = False
+    try:
+        value = tasks.queries.run_unlogged(handler, instance, arguments)
+        encoded = tasks.handler_runs.result(handler, value)
+        check_value("what it returned", encoded)
+        return *_returned(value, encoded), False
+    except BaseException as error:
+        if not is_user_failure(error):
+            raise
+        changed = isinstance(error, QueryError) and error.changed
+        if (declared := declared_name(handler.raises, error)) is not None:
+            try:
+                return *_raised(encode_raised(declared, error)), changed
+            except BaseException as problem:  # what it holds can't be sent
+                if not is_user_failure(problem):
+                    raise
+                error = problem
+        # Without a place in the log there is nothing to refer to.
+        failure = failure_of(
+            "undo",
+            handler.function.__qualname__,
+            handler.method_id,
+            error,
+            shares_trace=definition.share_tracebacks,
+        )
+        return *_raised(encode_failed(failure.type_name, failure.text, "")), changed
+
+
+def _found(question: QueryQuestion, definition: Definition) -> tuple[Handler[Any, Any], tuple[Any, ...]]:
+    """The query, and its arguments. Raises _RefusedError."""
+    handler = definition.by_method_id.get(question.method_id)
+    if handler is None or not handler.is_query:
+        raise _RefusedError(f"{definition.name} has no query with the method ID {question.method_id}")
+    codec: ArgumentCodec = definition.codec(handler)
+    if codec.may_hold_handles or codec.result_may_hold_handles:
+        raise _RefusedError(
+            f"{codec.name} takes or returns handles, and who holds one is in the log: call it without .query"
+        )
+    try:
+        return handler, codec.decode(question.arguments)
+    except BaseException as error:  # msgspec's own, and what a type's __post_init__ raises
+        if not is_user_failure(error):
+            raise
+        raise _RefusedError(argument_mismatch(codec, error, question.arguments, 0)) from None
+
+
+def _returned(value: object, encoded: bytes) -> tuple[int, bytes]:
+    return (ReplyKind.NOTHING, b"") if value is None else (ReplyKind.VALUE, encoded)
+
+
+def _raised(encoded: bytes) -> tuple[int, bytes]:
+    return ReplyKind.RAISED, encoded[_ARRAY_FRONT_SIZE_BYTES:]

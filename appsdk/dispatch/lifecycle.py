@@ -1,0 +1,458 @@
+"""The object that the handlers run on: made at the first start, restored, upgraded, and written into checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+from immortal.appsdk.calls.codec import signature_of
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.replay_rules import Rules
+from immortal.appsdk.calls.user_code import is_user_failure, run_user_code, user_traceback
+from immortal.appsdk.dispatch.delivery import Delivery
+from immortal.appsdk.errors import AppError, DefinitionError, StateError, UpgradeError
+from immortal.appsdk.handlers.decorators import Handler, ImmortalProtocol
+from immortal.appsdk.handlers.definition import Definition, definition_of
+from immortal.appsdk.handlers.proxy import attach, instances_use_context
+from immortal.appsdk.ordering.machine import Ordering
+from immortal.appsdk.ordering.messages import Plain
+from immortal.appsdk.state.journal import SavedTasks
+from immortal.appsdk.state.schema import Envelope, copied_envelope, decode_envelope, encode_envelope
+from immortal.appsdk.waiting.tasks import Tasks
+from immortal.protocol.messages import RpcKind, RpcType
+
+
+class Life:
+    """``definition``: of the class that runs: one that the app upgrades from, until it is told to; ``delivery``: calls
+    its handlers. ``instance`` None: not yet. ``next_sequence_id``: of the record that is to come. ``bound``: calls what
+    encodes the state, and gives it up where it takes too long.
+    """
+
+    def __init__(
+        self,
+        definition: Definition,
+        context: Context,
+        tasks: Tasks,
+        make_delivery: Callable[[Definition, Context], Delivery],
+    ) -> None:
+        self.definition = definition
+        self.delivery = make_delivery(definition, context)
+        self.instance: Any = None
+        self.next_sequence_id = 0
+        self._context = context
+        self._tasks = tasks
+        self._make_delivery = make_delivery
+        self.bound: Callable[[Callable[[], tuple[bytes, bytes]]], tuple[bytes, bytes]] = lambda encode: encode()
+        self._main_definition = definition
+
+    def start(self, seed: bytes) -> None:
+        """The first start: ``seed`` is that of all random streams. Raises StateError."""
+        context = self._context
+        context.seed = seed
+        self._tasks.starts_first = True
+        context.record_time_ns = context.now_ns()  # kept with the checkpoint: an upgrade of it sees it again
+        instance = self._new_instance()
+        run = context.run_contexts.run
+        run_user_code(f"{self.definition.name}.__init__", lambda: run(instance.__init__), StateError)
+        self._prepare(instance)
+        self.instance = instance
+        context.nodes.use(self.definition, instance)
+        self._tasks.use(self.definition, instance)
+
+    def restore(self, blob: bytes) -> None:
+        """As a checkpoint has it. Raises StateError, JournalError."""
+        envelope, state = decode_envelope(blob)
+        self._use(restoring_class(self._main_definition, envelope))
+        context = self._context
+        context.seed = envelope.seed
+        context.sites.use(Rules(envelope.rules))
+        context.multicasts.rules = envelope.order_rules
+        context.instance_name = envelope.instance_name
+        self.instance = instance = self._restored(envelope, state)
+        context.nodes.use(self.definition, instance)
+        context.nodes.restore(envelope.nodes)
+        self._tasks.use(self.definition, instance)
+        context.multicasts.restore(envelope.ordering)
+        if envelope.tasks is not None:
+            self._tasks.restore(envelope.tasks)
+
+    def go_back(self, blob: bytes) -> None:
+        """To a copy of this life's own: the object stays the same one. Raises StateError, JournalError."""
+        envelope, state = decode_envelope(blob)
+        fresh = self._restored(envelope, state)
+        self.instance.__dict__ = fresh.__dict__  # at once: hooks look at it, and keep the object that they know
+        attach(self.instance, self._context)
+        self._context.multicasts.restore(envelope.ordering)
+        self._context.nodes.restore(envelope.nodes)
+        self._tasks.restore(envelope.tasks or SavedTasks())
+
+    def _restored(self, envelope: Envelope, state: memoryview) -> Any:
+        """A new object of the class that runs, in the state of a blob, as of its last record. Raises StateError."""
+        self.next_sequence_id = envelope.sequence_id + 1
+        self._context.sequence_id, self._context.record_time_ns = envelope.sequence_id, envelope.record_time_ns
+        instance = self._new_instance()
+        schema = self.definition.state()
+        run = self._context.run_contexts.run
+        restore = partial(run, schema.restore, instance, envelope, state)
+        run_user_code(f"{self.definition.name}.restore", restore, StateError)
+        self._prepare(instance)
+        return instance
+
+    def _new_instance(self) -> Any:
+        instance = self.definition.new_instance()
+        attach(instance, self._context)
+        return instance
+
+    def _prepare(self, instance: Any) -> None:
+        if hasattr(instance, "prepare"):
+            prepare = partial(self._context.run_contexts.run, instance.prepare)
+            run_user_code(f"{self.definition.name}.prepare", prepare, StateError)
+
+    def _use(self, definition: Definition) -> None:
+        """From here on this class's code handles what comes in."""
+        if definition is not self.definition:
+            self.definition = definition
+            self.delivery = self._make_delivery(definition, self._context)
+
+    def upgrade(self, version: int | None) -> None:
+        """Bring state and code to ``version`` (None: that of the app). Raises UpgradeError."""
+        start, *steps = upgrade_path(self._main_definition, self.definition, version)
+        run = self._context.run_contexts.run
+        if start is not self.definition:
+            self.instance = run(moved, start, self.definition, self.instance, self._context)
+        for definition in steps:
+            self.instance = run(upgraded, definition, self.instance, self._context)
+            nodes = f"{definition.name}: its nodes"
+            guarded(definition, nodes, partial(self._context.nodes.use, definition, self.instance))
+            waiting = f"{definition.name}: what waits"
+            guarded(definition, waiting, partial(self._tasks.use, definition, self.instance))
+            self._use(definition)
+
+    def require_savable(self) -> None:
+        """What the initial message has made of the state: else its next checkpoint would be the first to say so.
+
+        Raises StateError.
+        """
+        schema = self.definition.state()
+        if schema.serializer != "own":
+            schema.encode(self.instance, keeps_types=self._context.keeps_types)
+
+    def encode(self) -> tuple[bytes, bytes]:
+        """The blob: its envelope and the state as it is now. Raises StateError."""
+        return self.bound(self._encode)
+
+    def _encode(self) -> tuple[bytes, bytes]:
+        schema = self.definition.state()
+        encoded = partial(schema.encode, self.instance, keeps_types=self._context.keeps_types)
+        encode = partial(self._context.run_contexts.run, encoded)
+        state = run_user_code(f"{self.definition.name}.checkpoint", encode, StateError)
+        waiting = f"{self.definition.name}: to save what its handlers wait for"
+        return run_user_code(waiting, partial(self._envelope, schema.serializer), StateError), state
+
+    def _envelope(self, serializer: str) -> bytes:
+        context = self._context
+        return encode_envelope(
+            Envelope(
+                class_name=self.definition.name,
+                serializer=serializer,
+                seed=context.seed,
+                sequence_id=self.next_sequence_id - 1,
+                version=self.definition.version,
+                record_time_ns=context.record_time_ns,
+                instance_name=context.instance_name,
+                tasks=self._tasks.save(),
+                rules=context.sites.rules,
+                ordering=context.multicasts.save(),
+                nodes=context.nodes.save(),
+                order_rules=context.multicasts.rules,
+            )
+        )
+
+
+# When the `@on_primary` hooks may start: once the state covers each impulse that was logged before.
+#
+# An impulse that is logged may still wait: behind an ordered multicast, or for its handler's turn. A hook goes on from
+# the state, so until such impulses are handled it would send them a second time.
+
+
+class HookGate:
+    """Of one life of an app. ``is_open``: its hooks may start; before :meth:`begin` they may not."""
+
+    def __init__(self, context: Context) -> None:
+        self.is_open = False
+        self._context = context
+        self._begun = False
+        self._filed_count = 0  # of plain calls that had to wait, by the time at which the app became primary
+        self._queued: frozenset[int] | None = None  # numbers of async handlers; None: others are waited for first
+        self._since_ns = 0
+        self._released: tuple[Ordering, int] | None = None  # ..., and how many of its releases must be executed
+
+    def begin(self) -> None:
+        """The app is primary: no impulse of an earlier life comes from here on."""
+        context = self._context
+        ordering = context.multicasts.ordering
+        self._begun = True
+        self._filed_count = 0 if ordering is None else ordering.state.filed_count
+        self._since_ns = context.record_time_ns or 0
+        self.look()
+
+    def look(self) -> bool:
+        """Whether they may start by now. After each record, until they may."""
+        if self._begun and not self.is_open:
+            self.is_open = not any(self._filed()) and self._is_executed() and not self._queued_count()
+        return self.is_open
+
+    def _filed(self) -> Iterator[bool]:
+        """True for each call that stands behind a multicast and that nobody awaits: an impulse is such a fork there."""
+        ordering: Ordering | None = self._context.multicasts.ordering
+        for filed in () if ordering is None else ordering.plain_calls():
+            if filed.number <= self._filed_count:
+                plain = Plain(filed.calls[0], None)
+                if plain.kind == RpcKind.CALL and plain.rpc_type == RpcType.FORK:
+                    yield True
+
+    def _queued_count(self) -> int:
+        """Of calls of async handlers, as above, that wait for their turn."""
+        queued = self._context.tasks.limits.queued
+        if self._queued is None:
+            self._queued = frozenset(number for number, one in queued.items() if one.caller is None)
+        return sum(number in queued for number in self._queued)
+
+    def _is_executed(self) -> bool:
+        """What has left the queue comes back as a call of the instance to itself."""
+        ordering: Ordering | None = self._context.multicasts.ordering
+        if ordering is None:
+            return True
+        if self._released is None or self._released[0] is not ordering:  # a rewind has made it anew
+            self._released = ordering, ordering.executed_count + ordering.state.released_count
+        return ordering.executed_count >= self._released[1]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Whom the hooks wait for, as :meth:`Multicasts.describe` has it; nothing where they do not wait."""
+        if not self._begun or self.is_open:
+            return []
+        what = "before its @on_primary hooks start: input that was logged before must be handled first, as it"
+        context, count = self._context, sum(self._filed())
+        if count:
+            names = context.multicasts.waits_for()
+            what += " stands behind a multicast"
+        elif self._queued:
+            names, count = [context.instance_name], self._queued_count()
+            what += " waits for its turn"
+        else:
+            names, count = [context.instance_name], 1
+            what += " is on its way back from the log"
+        return [{"for": one, "what": what, "since_ns": self._since_ns, "count": count} for one in names]
+
+
+# ``@upgrades``: which class's state a class takes over, and the way of a state along such a chain of classes.
+#
+# A checkpoint says which version of the app wrote it. The class of that version restores it and handles records, as it
+# did then, until the app is told to upgrade: then each class of the chain makes its state from the one before.
+
+
+C = TypeVar("C", bound=type[ImmortalProtocol])
+
+REASON_CHARACTERS_MAX = 1000
+USAGE = "@classmethod def upgrade(cls, old: {old}) -> {new}"
+
+
+def upgrades(old: type[ImmortalProtocol], *, retry_refused: bool = False) -> Callable[[C], C]:
+    """``@upgrades(CounterV1)``: the class can take over the state of ``CounterV1``, with its ``upgrade``::
+
+        @upgrades(CounterV1)
+        class Counter(Immortal):
+            @classmethod
+            def upgrade(cls, old: CounterV1) -> Counter: ...
+
+    ``upgrade`` gets the old object as it was after the last record and returns a new one. It is repeated by replays, so
+    it takes time and randomness from ``old`` (``old.now()``), and like ``__init__`` it can't send calls. The class's
+    version is the old one's + 1, unless ``version=`` gives another (a lower one: the way back). With ``retry_refused``
+    the upgrade gives the app once more what was refused because its method or parameters were unknown, and nobody waits
+    for. Raises DefinitionError.
+    """
+    old_definition = definition_of(old)
+
+    def decorate(cls: C) -> C:
+        definition = definition_of(cls)
+        if definition.upgrades is not None:
+            raise DefinitionError(f"{definition.name}: a class upgrades one other: there are two @upgrades")
+        usage = USAGE.format(old=old_definition.name, new=definition.name)
+        function = _check_upgrade(definition, vars(cls).get("upgrade"), usage)
+        if definition.given_version == old_definition.version:
+            raise DefinitionError(
+                f"{definition.name}: it has the version of the class that it upgrades, {old_definition.version}: "
+                f"leave version= out (it is then {old_definition.version + 1}), or give another"
+            )
+        definition.upgrades = old_definition
+        definition.retries_refused = retry_refused
+        setattr(cls, "upgrade", classmethod(function))  # noqa: B010 (a type checker knows no such attribute)
+        return cls
+
+    return decorate
+
+
+def _check_upgrade(definition: Definition, found: object, usage: str) -> Callable[..., Any]:
+    if found is None:
+        raise DefinitionError(f"{definition.name}: @upgrades needs an upgrade method: write '{usage}'")
+    function = found.__func__ if isinstance(found, classmethod) else found
+    if isinstance(found, (Handler, staticmethod)) or not inspect.isfunction(function):
+        raise DefinitionError(
+            f"{definition.name}.upgrade: with @upgrades it is a class method, this is a {type(found).__name__}: "
+            f"write '{usage}'"
+        )
+    if (
+        inspect.iscoroutinefunction(function)
+        or inspect.isgeneratorfunction(function)
+        or inspect.isasyncgenfunction(function)
+    ):
+        raise DefinitionError(f"{definition.name}.upgrade: a plain function was expected: write '{usage}'")
+    try:
+        signature_of(function).bind(object, object)
+    except TypeError:
+        raise DefinitionError(
+            f"{definition.name}.upgrade{signature_of(function)}: it is called with the class and the old object: "
+            f"write '{usage}'"
+        ) from None
+    return function
+
+
+# --- which class ------------------------------------------------------------------------------------------------------
+
+
+def restoring_class(main: Definition, envelope: Envelope) -> Definition:
+    """The class of the checkpoint's version: of several, the one nearest to ``main``. Raises StateError."""
+    for definition in main.chain:
+        if definition.version == envelope.version:
+            return definition
+    raise StateError(
+        f"the checkpoint is of version {envelope.version} ({envelope.class_name}), the app {main.label} has "
+        f"{_versions(main.chain)}: run the app that has version {envelope.version}. To get from one version to the "
+        f"other, run an app that has both (@upgrades) and 'immortal upgrade NAME --to {main.version}'"
+    )
+
+
+def upgrade_path(main: Definition, current: Definition, version: int | None) -> list[Definition]:
+    """The classes that the state passes, from ``current``'s version to ``version`` (None: that of ``main``).
+
+    The first one is ``current`` or, where only that has a way, another class of its version: after a way back there are
+    two. Raises UpgradeError.
+    """
+    chain = main.chain
+    version = main.version if version is None else version
+    if current.version == version:
+        return [current]
+    starts = [definition for definition in chain if definition.version == current.version]
+    for start in sorted(starts, key=lambda definition: definition is not current):
+        newer = chain[: chain.index(start)][::-1]
+        for count, definition in enumerate(newer, 1):
+            if definition.version == version:
+                return [start, *newer[:count]]
+    held = f"{main.label} has {_versions(chain)}"
+    reason = f"{held}: the app is of version {main.version}, the upgrade is to version {version}"
+    raise UpgradeError(
+        f"{reason}; the app stops\n"
+        f"  Nothing has changed: the instance is of version {current.version}. Run an app whose class of version "
+        f"{version} has\n"
+        f"  @upgrades(<the class of version {current.version}>), or ask for another version: 'immortal upgrade NAME "
+        f"--to ...'.",
+        reason,
+    )
+
+
+def _versions(chain: Sequence[Definition]) -> str:
+    versions = [str(version) for version in sorted({definition.version for definition in chain})]
+    if len(versions) == 1:
+        return f"version {versions[0]} only"
+    return f"versions {', '.join(versions[:-1])} and {versions[-1]}"
+
+
+# --- one step ---------------------------------------------------------------------------------------------------------
+
+
+def upgraded(definition: Definition, old: Any, context: Context) -> Any:
+    """The instance that ``definition``'s class makes of ``old``; it takes over ``context``. Raises UpgradeError."""
+    what = f"{definition.name}.upgrade"
+    record_index = context.message_index
+    context.message_index = -definition.version  # the random streams of each upgrade are its own
+    try:
+        with instances_use_context(lambda: _beside(context)):
+            new: Any = guarded(definition, what, partial(definition.cls.upgrade, old))  # type: ignore[attr-defined]
+        kind: type = type(new)
+        if kind is not definition.cls:  # a subclass has a definition of its own
+            came = "None" if new is None else f"a {kind.__qualname__}"
+            raise failed(definition, f"{what} returned {came}, a {definition.name} was expected")
+        attach(new, context)
+        if hasattr(new, "prepare"):
+            guarded(definition, f"{definition.name}.prepare", new.prepare)
+    finally:
+        context.message_index = record_index
+    return new
+
+
+def moved(definition: Definition, old_definition: Definition, old: Any, context: Context) -> Any:
+    """The state of ``old`` in another class of the same version; it takes over ``context``. Raises UpgradeError."""
+    schema = old_definition.state()
+    new = definition.new_instance()
+    attach(new, context)
+
+    def move() -> None:
+        envelope = copied_envelope(definition.name, schema.serializer, context.sites.rules)
+        state = schema.encode(old, keeps_types=context.keeps_types)
+        definition.state().restore(new, envelope, memoryview(state))
+
+    guarded(definition, f"{definition.name}.restore", move)
+    if hasattr(new, "prepare"):
+        guarded(definition, f"{definition.name}.prepare", new.prepare)
+    return new
+
+
+def _beside(context: Context) -> Context:
+    """A context for one more instance in the same life: the same time, the same randomness, no calls."""
+    made = Context(context.seed, context.outbox)
+    made.sites = context.sites
+    made.committer_id = context.committer_id
+    made.sequence_id = context.sequence_id
+    made.message_index = context.message_index
+    made.record_time_ns = context.record_time_ns
+    return made
+
+
+def guarded(definition: Definition, what: str, function: Callable[[], Any]) -> Any:
+    """Call ``function``; whatever it raises becomes the UpgradeError of an upgrade to ``definition``."""
+    try:
+        return function()
+    except AppError as error:
+        text = str(error)
+        raise failed(definition, text if text.startswith(definition.name) else f"{what}: {text}") from error
+    except BaseException as error:
+        if not is_user_failure(error):
+            raise
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        reason = f"{what} raised {summary}{_place(error.__traceback__)}"
+        raise failed(definition, reason, user_traceback(error)) from error
+
+
+def failed(definition: Definition, reason: str, details: str = "") -> UpgradeError:
+    reason = " ".join(reason.split())
+    if len(reason) > REASON_CHARACTERS_MAX:
+        reason = f"{reason[: REASON_CHARACTERS_MAX - 3]}..."
+    old = definition.upgrades.version if definition.upgrades else definition.version
+    return UpgradeError(
+        f"the upgrade from version {old} to version {definition.version} failed: {reason}; the app stops\n"
+        f"{details}{details and chr(10)}"
+        f"  Nothing has changed: the log and the state are those of the old version. Fix {definition.name}.upgrade and "
+        f"start again.",
+        reason,
+    )
+
+
+def _place(trace: TracebackType | None) -> str:
+    """`` (file:line)`` of the last line in the file that the SDK called, which may have called others."""
+    frames = traceback.extract_tb(trace)[1:]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

@@ -1,0 +1,329 @@
+"""A state that can't be saved: since which message, and the state without that message.
+
+The app goes back to its last copy and over the records since, as it does behind a failure, but nothing that is made
+meanwhile leaves it. By trying to encode the state at some points, and then at some between two of these, it finds the
+last message before which the state could be saved. It is taken back where nobody has been told anything else than they
+would have been without it: behind the record that was handled last the state is the one without it, a checkpoint of
+that follows at once, and the coordinator makes both count together. So what was said before stays as it was said, and
+each replay does the same behind that record: see :meth:`StateRepair.repeat`.
+
+Where others have been told something else an operator decides (``forced``); until then there is no checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from math import ceil
+
+import msgspec
+from msgspec.structs import replace
+
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import dead_letter_message, is_awaited, rpc_of, who_waits
+from immortal.appsdk.dispatch.lifecycle import Life
+from immortal.appsdk.dispatch.records import Records
+from immortal.appsdk.dispatch.rewinds import Rewinds
+from immortal.appsdk.dispatch.verdicts import Failures, messages_of
+from immortal.appsdk.errors import HandlerError, RecoveryNeeded, StateError
+from immortal.appsdk.state.schema import WAYS_OUT
+from immortal.appsdk.state.snapshots import Copy
+from immortal.appsdk.waiting.host import Answers
+from immortal.protocol import decoding
+from immortal.protocol.client_frames import CLIENTS
+from immortal.protocol.messages import MessageType, RpcKind
+from immortal.protocol.readers import Record
+from immortal.protocol.verdicts import TEXT_CHARACTERS_MAX, MessageKey, Unsaved, Verdict, VerdictKind, encode_verdict
+
+TAKEN_BACK_MAX = 16  # messages for one checkpoint
+POINTS_PER_RUN = 32  # at which a run tries to encode the state
+LARGE_SIZE_BYTES = 16 << 20  # of a state: above, to try costs more than to handle again
+POINTS_PER_LARGE_RUN = 4
+
+_PARTS = decoding.Decoder(list[msgspec.Raw])
+
+
+class _Made(msgspec.Struct):
+    """What a run has made: messages by destination, effects (number, what, detail), and the answers to messages that
+    were left out, which are not among the others."""
+
+    messages: dict[str, list[bytes]]
+    effects: list[tuple[int, str, int]]
+    answers: list[tuple[Verdict, bytes]]
+
+    @property
+    def awaited(self) -> Counter[object]:
+        """The calls and effects whose results handlers wait for."""
+        calls = [(to, one) for to, messages in self.messages.items() for one in messages if is_awaited(one)]
+        return Counter([*calls, *self.effects])
+
+    def has_answered(self, message: bytes) -> bool:
+        """Who waits for the answer to ``message`` has got it."""
+        caller = who_waits(message)
+        if caller is None:
+            return True
+        to, front = Answers.addressed(caller.name, caller.number)
+        for answer in self.messages.get(to, ()):
+            rpc = rpc_of(answer)
+            if rpc is not None and rpc.kind != RpcKind.CALL:
+                parts = _PARTS.decode(rpc.arguments)[: len(front)]
+                if tuple([decoding.decode(part) for part in parts]) == front:
+                    return True
+        return False
+
+
+class _EnoughError(Exception):
+    """A run has come to the last point that is looked at."""
+
+
+class StateRepair:
+    """That of one app. ``forced``: what an operator wants to be taken back. ``may_recover``: the app may ask to be
+    recovered from its checkpoint, for want of a copy to go back to."""
+
+    def __init__(self, context: Context, life: Life, records: Records, failures: Failures, rewinds: Rewinds) -> None:
+        self.forced: list[Verdict] = []
+        self.may_recover = False
+        self._context = context
+        self._life = life
+        self._records = records
+        self._failures = failures
+        self._rewinds = rewinds
+        self._found: Unsaved | None = None  # of a state that could not be saved since
+
+    # --- a checkpoint ------------------------------------------------------------------------------------------------
+
+    def encode(self, *, heals: bool = True) -> Sequence[bytes] | Unsaved:
+        """The state, in pieces; or why it can't be saved. Without ``heals`` nothing is taken back.
+
+        Raises RecoveryNeeded.
+        """
+        forced, self.forced = self.forced, []
+        try:
+            pieces = self._life.encode()
+        except StateError as error:
+            if self._found is None or forced:
+                return self._heal(error, forced, heals=heals)
+            return replace(self._found, text=one_line(error))
+        self._found = None
+        return pieces
+
+    def _heal(self, error: StateError, forced: list[Verdict], *, heals: bool) -> Sequence[bytes] | Unsaved:
+        copies, why = self._rewinds.copies, ""
+        if error.takes_too_long or isinstance(error.__cause__, MemoryError):
+            why = "to try takes too long" if error.takes_too_long else "there is not enough memory"
+        elif copies.current is None and copies.enabled and self.may_recover and heals:
+            raise RecoveryNeeded(f"{one_line(error)}; the app is recovered, to find the message that made it so")
+        elif copies.current is None or not self._failures.can_fail:
+            why = "there is no copy of the state from before"
+        if why or copies.current is None:
+            return Unsaved(one_line(error), why=f"which message made it so is not known: {why}")
+        self._context.outbox.close_batches()
+        self._context.outbox.mark()
+        self._found = None
+        result = self._without(copies.current, error, forced, heals=heals)
+        if isinstance(result, Unsaved):
+            self._run(copies.current)
+            self._found = result if heals else None
+            self._rewinds.settle()
+        return result
+
+    def _without(
+        self, copy: Copy, error: StateError, verdicts: list[Verdict], *, heals: bool
+    ) -> Sequence[bytes] | Unsaved:
+        """The state without ``verdicts``, and without whatever else keeps it from being saved."""
+        is_forced, found = bool(verdicts), Unsaved(one_line(error))
+        while True:
+            if verdicts:
+                try:
+                    self._run(copy, verdicts)
+                    self._life.encode()
+                    break
+                except HandlerError as failure:
+                    return replace(found, why=f"without it another message fails: {one_line(failure)}")
+                except StateError as problem:
+                    error = problem
+            key = self._search(copy, verdicts)
+            if key is None:
+                return replace(found, why="it could not be saved before that record either")
+            described, verdict = self._described(copy, key, error)
+            found = described if is_forced or not verdicts else found  # the first is the one to begin with
+            if key in self._failures.known:
+                return replace(found, why="it has failed, and what it did by then stands")
+            if not key[0]:
+                return replace(found, why="it is the first one, without which there is no state")
+            if is_forced or not heals or len(verdicts) == TAKEN_BACK_MAX:
+                return found
+            verdicts.append(verdict)
+        told = self._run(copy)
+        if self._can_encode():  # what kept it from that has passed, and was no message's
+            self._rewinds.settle()
+            return self._life.encode()
+        made = self._run(copy, verdicts)
+        extra = self._extra(told, made, may_differ=is_forced)
+        if isinstance(extra, str):
+            return replace(found, why=extra)
+        self._rewinds.settle()
+        for verdict in verdicts:
+            taken_back = replace(verdict, behind=self._life.next_sequence_id - 1)
+            self._context.outbox.send(encode_verdict(taken_back, MessageType.TAKEN_BACK))
+        self._say(extra, made, told)
+        return self._life.encode()
+
+    def repeat(self, sequence_id: int) -> None:
+        """Take back what the log says was taken back behind this record, which has just been handled.
+
+        Raises RecoveryNeeded.
+        """
+        verdicts = self._failures.taken_back.pop(sequence_id)
+        copies = self._rewinds.copies
+        copy = copies.current
+        if copy is None or any(one.sequence_id <= copy.sequence_id for one in verdicts):
+            raise RecoveryNeeded(f"messages were taken back behind record {sequence_id}: the app is recovered")
+        self._context.outbox.close_batches()
+        self._context.outbox.mark()
+        told = self._run(copy)
+        made = self._run(copy, verdicts)
+        extra = self._extra(told, made, may_differ=True)
+        self._rewinds.settle()
+        self._say({} if isinstance(extra, str) else extra, made, told)
+        copies.pinned = bool(self._failures.taken_back)
+        self._rewinds.retake_copy()
+
+    def _extra(self, told: _Made, made: _Made, *, may_differ: bool) -> dict[str, list[bytes]] | str:
+        """What was ``made`` beyond what others were ``told``; or why that can't be, in words."""
+        extra: dict[str, list[bytes]] = {}
+        differs = "an effect has begun that would not have" if made.effects[: len(told.effects)] != told.effects else ""
+        for to in {**told.messages, **made.messages}:
+            before, now = told.messages.get(to, []), made.messages.get(to, [])
+            if now[: len(before)] != before:
+                whom = {"": "the instance itself", CLIENTS: "a client"}.get(to, to)
+                differs = f"{whom} was told what it would not have been"
+            extra[to] = now[len(before) :]
+        if not differs:
+            return extra
+        if not may_differ:
+            return differs
+        if not made.awaited <= told.awaited:
+            return "without it handlers would wait for other calls or effects than there were"
+        return {}
+
+    def _say(self, extra: dict[str, list[bytes]], made: _Made, told: _Made) -> None:
+        """To those who have not heard it yet."""
+        for to, messages in extra.items():
+            if messages:
+                self._context.outbox.push(to, [part for message in messages for part in (message, b"")])
+        for verdict, message in made.answers:
+            if not told.has_answered(message):
+                self._failures.answer(replace(verdict, kind=VerdictKind.TAKEN_BACK, behind=-1), message)
+        self._context.outbox.close_batches()
+
+    # --- runs over the records since the copy ------------------------------------------------------------------------
+
+    def _run(self, copy: Copy, without: Sequence[Verdict] = (), records: Iterator[Record] | None = None) -> _Made:
+        """Handle ``records`` (all of the copy's tail) once more; what that makes. Raises HandlerError."""
+        outbox, effects, failures = self._context.outbox, self._context.tasks.effects, self._failures
+        collected: list[tuple[str, list[bytes]]] = []
+        begun: list[tuple[int, str, int]] = []
+        outbox.collected, effects.begun = collected, begun
+        answers = failures.leave_out(without)
+        messages: dict[str, list[bytes]] = {}
+        try:
+            self._rewinds.replay_records(copy, copy.tail if records is None else records)
+            outbox.close_batches()
+        except _EnoughError:
+            pass
+        finally:
+            outbox.close_open()
+            outbox.collected = effects.begun = self._records.probe = None
+            failures.leave_in()
+        for to, parts in collected:
+            messages.setdefault(to, []).extend(map(bytes.__add__, parts[::2], parts[1::2]))
+        return _Made(messages, begun, answers)
+
+    def _search(self, copy: Copy, without: Sequence[Verdict]) -> MessageKey | None:
+        """The last message before which the state could be saved; None: it can't be as it was in the copy either."""
+        self._run(copy, without, iter(()))
+        if not copy.tail or not self._can_encode():
+            return None
+        points_max = POINTS_PER_RUN if len(copy.blob) < LARGE_SIZE_BYTES else POINTS_PER_LARGE_RUN
+
+        def after_records(points: range) -> list[int]:
+            good: list[int] = []
+
+            def records() -> Iterator[Record]:
+                for number, record in enumerate(islice(copy.tail, points[-1] + 1)):
+                    if number in points and self._can_encode():
+                        good.append(number)
+                    if number < points[-1]:
+                        yield record
+
+            self._run(copy, without, records())
+            return good
+
+        count = _narrowed(len(copy.tail), points_max, after_records)
+        record = copy.tail[count - 1]
+
+        def after_messages(points: range) -> list[int]:
+            good: list[int] = []
+
+            def look(index: int) -> None:
+                if index + 1 in points and self._can_encode():
+                    good.append(index + 1)
+                if index + 1 == points[-1]:
+                    raise _EnoughError
+
+            def records() -> Iterator[Record]:
+                yield from islice(copy.tail, count - 1)
+                self._records.probe = look
+                yield record
+
+            self._run(copy, without, records())
+            return good
+
+        index = _narrowed(sum(1 for _ in messages_of(record.content)), points_max, after_messages) - 1
+        return record.header.sequence_id, index, 0, 0
+
+    def _can_encode(self) -> bool:
+        try:
+            self._life.encode()
+        except StateError:
+            return False
+        return True
+
+    def _described(self, copy: Copy, key: MessageKey, error: StateError) -> tuple[Unsaved, Verdict]:
+        sequence_id, index, _, _ = key
+        record = copy.tail[sequence_id - copy.sequence_id - 1]
+        message = next(islice(messages_of(record.content), index, None))
+        text, handling = one_line(error), self._failures.handling(sequence_id, index, message)
+        method, caller = handling.method, handling.caller
+        verdict = Verdict(
+            sequence_id,
+            index,
+            VerdictKind.TAKEN_BACK,
+            StateError.__name__,
+            text,
+            method=method,
+            caller=caller,
+            message=dead_letter_message(message),
+        )
+        return Unsaved(text, sequence_id, index, method, caller), verdict
+
+
+def _narrowed(end: int, points_max: int, try_at: Callable[[range], list[int]]) -> int:
+    """The first point behind the last good one: 0 is good, ``end`` is not. ``try_at``: which of these points are."""
+    begin = 0
+    while end - begin > 1:
+        step = ceil((end - begin) / points_max)
+        begin = max(try_at(range(begin + step, end, step)), default=begin)
+        end = min(begin + step, end)
+    return end
+
+
+def one_line(error: Exception) -> str:
+    """In one line; of what the user's code has raised without the traceback. What helps is said elsewhere."""
+    first, stops, rest = str(error).partition("; the app stops\n")
+    last = rest.strip().rpartition("\n")[2].strip() if stops else ""
+    last = last.removeprefix(f"{first.rpartition(' ')[2]}: ")
+    first = first.partition("\n")[0].partition(f"; {WAYS_OUT}")[0]
+    return f"{first}{f': {last}' if last else ''}"[:TEXT_CHARACTERS_MAX]

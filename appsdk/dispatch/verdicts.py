@@ -1,0 +1,288 @@
+"""The messages of one connection that fail: the verdicts that are known, and what is done about one more."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
+
+from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import (
+    FAILED_IN_A_ROW_MAX,
+    REPEATED_SIZE_BYTES_MAX,
+    dead_letter_message,
+    forked,
+    method_of,
+    rpc_of,
+    verdict_on,
+    who_waits,
+)
+from immortal.appsdk.dispatch.delivery import Delivery
+from immortal.appsdk.errors import HandlerError
+from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID
+from immortal.appsdk.state.journal import SavedTask
+from immortal.appsdk.waiting.impulses import EffectResult
+from immortal.appsdk.waiting.task import Task
+from immortal.protocol import decoding
+from immortal.protocol.batch import decode_batch, decode_replayable_batch
+from immortal.protocol.client_frames import decode_answered_number
+from immortal.protocol.errors import ProtocolError
+from immortal.protocol.messages import MessageType, RpcKind, decode_message, decode_messages, encode_incoming_rpc
+from immortal.protocol.nesting import without_values
+from immortal.protocol.readers import Record
+from immortal.protocol.system_methods import ORDERED_METHOD_ID
+from immortal.protocol.varint import encode_zigzag
+from immortal.protocol.verdicts import Handling, MessageKey, Verdict, VerdictKind, encode_verdict
+
+
+class RewindNeededError(Exception):
+    """The state must be as it was before the message of ``verdict``, which is passed over from here on."""
+
+    def __init__(self, verdict: Verdict, method_id: int | None) -> None:
+        super().__init__(f"message {verdict.message_index} of record {verdict.sequence_id}")
+        self.verdict = verdict
+        self.method_id = method_id
+
+
+def message_at(content: bytes, offset: int) -> bytes:
+    """With its size field."""
+    _, _, end = decode_message(content, offset)
+    return content[offset:end]
+
+
+_EFFECT_FRONT_COUNT = 4  # items of the result of an effect that say of which one it is
+_decode_result = decoding.Decoder(EffectResult).decode
+
+
+def awaited_part(message: bytes) -> bytes | None:
+    """What an ``async def`` handler waits for, an answer, a time or the result of an effect, without the value itself,
+    which may be what can't be read; None: it is none of these, or does not say whose it is."""
+    rpc = rpc_of(message)
+    if rpc is None or (rpc.kind == RpcKind.CALL and rpc.method_id not in (CLOCK_METHOD_ID, EFFECT_METHOD_ID)):
+        return None
+    if rpc.kind != RpcKind.CALL:
+        _, start, end = decode_message(message)
+        number = decode_answered_number(message, start, end)
+        arguments = None if number is None else encoder.encode((number, None))
+        return arguments and encode_incoming_rpc(rpc.method_id, rpc.rpc_type, arguments, RpcKind.RETURNED_VALUE)
+    if rpc.method_id == CLOCK_METHOD_ID:
+        return message
+    arguments = without_values(rpc.arguments, _EFFECT_FRONT_COUNT)
+    try:
+        _decode_result(arguments)
+    except decoding.DecodeError:
+        return None
+    return encode_incoming_rpc(rpc.method_id, rpc.rpc_type, arguments or b"", rpc.kind)
+
+
+def offset_behind(content: bytes, offset: int, count: int) -> int:
+    """Where the message behind the ``count`` messages from ``offset`` on starts."""
+    for _ in range(count):
+        _, _, offset = decode_message(content, offset)
+    return offset
+
+
+class _Row:
+    """Failures of one method in a row: none of its calls has come to its end in between."""
+
+    def __init__(self) -> None:
+        self.last: MessageKey = (-1, 0, 0, 0)
+        self.count = 0
+        self.repeated_size_bytes = 0
+
+
+class Failures:
+    """``known``: the verdicts that the coordinator has, or gets before anything that follows from them."""
+
+    def __init__(self, context: Context, *, fails_alone: bool = True) -> None:
+        self._fails_alone = fails_alone
+        self.known: dict[MessageKey, Verdict] = {}
+        self.can_fail = False  # the coordinator keeps verdicts
+        self._context = context
+        self.skipped: dict[int, list[int]] = {}  # indices of messages that are passed over, by record, ascending
+        self._rows: dict[int, _Row] = {}  # by method ID
+        self._tripped: set[int] = set()
+        self._repeating: MessageKey | None = None  # a rewind is on its way up to there
+        self.taken_back: dict[int, list[Verdict]] = {}  # behind which record; of what the log says of those to come
+        self._held_answers: list[tuple[Verdict, bytes]] | None = None  # of messages that are left out
+        context.tasks.handler_runs.verdicts = self.known
+        context.tasks.handler_runs.tell = self._tell
+
+    @property
+    def may_refuse(self) -> bool:
+        """A message that did not fail by itself may be made to: it fails alone, or is to stop the app at once."""
+        return self.can_fail or not self._fails_alone
+
+    def know(self, verdicts: Sequence[Verdict]) -> None:
+        """The coordinator has told them."""
+        self.can_fail = self._fails_alone
+        for verdict in verdicts:
+            self._add(verdict)
+
+    def _add(self, verdict: Verdict) -> None:
+        if verdict.kind is VerdictKind.TAKEN_BACK:
+            self.taken_back.setdefault(verdict.behind, []).append(verdict)
+            return
+        self.known[verdict.key] = verdict
+        if verdict.skips and not verdict.task:
+            indices = self.skipped.setdefault(verdict.sequence_id, [])
+            at = bisect_left(indices, verdict.message_index)
+            if indices[at : at + 1] != [verdict.message_index]:
+                indices.insert(at, verdict.message_index)
+
+    def next_skipped(self, sequence_id: int, message_index: int) -> int | None:
+        """The next message of that record, from that index on, that is passed over."""
+        indices = self.skipped.get(sequence_id)
+        if indices is None:
+            return None
+        at = bisect_left(indices, message_index)
+        return indices[at] if at < len(indices) else None
+
+    def verdict(self, error: HandlerError, message: bytes) -> Verdict | None:
+        """On the ``message`` that ``error`` is about; None where it can't fail alone."""
+        failure = error.failure
+        if failure is None or not self.can_fail or (failure.policy == "stop" and not failure.refused):
+            return None
+        caller = None if failure.step else who_waits(message)
+        return verdict_on(error, failure, None if caller is None else caller.name, message)
+
+    def note(self, verdict: Verdict) -> None:
+        """A new one: the coordinator hears of it before what follows from it."""
+        self._add(verdict.without_letter())
+        self._context.outbox.report(encode_verdict(verdict))
+
+    def _tell(self, verdict: Verdict) -> bool:
+        """Of an async handler or a step that has failed, with nothing to undo; False: it can't fail alone."""
+        if self.can_fail and verdict.key not in self.known:
+            self.note(verdict)
+        return self.can_fail
+
+    def leave_out(self, verdicts: Sequence[Verdict]) -> list[tuple[Verdict, bytes]]:
+        """From here on these messages are passed over, and nobody is told: the answers go into the list."""
+        answers: list[tuple[Verdict, bytes]] = []
+        self._held_answers = answers
+        for verdict in verdicts:
+            self._add(replace(verdict, kind=VerdictKind.SKIPPED, behind=0))
+        return answers
+
+    def leave_in(self) -> None:
+        """What was left out is handled again."""
+        for verdict in [one for one in self.known.values() if one.behind == 0]:
+            del self.known[verdict.key]
+            self.skipped[verdict.sequence_id].remove(verdict.message_index)
+        self._held_answers = None
+
+    def answer(self, verdict: Verdict, message: bytes) -> None:
+        """Tell who waits for ``message``, if anybody does."""
+        if method_of(message) == ORDERED_METHOD_ID:
+            for call in self._context.multicasts.refused(message, verdict.text):
+                self._answer_refused(verdict, call)
+        self._context.nodes.inbox.failed(message, verdict)
+        if self._held_answers is not None and verdict.behind == 0:
+            self._held_answers.append((verdict, message))
+        elif (caller := who_waits(message)) is not None:
+            self._context.tasks.answers.answer_verdict(verdict, caller)
+
+    def _answer_refused(self, verdict: Verdict, call: bytes) -> None:
+        """One of the calls of a multicast that is not taken, by who sent it."""
+        try:
+            caller = who_waits(call)
+        except ProtocolError:
+            return
+        if caller is not None and caller.name == self._context.source:
+            self._context.tasks.answers.answer_verdict(verdict, caller)
+
+    def handling(self, sequence_id: int, message_index: int, message: bytes) -> Handling:
+        """What is about to be handled."""
+        caller, method_id = who_waits(message), method_of(message)
+        handler = self._context.tasks.definition.by_method_id.get(-1 if method_id is None else method_id)
+        name = f"method {method_id}" if handler is None else handler.function.__qualname__
+        return Handling(
+            sequence_id,
+            message_index,
+            0.0,
+            name,
+            None if caller is None else caller.name,
+            dead_letter_message(message),
+            source=self._context.source or "",
+        )
+
+    def going_on(self, sequence_id: int, message_index: int, call: Task | SavedTask) -> Handling:
+        """An ``async def`` handler is about to go on, or to begin, beside others."""
+        handler = self._context.tasks.definition.by_method_id[call.method_id]
+        message = forked(call.method_id, call.arguments) if call.caller is None else b""
+        name = handler.function.__qualname__
+        return Handling(sequence_id, message_index, 0.0, name, call.caller, message, call.number)
+
+    def forget_up_to(self, sequence_id: int) -> None:
+        """No replay in this process goes over those records again."""
+        if any(key[0] <= sequence_id for key in self.known):
+            for key in [key for key in self.known if key[0] <= sequence_id]:
+                del self.known[key]
+            self.skipped = {key: indices for key, indices in self.skipped.items() if key > sequence_id}
+
+    # --- a rewind -----------------------------------------------------------------------------------------------------
+
+    def repeat(self, needed: RewindNeededError, records: Sequence[Record], size_bytes: int, delivery: Delivery) -> None:
+        """The app goes over ``records`` (the last up to the message that has failed) and its state once more."""
+        verdict, method_id = needed.verdict, needed.method_id
+        self._repeating = verdict.key
+        delivery.trip(())  # what it did once it does once more
+        if method_id is None:
+            return
+        row = self._rows.get(method_id)
+        if row is None or self._has_succeeded(method_id, records, row.last, verdict.key):
+            row = self._rows[method_id] = _Row()
+        row.last = verdict.key
+        row.count += 1
+        row.repeated_size_bytes += size_bytes
+        if row.count >= FAILED_IN_A_ROW_MAX or row.repeated_size_bytes >= REPEATED_SIZE_BYTES_MAX:
+            self._tripped.add(method_id)
+
+    def repeat_all(self, sequence_id: int, delivery: Delivery) -> None:
+        """The app goes over all records before that one once more, none of which has failed anew."""
+        self._repeating = sequence_id, 0, 0, 0
+        delivery.trip(())
+
+    def _has_succeeded(self, method_id: int, records: Sequence[Record], after: MessageKey, until: MessageKey) -> bool:
+        """Some call of the method between these two has come to its end; or much else has, as it is kept no more."""
+        if not records or records[0].header.sequence_id > after[0] + 1:
+            return True
+        for record in records:
+            sequence_id = record.header.sequence_id
+            if sequence_id < after[0]:
+                continue
+            for index, called in enumerate(map(method_of, messages_of(record.content))):
+                is_between = after[:2] < (sequence_id, index) < until[:2]
+                if is_between and called == method_id and (sequence_id, index, 0, 0) not in self.known:
+                    return True
+        return False
+
+    def did_not_fail(self, verdict: Verdict) -> bool:
+        """The message was handled well before the rewind, which is to do the same again."""
+        return self._repeating is not None and verdict.key[:2] < self._repeating[:2]
+
+    def settle(self, delivery: Delivery) -> None:
+        """The rewind is over."""
+        self._repeating = None
+        delivery.trip(self._tripped)
+
+
+def messages_of(content: bytes) -> Iterator[bytes]:
+    """The RPCs of a record, in order, each from its size on."""
+    for message_type, start, end in decode_messages(content):
+        if message_type == MessageType.RPC:
+            yield content[start - 1 - len(encode_zigzag(end - start + 1)) : end]
+            continue
+        if message_type == MessageType.RPC_BATCH:
+            start += decode_batch(content[start : start + 16])[1]
+        elif message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
+            start += decode_replayable_batch(content[start : start + 16])[2]
+        elif message_type != MessageType.INITIAL_MESSAGE:
+            continue
+        offset = start
+        for _, _, last in decode_messages(content[start:end]):
+            yield content[offset : start + last]
+            offset = start + last

@@ -1,0 +1,443 @@
+"""Effects: work in the outside world for an ``async def`` handler, which gets its logged result.
+
+    await self.effect(fetch, url)
+    await self.effect.options(retry=Retry(attempts=5), timeout=timedelta(seconds=10))(fetch, url)
+
+An effect is run once the app is primary, at least once, until the log has a result of it. That result is the only one
+that the handler ever sees; a replay takes it from the log, and runs nothing. What runs effects, and how something else
+takes its place: :mod:`immortal.appsdk.effects.effect`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
+
+import msgspec
+
+from immortal.appsdk.calls.codec import ArgumentCodec, check_value, encoder, signature_of
+from immortal.appsdk.calls.failures import argument_mismatch, checked_raises
+from immortal.appsdk.calls.user_code import copy_of, is_user_failure, user_traceback
+from immortal.appsdk.errors import DefinitionError, EffectFailed, UsageError
+from immortal.appsdk.state.journal import declared_name, decode_raised, encode_raised
+from immortal.protocol import decoding
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+CONCURRENT_EFFECTS = 32  # that run at once, by default: more threads than that rarely get more done
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How often an effect is tried, and what for: after an exception of a type in ``on``, timeouts included.
+
+    ``attempts`` counts the first one; None: without end. Between the first two attempts lies ``first_wait``, then each
+    time ``factor`` times as much, at most ``max_wait``. After a restart of the app counting begins anew.
+    Raises UsageError.
+    """
+
+    attempts: int | None = 5
+    first_wait: timedelta = timedelta(seconds=1)
+    factor: float = 2.0
+    max_wait: timedelta = timedelta(minutes=1)
+    on: tuple[type[Exception], ...] = (Exception,)
+
+    def __post_init__(self) -> None:
+        if self.attempts is not None and (not _is_int(self.attempts) or self.attempts < 1):
+            raise UsageError(f"Retry(attempts={self.attempts!r}): a number from 1 was expected, or None: without end")
+        for name in ("first_wait", "max_wait"):
+            wait = getattr(self, name)
+            if not isinstance(wait, timedelta) or wait < timedelta():
+                raise UsageError(f"Retry({name}={wait!r}): a timedelta was expected, such as timedelta(seconds=1)")
+        if not isinstance(self.factor, int | float) or not 1 <= self.factor < float("inf"):
+            raise UsageError(f"Retry(factor={self.factor!r}): a number from 1 was expected")
+        given: Any = self.on
+        if not isinstance(given, tuple) or not all(isinstance(e, type) and issubclass(e, Exception) for e in given):
+            raise UsageError(f"Retry(on={given!r}): a tuple of exceptions was expected, such as (ConnectionError,)")
+
+    def wait_s(self, attempt: int) -> float:
+        """Seconds between this attempt (from 1) and the next."""
+        try:
+            wait_s = self.first_wait.total_seconds() * self.factor ** (attempt - 1)
+        except OverflowError:
+            wait_s = float("inf")
+        return min(wait_s, self.max_wait.total_seconds())
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+ONCE = Retry(attempts=1)
+
+
+@dataclass(frozen=True, slots=True)
+class EffectOptions:
+    """What ``self.effect.options(...)`` was given. ``raises``: by name."""
+
+    retry: Retry = ONCE
+    timeout: timedelta | None = None
+    raises: dict[str, type[Exception]] = dataclasses.field(default_factory=dict)
+    key: str | None = None
+
+
+class Effects:
+    """``self.effect``. This one is of a plain object and of ``def`` handlers, which do not wait."""
+
+    __slots__ = ("_options",)
+
+    def __init__(self, options: EffectOptions | None = None) -> None:
+        self._options = options or EffectOptions()
+
+    def _with(self, options: EffectOptions) -> Effects:
+        return Effects(options)
+
+    @overload
+    def __call__(
+        self, function: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[R]: ...
+    @overload
+    def __call__(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+        """``await self.effect(fetch, url)``: run it outside, and wait for what it returns.
+
+        ``function`` is a plain one of a module, with annotations: a ``def`` runs in a thread, an ``async def`` on an
+        asyncio loop. It gets copies of its arguments. It is run at least once; its result is seen exactly once.
+        Raises EffectFailed, and what the options declare; UsageError, TypeError for what can't be run.
+        """
+        raise UsageError("self.effect: only an 'async def' handler waits: a 'def' handler runs to its end at once")
+
+    def options(
+        self,
+        *,
+        retry: Retry | None = None,
+        timeout: timedelta | None = None,
+        raises: Iterable[type[Exception]] | None = None,
+        key: str | None = None,
+    ) -> Effects:
+        """The same with other options; what is not given stays. Raises UsageError, DefinitionError.
+
+        ``retry``: by default, one attempt. ``timeout``: of each attempt. ``raises``: exceptions that are raised in the
+        handler as what they are, at once; all others become EffectFailed. ``key``: in place of the key that the SDK
+        makes (see :func:`effect_context`).
+        """
+        options = self._options
+        if retry is not None:
+            if not isinstance(retry, Retry):
+                raise UsageError(f"self.effect.options(retry={retry!r}): Retry(attempts=...) was expected")
+            options = replace(options, retry=retry)
+        if timeout is not None:
+            if not isinstance(timeout, timedelta) or timeout <= timedelta():
+                raise UsageError(
+                    f"self.effect.options(timeout={timeout!r}): a timedelta was expected, such as timedelta(seconds=5)"
+                )
+            options = replace(options, timeout=timeout)
+        if raises is not None:
+            options = replace(options, raises=checked_raises("self.effect.options", raises))
+        if key is not None:
+            if not isinstance(key, str) or not key:
+                raise UsageError(f"self.effect.options(key={key!r}): a str was expected that is not empty")
+            options = replace(options, key=key)
+        return self._with(options)
+
+
+# --- inside an effect -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EffectContext:
+    """What a function that runs as an effect can know of itself.
+
+    ``key``: one for each effect that a handler asks for; the same for all attempts, after crashes too. ``attempt``:
+    which one this is since the app was started, from 1.
+    """
+
+    key: str
+    attempt: int
+
+
+current_context: ContextVar[Callable[[], EffectContext]] = ContextVar("effect context")
+
+
+def effect_context() -> EffectContext:
+    """In a function that runs as an effect, and what it calls: its key and attempt. Raises UsageError elsewhere."""
+    try:
+        return current_context.get()()
+    except LookupError:
+        raise UsageError("effect_context(): only a function that is run by self.effect(...) has one") from None
+
+
+# An effect between the handler that asks for it and what runs it.
+#
+# The runner of an app's process is :mod:`appsdk.effects.runner`. One of another kind, as a test may want, is given to
+# :class:`appsdk.dispatch.dispatcher.Dispatcher` as ``effects``. It is an :class:`EffectRunner`: from the moment at which
+# the app is primary it gets each effect as an :class:`EffectRequest`, runs it however it likes (``request.call()`` runs
+# the user's function), and answers with ``request.returned(value)`` or ``request.raised(error)``, at once or later, from
+# any thread. The answer is sent as an impulse to oneself. Without a runner, as in each replay, effects wait.
+
+
+FAILURE_TEXT_CHARACTERS_MAX = 10_000  # of its message, and of its traceback's end: both are logged
+_FAILED = ""  # the name under which an EffectFailed travels: no class has it
+
+
+class EffectFunction:
+    """A function that runs as an effect: what it takes and returns. Raises UsageError, DefinitionError."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name = _checked_name(function)
+        self.is_async = inspect.iscoroutinefunction(function)
+        try:
+            self.codec = ArgumentCodec(function, _checked_signature(self.name, function))
+            self.decode_result = self.codec.decode_result
+        except NameError as error:
+            raise DefinitionError(f"{self.name}: an annotation can't be resolved: {error}") from error
+        self._keywords = [
+            parameter.name
+            for parameter in self.codec.signature.parameters.values()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        ]
+
+    def encode_arguments(self, arguments: tuple[Any, ...], *, keeps_types: bool = True) -> bytes:
+        """By position. Raises TypeError for what is not what its annotations say.
+
+        ``keeps_types``: see :attr:`immortal.appsdk.calls.context.Context.keeps_types`.
+        """
+        _, encoded = self.codec.encoded(arguments, keeps_types=keeps_types)
+        try:
+            self.arguments(encoded)
+        except Exception as error:
+            raise TypeError(argument_mismatch(self.codec, error, encoded, 0)) from None
+        return encoded
+
+    def arguments(self, encoded: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """By position and by name."""
+        values = self.codec.decode(encoded)
+        at = len(values) - len(self._keywords)
+        return values[:at], dict(zip(self._keywords, values[at:], strict=True))
+
+    def encode_result(self, value: Any) -> bytes:
+        """Raises TypeError for what is not what its annotation says."""
+        try:
+            encoded = self.codec.encode_result(value)
+            check_value("it", encoded)
+            self.decode_result(encoded)
+        except BaseException as error:  # msgspec's own, and what a type's __post_init__ raises
+            if not is_user_failure(error):
+                raise
+            raise TypeError(
+                f"{self.name} returned a {type(value).__name__} that can't be kept: {encodable(error)}"
+            ) from error
+        return encoded
+
+    def encode_error(self, error: BaseException, attempts: int, raises: Mapping[str, type[Exception]]) -> bytes:
+        """As what it is, where that is declared and can be encoded; else as an EffectFailed."""
+        if (name := declared_name(raises, error)) is not None:
+            try:
+                return encode_raised(name, error)
+            except BaseException as problem:
+                if not is_user_failure(problem):
+                    raise
+                error = TypeError(f"{name}, which {self.name} raised, can't be encoded: {encodable(problem)}")
+        message = encodable(error)[:FAILURE_TEXT_CHARACTERS_MAX]
+        trace = encodable(user_traceback(error))[-FAILURE_TEXT_CHARACTERS_MAX:]
+        return encoder.encode((_FAILED, (self.name, type(error).__name__, message, trace, attempts), {}))
+
+    def decode_error(self, data: bytes, raises: Mapping[str, type[Exception]]) -> Exception:
+        """Raises msgspec.DecodeError, LookupError."""
+        name, arguments = decoding.decode(data, type=tuple[str, list[Any], Any])[:2]
+        if name == _FAILED:
+            return EffectFailed(*msgspec.convert(arguments, tuple[str, str, str, str, int]))
+        return decode_raised(raises, f"the effect {self.name}", data)
+
+
+def encodable(text: object) -> str:
+    """Its text, of which every character can be encoded."""
+    try:
+        return str(text).encode("utf-8", "replace").decode()
+    except BaseException as error:  # a __str__ of the user's
+        if not is_user_failure(error):
+            raise
+        return f"its str() raises {type(error).__name__}"
+
+
+def _checked_name(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__qualname__", None)
+    problem = ""
+    if not isinstance(name, str) or isinstance(function, type) or not callable(function):
+        problem = "call handlers without self.effect, and anything else in a function of your own"
+    elif inspect.ismethod(function):
+        problem = "an effect runs beside the handlers, where there is no self"
+    elif "<" in name:
+        problem = "one inside another shares variables with it, of which no log knows: pass them as arguments"
+    if problem:
+        raise UsageError(f"self.effect({name or repr(function)}, ...): a function of a module was expected: {problem}")
+    return str(name)
+
+
+def _checked_signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        signature = signature_of(function)
+    except ValueError as error:
+        raise UsageError(
+            f"self.effect({name}, ...): it has no signature: write a function of your own that calls it"
+        ) from error
+    for parameter in signature.parameters.values():
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            raise UsageError(
+                f"self.effect({name}, ...): its parameters are not listed one by one ({parameter}): write a function "
+                f"of your own that calls it"
+            )
+    empty = inspect.Parameter.empty
+    missing = [one.name for one in signature.parameters.values() if one.annotation is empty]
+    missing += ["return"] if signature.return_annotation is empty else []
+    if missing:
+        raise UsageError(
+            f"self.effect({name}, ...): {', '.join(missing)}: no annotation, by which values are encoded and checked: "
+            f"add it, or write a function of your own that calls it"
+        )
+    return signature
+
+
+class EffectRequest:
+    """One effect to be run. ``number`` is its own in the life of the instance; for the rest see ``self.effect``.
+
+    ``stand_in``: what :meth:`call` and :meth:`call_async` call in place of the user's function, if anything.
+    ``is_done``: it has been answered. ``is_cancelled``: nobody waits for it any more. ``attempt``: the last that has
+    begun, from 1; 0: none yet. ``failure``: of the attempt before it, in words.
+    """
+
+    __slots__ = (
+        "_encoded",
+        "_function",
+        "_make_key",
+        "_send",
+        "_variables",
+        "attempt",
+        "failure",
+        "is_cancelled",
+        "is_done",
+        "number",
+        "options",
+        "stand_in",
+        "try_now",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        function: EffectFunction,
+        encoded: bytes,
+        options: EffectOptions,
+        make_key: Callable[[], str],
+        send: Callable[[bool, bytes], None],
+        variables: contextvars.Context | None = None,
+    ) -> None:
+        self._variables = contextvars.Context() if variables is None else variables
+        self.number = number
+        self.options = options
+        self._make_key = make_key
+        self.is_done = False
+        self.is_cancelled = False
+        self.stand_in: Callable[..., Any] | None = None
+        self.attempt = 0
+        self.failure = ""
+        self.try_now: Callable[[], bool] | None = None  # of a runner that can; whether it waited for its next attempt
+        self._function = function
+        self._encoded = encoded
+        self._send = send
+
+    def __repr__(self) -> str:
+        return f"<effect {self.name}, {self.key}>"
+
+    @property
+    def key(self) -> str:
+        """Made each time: few functions ask for it."""
+        return self._make_key()
+
+    @property
+    def name(self) -> str:
+        return self._function.name
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The user's; with :attr:`arguments`, for runners that do something else in its place."""
+        return self._function.function
+
+    @property
+    def arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
+        """By position and by name: new copies each time."""
+        return self._function.arguments(self._encoded)
+
+    @property
+    def is_async(self) -> bool:
+        """What is called is an ``async def``."""
+        return self._function.is_async if self.stand_in is None else inspect.iscoroutinefunction(self.stand_in)
+
+    def call(self, attempt: int = 1) -> Any:
+        """Call the function, a plain ``def``; returns and raises what it does."""
+        return self.new_context().run(self._call, attempt)
+
+    def new_context(self) -> contextvars.Context:
+        """For one attempt: a copy of what the handler had as it began the effect."""
+        return copy_of(self._variables)
+
+    def _call(self, attempt: int) -> Any:
+        current_context.set(partial(self.context, attempt))
+        arguments, keywords = self.arguments
+        return (self.stand_in or self.function)(*arguments, **keywords)
+
+    async def call_async(self, attempt: int = 1) -> Any:
+        """Call the function, an ``async def``, in an asyncio task with a :meth:`new_context`; returns and raises what
+        it does."""
+        # never reset: the task's context ends with it, and what does not let go may be closed in another one
+        current_context.set(partial(self.context, attempt))
+        arguments, keywords = self.arguments
+        return await (self.stand_in or self.function)(*arguments, **keywords)
+
+    def context(self, attempt: int) -> EffectContext:
+        """What the function can know of itself."""
+        return EffectContext(self.key, attempt)
+
+    def wait_s(self, error: BaseException, attempt: int) -> float | None:
+        """How long to wait after this attempt (from 1) has failed, before the next one; None: it was the last."""
+        retry = self.options.retry
+        is_tried_again = isinstance(error, retry.on) or (Exception in retry.on and not isinstance(error, Exception))
+        if declared_name(self.options.raises, error) is not None or not is_tried_again:
+            return None
+        return None if retry.attempts is not None and attempt >= retry.attempts else retry.wait_s(attempt)
+
+    def returned(self, value: Any) -> None:
+        """It is done, with this value. Raises TypeError for one that it is not declared to return, and UsageError for
+        one that is too large: then it is not done."""
+        self._answer(False, self._function.encode_result(value))
+
+    def raised(self, error: BaseException, attempts: int = 1) -> None:
+        """It is done, with this error after so many attempts."""
+        try:
+            self._answer(True, self._function.encode_error(error, attempts, self.options.raises))
+        except UsageError as problem:  # a declared exception that is too large
+            self._answer(True, self._function.encode_error(problem, attempts, {}))
+
+    def _answer(self, raised: bool, value: bytes) -> None:
+        if not self.is_cancelled:
+            self._send(raised, value)
+        self.is_done = True
+
+
+class EffectRunner(Protocol):
+    """Runs effects beside the handlers. Both methods are called by the handlers' thread, and return at once."""
+
+    def start(self, request: EffectRequest) -> None:
+        """Run it, when there is room, and call its ``returned`` or ``raised`` once."""
+
+    def cancel(self, request: EffectRequest) -> None:
+        """Nobody waits for it any more: it is not answered, whatever it still does."""

@@ -1,0 +1,282 @@
+"""Who holds which handle: distributed reference counting as two pure state machines. `docs/NODES.md` says why it holds.
+
+:class:`Owner` counts, per holder, the copies of a handle that went to it; :class:`Holder` knows the copies that came.
+Messages go in, actions come out; no I/O, no time, no randomness. Their state is part of the app's checkpoint.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TypeAlias
+
+import msgspec
+
+from immortal.protocol import decoding
+
+DESTROYED, REVOKED = "destroyed", "revoked"
+COUNT_MAX = 1 << 62  # more than any instance counts to: who says so is broken
+
+
+class Stage(IntEnum):
+    LIVE = 0
+    ENDING = 1  # its end is on its way through the queues
+    ENDED = 2  # copies may still be under way
+
+
+class Grant(msgspec.Struct, array_like=True):
+    """Of one key, at its owner. ``holders``: copies that went to each, less those that came back; below 0 where the
+    word that one was passed on is still under way. ``told``: who knows that it has ended."""
+
+    key: Key
+    node: int
+    stage: int = Stage.LIVE
+    how: str = ""
+    holders: dict[str, int] = {}
+    banned: list[str] = []
+    told: list[str] = []
+
+
+class Held(msgspec.Struct, array_like=True):
+    """Of one key, at a holder. ``ended`` is not empty: it leads nowhere, whatever copies still come."""
+
+    owner: str
+    key: Key
+    count: int
+    ended: str = ""
+
+
+class Tell(msgspec.Struct, frozen=True):
+    to: str
+    message: Message
+
+
+class NoHoldersLeft(msgspec.Struct, frozen=True):
+    """Nobody holds ``key`` any more, and no copy is under way."""
+
+    key: Key
+
+
+Action: TypeAlias = Tell | NoHoldersLeft
+
+
+class Owner:
+    """The keys of one instance. ``actions``: what is to be done, in order; whoever takes them clears the list."""
+
+    def __init__(self, grants: list[Grant] | None = None) -> None:
+        self.grants = {one.key: one for one in grants or []}
+        self.actions: list[Action] = []
+
+    def save(self) -> list[Grant]:
+        return list(self.grants.values())
+
+    def create(self, key: Key, node: int) -> None:
+        self.grants[key] = Grant(key, node)
+
+    def passed(self, key: Key, to: str) -> bool:
+        """A copy goes to ``to``, as the owner or a holder says. False: there is no such key."""
+        grant = self.grants.get(key)
+        if grant is None:
+            return False
+        self._count(grant, to, 1)
+        if (grant.stage == Stage.ENDED or to in grant.banned) and to not in grant.told:
+            self._tell_end(grant, to, grant.how or REVOKED)
+        self._settle(grant)
+        return True
+
+    def released(self, key: Key, holder: str, count: int) -> bool:
+        """False: there is no such key, or the count can't be."""
+        grant = self.grants.get(key)
+        if grant is None or not 1 <= count <= COUNT_MAX:
+            return False
+        self._count(grant, holder, -count)
+        self._settle(grant)
+        return True
+
+    @staticmethod
+    def _count(grant: Grant, holder: str, change: int) -> None:
+        count = grant.holders.get(holder, 0) + change
+        if count:
+            grant.holders[holder] = count
+        else:
+            grant.holders.pop(holder, None)
+
+    def begin_end(self, key: Key) -> list[str]:
+        """It is to end: whom to send :class:`Ended` in order, beside the owner itself, which then calls :meth:`end`."""
+        grant = self.grants[key]
+        grant.stage = Stage.ENDING
+        told = [one for one in grant.holders if one not in grant.banned]
+        grant.told += told
+        return told
+
+    def end(self, key: Key, how: str) -> None:
+        """Its end is there. Who holds it and was not told, as the word that it got a copy was under way, is now."""
+        grant = self.grants[key]
+        grant.stage, grant.how = Stage.ENDED, how
+        for holder in grant.holders:
+            if holder not in grant.told:
+                self._tell_end(grant, holder, how)
+        self._settle(grant)
+
+    def ban(self, key: Key, holder: str) -> None:
+        """It leads nowhere for ``holder``, from here on and for good."""
+        grant = self.grants[key]
+        grant.banned.append(holder)
+        if holder in grant.holders and holder not in grant.told:
+            self._tell_end(grant, holder, REVOKED)
+
+    def _tell_end(self, grant: Grant, holder: str, how: str) -> None:
+        grant.told.append(holder)
+        self.actions.append(Tell(holder, Ended(grant.key, how)))
+
+    def _settle(self, grant: Grant) -> None:
+        if not self._is_free(grant):
+            return
+        if grant.stage == Stage.LIVE:
+            self.actions.append(NoHoldersLeft(grant.key))
+        elif grant.stage == Stage.ENDED:
+            del self.grants[grant.key]
+            self.actions += [Tell(one, Forgotten(grant.key)) for one in grant.told]
+
+    @staticmethod
+    def _is_free(grant: Grant) -> bool:
+        """All counts are zero. Their sum would not do: see the proof."""
+        return not grant.holders
+
+
+class Holder:
+    """The handles of others that one instance holds. ``actions``: as :class:`Owner` has them."""
+
+    def __init__(self, held: list[Held] | None = None) -> None:
+        self.held = {(one.owner, one.key): one for one in held or []}
+        self.actions: list[Action] = []
+
+    def save(self) -> list[Held]:
+        return list(self.held.values())
+
+    def holds(self, owner: str, key: Key) -> bool:
+        one = self.held.get((owner, key))
+        return one is not None and not one.ended
+
+    def knows(self, owner: str, key: Key) -> bool:
+        """It is held, and told of its end in order; or was told."""
+        return (owner, key) in self.held
+
+    def arrived(self, owner: str, key: Key) -> bool:
+        """A message with a copy is taken. False: the handle has ended, so the copy goes back at once."""
+        one = self.held.setdefault((owner, key), Held(owner, key, 0))
+        if one.ended:
+            self.not_taken(owner, key)
+            return False
+        one.count += 1
+        return True
+
+    def not_taken(self, owner: str, key: Key) -> None:
+        """A message with a copy came, and nobody takes it."""
+        self.actions.append(Tell(owner, Released(key, 1)))
+
+    def pass_on(self, owner: str, key: Key, to: str) -> None:
+        """A message with it leaves for ``to``, which is not the owner. It is held here."""
+        self.actions.append(Tell(owner, Passed(key, to)))
+
+    def release(self, owner: str, key: Key) -> None:
+        """It is held here, and no more from here on."""
+        one = self.held.pop((owner, key))
+        self.actions.append(Tell(owner, Released(key, one.count)))
+
+    def ended(self, owner: str, key: Key, how: str) -> bool:
+        """Whether it was held until now. The hook is called in any case: a copy may be under way."""
+        one = self.held.setdefault((owner, key), Held(owner, key, 0))
+        was_held = one.count > 0
+        if was_held:
+            self.actions.append(Tell(owner, Released(key, one.count)))
+        one.count, one.ended = 0, how
+        return was_held
+
+    def forgotten(self, owner: str, key: Key) -> None:
+        self.held.pop((owner, key), None)
+
+
+# What owners and holders of handles tell each other: calls of methods that no user can declare.
+#
+# `docs/NODES.md` says which message does what. A *key* is 16 random bytes: a handle is its owner's name and a key.
+
+
+Key: TypeAlias = bytes
+
+
+class Passed(msgspec.Struct, array_like=True, frozen=True, tag=1, gc=False):
+    """Holder to owner: a message with the handle goes to the instance ``to``."""
+
+    key: Key
+    to: str
+
+
+class Released(msgspec.Struct, array_like=True, frozen=True, tag=2, gc=False):
+    """Holder to owner: ``count`` of the copies that came here are held no more."""
+
+    key: Key
+    count: int
+
+
+class Ended(msgspec.Struct, array_like=True, frozen=True, tag=3, gc=False):
+    """Owner to holder: the handle leads nowhere from here on, as it was ``how``: "destroyed" or "revoked"."""
+
+    key: Key
+    how: str
+
+
+class Forgotten(msgspec.Struct, array_like=True, frozen=True, tag=4, gc=False):
+    """Owner to holder: no copy is anywhere any more, so nobody need remember that it has ended."""
+
+    key: Key
+
+
+class Stale(msgspec.Struct, array_like=True, frozen=True, tag=5, gc=False):
+    """To oneself: a copy has come behind the end of the handle, so that the hook is still to be called for it."""
+
+    owner: str
+    key: Key
+    how: str
+
+
+class Ending(msgspec.Struct, array_like=True, frozen=True, tag=6, gc=False):
+    """Who passes a handle on to who gets it, in front of the copy: its end is on its way, so it may lead nowhere."""
+
+    owner: str
+    key: Key
+    how: str
+
+
+Message: TypeAlias = Passed | Released | Ended | Forgotten | Stale | Ending
+
+
+class NodeCall(msgspec.Struct, array_like=True, frozen=True):
+    """``sender`` calls the nodes of these keys."""
+
+    sender: str
+    keys: list[bytes]
+    method_id: int
+    arguments: msgspec.Raw
+
+
+class AwaitedNodeCall(msgspec.Struct, array_like=True, frozen=True):
+    """As :class:`NodeCall`; ``caller`` waits for the answer to its call ``number``."""
+
+    caller: str
+    number: int
+    sender: str
+    keys: list[bytes]
+    method_id: int
+    arguments: msgspec.Raw
+
+
+class Word(msgspec.Struct, array_like=True, frozen=True):
+    """What owners and holders tell each other."""
+
+    sender: str
+    message: Message
+
+
+decode_node_call = decoding.Decoder(NodeCall).decode
+decode_awaited_node_call = decoding.Decoder(AwaitedNodeCall).decode
+decode_word = decoding.Decoder(Word).decode

@@ -1,0 +1,510 @@
+"""A copy of a table, followed by a thread: a mapping, the changes one by one, and the way to change the table."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import zmq
+
+from immortal.appsdk.calls.codec import ValueDecoder, encode_value
+from immortal.appsdk.client import ClientClosed, with_timeout
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.model import Change, CloneError, Ended, NotEntitled, check_change, covers
+from immortal.appsdk.patterns.clone.replica import Counts, News, Options, Replica, Told
+from immortal.appsdk.patterns.clone.subscriber import Places, Subscriber
+from immortal.protocol.process import after_fork_message, disown_in_child, watch
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Changed(Generic[V]):
+    """``value``: None where the key is gone. ``number``: of the update, the same for all clients."""
+
+    key: str
+    value: V | None
+    number: int
+    is_gone: bool = False
+
+
+class Changes(Generic[V]):
+    """An iterator over what changes, from when it was made. Who does not go on holds up the whole copy."""
+
+    def __init__(self, clone: Clone[V], timeout_s: float | None) -> None:
+        self._clone = clone
+        self._timeout_s = timeout_s
+        self._process_id = os.getpid()
+        self._waiting: deque[Told] = deque()
+
+    def __iter__(self) -> Iterator[Changed[V]]:
+        return self
+
+    def __next__(self) -> Changed[V]:
+        """Raises StopIteration after ``timeout`` seconds without a change, or once the clone is closed; Ended.
+
+        Raises msgspec.ValidationError for a value of another type, and goes on behind it.
+        """
+        require_same_process(self._process_id)
+        return self._clone._next(self._waiting, self._timeout_s)
+
+    def close(self) -> None:
+        """Nothing more is kept for it."""
+        self._clone._forget(self._waiting)
+
+    def __enter__(self) -> Changes[V]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Clone(Mapping[str, V]):
+    """A table's copy; made by :func:`immortal.appsdk.patterns.clone.connect`. Any thread may use it.
+
+    Reading takes no message: it is what has come. ``number``: of the last update that is in it.
+    """
+
+    def __init__(self, table: Callable[[], Any], kind: Any, options: Options, places: Places, timeout_s: float) -> None:
+        self._table = table  # connects to it, the first time
+        self._decode = ValueDecoder(kind).decode
+        self._options = options
+        self._places = places
+        self._timeout_s = timeout_s
+        self._closing = False
+        self._begin()
+        self._open()
+        self._is_open = True
+        watch(self)
+
+    def _begin(self) -> None:
+        """In this process: nobody waits, and there is no copy."""
+        self._is_open = self._is_held = False
+        self._opening = threading.Lock()
+        self._lock = threading.Lock()
+        self._came = threading.Condition(self._lock)
+        self._listeners: list[deque[Told]] = []
+        self._rousers: list[Callable[[], None]] = []  # called when something has come, in the thread
+        self._error: BaseException | None = None
+
+    def _open(self) -> None:
+        places = self._places
+        self._own = Replica(self._options)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._subscriber = Subscriber(self._context, self._own, places.find, places.access.finder, time.monotonic())
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._follow, name=f"clone of {places.access.table}", daemon=True)
+        self._thread.start()
+
+    def forked(self) -> None:
+        """In a child: it is followed anew there, from its first use on."""
+        disown_in_child(self._own, self._context, self._subscriber, self._thread)
+        self._begin()
+
+    @property
+    def _replica(self) -> Replica:
+        """This process's own. Raises ClientClosed, CloneError."""
+        if not self._is_open:
+            with self._opening:
+                if not self._is_open:
+                    if self._closing:
+                        raise ClientClosed("the clone is closed")
+                    self._open()
+                    self._wait_until_whole()
+                    self._is_open = True
+        return self._own
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: str) -> V:
+        value: V = self._decode(self._replica.values[key])
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._replica.values))
+
+    def __len__(self) -> int:
+        return len(self._replica.values)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._replica.values
+
+    def __repr__(self) -> str:
+        return f"<clone at update {self.number}: {len(self)} keys{f'; {self.problem}' if self.problem else ''}>"
+
+    @property
+    def number(self) -> int:
+        return self._replica.number
+
+    @property
+    def subtrees(self) -> tuple[str, ...]:
+        """What it is given of what it asked for; () while it has no stream."""
+        return self._replica.subtrees or ()
+
+    @property
+    def counts(self) -> Counts:
+        """Holes, whole copies, streams that were resumed, changes that were dropped: what did not go smoothly."""
+        return self._replica.counts
+
+    @property
+    def problem(self) -> str:
+        """Why nothing comes; "": it does."""
+        if self._replica.subtrees is not None:
+            return ""
+        return self._replica.ended or self._subscriber.problem
+
+    @property
+    def endpoint(self) -> str:
+        """Of the publisher that it follows; "": none."""
+        return self._subscriber.endpoint
+
+    def snapshot(self) -> tuple[int, dict[str, V]]:
+        """A number, and all that is in the copy at that number."""
+        replica = self._replica
+        with self._lock:
+            number, values = replica.number, dict(replica.values)
+        return number, {key: self._decode(value) for key, value in values.items()}
+
+    def wait(self, number: int, timeout: float | None = None) -> None:
+        """Until update ``number`` is in the copy. Raises TimeoutError, Ended."""
+        timeout_s = self._timeout_s if timeout is None else timeout
+        replica = self._replica
+        with self._came:
+            if not self._came.wait_for(lambda: replica.number >= number or self._is_over, timeout_s):
+                raise TimeoutError(f"update {number} has not come within {timeout_s:g} s: {self!r}")
+            if replica.number < number:
+                self._raise()
+
+    def changes(self, timeout: float | None = None) -> Changes[V]:
+        """What changes from now on, one by one, in the order that all clients see.
+
+        ``timeout``: it ends after so many seconds without a change; None: never.
+        """
+        changes = Changes(self, timeout)
+        self._listen(changes._waiting)
+        return changes
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def put(self, key: str, value: V, *, ttl: float = 0.0, wait: bool = True) -> int:
+        """Set ``key``, which is on disk when this returns; its number. ``ttl``: after so many seconds it goes.
+
+        ``wait``: until the change is in this copy, if it has that key at all. Raises ValueError, TypeError, TableFull,
+        ClientError.
+        """
+        return self._write([_change(key, value, ttl)], wait=wait)
+
+    def delete(self, key: str, *, wait: bool = True) -> int:
+        """Without ``key``, be it there or not. As :meth:`put`."""
+        return self._write([_change(key, None, 0.0, gone=True)], wait=wait)
+
+    def update(self, values: Mapping[str, V], *, ttl: float = 0.0, wait: bool = True) -> int:
+        """All of them or none. The number of the last. As :meth:`put`."""
+        return self._write([_change(key, value, ttl) for key, value in values.items()], wait=wait)
+
+    def _write(self, changes: list[Change], *, wait: bool) -> int:
+        table = self._table()
+        while self._is_held:  # a client that may do so holds writers up
+            self._is_held = not with_timeout(table, None).room()
+        below = self._options.writes
+        written = table.update_below(below, changes) if below else table.update(changes)
+        self._is_held = not written.has_room
+        number: int = written.number
+        if wait and any(covers(subtree, change.key) for subtree in self.subtrees for change in changes):
+            self.wait(number)
+        return number
+
+    # --- the thread that follows -------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        registered: set[int] = set()
+        try:
+            while not self._closing:
+                now_s = time.monotonic()
+                room = limits.CHANGES_WAITING_MAX - max(map(len, self._listeners), default=0)
+                with self._came:
+                    news = self._subscriber.process(now_s, 100 if room > 0 else 0)
+                    self._tell(news)
+                    if news or self._own.ended:
+                        self._notify()
+                filenos = set(self._subscriber.filenos())
+                for descriptor in registered - filenos:
+                    poll.unregister(descriptor)
+                for descriptor in filenos - registered:
+                    poll.register(descriptor, select.POLLIN)
+                registered = filenos
+                wait_s = max(0.0, self._subscriber.next_deadline_s() - time.monotonic()) if not self._is_over else 1.0
+                if room <= 0:
+                    for descriptor in filenos:
+                        poll.unregister(descriptor)
+                    registered = set()
+                for descriptor, _ in poll.poll(0 if len(news) >= 100 else 1000 * min(wait_s, limits.BEAT_S)):
+                    if descriptor == self._wake:
+                        os.eventfd_read(self._wake)
+            self._part()
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._came:
+                self._closing = True
+                self._notify()
+            self._subscriber.close()
+
+    def _part(self) -> None:
+        """The publisher is told that the stream ends, and says that it has heard."""
+        subscriber = self._subscriber
+        if self._own.ended:
+            return
+        subscriber.deactivate()
+        until_s = time.monotonic() + limits.PART_S
+        while not subscriber.has_ended and (left_s := until_s - time.monotonic()) > 0:
+            subscriber.process(time.monotonic())
+            poll = select.poll()
+            for descriptor in subscriber.filenos():
+                poll.register(descriptor, select.POLLIN)
+            if not subscriber.has_ended:
+                poll.poll(1000 * left_s)
+
+    def _notify(self) -> None:
+        self._came.notify_all()
+        for rouse in self._rousers:
+            rouse()
+
+    def _tell(self, news: Sequence[News]) -> None:
+        if not self._listeners:
+            return
+        for one in news:
+            for waiting in self._listeners:
+                waiting.extend(one.changes)
+
+    def _next(self, waiting: deque[Told], timeout_s: float | None) -> Changed[V]:
+        with self._came:
+            if not waiting and not self._is_over:
+                self._came.wait_for(lambda: bool(waiting) or self._is_over, timeout_s)
+            told = self._take(waiting)
+        if told is None:
+            raise StopIteration
+        return self._changed(told)
+
+    def _take(self, waiting: deque[Told]) -> Told | None:
+        """What waits; None: nothing. Raises Ended, once nothing will come any more. With the lock."""
+        if waiting:
+            told = waiting.popleft()
+            if len(waiting) == limits.CHANGES_WAITING_MAX // 2:
+                self._rouse()
+            return told
+        if self._error is not None or (self._is_over and not self._closing):
+            self._raise()
+        return None
+
+    def _changed(self, told: Told) -> Changed[V]:
+        key, number, value = told
+        return Changed(key, None if value is None else self._decode(value), number, value is None)
+
+    def _rouse(self) -> None:
+        """The thread, from another one."""
+        with suppress(OSError):  # it has ended
+            os.eventfd_write(self._wake, 1)
+
+    def _listen(self, waiting: deque[Told], rouse: Callable[[], None] | None = None) -> None:
+        """``rouse``: called in the thread when something has come."""
+        self._replica  # noqa: B018 (it is there)
+        with self._lock:
+            self._listeners.append(waiting)
+            if rouse is not None:
+                self._rousers.append(rouse)
+
+    def _forget(self, waiting: deque[Told], rouse: Callable[[], None] | None = None) -> None:
+        with self._lock:
+            self._listeners = [other for other in self._listeners if other is not waiting]
+            self._rousers = [other for other in self._rousers if other is not rouse]
+        self._rouse()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._closing or bool(self._own.ended)
+
+    def _raise(self) -> None:
+        """Why nothing more comes."""
+        if self._error is not None:
+            raise CloneError(
+                f"the copy can't be followed: {type(self._error).__name__}: {self._error}"
+            ) from self._error
+        if self._own.ended:
+            is_right = "may see nothing" in self._own.ended or "no forwarder" in self._own.ended
+            raise (NotEntitled if is_right else Ended)(self._own.ended)
+        raise ClientClosed("the clone is closed")
+
+    # --- its life ----------------------------------------------------------------------------------------------------
+
+    def _wait_until_whole(self) -> None:
+        """Raises CloneError."""
+        with self._came:
+            self._came.wait_for(lambda: self._own.is_whole or self._is_over, self._timeout_s)
+            if self._is_over:
+                self._raise()
+            if not self._own.is_whole:
+                raise CloneError(f"there is no copy after {self._timeout_s:g} s: {self._subscriber.problem}")
+
+    def _close(self) -> None:
+        with self._came:
+            self._closing = True
+            self._notify()
+        if not self._is_open:
+            return
+        self._rouse()
+        self._thread.join()
+        os.close(self._wake)
+        self._context.term()
+
+
+def require_same_process(process_id: int) -> None:
+    """Of somebody who waits for changes. Raises ClientClosed."""
+    if process_id != os.getpid():
+        what, advice = "what waits for a clone's changes", "ask the clone for them here: clone.changes()"
+        raise ClientClosed(after_fork_message(what, process_id, advice))
+
+
+def _change(key: str, value: Any, ttl: float, *, gone: bool = False) -> Change:
+    """Raises ValueError, TypeError."""
+    try:
+        encoded = None if gone else encode_value(value)
+    except Exception as error:  # what a user's type raises as it is encoded
+        raise TypeError(f"key {key!r}: the value can't be encoded: {error}") from error
+    change = Change(key, encoded, float(ttl))
+    check_change(change)
+    return change
+
+
+# As `threaded`, with asyncio. The same thread follows the table; nothing here waits but with ``await``.
+
+
+V = TypeVar("V")
+R = TypeVar("R")
+
+
+class AsyncChanges(Generic[V]):
+    """``async for change in prices.changes():`` See :class:`~immortal.appsdk.patterns.clone.copies.Changes`."""
+
+    def __init__(self, clone: Clone[V], timeout_s: float | None) -> None:
+        self._clone = clone
+        self._timeout_s = timeout_s
+        self._waiting: deque[Told] = deque()
+        self._process_id = os.getpid()
+        self._came = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def rouse() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._came.set)
+
+        self._rouse: Callable[[], None] = rouse
+        clone._listen(self._waiting, rouse)
+
+    def __aiter__(self) -> AsyncIterator[Changed[V]]:
+        return self
+
+    async def __anext__(self) -> Changed[V]:
+        require_same_process(self._process_id)
+        while True:
+            self._came.clear()
+            with self._clone._lock:
+                told = self._clone._take(self._waiting)
+                is_over = self._clone._is_over
+            if told is not None:
+                return self._clone._changed(told)
+            if is_over:
+                raise StopAsyncIteration
+            try:
+                await asyncio.wait_for(self._came.wait(), self._timeout_s)
+            except TimeoutError:
+                raise StopAsyncIteration from None
+
+    def close(self) -> None:
+        """Nothing more is kept for it."""
+        self._clone._forget(self._waiting, self._rouse)
+
+
+class AsyncClone(Mapping[str, V]):
+    """As :class:`~immortal.appsdk.patterns.clone.copies.Clone`: reading asks nobody, so it is not awaited."""
+
+    def __init__(self, clone: Clone[V]) -> None:
+        self._clone = clone
+
+    def __getitem__(self, key: str) -> V:
+        return self._clone[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._clone)
+
+    def __len__(self) -> int:
+        return len(self._clone)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._clone
+
+    def __repr__(self) -> str:
+        return repr(self._clone)
+
+    @property
+    def number(self) -> int:
+        return self._clone.number
+
+    @property
+    def subtrees(self) -> tuple[str, ...]:
+        """See Clone."""
+        return self._clone.subtrees
+
+    @property
+    def counts(self) -> Counts:
+        """See Clone."""
+        return self._clone.counts
+
+    @property
+    def problem(self) -> str:
+        """See Clone."""
+        return self._clone.problem
+
+    @property
+    def endpoint(self) -> str:
+        """See Clone."""
+        return self._clone.endpoint
+
+    def snapshot(self) -> tuple[int, dict[str, V]]:
+        """See Clone."""
+        return self._clone.snapshot()
+
+    def changes(self, timeout: float | None = None) -> AsyncChanges[V]:
+        """See Clone."""
+        return AsyncChanges(self._clone, timeout)
+
+    async def wait(self, number: int, timeout: float | None = None) -> None:
+        """See Clone."""
+        await asyncio.to_thread(self._clone.wait, number, timeout)
+
+    async def put(self, key: str, value: V, *, ttl: float = 0.0, wait: bool = True) -> int:
+        """See Clone."""
+        return await _in_thread(lambda: self._clone.put(key, value, ttl=ttl, wait=wait))
+
+    async def delete(self, key: str, *, wait: bool = True) -> int:
+        """See Clone."""
+        return await _in_thread(lambda: self._clone.delete(key, wait=wait))
+
+    async def update(self, values: Mapping[str, V], *, ttl: float = 0.0, wait: bool = True) -> int:
+        """See Clone."""
+        return await _in_thread(lambda: self._clone.update(values, ttl=ttl, wait=wait))
+
+
+async def _in_thread(call: Callable[[], R]) -> R:
+    found: Any = await asyncio.to_thread(call)
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,331 @@
+"""What a table knows, and what its handlers take and give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from immortal.appsdk.patterns.clone import limits
+from immortal.protocol.errors import ImmortalError
+
+OWN = "@"
+"""Keys of the table itself begin with it."""
+PRESENT = "@present"
+"""Who is there: one row for each stream."""
+ENTITLED = "@entitled"
+"""Who may see what. No client sees these rows."""
+EVERYBODY = "*"
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """``value``: MessagePack; None: there is no such key any more. ``number``: of the update that made it so.
+    ``expires_ns``: the instance's time; 0: it stays.
+    """
+
+    key: str
+    number: int
+    value: bytes | None
+    expires_ns: int = 0
+
+
+class Change(msgspec.Struct, array_like=True, frozen=True):
+    """What a writer asks for. ``value``: MessagePack; None: delete. ``ttl_s``: seconds; 0: it stays."""
+
+    key: str
+    value: bytes | None
+    ttl_s: float = 0.0
+
+
+class Written(msgspec.Struct, frozen=True):
+    """``number`` of the last change. Unless there is ``has_room``, a writer waits with the next, see ``Table.room``."""
+
+    number: int
+    has_room: bool
+
+
+class Entitlement(msgspec.Struct, frozen=True):
+    """``relay``: it is a forwarder, which sees all, and asks for what its clients may see.
+
+    ``may_block``: it may hold up writers.
+    """
+
+    subtrees: tuple[str, ...] = ()
+    relay: bool = False
+    may_block: bool = False
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a table is published. ``identity``: whose keys are shown there; "": those of the table.
+
+    ``is_table``: by the table's app itself. ``may_block``: clients there may hold up writers.
+    """
+
+    endpoint: str
+    identity: str = ""
+    streams: int = 0
+    is_table: bool = False
+    may_block: bool = False
+
+
+class Presence(msgspec.Struct, frozen=True):
+    """A stream, as the value of its row. ``name``: of its key, "" in plain; ``label``: what it calls itself."""
+
+    stream: str
+    name: str
+    label: str
+    via: str
+    subtrees: tuple[str, ...] = ()
+
+
+class Status(msgspec.Struct, frozen=True):
+    """``held_by``: clients that may block, and do."""
+
+    number: int
+    rows: int
+    size_bytes: int
+    gone: int
+    present: int
+    places: list[Place]
+    held_by: list[str]
+
+
+def check_key(key: str) -> None:
+    """Raises ValueError."""
+    if not isinstance(key, str):
+        raise ValueError(f"key {key!r}: text was expected")
+    if not 1 <= len(key.encode("utf-8", "surrogatepass")) <= limits.KEY_SIZE_BYTES_MAX:
+        raise ValueError(f"key {key[:40]!r}: 1 to {limits.KEY_SIZE_BYTES_MAX} bytes were expected")
+    parts = key.split("/")
+    if len(parts) > limits.KEY_DEPTH_MAX or not all(parts) or not key.isprintable():
+        raise ValueError(
+            f"key {key!r}: up to {limits.KEY_DEPTH_MAX} printable parts with '/' between them were expected"
+        )
+
+
+def check_change(change: Change) -> None:
+    """Of a writer. Raises ValueError."""
+    check_key(change.key)
+    if change.key.startswith(OWN):
+        raise ValueError(f"key {change.key!r}: those that begin with {OWN!r} are the table's own")
+    if change.value is not None and len(change.value) > limits.VALUE_SIZE_BYTES_MAX:
+        raise ValueError(
+            f"key {change.key!r}: a value of {len(change.value)} bytes, at most {limits.VALUE_SIZE_BYTES_MAX} are "
+            f"possible"
+        )
+    if not 0 <= change.ttl_s <= limits.TTL_S_MAX:
+        raise ValueError(f"key {change.key!r}: ttl {change.ttl_s!r}: 0 to {limits.TTL_S_MAX:g} seconds were expected")
+
+
+def encode(value: Any) -> bytes:
+    """Of the table's own rows."""
+    return msgspec.msgpack.encode(value)
+
+
+# The rows of a table, by their numbers, and the keys that are gone. No I/O, no clock.
+#
+# A table has them in its state, each publisher and client has its own.
+
+
+class Entries(msgspec.Struct):
+    """Both dicts are in the order of the numbers. Of what was deleted up to ``forgotten``, not all is known."""
+
+    rows: dict[str, Row] = {}
+    gone: dict[str, int] = {}
+    number: int = 0
+    forgotten: int = 0
+    size_bytes: int = 0
+
+    def apply(self, row: Row) -> None:
+        """``row`` is newer than all. A deleted key that was not there is noted as well."""
+        key = row.key
+        before = self.rows.pop(key, None)
+        if before is not None:
+            self.size_bytes -= size_bytes(before)
+        if row.value is not None:
+            self.gone.pop(key, None)
+            self.rows[key] = row
+            self.size_bytes += size_bytes(row)
+        else:
+            self.gone.pop(key, None)
+            self.gone[key] = row.number
+            if len(self.gone) > limits.GONE_MAX:
+                oldest = next(iter(self.gone))
+                self.forgotten = self.gone.pop(oldest)
+        self.number = row.number
+
+    def since(self, number: int) -> list[Row] | None:
+        """All keys that have changed behind ``number``, as they are now; None: that is not known any more."""
+        if number < self.forgotten or number > self.number:
+            return None
+        found = [*self._rows_since(number), *self._gone_since(number)]
+        found.sort(key=lambda row: row.number)
+        return found
+
+    def everything(self) -> list[Row]:
+        """All keys, and those that are known to be gone."""
+        found = [*self.rows.values(), *(Row(key, at, None) for key, at in self.gone.items())]
+        found.sort(key=lambda row: row.number)
+        return found
+
+    def _rows_since(self, number: int) -> Iterator[Row]:
+        for row in reversed(self.rows.values()):
+            if row.number <= number:
+                return
+            yield row
+
+    def _gone_since(self, number: int) -> Iterator[Row]:
+        for key, at in reversed(self.gone.items()):
+            if at <= number:
+                return
+            yield Row(key, at, None)
+
+    def copy(self) -> Entries:
+        """Rows are shared: they never change."""
+        return Entries(dict(self.rows), dict(self.gone), self.number, self.forgotten, self.size_bytes)
+
+
+def size_bytes(row: Row) -> int:
+    return len(row.key) + (len(row.value) if row.value is not None else 0)
+
+
+# Which keys belong to which subtrees. ``a/b`` has the key ``a/b`` and all that begin with ``a/b/``. No I/O.
+#
+# "" has all keys but the table's own, ``@`` those alone.
+
+
+ALL = ("", OWN)
+ORDINARY = ("", PRESENT)
+"""What everybody may see of a table without entitlements."""
+
+
+def subtrees_of(key: str) -> Iterator[str]:
+    """From the narrowest to the widest."""
+    yield key
+    at = key.rfind("/")
+    while at > 0:
+        yield key[:at]
+        at = key.rfind("/", 0, at)
+    if key.startswith(OWN):
+        if key != OWN:
+            yield OWN
+    elif key:
+        yield ""
+
+
+def covers(subtree: str, key: str) -> bool:
+    """Whether ``key``, or the subtree of that name, belongs to ``subtree``."""
+    if not subtree:
+        return not key.startswith(OWN)
+    if subtree == OWN:
+        return key.startswith(OWN)
+    return key == subtree or key.startswith(subtree + "/")
+
+
+def check_subtrees(subtrees: Iterable[str]) -> tuple[str, ...]:
+    """Sorted, without those that others cover. Raises ValueError."""
+    if isinstance(subtrees, str):
+        raise ValueError(f"subtrees {subtrees!r}: a list was expected, such as [{subtrees!r}]")
+    found = tuple(subtrees)
+    if len(found) > limits.SUBTREES_MAX:
+        raise ValueError(
+            f"{len(found)} subtrees: at most {limits.SUBTREES_MAX} are possible; ask for what has them all"
+        )
+    for subtree in found:
+        if subtree not in ALL:
+            check_key(subtree)
+    size_bytes = sum(len(subtree.encode()) for subtree in found)
+    if size_bytes > limits.SUBTREES_SIZE_BYTES_MAX:
+        raise ValueError(
+            f"subtrees of {size_bytes} bytes: at most {limits.SUBTREES_SIZE_BYTES_MAX} are possible; ask for what has "
+            f"them all"
+        )
+    return reduced(found)
+
+
+def reduced(subtrees: Iterable[str]) -> tuple[str, ...]:
+    """Sorted, without those that others cover."""
+    kept = set(subtrees)
+    return tuple(sorted(one for one in kept if not any(other in kept for other in list(subtrees_of(one))[1:])))
+
+
+def common(wanted: Iterable[str], allowed: Iterable[str]) -> tuple[str, ...]:
+    """What is in both."""
+    allowed = tuple(allowed)
+    return reduced(
+        [one for one in wanted if any(covers(other, one) for other in allowed)]
+        + [other for other in allowed if any(covers(one, other) for one in wanted)]
+    )
+
+
+def may_be_seen(subtree: str) -> bool:
+    """By somebody at all: what is the table's own is not, but for who is there."""
+    return not subtree.startswith(OWN) or covers(PRESENT, subtree)
+
+
+class Entitlements:
+    """Who may see what. With no rows at all everybody sees everything but the entitlements themselves.
+
+    ``owner``: the table's own name, whose keys only its operators can read; it sees everything in any case.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._by_name: dict[str, Entitlement] = {}
+
+    def set(self, name: str, entitlement: Entitlement | None) -> None:
+        if entitlement is None:
+            self._by_name.pop(name, None)
+        else:
+            self._by_name[name] = entitlement
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def visible(self, name: str, wanted: Iterable[str], *, relay: bool) -> tuple[str, ...]:
+        """What who shows the key of ``name`` ("": none) gets of what it wants. ``relay``: all, to forward it."""
+        if relay:
+            return ALL if self.may_relay(name) else ()
+        if not self._by_name or name == self._owner:
+            return common(wanted, ORDINARY)
+        known = self._by_name.get(name) or self._by_name.get(EVERYBODY)
+        return () if known is None else common(wanted, filter(may_be_seen, known.subtrees))
+
+    def may_relay(self, name: str) -> bool:
+        """In plain everybody on this machine may; with keys those that are entitled to."""
+        if not name or name == self._owner:
+            return True
+        known = self._by_name.get(name)
+        return known is not None and known.relay
+
+    def may_block(self, name: str) -> bool:
+        """Hold up writers. A forwarder may: it does so for those of its clients that may."""
+        if not self._by_name or name == self._owner:
+            return True
+        known = self._by_name.get(name) or self._by_name.get(EVERYBODY)
+        return known is not None and (known.may_block or known.relay)
+
+
+# What can go wrong with a shared table.
+#
+# CloneError
+#   TableFull        there is no room for more rows, bytes, or names; nothing was changed
+#   NotEntitled      the caller may see nothing of what it asked for
+#   Ended            its publisher has ended this client's stream, and it does not come back by itself
+
+
+class CloneError(ImmortalError):
+    """The root of a clone's errors."""
+
+
+class TableFull(CloneError):  # noqa: N818 (what happened, not what is wrong)
+    """There is no room for more rows, bytes, or names. Nothing was changed."""
+
+
+class NotEntitled(CloneError):  # noqa: N818
+    """The caller may see nothing of what it asked for."""
+
+
+class Ended(CloneError):  # noqa: N818
+    """Its publisher has ended the stream, for being slow or asking for what is not possible. Connect again."""

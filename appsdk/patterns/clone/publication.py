@@ -1,0 +1,366 @@
+"""The rules of a publisher: who gets what of a table's changes, and when. No I/O, no clock.
+
+publish(rows)   what has changed                 outgoing   frames for clients
+take(...)       what a client says               joined     streams that have begun
+flush(now_ns)   brings all as far as it goes     left       streams that have ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from immortal.appsdk.patterns.clone import limits
+from immortal.appsdk.patterns.clone.frames import (
+    Activate,
+    Activated,
+    Answer,
+    Deactivate,
+    Deactivated,
+    Finished,
+    Ping,
+    Pong,
+    Received,
+    Refused,
+    Report,
+    Request,
+    encode,
+)
+from immortal.appsdk.patterns.clone.model import (
+    ENTITLED,
+    Entitlement,
+    Entitlements,
+    Entries,
+    Presence,
+    Row,
+    check_subtrees,
+)
+from immortal.appsdk.patterns.clone.streams import EVERYTHING, Stream, Views
+from immortal.protocol import decoding
+
+_ENTITLED = ENTITLED + "/"
+
+
+class Publication:
+    """``name``: no other publisher has it. ``blocking_s``: so long a slow client may hold up writers; 0: none may.
+
+    ``owner``: the name of the table.
+    """
+
+    def __init__(self, name: str, table: str, entries: Entries, *, blocking_s: float, owner: str = "") -> None:
+        self.name = name
+        self.table = table
+        self.entries = entries
+        self.outgoing: list[tuple[bytes, bytes]] = []
+        self.joined: dict[str, Presence] = {}  # by the stream's ID
+        self.left: list[str] = []  # streams that were told to have joined
+        self.ended_slow = 0
+        self.ended_silent = 0
+        self._blocking_s = blocking_s
+        self._owner = owner
+        self._streams: dict[bytes, Stream] = {}
+        self._views = Views()
+        self._entitlements = _entitlements(self._owner, entries)
+        self._count = 0  # of streams, in all
+        self._walking: set[str] = set()  # streams with a list of rows of their own
+        self._dirty = True
+        self._beat_ns = 0
+        self._reported_ns = -limits.SECOND_NS
+        self._recheck = False
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether :meth:`flush` has something to do."""
+        return self._dirty
+
+    @property
+    def held_by(self) -> list[str]:
+        """Those for whose sake writers are to wait."""
+        return [
+            f"{stream.asked.label or stream.name or 'a client'} ({stream.id})"
+            for stream in self._streams.values()
+            if stream.over_since_ns is not None
+        ]
+
+    # --- the table ---------------------------------------------------------------------------------------------------
+
+    def publish(self, rows: Sequence[Row], *, is_conflated: bool = False, number: int = 0) -> None:
+        """Newer than all before, in order. ``number``: as far as the table is known with them; 0: that of the last."""
+        apply = self.entries.apply
+        for row in rows:
+            apply(row)
+            if row.key.startswith(_ENTITLED):
+                self._entitlements.set(row.key[len(_ENTITLED) :], _entitlement(row))
+                self._recheck = True
+        self.entries.number = max(self.entries.number, number)
+        self._views.add(rows, is_conflated=is_conflated)
+        self._dirty = True
+
+    def replace(self, table: str, entries: Entries) -> None:
+        """Another table: all streams begin anew."""
+        for stream in list(self._streams.values()):
+            self._end(stream, "the table is another one now", again=True)
+        self.table, self.entries = table, entries
+        self._entitlements = _entitlements(self._owner, entries)
+
+    # --- clients -----------------------------------------------------------------------------------------------------
+
+    def take(self, route: bytes, name: str, request: Request, now_ns: int) -> None:
+        """What a client says that shows the key of ``name``."""
+        if isinstance(request, Activate):
+            self._activate(route, name, request, now_ns)
+            return
+        stream = self._streams.get(route)
+        if isinstance(request, (Received, Ping, Deactivate)):
+            if stream is None or stream.asked.stream != request.stream or stream.name != name:
+                if isinstance(request, Deactivate):
+                    self._say(route, Deactivated(request.stream))
+                elif isinstance(request, Ping):
+                    self._say(route, Pong(0))
+                return
+            stream.heard_ns = now_ns
+            if isinstance(request, Received):
+                stream.received(request.total_bytes)
+                self._dirty = True
+            elif isinstance(request, Ping):
+                self._say(route, Pong(request.stream))
+            else:
+                self._say(route, Deactivated(request.stream))
+                self._forget(stream)
+            return
+        if now_ns < self._reported_ns + limits.REPORT_S * limits.SECOND_NS:
+            return  # it is asked again
+        if not name or self._entitlements.may_relay(name) or not len(self._entitlements):
+            self._reported_ns = now_ns
+            self._say(route, self.report())
+        else:
+            self._say(route, Refused(0, f"{name!r} may not look at others", again=False))
+
+    def _activate(self, route: bytes, name: str, asked: Activate, now_ns: int) -> None:
+        if (before := self._streams.get(route)) is not None:
+            self._forget(before)
+        try:
+            _check(asked, may_block=self._blocking_s > 0)
+            subtrees = check_subtrees(asked.subtrees)
+        except ValueError as error:
+            self._say(route, Refused(asked.stream, str(error), again=False))
+            return
+        visible = self._entitlements.visible(name, subtrees, relay=asked.relay)
+        if not visible:
+            reason = _may_not(name, subtrees, relay=asked.relay)
+            self._say(route, Refused(asked.stream, reason, again=False))
+            return
+        if asked.policy == "block" and not self._entitlements.may_block(name):
+            self._say(route, Refused(asked.stream, _may_not_block(name), again=False))
+            return
+        has_copy = asked.table == self.table and asked.number > 0
+        after = asked.number if has_copy and tuple(asked.had) == visible else EVERYTHING
+        if has_copy and asked.number > self.entries.number:
+            self._say(
+                route, Refused(asked.stream, f"update {asked.number} has not come here yet", again=True, is_behind=True)
+            )
+            return
+        if len(self._streams) >= limits.STREAMS_MAX:
+            reason = f"there are {limits.STREAMS_MAX} clients, which is as many as may be: ask another forwarder"
+            self._say(route, Refused(asked.stream, reason, again=True))
+            return
+        self._count += 1
+        view = self._views.use(visible, self.entries.number)
+        stream = Stream(f"{self.name}.{self._count}", route, name, asked, view, after, now_ns)
+        self._streams[route] = stream
+        self._say(route, Activated(asked.stream, self.table, list(visible), self.entries.forgotten))
+        self.joined[stream.id] = Presence(stream.id, name, asked.label, self.name, visible)
+        self._dirty = True
+
+    def lost(self, route: bytes) -> None:
+        """Its connection is gone."""
+        if (stream := self._streams.get(route)) is not None:
+            self._forget(stream)
+
+    def report(self, upstream: str = "") -> Report:
+        streams = [stream.report() for stream in self._streams.values()]
+        number, rows = self.entries.number, len(self.entries.rows)
+        return Report(self.table, number, rows, upstream, self.ended_slow, self.ended_silent, streams)
+
+    def present(self) -> list[Presence]:
+        """All that are there, for a table that has forgotten them."""
+        return [
+            Presence(one.id, one.name, one.asked.label, self.name, one.view.visible) for one in self._streams.values()
+        ]
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def flush(self, now_ns: int) -> None:
+        """What has changed is on its way to who has room for it, and who is slow meets its policy."""
+        self._dirty = False
+        if self._recheck:
+            self._recheck = False
+            self._check_rights()
+        number = self.entries.number
+        beat = now_ns - self._beat_ns >= limits.BEAT_S * limits.SECOND_NS
+        if beat:
+            self._beat_ns = now_ns
+            self._end_silent(now_ns)
+        joining = {stream.view for stream in self._streams.values() if stream.is_waiting}
+        for view in self._views:
+            if beat or view in joining or view.has_pending:
+                view.cut(number)
+        for stream in list(self._streams.values()):
+            self._advance(stream, now_ns)
+        self._trim()
+
+    def _advance(self, stream: Stream, now_ns: int) -> None:
+        route = stream.route
+
+        def send(data: bytes) -> None:
+            self.outgoing.append((route, data))
+
+        if stream.is_waiting and stream.has_room and len(self._walking) < limits.WALKS_MAX:
+            walk = stream.view.walk(self.entries, stream.after)
+            stream.start(walk)
+            if not walk.is_shared:
+                self._walking.add(stream.id)
+        stream.pump(send)
+        if stream.walk is None and stream.id in self._walking:
+            self._walking.remove(stream.id)
+            self._dirty = True  # the next one may walk
+        if stream.is_waiting:
+            self._dirty |= stream.has_room and len(self._walking) < limits.WALKS_MAX
+        if stream.waiting_bytes > stream.asked.mark_bytes:
+            self._too_slow(stream, now_ns)
+        elif stream.over_since_ns is not None and stream.waiting_bytes <= stream.asked.mark_bytes // 2:
+            stream.over_since_ns = None
+
+    def _too_slow(self, stream: Stream, now_ns: int) -> None:
+        """More waits for it than its high-water mark."""
+        policy = stream.asked.policy
+        if policy == "drop":
+            stream.drop()
+            return
+        if policy == "block":
+            if stream.over_since_ns is None:
+                stream.over_since_ns = now_ns
+            if (
+                now_ns - stream.over_since_ns < self._blocking_s * limits.SECOND_NS
+                and stream.waiting_bytes <= limits.MARK_BYTES_MAX
+            ):
+                return
+        self.ended_slow += 1
+        waiting_kib, mark_kib = stream.waiting_bytes >> 10, stream.asked.mark_bytes >> 10
+        reason = f"too slow: {waiting_kib} KiB wait for it, its high-water mark is {mark_kib} KiB"
+        if policy == "block":
+            reason += f"; it held up others for {self._blocking_s:g} s"
+        self._end(stream, reason, again=False)
+
+    def _end_silent(self, now_ns: int) -> None:
+        since_ns = now_ns - int(limits.SILENCE_S * limits.SECOND_NS)
+        for stream in [one for one in self._streams.values() if one.heard_ns < since_ns]:
+            self.ended_silent += 1
+            self._end(stream, f"nothing was heard for {limits.SILENCE_S:g} s", again=True)
+
+    def _check_rights(self) -> None:
+        """Entitlements have changed. Who sees another part now gets all of it anew."""
+        for stream in list(self._streams.values()):
+            asked = stream.asked
+            subtrees = check_subtrees(asked.subtrees)
+            visible = self._entitlements.visible(stream.name, subtrees, relay=asked.relay)
+            if visible and asked.policy == "block" and not self._entitlements.may_block(stream.name):
+                self._end(stream, _may_not_block(stream.name), again=False)
+                continue
+            if visible == stream.view.visible:
+                continue
+            if not visible:
+                self._end(stream, _may_not(stream.name, subtrees, relay=asked.relay), again=False)
+                continue
+            self._stop_walking(stream)
+            self._views.leave(stream.view)
+            stream.start_anew(self._views.use(visible, self.entries.number))
+            self._say(stream.route, Activated(asked.stream, self.table, list(visible), self.entries.forgotten))
+
+    def _trim(self) -> None:
+        needed = {view: view.end for view in self._views}
+        walking = set()
+        for stream in self._streams.values():
+            needed[stream.view] = min(needed[stream.view], stream.needed)
+            if stream.walk is not None:
+                walking.add(stream.view)
+        for view, index in needed.items():
+            view.trim(index)
+            if view not in walking:
+                view.forget_snapshot()
+
+    # --- the end of a stream -----------------------------------------------------------------------------------------
+
+    def _end(self, stream: Stream, reason: str, *, again: bool) -> None:
+        self._say(stream.route, Finished(stream.asked.stream, reason, again))
+        self._forget(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        del self._streams[stream.route]
+        self._stop_walking(stream)
+        self._views.leave(stream.view)
+        if self.joined.pop(stream.id, None) is None:  # else nobody has heard of it
+            self.left.append(stream.id)
+
+    def _stop_walking(self, stream: Stream) -> None:
+        stream.walk = None
+        if stream.id in self._walking:
+            self._walking.remove(stream.id)
+            self._dirty = True
+
+    def _say(self, route: bytes, answer: Answer) -> None:
+        self.outgoing.append((route, encode(answer)))
+        self._dirty = True
+
+
+def _check(asked: Activate, *, may_block: bool) -> None:
+    """Raises ValueError."""
+    if not limits.WINDOW_BYTES_MIN <= asked.window_bytes <= limits.WINDOW_BYTES_MAX:
+        raise ValueError(
+            f"a window of {asked.window_bytes} bytes: {limits.WINDOW_BYTES_MIN} to {limits.WINDOW_BYTES_MAX} were "
+            f"expected"
+        )
+    if not limits.MARK_BYTES_MIN <= asked.mark_bytes <= limits.MARK_BYTES_MAX:
+        raise ValueError(
+            f"a high-water mark of {asked.mark_bytes} bytes: {limits.MARK_BYTES_MIN} to {limits.MARK_BYTES_MAX} were "
+            f"expected"
+        )
+    if len(asked.label.encode("utf-8", "surrogatepass")) > limits.LABEL_SIZE_BYTES_MAX:
+        raise ValueError(f"a label of more than {limits.LABEL_SIZE_BYTES_MAX} bytes")
+    if not asked.label.isprintable():
+        raise ValueError(f"label {asked.label!r}: printable text was expected")
+    if asked.number < 0:
+        raise ValueError(f"update {asked.number}: they are numbered from 1 on")
+    if asked.policy == "block" and not may_block:
+        raise ValueError("policy 'block': nobody may hold up writers here; ask for 'drop' or 'disconnect'")
+
+
+def _may_not_block(name: str) -> str:
+    return (
+        f"{_who(name)} may not hold up writers: ask for 'drop' or 'disconnect', or have it entitled with may_block=True"
+    )
+
+
+def _who(name: str) -> str:
+    return repr(name) if name else "who shows no key"
+
+
+def _may_not(name: str, subtrees: Iterable[str], *, relay: bool) -> str:
+    who = _who(name)
+    if relay:
+        return f"{who} is no forwarder here: entitle it with relay=True"
+    return f"{who} may see nothing of {', '.join(map(repr, subtrees)) or 'no subtree at all'}"
+
+
+def _entitlement(row: Row) -> Entitlement | None:
+    return None if row.value is None else decoding.decode(row.value, type=Entitlement)
+
+
+def _entitlements(owner: str, entries: Entries) -> Entitlements:
+    found = Entitlements(owner)
+    for key, row in entries.rows.items():
+        if key.startswith(_ENTITLED):
+            found.set(key[len(_ENTITLED) :], _entitlement(row))
+    return found

@@ -1,0 +1,228 @@
+"""The socket of a plain server of a pattern: bound, and with keys only for those who have some."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, date, datetime
+from pathlib import Path
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from immortal.appsdk.client.discovery import KEY, KeyPair, is_local, pair_of
+from immortal.appsdk.client.errors import NotConnectable
+
+
+class ListenError(Exception):
+    """Nobody can be heard there, with a reason for the user."""
+
+
+class Listener:
+    """A ROUTER at ``endpoint`` from here to :meth:`close`, with ZeroMQ's ``options`` by their numbers.
+
+    ``identity``: whose keys in the registry folder ``home`` are shown. Then only callers with keys of that folder get
+    in: ``names``; None: all that have some. "": everybody does that reaches ``endpoint``, which is on this machine
+    then, unless ``insecure`` is True. Raises ListenError.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        options: Mapping[zmq.SocketOption, int],
+        *,
+        home: Path,
+        identity: str = "",
+        names: Sequence[str] | None = None,
+        insecure: bool = False,
+    ) -> None:
+        self.callers: Callers | None = None  # None: everybody
+        self._guard: CurveGuard | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        try:
+            if identity:
+                self._secure(home, identity, names)
+            elif not insecure and not _is_local(endpoint):
+                raise ListenError(
+                    f"{endpoint} is not on this machine only: it needs keys, with identity=NAME ('immortal keys NAME "
+                    f"--make' makes some), or insecure=True, which lets everybody in"
+                )
+            self.endpoint = self._bind(endpoint, options)
+        except BaseException:
+            self.close(0)
+            raise
+
+    def _secure(self, home: Path, identity: str, names: Sequence[str] | None) -> None:
+        try:
+            pair = pair_of(home / identity, identity)
+        except (NotConnectable, PermissionError) as error:
+            raise ListenError(f"the keys of {identity!r} can't be used: {error}") from None
+        if pair is None:
+            raise ListenError(
+                f"{identity!r} has no keys in {home / identity}: 'immortal keys {identity} --make --client' makes them"
+            )
+        try:
+            self.callers = Callers(home, None if names is None else [identity, *names])
+        except MissingKeysError as error:
+            raise ListenError(str(error)) from None
+        self._guard = CurveGuard(self._context, pair, self.callers)
+        self._guard.protect(self.socket)
+
+    def _bind(self, endpoint: str, options: Mapping[zmq.SocketOption, int]) -> str:
+        for option, value in {zmq.TCP_KEEPALIVE: 1, zmq.IPV6: int("[" in endpoint), **options}.items():
+            self.socket.setsockopt(option, value)
+        port = endpoint.rpartition(":")[2]
+        if port.isdigit() and int(port) > 65535:
+            raise ListenError(f"can't listen at {endpoint!r}: ports end at 65535")  # ZeroMQ would take another
+        if _somebody_listens(endpoint):
+            raise ListenError(f"can't listen at {endpoint!r}: it is in use")  # ZeroMQ would take it from its owner
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ListenError(
+                f"can't listen at {endpoint!r}: {error.strerror}; tcp://ADDRESS:PORT of this machine (PORT may be *), "
+                f"or ipc://PATH was expected"
+            ) from None
+        return self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def caller_of(self, part: zmq.Frame) -> str:
+        """Whose key ``part`` came with; "": without keys. Raises PermissionError: nobody's any more."""
+        if self.callers is None:
+            return ""
+        key = part.get("User-Id")
+        name = self.callers.name_of(key if isinstance(key, str) else "")
+        if name is None:
+            raise PermissionError(f"a message with the key {key}, which may not call here any more")
+        return name
+
+    def close(self, linger_ms: int) -> None:
+        self.socket.close(linger=linger_ms)
+        if self._guard is not None:
+            self._guard.close()
+        self._context.term()
+
+
+def _is_local(endpoint: str) -> bool:
+    """Raises ListenError for what is no endpoint."""
+    try:
+        return is_local(endpoint.removesuffix("*") + "0" if endpoint.endswith(":*") else endpoint)
+    except NotConnectable as error:
+        raise ListenError(str(error)) from None
+
+
+def _somebody_listens(endpoint: str) -> bool:
+    """At this Unix socket; False for other endpoints."""
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint:
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(0.0)
+        try:
+            probe.connect("\0" + path[1:] if path.startswith("@") else path)
+        except BlockingIOError:
+            return True  # its backlog is full
+        except OSError:
+            return False
+        return True
+
+
+# Who may talk to a server with keys: names with public keys in the registry folder, which is looked at again.
+
+
+CALLERS_POLL_S = 1.0  # for new and removed keys, as instances do
+
+ZAP_DOMAIN = "patterns"
+_EXPIRES = re.compile(r";.*\bexpires: (\d{4}-\d\d-\d\d)\s*")
+_FILE_SIZE_BYTES_MAX = 4096  # far more than two keys and a few comments
+
+
+class MissingKeysError(Exception):
+    """Of somebody who may call."""
+
+
+class Callers:
+    """``names``: those that may call, each with a file HOME/NAME/public_keys; None: all that have one.
+
+    Raises MissingKeysError.
+    """
+
+    def __init__(self, home: Path, names: Sequence[str] | None) -> None:
+        self._home = home
+        self._names = None if names is None else tuple(names)
+        self._by_key: dict[str, str] = {}
+        self._looked_s = float("-inf")
+        for name in names or ():
+            if not (home / name / "public_keys").exists():
+                raise MissingKeysError(
+                    f"{name!r} may call, and there are no keys of it in {home / name}: "
+                    f"'immortal keys {name} --make --client' makes some, or copy its public_keys there"
+                )
+
+    def name_of(self, key: str) -> str | None:
+        """Whose ``key`` is (Z85), as the files say within a second; None: of nobody who may call."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= CALLERS_POLL_S:
+            self._looked_s = now_s
+            self._by_key = self._read()
+        return self._by_key.get(key)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """For ZAP: whether a connection with that key may be made."""
+        return self.name_of(key.decode("ascii")) is not None
+
+    def _read(self) -> dict[str, str]:
+        today = datetime.now(UTC).date()
+        found: dict[str, str] = {}
+        shared: set[str] = set()
+        names = self._names
+        if names is None:
+            names = tuple(path.parent.name for path in self._home.glob("*/public_keys"))
+        for name in names:
+            for key in _valid_keys(self._home / name / "public_keys", today):
+                if found.setdefault(key, name) != name:
+                    shared.add(key)  # of two names: it would be either
+        return {key: name for key, name in found.items() if key not in shared}
+
+
+def _valid_keys(path: Path, today: date) -> list[str]:
+    """Of a public file, less those that have expired; none where it can't be read."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_FILE_SIZE_BYTES_MAX).decode("ascii")
+    except (OSError, UnicodeDecodeError):
+        return []
+    keys = []
+    expires: date | None = None
+    for line in map(str.strip, text.split("\n")):
+        if KEY.fullmatch(line):
+            if expires is None or today <= expires:
+                keys.append(line)
+            expires = None
+        elif match := _EXPIRES.fullmatch(line):
+            try:
+                expires = date.fromisoformat(match[1])
+            except ValueError:
+                expires = date.min
+    return keys
+
+
+class CurveGuard:
+    """Lets into ``socket``, which is not bound yet, only connections with keys of ``callers``."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], pair: KeyPair, callers: Callers) -> None:
+        self._pair = pair
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=callers)
+        self._authenticator.start()
+
+    def protect(self, socket: zmq.Socket[bytes]) -> None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret.encode())
+        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a guard nobody gets in, instead of everybody
+
+    def close(self) -> None:
+        self._authenticator.stop()

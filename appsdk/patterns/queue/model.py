@@ -1,0 +1,311 @@
+"""What a queue keeps, and what it says and is told: all of it plain values. Times: nanoseconds of the instance's time.
+
+A task is ``waiting``, ``delayed`` until ``due_ns``, or ``running``: it is open. It ends as ``done``, ``dead`` (a dead
+letter) or ``dropped``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from immortal.appsdk.patterns.queue import limits
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.identity import IdentityConflict
+from immortal.protocol.safe_output import is_encodable
+
+State = Literal["waiting", "delayed", "running", "done", "dead", "dropped"]
+Key = tuple[str, str]
+"""A lane: (function, key). Limits of a function hold for each of its lanes by itself."""
+Timer = tuple[str, str | int, str]
+"""What is due: ("delay" or "timeout", task, ""), ("worker", ID, ""), ("start", function, key), ("age", 0, "")."""
+
+
+def check_name(what: str, name: str, *, empty: bool = False) -> None:
+    """Raises ValueError."""
+    if not (name or empty) or len(name) > limits.NAME_LENGTH_MAX or "\0" in name or not is_encodable(name):
+        least = 0 if empty else 1
+        raise ValueError(
+            f"{what} {name[:50]!r}: {least} to {limits.NAME_LENGTH_MAX} characters without zero bytes and lone "
+            f"surrogates were expected"
+        )
+
+
+def _check_number(what: str, value: float, least: float, most: float, unit: str = "") -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{what} {value:g}{unit}: {least:g} to {most:g}{unit} were expected")
+
+
+class Submission(msgspec.Struct, frozen=True):
+    """A task as it is submitted. ``arguments``: a MessagePack array. ``again``: also where a task with the same
+    deduplication key has ended. Raises ValueError.
+    """
+
+    name: str
+    arguments: bytes
+    key: str = ""
+    priority: int = 0
+    delay_s: float = 0.0
+    dedup: str = ""
+    tries: int = limits.TRIES_DEFAULT
+    timeout_s: float = limits.TIMEOUT_DEFAULT_S
+    retry_delay_s: float = limits.RETRY_DELAY_DEFAULT_S
+    again: bool = False
+
+    def __post_init__(self) -> None:
+        check_name("function", self.name)
+        check_name("key", self.key, empty=True)
+        check_name("dedup", self.dedup, empty=True)
+        _check_number("priority", self.priority, -limits.PRIORITY_MAX, limits.PRIORITY_MAX)
+        _check_number("delay", self.delay_s, 0, limits.DELAY_S_MAX, " s")
+        _check_number("tries", self.tries, 1, limits.TRIES_MAX)
+        _check_number("timeout", self.timeout_s, 0.001, limits.TIMEOUT_S_MAX, " s")
+        _check_number("retry_delay", self.retry_delay_s, 0, limits.RETRY_DELAY_NS_MAX / limits.SECOND_NS, " s")
+        if len(self.arguments) > limits.ARGUMENTS_SIZE_BYTES_MAX:
+            raise ValueError(
+                f"the arguments of {self.name!r} take {len(self.arguments)} bytes, at most "
+                f"{limits.ARGUMENTS_SIZE_BYTES_MAX} are possible: keep them elsewhere, and submit where they are"
+            )
+
+    def digest(self) -> bytes:
+        """Of what makes two submissions the same."""
+        return hashlib.blake2b(self.name.encode() + b"\0" + self.arguments, digest_size=16).digest()
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A try that did not succeed."""
+
+    attempt: int
+    worker: str
+    ended_ns: int
+    reason: str
+
+
+class Task(msgspec.Struct):
+    """``attempt``: how often it was given to a worker. ``tries_left``: without the one that runs."""
+
+    id: int
+    name: str
+    arguments: bytes
+    key: str
+    priority: int
+    dedup: str
+    digest: bytes
+    tries: int
+    timeout_ns: int
+    retry_delay_ns: int
+    submitted_ns: int
+    state: State
+    due_ns: int
+    tries_left: int
+    attempt: int = 0
+    worker: str = ""
+    began_ns: int = 0
+    deadline_ns: int = 0
+    ended: int = 0  # its place among those that have ended
+    ended_ns: int = 0
+    result: bytes = b""
+    reason: str = ""
+    failures: list[Failure] = []
+    waits: list[int] = []  # who waits for its end
+
+
+class Worker(msgspec.Struct):
+    """``call``: its call that waits for a task; 0: none does. ``task``: what it works at; 0: nothing.
+
+    Enabled, it waits or works. ``check_ns``: when it is looked whether it is silent or, disabled, to be forgotten.
+    """
+
+    id: str
+    session: str
+    names: list[str]
+    heartbeat_ns: int
+    heard_ns: int
+    check_ns: int
+    call: int = 0
+    task: int = 0
+    idle_order: int = 0
+    disabled: str = ""  # why
+    disabled_count: int = 0
+    done: int = 0
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """For each key of a function: how many run at once, how many start in any ``period_ns``. 0: without limit."""
+
+    running_max: int = 0
+    starts_max: int = 0
+    period_ns: int = 0
+
+
+class QueueState(msgspec.Struct):
+    """The whole state of a queue."""
+
+    tasks: dict[int, Task] = {}
+    workers: dict[str, Worker] = {}
+    limits: dict[str, Limit] = {}
+    starts: dict[str, dict[str, list[int]]] = {}  # of functions with a rate, by key: the times in the last period
+    offers: dict[int, tuple[int, int]] = {}  # by a worker's call that was ended: (task, attempt), NOTHING, SUPERSEDED
+    task_id: int = 0  # the last one given
+    call: int = 0
+    idle_order: int = 0
+    ended: int = 0
+    late_replies: int = 0  # dropped
+    dead_forgotten: int = 0
+    describes: bool = False  # a conflict says both contents; not in a log of an earlier version, whose replies stay so
+
+
+NOTHING, SUPERSEDED = (0, 0), (-1, 0)
+
+
+def nanoseconds(seconds: float) -> int:
+    return round(seconds * limits.SECOND_NS)
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A worker's reply. ``error``: why there is no result; ``again``: whether trying again may help."""
+
+    task: int
+    attempt: int
+    result: bytes = b""
+    error: str = ""
+    again: bool = True
+
+
+class Given(msgspec.Struct, frozen=True):
+    """What a worker is to do."""
+
+    task: int
+    attempt: int
+    name: str
+    arguments: bytes
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What becomes of a worker's call: it waits, gets a task, or neither: it is to say ready again."""
+
+    call: int
+    waits: bool = False
+    given: Given | None = None
+    superseded: bool = False
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a task stands. ``wait``: under which number its end is told; 0: it has ended."""
+
+    state: State
+    wait: int = 0
+    result: bytes = b""
+    reason: str = ""
+    tries: int = 0
+
+
+class WorkerView(msgspec.Struct, frozen=True):
+    id: str
+    state: str  # idle, busy, disabled
+    why: str
+    functions: list[str]
+    task: int
+    done: int
+    disabled_count: int
+    heard_ns: int
+
+
+class FunctionView(msgspec.Struct, frozen=True):
+    name: str
+    waiting: int
+    delayed: int
+    running: int
+    workers: int
+    limit: Limit | None
+
+
+class TaskView(msgspec.Struct, frozen=True):
+    id: int
+    function: str
+    state: State
+    key: str
+    priority: int
+    dedup: str
+    attempts: int
+    worker: str
+    reason: str
+    submitted_ns: int
+    due_ns: int
+    ended_ns: int
+
+
+class TaskDetail(msgspec.Struct, frozen=True):
+    task: TaskView
+    arguments: bytes
+    result: bytes
+    failures: list[Failure]
+    tries: int
+    tries_left: int
+    timeout_ns: int
+
+
+class Overview(msgspec.Struct, frozen=True):
+    now_ns: int
+    counts: dict[str, int]
+    functions: list[FunctionView]
+    workers: list[WorkerView]
+    tasks: list[TaskView]
+    late_replies: int
+    dead_forgotten: int
+
+
+# What can go wrong with a task.
+#
+# QueueError
+#   QueueFull        too much waits; nothing was submitted
+#   DedupConflict    the deduplication key is that of another task
+#   UnknownTask      there is no such task, or it has ended and is not kept any more
+#   Superseded       of a worker: another process has said ready under its ID
+#   NotPossible      it can't be retried or dropped as it is
+#   TaskFailed       it is a dead letter, or was dropped; ``reason``, ``tries``
+#   NotDone          no result yet, within the time given
+
+
+class QueueError(ImmortalError):
+    """The root of a queue's errors."""
+
+
+class QueueFull(QueueError):  # noqa: N818 (what happened, not what is wrong)
+    """Too many tasks wait, or too large ones. Nothing was submitted: try again later."""
+
+
+class DedupConflict(IdentityConflict, QueueError):  # noqa: N818
+    """The key ``dedup`` is that of a task of another function, or with other arguments. See ``known``, ``given``."""
+
+
+class UnknownTask(QueueError):  # noqa: N818
+    """There is no such task; or it has ended, and is not kept any more."""
+
+
+class Superseded(QueueError):  # noqa: N818
+    """Another process has said ready under this worker's ID since."""
+
+
+class NotPossible(QueueError):  # noqa: N818
+    """A task can't be retried, or dropped, in the state that it is in."""
+
+
+class TaskFailed(QueueError):  # noqa: N818
+    """The task has no result: it is a dead letter, or was dropped. ``tries``: how often it was begun."""
+
+    def __init__(self, task: int, reason: str, tries: int) -> None:
+        super().__init__(f"task {task} failed: {reason}")
+        self.task = task
+        self.reason = reason
+        self.tries = tries
+
+
+class NotDone(QueueError, TimeoutError):  # noqa: N818
+    """The task has not ended within the time given. It goes on."""
+
+
+class Reject(Exception):  # noqa: N818
+    """Raised by a worker's function: the task is a dead letter at once, since trying again would not help."""

@@ -1,0 +1,258 @@
+"""A thread that sees when a handler does not come back: it tells the coordinator, and where there is a limit, or the
+coordinator has left, it ends the process, as a crash would.
+
+Handlers pay nothing for it: once in a while it looks which message is being handled. Time in a debugger does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+from immortal.appsdk.errors import EXIT_FAILED, EXIT_RECOVER, QueryTooLong, StateError
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.verdicts import Handling, encode_handling
+
+LOOK_INTERVAL_S = 0.5
+TOLD_AFTER_S = (1.0, 10.0)  # then the coordinator hears of it, and from then on each TOLD_EACH_S
+TOLD_EACH_S = 30.0
+LEFT_AFTER_S = 1.0  # a handler that goes on for so long behind the end of the connection is not waited for
+_COME_BACK = Handling(-1, for_s=1.0)
+
+
+class Watchdog:
+    """``now_handling``: what is being handled; None: nothing. ``say``: sends a message beside the handler; False where
+    that is not possible now. ``is_left``: the coordinator has ended the connection. ``end``: of the process.
+    ``is_debugged``: somebody looks at the handler in a debugger; by default at those of the thread that makes this."""
+
+    def __init__(
+        self,
+        now_handling: Callable[[], Handling | None],
+        say: Callable[[bytes], bool],
+        limit: timedelta | None,
+        warn: Callable[[str], None],
+        is_left: Callable[[], bool] = lambda: False,
+        end: Callable[[int], object] = os._exit,
+        clock_s: Callable[[], float] = time.monotonic,
+        is_debugged: Callable[[], bool] | None = None,
+        query_limit: QueryLimit | None = None,
+    ) -> None:
+        self._now_handling = now_handling
+        self._say = say
+        self._limit_s = None if limit is None else limit.total_seconds()
+        self._warn = warn
+        self._is_left = is_left
+        self._end = end
+        self._clock_s = clock_s
+        handlers = threading.get_ident()
+        self._is_debugged = is_debugged or (lambda: in_debugger(handlers))
+        self._query_limit = query_limit
+        self._looked_s = clock_s()
+        self._handling: Handling | None = None
+        self._since_s = 0.0
+        self._tell_at_s = 0.0
+        self._left_at_s: float | None = None  # when the connection was first seen ended, during this handler
+        self._told: Handling | None = None  # what the coordinator believes that takes long
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        if self._limit_s is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _run(self) -> None:
+        interval_s = LOOK_INTERVAL_S if self._limit_s is None else min(LOOK_INTERVAL_S, self._limit_s / 4)
+        while not self._ended.wait(interval_s):
+            self.look()
+            if self._limit_s is not None and not self._ended.is_set():
+                # A handler that holds the interpreter lets no thread look: this one needs none of it.
+                faulthandler.dump_traceback_later(2 * self._limit_s + 1, exit=True)
+
+    def look(self) -> None:
+        """Once: tell, or end the process, where it is time for that."""
+        self._look_at_query()
+        handling, now_s = self._now_handling(), self._clock_s()
+        since_look_s, self._looked_s = now_s - self._looked_s, now_s
+        if self._told is not None and handling != self._told and self._say(encode_handling(_COME_BACK)):
+            self._told = None
+        if handling is None or handling != self._handling:
+            self._handling, self._since_s, self._tell_at_s = handling, now_s, now_s + TOLD_AFTER_S[0]
+            self._left_at_s = None
+            return
+        if self._is_debugged():
+            self._since_s += since_look_s
+            self._tell_at_s += since_look_s
+        for_s = now_s - self._since_s
+        if now_s >= self._tell_at_s and self._say(encode_handling(msgspec.structs.replace(handling, for_s=for_s))):
+            following_s = next((after_s for after_s in TOLD_AFTER_S if after_s > for_s), for_s + TOLD_EACH_S)
+            self._tell_at_s = self._since_s + following_s
+            self._told = handling
+        if self._left_at_s is None and self._is_left():  # who would see that is in the handler
+            self._left_at_s = now_s
+        why = ""
+        if self._limit_s is not None and for_s >= self._limit_s:
+            why = f"its limit is {self._limit_s:g} s"
+        elif self._left_at_s is not None and now_s - self._left_at_s >= LEFT_AFTER_S:
+            why = "and the coordinator has ended the connection"
+        if why and self._now_handling() == handling:  # it may have come back just now
+            self._warn(
+                f"the handler of message {handling.message_index} of record {handling.sequence_id} has not come back "
+                f"for {for_s:.1f} s, {why}: the process ends"
+            )
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+            self._end(EXIT_FAILED)
+
+    def _look_at_query(self) -> None:
+        """One that is not logged and does not come back is ended with the process, once that is said: no message of the
+        log is suspected of it. An embedded app can't say it, and its process is not its own to end."""
+        limit = self._query_limit
+        if limit is None or not limit.look(is_debugged=self._is_debugged()):
+            return
+        text = "a query that is not logged does not come back: the app is recovered from its log, without that"
+        if not self._say(encode_message(MessageType.LEAVING, text.encode())):
+            return
+        self._warn(text)
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+        self._end(EXIT_RECOVER)
+
+
+# A query that is not logged has its time: what it does can be given up, as nothing depends on it.
+#
+# It is ended by an exception wherever it is in its Python code. One that is in code of another kind (a sleep, a lock)
+# can't be reached so: some time later the process ends, and the next one is recovered from the log.
+
+
+QUERY_LIMIT_S = 30.0  # of one query: as long the handlers, and whoever waits for them, stand still
+GRACE_S = 10.0  # then, until the process ends
+
+_raise_in: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+
+class QueryLimit:
+    """:meth:`run` is for the thread of the handlers, :meth:`look` for another one."""
+
+    def __init__(self, limit_s: float = QUERY_LIMIT_S, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._clock_s = clock_s
+        self._lock = threading.Lock()  # of what follows
+        self._since_s: float | None = None  # when the query that runs began
+        self._thread_id = 0
+        self._told = False  # it was told to end, and may not have heard it yet
+
+    def run(self, query: Callable[[], Any]) -> Any:
+        """What the query returns. Raises QueryTooLong, and whatever it raises."""
+        self._thread_id = threading.get_ident()
+        self._told = False
+        self._since_s = self._clock_s()
+        try:
+            try:
+                return query()
+            finally:
+                self._end()
+        except QueryTooLong:
+            self._end()  # it may have come in the first one; it comes once
+            raise QueryTooLong(
+                f"it has kept the handlers waiting for {self._limit_s:g} s, as long as a query may that is not logged: "
+                f"let it do less, or call it without .query"
+            ) from None
+
+    def _end(self) -> None:
+        with self._lock:
+            self._since_s = None
+        if self._told:
+            # What it has not heard yet it hears here. Taken back (with None) it would leave CPython 3.11 a flag that
+            # nothing clears, and whoever debugs or traces that thread then hangs at the next function's beginning.
+            with contextlib.suppress(QueryTooLong):
+                _raise_in(ctypes.c_ulong(self._thread_id), ctypes.py_object(QueryTooLong))
+                for _ in range(2):  # it comes at a jump back
+                    pass
+
+    def look(self, *, is_debugged: bool = False) -> bool:
+        """Now and then: end what takes too long. True: it does not come back, and the process is to end."""
+        with self._lock:
+            if self._since_s is None:
+                return False
+            if is_debugged:
+                self._since_s = self._clock_s()
+                return False
+            for_s = self._clock_s() - self._since_s
+            if for_s >= self._limit_s and not self._told:
+                self._told = True
+                _raise_in(ctypes.c_ulong(self._thread_id), ctypes.py_object(QueryTooLong))
+            return for_s >= self._limit_s + GRACE_S
+
+
+# To encode the state has its time: hooks of the user's own may wait for what never comes.
+#
+# What takes longer is ended by a signal, which also reaches code that sleeps or waits for a lock. Only the main thread
+# has signals, and what the user's code does with SIGALRM stays: elsewhere there is no limit.
+
+
+T = TypeVar("T")
+
+ENCODING_LIMIT_S = 120.0  # 1 GiB is encoded in 3 s
+AGAIN_S = 1.0  # where the code goes on behind it
+
+
+class _TakesTooLong(BaseException):
+    pass
+
+
+def limited(encode: Callable[[], T]) -> T:
+    """What ``encode`` returns. Raises StateError where it takes too long, and whatever it raises."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
+        return encode()
+    is_over = False
+
+    def ring(number: int, frame: object) -> None:
+        if not is_over:
+            raise _TakesTooLong
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, ENCODING_LIMIT_S, AGAIN_S)
+    try:
+        return encode()
+    except _TakesTooLong:
+        is_over = True
+        _refuse()
+    finally:
+        is_over = True
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _refuse() -> NoReturn:
+    error = StateError(f"to encode the state has not come to its end within {LIMIT_S:g} s")
+    error.takes_too_long = True
+    raise error from None
+
+
+# Whether a thread stands in a debugger: time that a person takes is no handler's.
+
+
+_DEBUGGERS = frozenset({"bdb", "pdb", "pydevd", "_pydevd_bundle"})  # ipdb, pudb and pdb++ are made of the first two
+
+
+def in_debugger(thread_id: int) -> bool:
+    """Whether thread ``thread_id`` (:func:`threading.get_ident`) runs code of a debugger now, at its prompt say."""
+    frame = sys._current_frames().get(thread_id)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEBUGGERS:
+            return frame.f_code.co_name not in ("runcall", "run")  # below these runs what is debugged
+        frame = frame.f_back
+    return False

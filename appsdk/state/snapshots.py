@@ -1,0 +1,345 @@
+"""A checkpoint beside the handlers: a forked child encodes the state as it was, and writes it into a pipe.
+
+The child has a copy of the process's memory and of its one thread; it shares pages with its parent until one of them
+writes. It encodes, writes and leaves: no handler of the parent's runs in it, no file of the parent's is open in it.
+
+A lock that another thread held at the fork stays held in the child. Python's own and those of the C library are made
+anew there; one of a library or of the user's, which encoding the state may need, is not. Python 3.12 warns of each fork
+beside threads for that reason. Here there is always one, so the warning says nothing: a child that is silent for
+SILENCE_S_MAX is killed instead, and the next checkpoint is taken without one.
+
+What is in the pipe is a kind (1 byte), a size (8 bytes, little endian), then that many bytes: the blob, or a text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import gc
+import os
+import signal
+import struct
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from immortal.appsdk.errors import StateError
+from immortal.protocol.readers import Record
+
+CHUNK_SIZE_BYTES_MAX = 256 << 10
+PIPE_SIZE_BYTES = 1 << 20  # what an ordinary user may ask for
+SILENCE_S_MAX = 120.0  # without a byte where there is room for one: 1 GiB is encoded in 3 s, the first byte comes then
+_FRONT = struct.Struct("<BQ")
+_BLOB, _STATE_ERROR, _PROBLEM = 0, 1, 2
+
+_PR_SET_PDEATHSIG = 1
+_OOM_SCORE_ADJUSTMENT_MAX = b"1000"
+
+
+class SnapshotReader:
+    """What a child has written, in any pieces: the blob's bytes, and how it ended."""
+
+    def __init__(self) -> None:
+        self._front = b""
+        self._kind = _PROBLEM
+        self._missing_bytes = -1  # not known yet
+        self._text = b""
+
+    def receive_data(self, data: bytes) -> bytes:
+        """The part of ``data`` that belongs to the blob."""
+        if self._missing_bytes < 0:
+            self._front += data
+            if len(self._front) < _FRONT.size:
+                return b""
+            self._kind, self._missing_bytes = _FRONT.unpack_from(self._front)
+            data, self._front = self._front[_FRONT.size :], b""
+        self._missing_bytes -= len(data)
+        if self._kind == _BLOB:
+            return data
+        self._text += data
+        return b""
+
+    def end(self, how: str) -> str:
+        """Nothing more comes, and the child has ended in the way ``how``. Why there is no blob; "" if it is whole.
+
+        Raises StateError if the state can't be saved.
+        """
+        if self._missing_bytes:
+            return f"the process that encoded the state {how} before it was done"
+        text = self._text.decode("utf-8", "replace")
+        if self._kind == _STATE_ERROR:
+            raise StateError(text)
+        return text
+
+
+class Snapshot:
+    """One child and the pipe from it. ``encode`` makes the pieces of the blob; it raises StateError.
+
+    ``reason`` says, once :meth:`read` has returned no bytes, why there is no blob; "" if it is whole. ``has_hung``: it
+    was silent for too long, and was killed. Times are monotonic, in seconds.
+    """
+
+    def __init__(self, encode: Callable[[], Sequence[bytes]]) -> None:
+        self.reason = ""
+        self.has_hung = False
+        self.silent_since_s = time.monotonic()
+        self._reader = SnapshotReader()
+        self._child = self._pipe = -1
+        self._thaw = False
+        try:
+            self._start(encode)
+        except OSError as error:  # no memory, too many processes or files
+            self.reason = f"the process that was to encode the state could not be started: {error}"
+            self.close()
+
+    def _start(self, encode: Callable[[], Sequence[bytes]]) -> None:
+        self._pipe, writer = os.pipe()
+        if hasattr(fcntl, "F_SETPIPE_SZ"):
+            with contextlib.suppress(OSError):  # more than this user may have: then it takes longer
+                fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_SIZE_BYTES)
+        parent, prctl = os.getpid(), _load_prctl()  # the child is to load nothing
+        # What the user has frozen is not ours to thaw.
+        self._thaw = gc.get_freeze_count() == 0
+        if self._thaw:
+            gc.freeze()  # a collection in the parent would touch, and so copy, every page with objects
+        # Blocked for the child's life: no handler of the parent's can run in it, not even before its first line.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: see above
+                self._child = os.fork()
+                if not self._child:
+                    _run_child(encode, writer, parent, prctl)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.close(writer)
+        os.set_blocking(self._pipe, False)
+
+    def fileno(self) -> int:
+        """Readable when :meth:`read` has something; -1 after its end."""
+        return self._pipe
+
+    def read(self) -> bytes | None:
+        """The next bytes of the blob, CHUNK_SIZE_BYTES_MAX at most; empty at the end; None when none are there yet.
+
+        Raises StateError if the state can't be saved.
+        """
+        while self._pipe >= 0:
+            try:
+                data = os.read(self._pipe, CHUNK_SIZE_BYTES_MAX)
+            except BlockingIOError:
+                if self.time_left_s() > 0:
+                    return None
+                self._give_up()
+                return b""
+            self.silent_since_s = time.monotonic()
+            if not data:
+                how = self._end()
+                self.reason = self._reader.end(how)
+            elif blob := self._reader.receive_data(data):
+                return blob
+        return b""
+
+    def time_left_s(self) -> float:
+        """Until the child has been silent for too long."""
+        return self.silent_since_s + SILENCE_S_MAX - time.monotonic()
+
+    def not_read(self) -> None:
+        """There is no room for what the child writes: its silence begins when there is."""
+        self.silent_since_s = time.monotonic()
+
+    def _give_up(self) -> None:
+        self.close()
+        self.has_hung = True
+        self.reason = (
+            f"the process that encoded the state said nothing for {SILENCE_S_MAX:g} s and was killed. Perhaps it "
+            "waited for a lock that another thread of the app held as it began. The next checkpoint is encoded in the "
+            "app"
+        )
+
+    def _end(self) -> str:
+        """Take the child's place in the process table away; how it ended."""
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+        if self._thaw:
+            gc.unfreeze()
+            self._thaw = False
+        child, self._child = self._child, -1
+        if child < 0:
+            return "was not started"
+        try:
+            # Its end of the pipe is closed as one of the last acts of its exit: this returns at once.
+            _, status = os.waitpid(child, 0)
+        except ChildProcessError:  # the app ignores SIGCHLD, or waits for all its children
+            return "ended"
+        if os.WIFSIGNALED(status):
+            return f"was killed by signal {os.WTERMSIG(status)}"
+        return f"left with status {os.WEXITSTATUS(status)}"
+
+    def close(self) -> None:
+        """End the child if it still runs."""
+        if self._child >= 0:
+            with contextlib.suppress(ChildProcessError):
+                # Killed only as long as it is certain that the ID is still this child's.
+                if os.waitpid(self._child, os.WNOHANG) == (0, 0):
+                    os.kill(self._child, signal.SIGKILL)
+                else:
+                    self._child = -1
+        self._end()
+
+
+Prctl = Callable[..., int]
+
+
+@functools.cache
+def _load_prctl() -> Prctl | None:
+    """Linux's; None where there is none: there a child whose parent is gone ends when it writes."""
+    try:
+        import ctypes  # here: it takes milliseconds, and few apps need it
+
+        prctl: Prctl = ctypes.CDLL(None).prctl
+    except (ImportError, OSError, AttributeError):
+        return None
+    return prctl
+
+
+# --- in the child -----------------------------------------------------------------------------------------------------
+
+
+def _run_child(encode: Callable[[], Sequence[bytes]], writer: int, parent: int, prctl: Prctl | None) -> NoReturn:
+    status = 1
+    try:
+        gc.disable()
+        _die_with(parent, prctl)
+        os.closerange(3, writer)
+        os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
+        kind, pieces = _encoded(encode)
+        _write(writer, _FRONT.pack(kind, sum(map(len, pieces))))
+        for piece in pieces:
+            _write(writer, piece)
+        status = 0
+    finally:
+        os._exit(status)  # nothing that is the parent's may run: no finally, no atexit, no buffer's flush
+
+
+def _encoded(encode: Callable[[], Sequence[bytes]]) -> tuple[int, Sequence[bytes]]:
+    try:
+        return _BLOB, encode()
+    except MemoryError as error:
+        problem: BaseException = error
+    except Exception as error:
+        if not isinstance(error.__cause__, MemoryError):
+            return _STATE_ERROR, [str(error).encode("utf-8", "replace")]
+        problem = error.__cause__
+    return _PROBLEM, [f"there is not enough memory to encode the state beside the app: {problem!r}".encode()]
+
+
+def _die_with(parent: int, prctl: Prctl | None) -> None:
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:  # it died before
+            os._exit(1)
+    # When memory runs out this process is the one to end, not the app.
+    with contextlib.suppress(OSError):
+        descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        try:
+            os.write(descriptor, _OOM_SCORE_ADJUSTMENT_MAX)
+        finally:
+            os.close(descriptor)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+# A copy of the state in memory and the records since: what an app is rewound from when a call fails.
+#
+# A checkpoint's blob is a copy that costs nothing. Where more and more log follows it, a new copy takes its place: of a
+# small state always, of a large one as long as calls have failed lately. Without a copy the app is recovered from its
+# checkpoint, by another start.
+
+
+SMALL_SIZE_BYTES_MAX = 1 << 20  # of a state: a new copy each TAIL_SIZE_BYTES_MAX of log costs next to nothing
+TAIL_SIZE_BYTES_MAX = 16 << 20  # of the records since: what a rewind goes over again
+KEPT_TAIL_SIZE_BYTES_MAX = 256 << 20  # ... where the state of later can't be copied: to find out since when
+LATELY_SIZE_BYTES = 256 << 20  # of log: how long a large state's copies are kept for the next failure
+
+
+@dataclass(slots=True)
+class Copy:
+    """``blob``: as of a checkpoint, behind the record ``sequence_id``; ``tail``: the records since."""
+
+    blob: bytes
+    sequence_id: int
+    tail: list[Record] = field(default_factory=list)
+    tail_size_bytes: int = 0
+    retry_size_bytes: int = 0  # of the tail: before, no other copy could be taken
+
+
+class Copies:
+    """``enabled``: there are any. ``keeps_large``: copies of large states too, from the beginning. ``current``: None
+    where there is none. ``keeps_all``: they are kept for good, also where no call has failed for long. ``pinned``: the
+    one that there is stays, as a message behind it is to be taken back later.
+    """
+
+    def __init__(self, *, enabled: bool, keeps_large: bool) -> None:
+        self.current: Copy | None = None
+        self.keeps_all = self.pinned = False
+        self.enabled = enabled
+        self._large_left_bytes = LATELY_SIZE_BYTES if keeps_large else 0
+
+    def failed(self) -> None:
+        """A call has failed: keep copies for the next one."""
+        self._large_left_bytes = LATELY_SIZE_BYTES
+
+    def take(self, pieces: Sequence[bytes], sequence_id: int) -> None:
+        """The state behind the record ``sequence_id`` is that of the blob that ``pieces`` make."""
+        if self.pinned and self.current is not None:
+            return
+        self.current = None
+        if self.enabled and self._may_keep(sum(map(len, pieces))):
+            self.current = Copy(b"".join(pieces), sequence_id)
+
+    def sequence_id(self, default: int) -> int:
+        """Behind which record a rewind would begin."""
+        return default if self.current is None else self.current.sequence_id
+
+    def forget(self) -> None:
+        """The code changes, or the state in another way than by records."""
+        self.current = None
+
+    def add(self, record: Record, *, rewound: bool) -> bool:
+        """It was handled; whether a new copy is to be taken. ``rewound``: one of its messages has failed."""
+        copy = self.current
+        if copy is None:
+            return False
+        size_bytes = len(record.content)
+        self._large_left_bytes = max(0, self._large_left_bytes - size_bytes)
+        copy.tail.append(record)
+        copy.tail_size_bytes += size_bytes
+        if self.pinned or copy.tail_size_bytes < copy.retry_size_bytes:
+            return False
+        if rewound and copy.tail_size_bytes > len(copy.blob):
+            return True  # the next rewind is to cost no more than a copy does
+        if copy.tail_size_bytes <= max(TAIL_SIZE_BYTES_MAX, len(copy.blob) // 4):
+            return False
+        if not self._may_keep(len(copy.blob)):
+            self.current = None
+        return self.current is not None
+
+    def copy_failed(self) -> None:
+        """The state can't be copied now."""
+        copy = self.current
+        if copy is not None and copy.tail_size_bytes < KEPT_TAIL_SIZE_BYTES_MAX:
+            copy.retry_size_bytes = 2 * copy.tail_size_bytes
+        else:
+            self.current = None
+
+    def _may_keep(self, size_bytes: int) -> bool:
+        return self.keeps_all or size_bytes <= SMALL_SIZE_BYTES_MAX or self._large_left_bytes > 0

@@ -1,0 +1,248 @@
+"""How an ``async def`` handler has ended, for whoever waits for its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec.structs import astuple
+
+from immortal.appsdk.calls.codec import encoder
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.failures import CANCELLED, encode_failed, forked, reference, refused, verdict_on
+from immortal.appsdk.errors import Cancelled, HandlerError, UsageError
+from immortal.appsdk.handlers.decorators import Handler
+from immortal.appsdk.ordering.messages import Scope
+from immortal.appsdk.state.journal import declared_name, described, encode_raised
+from immortal.appsdk.types.handles import MARK
+from immortal.appsdk.waiting.host import Answers, HandlerRuns, Host
+from immortal.appsdk.waiting.operations import NOTHING, Event, MulticastCall
+from immortal.appsdk.waiting.task import Task
+from immortal.protocol import decoding
+from immortal.protocol.client_frames import Caller
+from immortal.protocol.messages import RpcKind
+from immortal.protocol.system_methods import Order
+from immortal.protocol.verdicts import Cause, Verdict
+
+
+class Endings:
+    """Those of one instance's handlers. All raise the HandlerError of a handler that does not fail alone."""
+
+    def __init__(self, context: Context, answers: Answers, handler_runs: HandlerRuns) -> None:
+        self._context = context
+        self._answers = answers
+        self._handler_runs = handler_runs
+
+    def tell(self, task: Task) -> None:
+        """It is done."""
+        value, error = task.result()
+        if isinstance(error, Cancelled):  # as it was told to: no failure of its own, and no dead letter
+            task.drop_pending()
+            self.tell_cancelled(task.handler, task.caller, task.call_number, error.reason)
+            return
+        declared = None if error is None else declared_name(task.handler.raises, error)
+        if error is not None and declared is None:
+            self._failed(task, task.failure(error))
+            return
+        if task.caller is None:
+            return
+        arguments = task.decoded_arguments()
+        if error is not None and declared is not None:
+            encode = partial(encode_raised, declared, error, self._context.sites.rules)
+        else:
+            encode = partial(self._handler_runs.result, task.handler, value)
+        try:
+            encoded = self._handler_runs.encoded(task.handler, arguments, encode)
+            self._answers.answer(task.handler, task.caller, task.call_number, error is not None, encoded)
+        except HandlerError as problem:
+            self._failed(task, problem)
+        except UsageError as problem:  # it has a handle that can't be passed on
+            self._failed(task, task.failure(problem))
+
+    def tell_cancelled(self, handler: Handler[Any, Any], caller: str | None, call_number: int, reason: str) -> None:
+        """Of a call that was cancelled, also before it began."""
+        if caller is not None:
+            context = self._context
+            where = reference(context.instance_name, context.sequence_id, context.message_index)
+            self._answers.answer(handler, caller, call_number, True, encode_failed(CANCELLED, reason, where))
+
+    def _failed(self, task: Task, error: HandlerError) -> None:
+        """An async handler has changed no state by itself, so there is nothing to undo: who waits is told."""
+        failure = error.failure
+        if failure is None:
+            raise error
+        task.drop_pending()
+        failed = replace(failure, policy="keep", task=task.number)
+        verdict = verdict_on(error, failed, task.caller, forked(task.handler.method_id, task.arguments))
+        verdict = self._handler_runs.verdicts.get(verdict.key, verdict)
+        if not self._handler_runs.tell(verdict):
+            raise error
+        if task.caller is not None:
+            self._answers.answer_verdict(verdict, Caller(task.caller, task.call_number, task.handler.method_id))
+
+
+# What comes for calls that wait: their answers, or the word that whoever was called has been expelled.
+
+
+WHAT = "an answer"
+
+
+class _ReturnedValue(msgspec.Struct, array_like=True, gc=False):
+    number: int  # of the call
+    value: msgspec.Raw
+
+
+class _ReturnedNothing(msgspec.Struct, array_like=True, gc=False):
+    number: int
+
+
+_take_call_number = decoding.Decoder(list[msgspec.Raw]).decode
+_RETURNED_VALUE, _RETURNED_NOTHING, _RAISED = RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING, RpcKind.RAISED
+# ... found faster than an enum's attributes
+_decode_value = decoding.Decoder(_ReturnedValue).decode
+_decode_nothing = decoding.Decoder(_ReturnedNothing).decode
+
+
+class Incoming:
+    """Those of one instance. ``failed``: what comes in place of all that is waited for, encoded; None: what it is."""
+
+    def __init__(self, tasks: Host) -> None:
+        self.failed: bytes | None = None
+        self._tasks = tasks
+        self._calls = tasks.calls
+        self._context = tasks.context
+
+    @contextmanager
+    def failing(self, verdict: Verdict) -> Iterator[None]:
+        """Whoever is woken meanwhile finds that what it waited for has failed, as ``verdict`` says."""
+        where = reference(self._context.instance_name, verdict.sequence_id, verdict.message_index)
+        self.failed = encode_failed(verdict.type_name or verdict.kind.name.capitalize(), verdict.text, where)
+        try:
+            yield
+        finally:
+            self.failed = None
+
+    def answered(self, kind: RpcKind, data: bytes) -> None:
+        """An answer has come. One that nobody waits for any more is left alone. Raises HandlerError."""
+        context = self._context
+        try:
+            if kind is _RETURNED_VALUE:
+                returned = _decode_value(data)
+                number, value = returned.number, bytes(returned.value)
+            elif kind is _RETURNED_NOTHING:
+                number, value = _decode_nothing(data).number, NOTHING
+            else:
+                number_raw, *rest = _take_call_number(data)
+                number, value = decoding.decode(number_raw, type=int), encoder.encode(rest)
+        except (ValueError, IndexError) as error:
+            raise refused(context, WHAT, Cause.UNUSABLE, f"an answer that can't be read: {error}") from None
+        if (call := self._calls.get(number)) is not None:
+            if context.source and not call.went_to(context.source):  # what the instance says itself is true
+                if self.failed is None:
+                    text = f"an answer of {context.source!r} to call {number}, which went to somebody else"
+                    raise refused(context, WHAT, Cause.SENDER, text)
+                return
+            if (kind is _RAISED or call.result_may_hold_handles) and MARK in data and self.failed is None:
+                context.nodes.accounts.arrived(data)
+            self._tasks.resolve(call, kind is _RAISED, value)
+            self._tasks.drain()
+        elif MARK in data and self.failed is None:
+            context.nodes.accounts.not_taken(data)
+
+    def expelled(self, scope: Scope, member: str, source: str, value: bytes) -> None:
+        """``member`` has been expelled, says ``source``, another member, behind all of its answers before that: who
+        waits for the answer of ``member`` to a call of a multicast gets ``value`` in its place. What ``source`` has not
+        answered was cancelled, and has ``value`` as all of its answers."""
+        done: set[int] = set()
+        for call in list(self._calls.values()):
+            if not isinstance(call, MulticastCall) or call.scope is None or not call.scope.reaches(*astuple(scope)):
+                continue
+            of = {one.to: one for one in call.all_of_it}
+            if member not in of or call.number in done:
+                continue
+            is_cancelled = source not in of or of[source].number in self._calls
+            ended = of.values() if is_cancelled else [of[member]]
+            for one in ended:
+                if self._calls.get(one.number) is one:
+                    done.add(one.number)
+                    self._tasks.later(partial(self._tasks.resolve, one, False, value))
+
+    def whom(self, number: int) -> str | None:
+        """The open call of that number went there."""
+        call = self._calls.get(number)
+        return None if call is None else call.target.destination
+
+
+# What an operator orders: a handler that waits to be cancelled or to have an event, a member of a group to go.
+#
+# An order comes in by the log, so each replay obeys it at the same place. What it has come to is kept for whoever asks.
+
+
+OUTCOMES_MAX = 1000  # that are kept: they are asked for as soon as the order is durable
+
+
+class Orders:
+    """Those of one instance. Outcomes are plain values: ``done`` says whether the order was carried out."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._outcomes: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def outcome(self, sequence_id: int, message_index: int) -> dict[str, Any]:
+        unknown = {"done": None, "text": "what it has come to is not known any more: see which handlers wait now"}
+        return self._outcomes.get((sequence_id, message_index), unknown)
+
+    def obey(self, order: Order) -> None:
+        """Raises HandlerError."""
+        context = self._context
+        key = context.sequence_id, context.message_index
+        done, text = self._obey(order)
+        self._outcomes[key] = {"done": done, "text": text}
+        if len(self._outcomes) > OUTCOMES_MAX:
+            del self._outcomes[next(iter(self._outcomes))]
+
+    def _obey(self, order: Order) -> tuple[bool, str]:
+        tasks = self._context.tasks
+        if order.verb == "expel":
+            return self._expel(str(decoding.decode(order.value)), order.text)
+        task: Task | None = tasks.waiting(order.task)
+        if task is None and order.verb == "cancel" and (name := tasks.give_up(order.task, order.text)) is not None:
+            return True, f"{name} was cancelled before its turn"
+        if task is None:
+            return False, f"no handler {order.task} waits: it has ended, or there never was one"
+        if order.verb == "cancel":
+            tasks.cancel(task, order.text, order.who)
+            return True, f"{task.name} was cancelled, and {_what_it_does(task)}"
+        if order.verb == "signal":
+            return self._signal(task, order)
+        return False, f"{order.verb!r} is no order that this app knows: its SDK is older than the coordinator"
+
+    def _expel(self, group: str, member: str) -> tuple[bool, str]:
+        tasks = self._context.tasks
+        expel: Callable[[str, str], tuple[bool, str]] | None = getattr(tasks.instance, "_immortal_expel", None)
+        return (False, f"{tasks.definition.name} takes part in no groups") if expel is None else expel(group, member)
+
+    def _signal(self, task: Task, order: Order) -> tuple[bool, str]:
+        """An event that this very handler waits for, whoever else does."""
+        events = [one for one in task.pending.values() if isinstance(one, Event)]
+        event = next((one for one in events if one.name == order.text), None)
+        if event is None:
+            names = ", ".join(repr(one.name) for one in events) or "none"
+            return False, f"{task.name} does not wait for the event {order.text!r} (its events: {names})"
+        value = bytes(order.value)
+        try:
+            event.decode(value)
+        except decoding.DecodeError as error:
+            return False, f"the value is not what {task.name} waits for: {error}"
+        self._context.tasks.resolve(event, False, value)
+        return True, f"{task.name} has the event {order.text!r}, and {_what_it_does(task)}"
+
+
+def _what_it_does(task: Task) -> str:
+    if task.is_done:
+        return "has ended"
+    return f"waits for {', '.join(map(described, task.pending.values()))}"

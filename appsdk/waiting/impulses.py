@@ -1,0 +1,485 @@
+"""Timers and schedules: what is due when. It reads no clock: an impulse in the log says what time it is."""
+
+from __future__ import annotations
+
+import contextvars
+import hashlib
+import heapq
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import msgspec
+
+from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.outbox import make_writer
+from immortal.appsdk.calls.user_code import inherited_context
+from immortal.appsdk.effects.effect import EffectFunction, EffectOptions, EffectRequest, EffectRunner
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, Handler
+from immortal.appsdk.handlers.definition import Definition
+from immortal.appsdk.handlers.schedules import Cron, Period
+from immortal.appsdk.state.journal import WAYS_OUT, JournalError, SavedTasks, described
+from immortal.appsdk.waiting.operations import Event, Operation, Owner, Timer
+from immortal.protocol.checksum import crc64
+from immortal.protocol.messages import RpcType
+
+_UNUSED_COUNT_MIN = 64
+_write_time = make_writer("the clock", CLOCK_METHOD_ID, RpcType.IMPULSE)
+
+
+class ToldTime(msgspec.Struct, array_like=True, frozen=True):
+    """What the log brings, in ns since the Unix epoch. ``decided``: see :meth:`Clock.decide`.
+
+    ``jumped_ns``: the clock was stepped ahead by that, to ``time_ns``; 0: it was not.
+    """
+
+    time_ns: int
+    decided: dict[int, int] = {}
+    jumped_ns: int = 0
+
+
+class Deadline(msgspec.Struct, frozen=True):
+    """By when the handler ``number`` is to have ended: as a timer that began with it. Times in ns since the epoch."""
+
+    number: int
+    began_ns: int
+    detail: int  # when it is due, as a timer has it
+
+
+Due: TypeAlias = Timer | Deadline
+
+
+class Clock:
+    """``schedules``: when each handler with a schedule is due next, in ns since the Unix epoch, by method ID.
+
+    ``jumps``: (since, by): what began before ``since`` is due later by as much, for the clock was stepped in between.
+    """
+
+    def __init__(self) -> None:
+        self.is_needed = False  # something may wait for a time
+        self.schedules: dict[int, int] = {}
+        self.jumps: list[tuple[int, int]] = []
+        self.jumped_to_ns = 0  # by the last jump that the log has
+        self._timers: dict[int, Due] = {}
+        self._due: list[tuple[int, int]] = []  # a heap of (when, number of the timer), cancelled ones among them
+        self._scheduled: list[Handler[Any, Any]] = []
+
+    def use(self, definition: Definition) -> None:
+        """From here on it is for this class's handlers. What sleeps may be in records that are still to come."""
+        handlers = definition.handlers.values()
+        self._scheduled = [handler for handler in handlers if handler.schedule]
+        self.is_needed = bool(self._scheduled) or any(handler.is_async for handler in handlers)
+
+    def restore(self, saved: SavedTasks) -> None:
+        """No timer is set."""
+        self.schedules, self.jumps, self.jumped_to_ns = dict(saved.schedules), list(saved.jumps), saved.jumped_to_ns
+        self._timers.clear()
+        self._due.clear()
+
+    def add(self, timer: Due) -> None:
+        self._timers[timer.number] = timer
+        heapq.heappush(self._due, (self.due_ns(timer), timer.number))
+
+    def has(self, timer: Due) -> bool:
+        return self._timers.get(timer.number) is timer
+
+    def forget(self, number: int) -> None:
+        """The timer of that number, if there is one."""
+        self._timers.pop(number, None)
+        if len(self._due) > 2 * len(self._timers) + _UNUSED_COUNT_MIN:
+            self._make_heap()
+
+    def _make_heap(self) -> None:
+        self._due = [(self.due_ns(timer), number) for number, timer in self._timers.items()]
+        heapq.heapify(self._due)
+
+    def due_ns(self, timer: Due) -> int:
+        began_ns = timer.began_ns
+        if not self.jumps or began_ns is None:
+            return timer.detail
+        return timer.detail + sum(by_ns for since_ns, by_ns in self.jumps if began_ns < since_ns)
+
+    def jumped(self, since_ns: int, by_ns: int) -> None:
+        """The clock was stepped: what is to last a while, and what runs in each period, is due later by as much."""
+        self.jumps = [*self.jumps_that_count(), (since_ns, by_ns)]
+        self.jumped_to_ns = since_ns
+        self._make_heap()
+        for handler in self._scheduled:
+            if isinstance(handler.schedule, Period) and handler.method_id in self.schedules:
+                self.schedules[handler.method_id] += by_ns
+
+    def jumps_that_count(self) -> list[tuple[int, int]]:
+        """Those that some timer began before."""
+        if not self.jumps:
+            return []
+        first_ns = min((timer.began_ns for timer in self._timers.values() if timer.began_ns is not None), default=None)
+        return [] if first_ns is None else [jump for jump in self.jumps if first_ns < jump[0]]
+
+    def next_due_ns(self) -> int | None:
+        """When there is something to do next; None: never. A schedule that has not begun is due at once."""
+        while self._due and self._due[0][1] not in self._timers:
+            heapq.heappop(self._due)
+        due = [self.schedules.get(handler.method_id, 0) for handler in self._scheduled]
+        due += [self._due[0][0]] if self._due else []
+        return min(due, default=None)
+
+    def describe(self) -> list[dict[str, object]]:
+        """Each handler with a schedule, in plain values; ``due_ns`` None: it has not begun."""
+        return [
+            {
+                "handler": handler.function.__qualname__,
+                "schedule": handler.schedule.text,
+                "due_ns": self.schedules.get(handler.method_id),
+            }
+            for handler in self._scheduled
+            if handler.schedule
+        ]
+
+    def take_timers(self, time_ns: int) -> list[Due]:
+        """Those that are due at ``time_ns``, in the order of their times."""
+        found = []
+        while self._due and self._due[0][0] <= time_ns:
+            _, number = heapq.heappop(self._due)
+            timer = self._timers.get(number)
+            if timer is not None and self.due_ns(timer) <= time_ns:  # a deadline may have been put off
+                found.append(timer)
+        return found
+
+    def decide(self, time_ns: int) -> dict[int, int]:
+        """For the handlers with cron expressions that are due at ``time_ns``: when they are next. Not for replays."""
+        return {
+            handler.method_id: handler.schedule.next_ns(time_ns)
+            for handler in self._scheduled
+            if isinstance(handler.schedule, Cron) and self.schedules.get(handler.method_id, 0) <= time_ns
+        }
+
+    def take_schedules(self, time_ns: int, decided: Mapping[int, int]) -> list[Handler[Any, Any]]:
+        """The handlers that are due at ``time_ns``, each once, however often it would have been its turn.
+
+        ``decided``: see :meth:`decide`. A schedule that the log knows nothing of, in a replay, has not begun.
+        """
+        found, schedules = [], {}
+        for handler in self._scheduled:
+            due_ns = self.schedules.get(handler.method_id)
+            if due_ns is not None and due_ns <= time_ns:
+                found.append(handler)
+            next_ns = due_ns
+            if due_ns is None or due_ns <= time_ns:
+                if isinstance(handler.schedule, Period):
+                    next_ns = handler.schedule.next_ns(time_ns, due_ns)
+                else:
+                    next_ns = decided.get(handler.method_id)
+            if next_ns is not None:
+                schedules[handler.method_id] = next_ns
+        self.schedules = schedules
+        return found
+
+
+class TimeImpulses:
+    """The time, put into the log as impulses to oneself: once something is due, and where the clock was stepped.
+
+    None before :meth:`start`. Times in ns since the Unix epoch.
+    """
+
+    def __init__(self, context: Context, clock: Clock) -> None:
+        self._context = context
+        self._clock = clock
+        self._is_primary = False
+        self._told_ns: int | None = None  # the time in one that is on its way
+        self._jumps: list[tuple[int, int]] = []  # to be told once it is primary
+
+    @property
+    def next_due_ns(self) -> int | None:
+        """When :meth:`tell` is to be called; None: not yet, or never."""
+        if not self._is_primary or self._told_ns is not None:
+            return None
+        due_ns, late_ns = self._clock.next_due_ns(), self._context.multicasts.due_ns
+        return due_ns if late_ns is None or (due_ns is not None and due_ns < late_ns) else late_ns
+
+    def start(self) -> None:
+        """The app is primary: what it says comes back by the log."""
+        self._is_primary = True
+        self._tell_jumps()
+
+    def tell(self, time_ns: int) -> None:
+        """It is ``time_ns``."""
+        self._told_ns = time_ns
+        decided = self._clock.decide(time_ns)
+        self._context.outbox.impulses.append_own(_write_time, (time_ns, decided) if decided else (time_ns,))
+
+    def came_back(self, time_ns: int) -> None:
+        if self._told_ns is not None and time_ns >= self._told_ns:
+            self._told_ns = None
+
+    def jumped(self, time_ns: int, jumped_ns: int) -> None:
+        """The clock was stepped by ``jumped_ns``, to ``time_ns``."""
+        self._jumps.append((time_ns, jumped_ns))
+        self._tell_jumps()
+
+    def _tell_jumps(self) -> None:
+        """What sleeps is to sleep no less for it: that is for the log to say, to each replay."""
+        if self._is_primary:
+            for time_ns, jumped_ns in self._jumps:
+                if self._clock.is_needed and time_ns > self._clock.jumped_to_ns:  # else the log has it
+                    told = time_ns, self._clock.decide(time_ns), jumped_ns
+                    self._context.outbox.impulses.append_own(_write_time, told)
+            self._jumps.clear()
+
+
+# Effects that handlers wait for, and the results that the log brings.
+#
+# A result is an impulse to oneself, with EFFECT_METHOD_ID and [number, what, detail, whether it raised, value]: ``what``
+# and ``detail`` are those of the journal, so that it is never taken for the result of another effect.
+
+
+_write_result = make_writer("the result of an effect", EFFECT_METHOD_ID, RpcType.IMPULSE)
+
+
+class EffectResult(msgspec.Struct, array_like=True, frozen=True):
+    """What the log brings. ``value`` is encoded: what was returned, or the exception."""
+
+    number: int
+    what: str
+    detail: int
+    raised: bool
+    value: msgspec.Raw
+
+
+class Effect(Operation):
+    """Done when the log has its result. ``encoded``: its arguments. ``variables``: its context is a copy of this."""
+
+    __slots__ = ("_arguments", "encoded", "function", "options", "variables")
+
+    def __init__(
+        self, task: Owner, function: EffectFunction, arguments: tuple[Any, ...], options: EffectOptions
+    ) -> None:
+        super().__init__(task, f"effect {function.name}")
+        self.function = function
+        self.options = options
+        self._arguments = arguments
+        self.encoded = b""
+        self.variables: contextvars.Context | None = None
+
+    def _start(self) -> None:
+        self.variables = inherited_context()
+        self.encoded = self.function.encode_arguments(self._arguments, keeps_types=self.task.keeps_types)
+        self._arguments = ()
+        self.detail = crc64(self.encoded)
+        self.task.begin(self)
+
+    def decode(self, value: bytes) -> Any:
+        return self.function.decode_result(value)
+
+    def decode_error(self, value: bytes) -> Exception:
+        return self.function.decode_error(value, self.options.raises)
+
+
+class WaitingEffects:
+    """Those of one instance that have no result yet. Once :meth:`start` has a runner they are run."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._functions: dict[Callable[..., Any], EffectFunction] = {}
+        self._waiting: dict[int, Effect] = {}
+        self._requests: dict[int, EffectRequest] = {}
+        self._runner: EffectRunner | None = None
+        self._paused_runner: EffectRunner | None = None
+        self._misfit = ""
+        self.begun: list[tuple[int, str, int]] | None = None  # numbers, what and detail, where somebody looks
+
+    @property
+    def count(self) -> int:
+        return len(self._waiting)
+
+    def function(self, function: Callable[..., Any]) -> EffectFunction:
+        """Raises UsageError, DefinitionError."""
+        try:
+            if (found := self._functions.get(function)) is None:
+                found = self._functions[function] = EffectFunction(function)
+        except TypeError:  # an object that can be called and can't be a key; or a DefinitionError, which comes again
+            found = EffectFunction(function)
+        return found
+
+    def add(self, effect: Effect) -> None:
+        self._waiting[effect.number] = effect
+        if self.begun is not None:
+            self.begun.append((effect.number, effect.what, getattr(effect, "detail", 0)))
+        if self._runner is not None and not self._context.multicasts.holds_effect(effect.number):
+            self._run(effect, self._runner)
+
+    def unheld(self, number: int) -> None:
+        """The multicasts that it waited for stand."""
+        effect = self._waiting.get(number)
+        if effect is not None and self._runner is not None and number not in self._requests:
+            self._run(effect, self._runner)
+
+    def get(self, number: int) -> Effect | None:
+        return self._waiting.get(number)
+
+    def request(self, number: int) -> EffectRequest | None:
+        """What is run for it; None: it is not run yet, or not here."""
+        return self._requests.get(number)
+
+    def try_now(self, number: int) -> bool:
+        """Whether it waited for its next attempt, which is made now."""
+        request = self._requests.get(number)
+        return request is not None and request.try_now is not None and request.try_now()
+
+    def remove(self, effect: Effect) -> None:
+        self._waiting.pop(effect.number, None)
+        if (request := self._requests.get(effect.number)) is not None and self._runner is not None:
+            self._forget(effect.number, request, self._runner)
+
+    def forget_all(self) -> None:
+        self._waiting.clear()
+
+    def start(self, runner: EffectRunner | None) -> None:
+        """The app is primary: all that wait are run, the oldest first. Raises JournalError.
+
+        None: they wait on.
+        """
+        if self._misfit:
+            raise JournalError(f"{self._misfit}; the app stops\n{WAYS_OUT}")
+        self._paused_runner = runner
+        self.resume()
+
+    def pause(self) -> None:
+        """What was done is done once more: nothing is run until :meth:`resume`; what runs goes on."""
+        self._paused_runner, self._runner = self._runner or self._paused_runner, None
+
+    def resume(self) -> None:
+        """Run those that wait and do not run yet, and none that nobody waits for."""
+        runner, self._paused_runner = self._paused_runner, None
+        if runner is None:
+            return
+        self._runner = runner
+        for number, request in list(self._requests.items()):
+            if number not in self._waiting:
+                self._forget(number, request, runner)
+        for number, effect in sorted(self._waiting.items()):
+            if number not in self._requests and not self._context.multicasts.holds_effect(number):
+                self._run(effect, runner)
+
+    def _forget(self, number: int, request: EffectRequest, runner: EffectRunner) -> None:
+        del self._requests[number]
+        request.is_cancelled = True
+        runner.cancel(request)
+
+    def _run(self, effect: Effect, runner: EffectRunner) -> None:
+        task = effect.task  # which may have gone on by the time at which the key is asked for
+        make_key = partial(self._key, effect.options.key, task.number, task.generation, effect.step)
+        send = partial(self._send, effect.number, effect.what, effect.detail)
+        request = EffectRequest(
+            effect.number, effect.function, effect.encoded, effect.options, make_key, send, effect.variables
+        )
+        self._requests[effect.number] = request
+        runner.start(request)
+
+    def _key(self, given: str | None, task_number: int, generation: int, step: int) -> str:
+        """The one that was given, or the same for the same step of the same handler of the same instance's life, and
+        for no other's. Any thread."""
+        if given is not None:
+            return given
+        digest = hashlib.blake2b(key=self._context.seed, digest_size=16)
+        digest.update(f"{self._context.instance_name}\n{task_number} {generation} {step}".encode())
+        return str(uuid.UUID(bytes=digest.digest(), version=4))
+
+    def _send(self, number: int, what: str, detail: int, raised: bool, value: bytes) -> None:
+        """Any thread. Raises UsageError for what is too large."""
+        self._context.outbox.impulses.append_own(_write_result, (number, what, detail, raised, msgspec.Raw(value)))
+
+    def take(self, result: EffectResult) -> Effect | None:
+        """The effect that ``result`` is of, if it is still waited for."""
+        effect = self._waiting.get(result.number)
+        if effect is None:
+            return None
+        if not effect.fits(result):
+            # In a replay of changed code it is an effect that the log knows nothing of. For one's own recovery it is
+            # too late to say so by the time at which it is known not to be such a replay.
+            self._misfit = self._misfit or (
+                f"{effect.task.name} waits for {described(effect)}, and record {self._context.sequence_id} has the "
+                f"result of {described(result)} for it"
+            )
+            return None
+        return effect
+
+
+# Events that handlers wait for, and signals: each is for one waiter, the one that has waited longest for its name.
+
+
+KEPT_SIGNALS_MAX = 100_000  # that wait for nobody: they are part of each checkpoint, and some 100 bytes each in memory
+KEPT_SIGNALS_BYTES_MAX = 64 << 20  # ... and their values together
+
+
+class Events:
+    """Waits for events, the oldest first, and signals that nobody has waited for yet."""
+
+    def __init__(self, later: Callable[[Callable[[], None]], None], resolve: Callable[[Event, bytes], None]) -> None:
+        self.kept: dict[str, deque[bytes]] = {}
+        self._waiting: dict[str, dict[int, Event]] = {}  # by name and number
+        self._given: Counter[str] = Counter()  # signals that find their waiters once the handler has come to a stop
+        self._count = self._size_bytes = 0  # of those and of what is kept
+        self._later = later
+        self._resolve = resolve
+
+    def add(self, event: Event) -> None:
+        self._waiting.setdefault(event.name, {})[event.number] = event
+
+    def remove(self, event: Event) -> None:
+        waiting = self._waiting.get(event.name, {})
+        waiting.pop(event.number, None)
+        if not waiting:
+            self._waiting.pop(event.name, None)
+
+    def restore(self, signals: Mapping[str, Sequence[bytes]]) -> None:
+        """Nobody waits, and these are kept."""
+        self._waiting.clear()
+        self._given.clear()
+        self.kept = {name: deque(values) for name, values in signals.items()}
+        self._count = sum(map(len, self.kept.values()))
+        self._size_bytes = sum(len(value) for values in self.kept.values() for value in values)
+
+    def sort(self) -> None:
+        """After a rebuild: those that waited first come first again."""
+        self._waiting = {name: dict(sorted(waiting.items())) for name, waiting in self._waiting.items()}
+
+    def require_room(self, name: str, value: bytes) -> None:
+        """For one more signal, unless somebody waits for it. Raises UsageError."""
+        if len(self._waiting.get(name, ())) > self._given[name]:
+            return
+        if self._count >= KEPT_SIGNALS_MAX or self._size_bytes + len(value) > KEPT_SIGNALS_BYTES_MAX:
+            raise UsageError(
+                f"self.signal({name!r}, ...): {self._count} signals of {self._size_bytes} bytes wait for nobody, and "
+                f"with this one there would be more than {KEPT_SIGNALS_MAX}, or {KEPT_SIGNALS_BYTES_MAX} bytes: let "
+                f"handlers wait for each of them (await self.event(...)), or signal only what somebody will wait for"
+            )
+
+    def signal(self, name: str, value: bytes) -> None:
+        self._given[name] += 1
+        self._count += 1
+        self._size_bytes += len(value)
+        self._later(partial(self._give, name, value))
+
+    def offer(self, name: str) -> None:
+        """Somebody waits: the oldest signal that was kept is for it."""
+        if kept := self.kept.get(name):
+            value = kept.popleft()
+            self._count -= 1
+            self._size_bytes -= len(value)
+            if not kept:
+                del self.kept[name]
+            self.signal(name, value)
+
+    def _give(self, name: str, value: bytes) -> None:
+        self._given[name] -= 1
+        if not self._given[name]:
+            del self._given[name]
+        for event in self._waiting.get(name, {}).values():
+            self._count -= 1
+            self._size_bytes -= len(value)
+            self._resolve(event, value)
+            return
+        self.kept.setdefault(name, deque()).append(value)

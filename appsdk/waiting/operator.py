@@ -1,0 +1,185 @@
+"""What the handlers of an instance wait for, in plain values: for `immortal handlers`.
+
+Nothing here changes anything, and no handler sees it.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Iterator
+from operator import attrgetter
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from immortal.appsdk.calls.user_code import describe_arguments
+from immortal.appsdk.effects.effect import encodable
+from immortal.appsdk.state.journal import CANCEL_STEP, TIMER, Entry, SavedTask, described
+from immortal.appsdk.types.handles import read_extension
+from immortal.appsdk.waiting.impulses import Effect
+from immortal.appsdk.waiting.operations import Call, Event, Operation, Timer
+from immortal.appsdk.waiting.tasks import Tasks
+from immortal.appsdk.waiting.waits import Fiber, Wait
+from immortal.protocol import decoding
+from immortal.protocol.system_methods import HANDLERS_COUNT_MAX
+
+if TYPE_CHECKING:
+    from immortal.appsdk.waiting.task import Task
+
+
+Values = dict[str, Any]
+
+STEPS_MAX = 1000  # of one handler that are told, the last
+
+
+def describe_all(tasks: Tasks, hooks: list[Values] | None = None) -> Values:
+    """The oldest HANDLERS_COUNT_MAX; ``count``: of all. ``multicasts``: whom the instance waits for, if it does;
+    ``hooks``: the same for its `@on_primary` hooks.
+    ``groups``: those that its class declares, if it takes part in any. ``schedules``: of its class, if it has any."""
+    found: list[Task | SavedTask] = sorted(
+        [*tasks.all_waiting, *tasks.limits.queued.values()], key=attrgetter("number")
+    )
+    values: Values = {"count": len(found)}
+    values["handlers"] = [_any_described(tasks, one) for one in found[:HANDLERS_COUNT_MAX]]
+    if multicasts := tasks.context.multicasts.describe() + (hooks or []):
+        values["multicasts"] = multicasts
+    if (groups := getattr(tasks.instance, "_immortal_groups", None)) is not None:
+        values["groups"] = groups()
+    if schedules := tasks.clock.describe():
+        values["schedules"] = schedules
+    return values
+
+
+def describe_one(tasks: Tasks, number: int) -> Values:
+    """``handler`` None: none of that number waits."""
+    task = tasks.waiting(number)
+    if task is None:
+        queued = tasks.limits.queued.get(number)
+        return {"handler": None if queued is None else _queued(tasks, queued) | {"steps": [], "steps_count": 0}}
+    steps = [_step(task, entry) for entry in task.entries[-STEPS_MAX:]]
+    return {"handler": _described(tasks, task) | {"steps": steps, "steps_count": len(task.entries)}}
+
+
+def _any_described(tasks: Tasks, one: Task | SavedTask) -> Values:
+    return _queued(tasks, one) if isinstance(one, SavedTask) else _described(tasks, one)
+
+
+def _queued(tasks: Tasks, call: SavedTask) -> Values:
+    """A call that waits for its turn."""
+    handler = tasks.definition.by_method_id[call.method_id]
+    waits = {"step": 0, "for": tasks.limits.describe(call), "since_ns": call.started_ns, "number": 0, "kind": "other"}
+    arguments, place = tasks.codec(handler).decode(call.arguments), (call.sequence_id, call.message_index)
+    told = _call(call, handler.function.__qualname__, arguments, place)
+    return told | {"waits": [waits], "at": [], "cancelled": []}
+
+
+def _described(tasks: Tasks, task: Task) -> Values:
+    return _call(task, task.name, task.decoded_arguments(), task.began_at) | {
+        "waits": [_wait(tasks, task, operation) for operation in task.pending.values()],
+        "at": list(_places(task.main)),
+        "cancelled": [_cancellation(task, entry) for entry in task.cancelled],
+    }
+
+
+def _call(one: Task | SavedTask, name: str, arguments: tuple[Any, ...], place: tuple[int, int]) -> Values:
+    """``place``: of the message that began it."""
+    return {
+        "id": one.number,
+        "handler": name,
+        "arguments": encodable(describe_arguments(arguments)),
+        "since_ns": one.started_ns,
+        "caller": one.caller,
+        "call_number": one.call_number,
+        "record": None if place[0] < 0 else place[0],
+        "message": place[1],
+        "generation": one.generation,
+    }
+
+
+def _wait(tasks: Tasks, task: Task, operation: Operation) -> Values:
+    values: Values = {
+        "step": operation.step,
+        "for": described(operation),
+        "since_ns": operation.since_ns,
+        "number": operation.number,
+    }
+    if isinstance(operation, Call):
+        return values | {"kind": "call", "for": operation.what, "to": operation.target.destination}
+    if isinstance(operation, Timer):
+        return values | {"kind": "timer", "due_ns": tasks.clock.due_ns(operation)}
+    if isinstance(operation, Event):
+        return values | {"kind": "event", "event": operation.name}
+    if isinstance(operation, Effect):
+        request = tasks.effects.request(operation.number)
+        attempt, failure = (0, "") if request is None else (request.attempt, request.failure)
+        return values | {"kind": "effect", "for": operation.what, "attempt": attempt, "failure": failure}
+    return values | {"kind": "other"}
+
+
+def _cancellation(task: Task, entry: Entry) -> Values:
+    reason, who = task.cancellation(entry)
+    return {"time_ns": entry.time_ns, "reason": reason, "who": who}
+
+
+def _step(task: Task, entry: Entry) -> Values:
+    """Something that the handler has had."""
+    if entry.step == CANCEL_STEP:
+        return {"step": 0, "what": "cancelled", **_cancellation(task, entry), "raised": True}
+    try:
+        shown = decoding.decode_shown(entry.value, ext_hook=read_extension)
+        value = encodable(describe_arguments((shown,)))[1:-1]
+    except decoding.DecodeError:
+        value = f"{len(entry.value)} bytes"
+    what = "timer" if entry.what == TIMER else entry.what
+    return {"step": entry.step, "what": what, "time_ns": entry.time_ns, "raised": entry.raised, "value": value}
+
+
+# --- where it stands in the code --------------------------------------------------------------------------------------
+
+
+def _places(fiber: Fiber[Any]) -> Iterator[list[Values]]:
+    """Of each coroutine of the handler that waits for something to come: its frames, the innermost last."""
+    inner = [one for one in _parts(fiber.waits_for) if isinstance(one, Fiber) and not one.is_over]
+    frames = [_place(frame) for frame in fiber.frames()]
+    if not inner:
+        yield frames
+    for one in inner:
+        for below in _places(one):
+            yield [*frames, *below]
+
+
+def _parts(wait: Wait[Any] | None) -> Iterator[Wait[Any]]:
+    if wait is not None:
+        yield wait
+        for part in wait.parts:
+            yield from _parts(part)
+
+
+def _place(frame: FrameType) -> Values:
+    code, line = frame.f_code, frame.f_lineno
+    file = code.co_filename
+    text = linecache.getline(file, line, frame.f_globals).strip()
+    if file.startswith(os.getcwd() + os.sep):
+        file = os.path.relpath(file)
+    return {"file": file, "line": line, "function": code.co_qualname, "text": text}
+
+
+# Effects between two attempts, which an operator wants to be tried at once.
+#
+# No log knows of attempts, only of results: when one is made changes nothing that a replay does.
+
+
+def retry_effects(tasks: Tasks, number: int) -> dict[str, Any]:
+    """Those that the handler ``number`` waits for. ``retried``: how many were between two attempts; in words, what
+    came of it."""
+    task = tasks.waiting(number)
+    if task is None:
+        return {"retried": 0, "text": f"no handler {number} waits: it has ended, or there never was one"}
+    effects = [one for one in task.pending.values() if isinstance(one, Effect)]
+    if not effects:
+        return {"retried": 0, "text": f"{task.name} waits for no effect"}
+    hastened = [one for one in effects if tasks.effects.try_now(one.number)]
+    if not hastened:
+        return {"retried": 0, "text": f"no effect of {task.name} waits for its next attempt: they run, or wait to"}
+    names = ", ".join(one.function.name for one in hastened)
+    return {"retried": len(hastened), "text": f"{names}, for {task.name}: the next attempt is made now"}

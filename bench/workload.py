@@ -1,0 +1,115 @@
+"""One run of calls, as both sides of the comparison make it: the same calls, the same clock, the same checks.
+
+A caller reads runs from standard input, a line of JSON each, and answers each with a line on standard output.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TextIO
+
+NUMBER_SIZE_BYTES = 8  # in front of each argument: the answer has to be that of this call
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``outstanding`` loops side by side, each of which waits for the answer of its call before it makes the next."""
+
+    outstanding: int
+    calls_per_loop: int
+    size_bytes: int
+
+    @property
+    def calls(self) -> int:
+        return self.outstanding * self.calls_per_loop
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    calls: int
+    seconds: float
+    p50_us: float
+    p99_us: float
+    p999_us: float
+    max_us: float
+
+    @property
+    def calls_per_s(self) -> float:
+        return self.calls / self.seconds
+
+
+def measured(latencies_ns: list[int], seconds: float) -> Measured:
+    ordered = sorted(latencies_ns)
+    p50_us, p99_us, p999_us = (percentile(ordered, percent) / 1e3 for percent in (50, 99, 99.9))
+    return Measured(len(ordered), seconds, p50_us, p99_us, p999_us, ordered[-1] / 1e3)
+
+
+def argument(number: int, size_bytes: int) -> bytes:
+    """Of call ``number``: another one for each, so that an answer that went astray is found."""
+    return number.to_bytes(NUMBER_SIZE_BYTES, "little").ljust(size_bytes, b"\0")
+
+
+def encode_run(run: Run) -> str:
+    return json.dumps(asdict(run)) + "\n"
+
+
+def read_runs(source: TextIO) -> Iterator[Run]:
+    for line in source:
+        yield Run(**json.loads(line))
+
+
+def encode_measured(result: Measured) -> str:
+    return json.dumps(asdict(result))
+
+
+def decode_measured(line: str) -> Measured:
+    return Measured(**json.loads(line))
+
+
+# What both ways of running services are asked to do alike: a line of JSON on standard input for each run.
+
+
+BATCH_CALLS = 1_000  # of one round of Case.ONE_WAY
+
+
+class Case(enum.StrEnum):
+    """Who calls whom. The values are what tables say."""
+
+    CLIENT = "an outside client's awaited call"
+    SERVICES = "an awaited call between two services"
+    STEP = "a handler's step, its result in the log"
+    ONE_WAY = "one-way calls between two services, 1,000 a batch"
+
+    @property
+    def calls_per_round(self) -> int:
+        return BATCH_CALLS if self is Case.ONE_WAY else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """``rounds`` one after the other: a round is an awaited call, or a batch and the answer that it was taken."""
+
+    case: Case
+    rounds: int
+    size_bytes: int
+
+
+def encode_task(task: Task) -> str:
+    return json.dumps(asdict(task)) + "\n"
+
+
+def read_tasks(source: TextIO) -> Iterator[Task]:
+    for line in source:
+        values = json.loads(line)
+        yield Task(Case(values["case"]), values["rounds"], values["size_bytes"])
+
+
+# Latencies in numbers that people compare.
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Of values in ascending order; at least one."""
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent // 100))]

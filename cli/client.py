@@ -1,0 +1,283 @@
+"""call: one request from outside, from the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+import msgspec
+
+from immortal.appsdk.client import CallRaised, CallRefused, CallTimeout, connect, with_key
+from immortal.appsdk.state.tree import to_json, tree
+from immortal.cli.options import name_argument, pass_registry
+from immortal.cli.record_formatting import time_text
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol import decoding
+from immortal.protocol.command_line import Commands, FailedError, counted, echo, echo_json, json_option, print_table
+from immortal.protocol.safe_output import printable, printable_json, printable_json_text
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@name_argument
+@click.argument("method")
+@click.argument("arguments", nargs=-1, metavar="[ARGUMENT]...")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for the reply.",
+)
+@click.option("--key", help="With it the call is one request, however often the command is run.")
+@click.option("--query", is_flag=True, help="METHOD is a @query: it is asked between two handlers, and not logged.")
+@pass_registry
+def call(
+    registry: Registry,
+    name: str,
+    method: str,
+    arguments: tuple[str, ...],
+    timeout: float,
+    key: str | None,
+    query: bool,
+) -> None:
+    """Call METHOD of an instance, and print what it returns, as JSON.
+
+    Each ARGUMENT is JSON; what is none is taken as text: immortal call counter add 5 word '["a", "b"]'
+    """
+    if query and key is not None:
+        raise click.UsageError("a query takes no --key: it is asked anew each time, and changes nothing")
+    endpoints = () if registry.path(name).exists() else (registry.resolve(name),)  # which says what there is
+    with connect(name, home=registry.home, timeout=timeout, endpoints=endpoints) as instance:
+        target: Any = instance.query if query else instance if key is None else _keyed(instance, key)
+        try:
+            value = getattr(target, method)(*(_argument(text) for text in arguments))
+        except TypeError as error:  # an argument that can't be sent, such as half a character
+            raise FailedError(str(error)) from None
+        except CallRaised as error:
+            raise FailedError(str(error)) from None
+        except CallTimeout as error:
+            remedy = f"; run it again with --key {key}" if key is not None and error.sent else ""
+            raise FailedError(f"{error.reason}{remedy}") from None
+    echo(printable_json_text(_as_json(method, value)))
+
+
+def _as_json(method: str, value: Any) -> str:
+    """Raises FailedError."""
+    try:
+        try:
+            return msgspec.json.encode(value).decode()
+        except (TypeError, ValueError):  # keys that are arrays, integers of thousands of digits
+            return json.dumps(to_json(tree(value)), ensure_ascii=False)
+    except RecursionError:
+        raise FailedError(f"what {method} returned is nested too deeply to be shown as JSON") from None
+
+
+def _keyed(instance: Any, key: str) -> Any:
+    try:
+        return with_key(instance, key)
+    except TypeError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _argument(text: str) -> Any:
+    try:
+        return decoding.parse_json_argument(text)
+    except decoding.TooDeepError as error:
+        raise click.UsageError(f"an argument, {text[:20]!r}... of {len(text)} characters: {error}") from None
+    except ValueError:
+        return text
+
+
+# queue: what is in a queue of tasks, and what to do with those that failed.
+
+
+STATES = ("waiting", "delayed", "running", "done", "dead", "dropped")
+TIMEOUT_S = 30.0
+WHY_SIZE_MAX = 100  # characters, in the table
+
+Values = dict[str, Any]
+
+_ids_argument = click.argument("tasks", metavar="[TASK]...", nargs=-1, type=click.IntRange(1, (1 << 63) - 1))
+_all_option = click.option("--all", "all_of_them", is_flag=True, help="All dead letters.")
+
+
+@click.group(cls=Commands)
+def queue() -> None:
+    """Look at a queue of tasks, try its dead letters again, drop tasks. The queue must be running."""
+
+
+@queue.command()
+@name_argument
+@click.argument("task", required=False, type=click.IntRange(1, (1 << 63) - 1))
+@click.option(
+    "--state", type=click.Choice(STATES), default="dead", show_default=True, help="Tasks in which state are listed."
+)
+@json_option
+@pass_registry
+def show(registry: Registry, name: str, task: int | None, state: str, as_json: bool) -> None:
+    """Show how many tasks there are, the workers, and the dead letters; or all of one TASK."""
+    if task is not None:
+        found = _ask(registry, name, "task", task)
+        if as_json:
+            echo_json({**found, "arguments": _value(found["arguments"]), "result": _value(found["result"])})
+        else:
+            for line in _task_lines(found):
+                echo(line)
+        return
+    overview = _ask(registry, name, "overview", state)
+    if as_json:
+        echo_json(overview)
+        return
+    echo(f"{name}: " + ", ".join(f"{overview['counts'][one]:,} {one}" for one in STATES))
+    if overview["late_replies"] or overview["dead_forgotten"]:
+        echo(
+            f"late replies dropped: {overview['late_replies']:,}; "
+            f"dead letters forgotten for want of room: {overview['dead_forgotten']:,}"
+        )
+    _print_tables(overview)
+
+
+@queue.command()
+@name_argument
+@_ids_argument
+@_all_option
+@pass_registry
+def retry(registry: Registry, name: str, tasks: Sequence[int], all_of_them: bool) -> None:
+    """Let dead letters wait again, with all their tries. If one of those named is none, nothing is done."""
+    count = _ask(registry, name, "retry", _chosen(tasks, all_of_them))
+    echo(f"{name}: {counted(count, 'task')} retried")
+
+
+@queue.command()
+@name_argument
+@_ids_argument
+@_all_option
+@click.option("--reason", default="", help="Who waits for the result is told this.")
+@click.option("--yes", is_flag=True, help="Drop without asking.")
+@pass_registry
+def drop(registry: Registry, name: str, tasks: Sequence[int], all_of_them: bool, reason: str, yes: bool) -> None:
+    """End tasks without a result: waiting, delayed or running ones, and dead letters."""
+    chosen = _chosen(tasks, all_of_them)
+    if not yes:
+        what = "all dead letters" if chosen is None else counted(len(set(chosen)), "task")
+        click.confirm(f"Drop {what} of {name} for good?", abort=True)
+    echo(f"{name}: {counted(_ask(registry, name, 'drop', chosen, reason or 'dropped by an operator'), 'task')} dropped")
+
+
+def _chosen(tasks: Sequence[int], all_of_them: bool) -> list[int] | None:
+    if all_of_them == bool(tasks):
+        raise click.UsageError("either TASKs or --all: 'immortal queue show NAME' lists them")
+    return None if all_of_them else list(tasks)
+
+
+def _ask(registry: Registry, name: str, method: str, *arguments: Any) -> Any:
+    endpoints = () if registry.path(name).exists() else (registry.resolve(name),)  # which says what there is
+    with connect(name, home=registry.home, timeout=TIMEOUT_S, endpoints=endpoints) as instance:
+        try:
+            return getattr(instance, method)(*arguments)
+        except CallRaised as error:
+            raise FailedError(" ".join(map(str, error.arguments))) from None
+        except CallRefused:
+            raise FailedError(
+                f"{name!r} is no queue: it runs another app than immortal.appsdk.patterns.queue:Queue"
+            ) from None
+        except CallTimeout as error:
+            raise FailedError(error.reason) from None
+
+
+def _value(encoded: bytes) -> Any:
+    """Of arguments or a result; None where there are none."""
+    try:
+        return decoding.decode_shown(encoded) if encoded else None
+    except decoding.DecodeError:
+        return encoded.hex()
+
+
+def _clipped(text: str) -> str:
+    text = printable(text)
+    return text if len(text) <= WHY_SIZE_MAX else f"{text[: WHY_SIZE_MAX - 3]}..."
+
+
+def _print_tables(overview: Values) -> None:
+    if overview["functions"]:
+        numbers = ("waiting", "delayed", "running", "workers")
+        print_table(
+            ("function", *numbers, "limit by key"),
+            [
+                (printable(one["name"]), *(str(one[number]) for number in numbers), _limit(one["limit"]))
+                for one in overview["functions"]
+            ],
+            right=numbers,
+        )
+    if overview["workers"]:
+        print_table(
+            ("worker", "state", "task", "done", "disabled", "why"),
+            [
+                (
+                    printable(one["id"]),
+                    one["state"],
+                    str(one["task"] or "-"),
+                    str(one["done"]),
+                    str(one["disabled_count"]),
+                    _clipped(one["why"]),
+                )
+                for one in overview["workers"]
+            ],
+            right=("task", "done", "disabled"),
+        )
+    if overview["tasks"]:
+        print_table(
+            ("task", "state", "function", "key", "tries", "submitted", "why"),
+            [
+                (
+                    str(one["id"]),
+                    one["state"],
+                    printable(one["function"]),
+                    printable(one["key"]),
+                    str(one["attempts"]),
+                    time_text(one["submitted_ns"])[:19] + "Z",
+                    _clipped(one["reason"]),
+                )
+                for one in overview["tasks"]
+            ],
+            right=("task", "tries"),
+        )
+
+
+def _limit(limit: Values | None) -> str:
+    if limit is None:
+        return "-"
+    parts = [f"{limit['running_max']} at once"] if limit["running_max"] else []
+    if limit["starts_max"]:
+        parts.append(f"{limit['starts_max']} in {limit['period_ns'] / 1e9:g} s")
+    return ", ".join(parts)
+
+
+def _task_lines(found: Values) -> Iterator[str]:
+    task = found["task"]
+    rows = {
+        "function": task["function"],
+        "state": task["state"],
+        "why": task["reason"],
+        "key": task["key"],
+        "dedup": task["dedup"],
+        "priority": str(task["priority"]),
+        "submitted": time_text(task["submitted_ns"]),
+        "due": time_text(task["due_ns"]) if task["state"] == "delayed" else "",
+        "ended": time_text(task["ended_ns"]) if task["ended_ns"] else "",
+        "worker": task["worker"],
+        "tries": f"{task['attempts']}, {found['tries_left']} of {found['tries']} left",
+        "timeout": f"{found['timeout_ns'] / 1e9:g} s",
+        "arguments": printable_json(_value(found["arguments"])) if found["arguments"] else "",
+        "result": printable_json(_value(found["result"])) if found["result"] else "",
+    }
+    yield f"task {task['id']}"
+    for title, text in rows.items():
+        if text:
+            yield f"  {title:<9}  {text}"
+    for failure in found["failures"]:
+        when = time_text(failure["ended_ns"])
+        yield f"  try {failure['attempt']} at {when}, worker {failure['worker']}: {failure['reason']}"

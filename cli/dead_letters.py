@@ -1,0 +1,322 @@
+"""dead-letters: the calls that failed and that nobody waits for; to look at, to try again, to drop."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from immortal.cli.options import (
+    InstanceCommandGroup,
+    app_name,
+    message_id,
+    name_argument,
+    operator_name,
+    settings_with_log,
+)
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.protocol.command_line import FailedError, counted, echo, echo_json, json_option, print_table
+from immortal.protocol.files import opener
+from immortal.protocol.safe_output import printable, printable_json
+
+if TYPE_CHECKING:
+    from immortal.coordinator.core.interfaces import Letter
+    from immortal.coordinator.log import LogReader
+    from immortal.pipeline.arguments import ArgumentDecoder
+    from immortal.protocol.verdicts import Verdict
+
+REQUEST_TIMEOUT_S = 60.0  # all of them may be many, and are answered once they are on disk
+WHY_SIZE_MAX = 100  # characters, in the table
+
+Values = dict[str, Any]
+MessageId = tuple[int, int]
+
+
+@click.group(cls=InstanceCommandGroup, invoke_without_command=True, subcommand_metavar="[COMMAND [ARGS]...]")
+@name_argument
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, without the messages: 'export' gives all.")
+@click.pass_context
+def dead_letters(ctx: click.Context, name: str, as_json: bool) -> None:
+    """Show the calls to NAME that failed and that nobody waits for: forks and impulses.
+
+    They are read from the log, also of a stopped instance. Each has an ID, SEQ:INDEX: its record, and which message of
+    that record it is.
+    """
+    if ctx.invoked_subcommand is None:
+        _list(_settings_of(ctx), as_json)
+    elif as_json:
+        raise click.UsageError("--json stands alone here: 'show' has its own, and 'export' gives JSON")
+
+
+def _settings_of(ctx: click.Context) -> InstanceSettings:
+    """Of the instance that the group was given. Raises RegistryError, ConfigError."""
+    return settings_with_log(ctx.ensure_object(Registry), ctx.params["name"])
+
+
+def _pass_settings(function: Callable[..., None]) -> Callable[..., None]:
+    @click.pass_context
+    @functools.wraps(function)
+    def with_settings(ctx: click.Context, *arguments: Any, **options: Any) -> None:
+        assert ctx.parent is not None
+        function(_settings_of(ctx.parent), *arguments, **options)
+
+    return with_settings
+
+
+_app_option = click.option(
+    "--app", metavar="MODULE:CLASS", callback=app_name, help="The class that decodes arguments.  [default: its own]"
+)
+_ids_argument = click.argument("ids", metavar="[ID]...", nargs=-1, callback=message_id)
+_all_option = click.option("--all", "all_of_them", is_flag=True, help="All that there are.")
+
+
+def dead_letter_rows(reader: LogReader, count_max: int) -> list[Values]:
+    """The oldest, with why as text. Raises LogError."""
+    found = (_values(letter, reader) for letter in itertools.islice(reader.letters(), count_max))
+    return [{**values, "method": _method(values), "why": _why(values)} for values in found]
+
+
+def _list(settings: InstanceSettings, as_json: bool) -> None:
+    with _reader(settings) as reader:
+        found = [_values(letter, reader) for letter in reader.letters()]
+        _tell_problems(reader)
+    if as_json:
+        echo_json(found)
+    elif not found:
+        echo(f"{settings.name} has no dead letters")
+    else:
+        _print_table(found)
+
+
+@dead_letters.command()
+@click.argument("wanted", metavar="ID", callback=message_id)
+@_app_option
+@json_option
+@_pass_settings
+def show(settings: InstanceSettings, wanted: MessageId, app: str | None, as_json: bool) -> None:
+    """Show one: from whom, when, why, with its arguments and where it was raised."""
+    with _reader(settings) as reader:
+        letter = reader.letter((*wanted, 0, 0))
+        if letter is None:
+            raise _unknown(settings, wanted)
+        found = _whole(letter, reader, _decoder(settings, app))
+    if as_json:
+        echo_json(found)
+        return
+    for line in _lines(found):
+        echo(line)
+
+
+@dead_letters.command()
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@_app_option
+@_pass_settings
+def export(settings: InstanceSettings, file: Path | None, app: str | None) -> None:
+    """Write all of them, one JSON object in each line, to a new FILE or to stdout."""
+    decoder = _decoder(settings, app)
+    with contextlib.ExitStack() as opened:
+        reader = opened.enter_context(_reader(settings))
+        try:
+            out = None if file is None else opened.enter_context(open(file, "x", encoding="ascii", opener=opener))
+        except FileExistsError:
+            raise click.UsageError(f"{file} is there already: give another name, or remove it first") from None
+        for letter in reader.letters():
+            echo(json.dumps(_whole(letter, reader, decoder)), file=out)
+        _tell_problems(reader)
+
+
+@dead_letters.command()
+@_ids_argument
+@_all_option
+@_pass_settings
+def retry(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: bool) -> None:
+    """Hand them to the app again: each becomes a new input in the log, and is a dead letter no more.
+
+    The instance must be running. The exit status is 1 if one of them could not be retried.
+    """
+    answer = _ask(settings, "letters-retry", _chosen(settings, ids, all_of_them))
+    retried, refused = answer.get("retried", 0), answer.get("refused") or {}
+    echo(f"{settings.name}: {counted(retried, 'dead letter')} retried")
+    for one, reason in refused.items():
+        echo(f"{one} is not retried: {reason}", err=True)
+    if refused:
+        sys.exit(1)
+
+
+@dead_letters.command()
+@_ids_argument
+@_all_option
+@click.option("--yes", is_flag=True, help="Drop without asking.")
+@_pass_settings
+def drop(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: bool, yes: bool) -> None:
+    """Forget them for good. The instance must be running."""
+    chosen = _chosen(settings, ids, all_of_them)
+    if control.running(settings.folder) is None:
+        raise _not_running(settings)
+    if not yes:
+        what = "all dead letters" if all_of_them else counted(len(chosen["keys"]), "dead letter")
+        click.confirm(f"Drop {what} of {settings.name} for good?", abort=True)
+    answer = _ask(settings, "letters-drop", chosen)
+    echo(f"{settings.name}: {counted(answer.get('dropped', 0), 'dead letter')} dropped")
+
+
+# --- asking the coordinator ------------------------------------------------------------------------------------------
+
+
+def _chosen(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: bool) -> Values:
+    """Which ones, in the words of the coordinator."""
+    if all_of_them == bool(ids):
+        raise click.UsageError("either IDs or --all: 'immortal dead-letters NAME' lists them")
+    if all_of_them:
+        return {"all": True}
+    with _reader(settings) as reader:
+        known = reader.summary().letters
+    for one in ids:
+        if (*one, 0, 0) not in known:
+            raise _unknown(settings, one)
+    return {"keys": [[*one, 0, 0] for one in dict.fromkeys(ids)]}
+
+
+def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
+    try:
+        request = {**request, "who": operator_name()}
+        answer = control.query(settings.folder, verb, REQUEST_TIMEOUT_S, argument=request)
+    except control.NotRunningError:
+        raise _not_running(settings) from None
+    if "error" in answer:
+        raise FailedError(str(answer["error"]))
+    return answer
+
+
+def _not_running(settings: InstanceSettings) -> FailedError:
+    return FailedError(
+        f"{settings.name!r} does not run, and only its coordinator may change its dead letters: start it with"
+        f" 'immortal run {settings.name}'"
+    )
+
+
+def _unknown(settings: InstanceSettings, wanted: MessageId) -> FailedError:
+    return FailedError(
+        f"{settings.name!r} has no dead letter {wanted[0]}:{wanted[1]}: 'immortal dead-letters {settings.name}' lists"
+        " them"
+    )
+
+
+# --- what a letter says ----------------------------------------------------------------------------------------------
+
+
+def _reader(settings: InstanceSettings) -> LogReader:
+    from immortal.coordinator.instances import own_logs
+
+    return own_logs.open_reader(settings)
+
+
+def _decoder(settings: InstanceSettings, app: str | None) -> ArgumentDecoder | None:
+    from immortal.cli.message_formatting import decoder_for
+
+    return decoder_for(app, settings.app)
+
+
+def _tell_problems(reader: LogReader) -> None:
+    for problem in reader.problems:
+        echo(f"warning: {problem}", err=True)
+
+
+def _values(letter: Letter, reader: LogReader) -> Values:
+    from immortal.cli.message_formatting import rpc_of
+    from immortal.cli.record_formatting import time_text
+
+    verdict = letter.verdict
+    rpc = rpc_of(verdict.message)
+    return {
+        "id": f"{verdict.sequence_id}:{verdict.message_index}",
+        "time": time_text(letter.time_ns),
+        "time_ns": letter.time_ns,
+        "method": verdict.method or None,
+        "method_id": rpc and rpc.method_id,
+        "from": _source(verdict, reader),
+        "kind": verdict.kind.name.lower(),
+        "cause": verdict.cause.name.lower() if verdict.cause else None,
+        "type": verdict.type_name or None,
+        "text": verdict.text,
+    }
+
+
+def _whole(letter: Letter, reader: LogReader, decoder: ArgumentDecoder | None) -> Values:
+    from immortal.cli.message_formatting import describe_message
+
+    verdict = letter.verdict
+    message = describe_message(verdict.message, decoder)
+    described = _values(letter, reader)
+    if described["method"] is None:
+        described["method"] = message["method"]
+    return {**described, "message": message, "message_hex": verdict.message.hex(), "trace": verdict.trace}
+
+
+def _source(verdict: Verdict, reader: LogReader) -> str | None:
+    """Who sent it: an instance, "~" and a client's ID, or "an impulse"; None where its record is kept no longer."""
+    from immortal.coordinator.core.errors import LogError
+    from immortal.coordinator.log import verify_value
+    from immortal.protocol.trailer import BatchKind
+
+    sequence_id = verdict.sequence_id
+    try:
+        value = next(reader.values(sequence_id, sequence_id), None)
+        batches = [] if value is None else verify_value(value, sequence_id, reader.identity.committer_id)[1].batches
+    except LogError:
+        return None
+    index = verdict.message_index
+    for batch in batches:
+        if index < batch.count:
+            return "an impulse" if batch.kind == BatchKind.IMPULSES else batch.name or reader.identity.instance_name
+        index -= batch.count
+    return None
+
+
+def _method(values: Values) -> str:
+    return values["method"] or ("-" if values["method_id"] is None else f"method {values['method_id']}")
+
+
+def _why(values: Values) -> str:
+    raised = ": ".join(part for part in (values["type"], values["text"]) if part)
+    return f"{values['kind']}: {raised}" if raised else values["kind"]
+
+
+# --- for people ------------------------------------------------------------------------------------------------------
+
+
+def _print_table(found: list[Values]) -> None:
+    rows = []
+    for values in found:
+        why = printable(_why(values))
+        clipped = why if len(why) <= WHY_SIZE_MAX else f"{why[: WHY_SIZE_MAX - 3]}..."
+        cells = (values["id"], values["time"][:19] + "Z", _method(values), values["from"] or "-", clipped)
+        rows.append(list(map(printable, cells)))
+    print_table(("ID", "when", "method", "from", "why"), rows)
+
+
+def _lines(found: Values) -> Iterator[str]:
+    message = found["message"]
+    yield f"dead letter {found['id']}"
+    rows = {"when": found["time"], "method": _method(found), "from": found["from"] or "-", "why": _why(found)}
+    if "arguments" in message:
+        rows["arguments"] = printable_json(message["arguments"])
+    if "bytes" in message:
+        rows["bytes"] = message["bytes"]
+    if "problem" in message:
+        rows["note"] = message["problem"]
+    width = max(map(len, rows))
+    for title, text in rows.items():
+        yield f"  {title.ljust(width)}  {text}"
+    if found["trace"]:
+        yield ""
+        yield from (f"  {line}".rstrip() for line in found["trace"].rstrip("\n").split("\n"))

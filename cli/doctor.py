@@ -1,0 +1,93 @@
+"""doctor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from immortal.cli.options import complete_instance, instance_name, pass_registry
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol.command_line import counted, echo, echo_json, json_option
+
+if TYPE_CHECKING:
+    from immortal.coordinator.doctor import Finding
+
+
+@click.command()
+@click.argument("name", required=False, callback=instance_name, shell_complete=complete_instance)
+@json_option
+@pass_registry
+def doctor(registry: Registry, name: str | None, as_json: bool) -> None:
+    """Say what is wrong here: with the installation, the home, its disks, the clock, limits and memory.
+
+    With NAME: what the crash of one machine would lose of it, by where its log is and how that is set up, and what is
+    wrong with its own files and disk. Nothing is changed; syncs are measured in a file of its own, a second for each
+    disk.
+
+    The exit status is 1 if there is a problem, else 0: a note is none.
+    """
+    from immortal.coordinator.doctor import Level, examine
+
+    if name is not None:
+        findings = _instance(registry, name, as_json=as_json)
+    else:
+        findings = list(examine(registry))
+        if as_json:
+            echo_json({"findings": msgspec.to_builtins(findings)})
+        else:
+            _show(findings)
+    sys.exit(any(finding.level is Level.PROBLEM for finding in findings))
+
+
+def _instance(registry: Registry, name: str, *, as_json: bool) -> list[Finding]:
+    from immortal.coordinator.doctor import examine_instance
+    from immortal.coordinator.log.open import place_of
+
+    settings = registry.load(name)
+    place = place_of(settings.log)
+    lines, holder = place.durability(), place.holder()
+    findings = [*examine_instance(registry, settings), *_state(settings)]
+    if as_json:
+        shown = msgspec.to_builtins(findings)
+        echo_json({"log": place.where, "writer": holder, "crashes": lines, "findings": shown})
+        return findings
+    echo(f"{name}: its log is in {place.where}, written by {holder or 'nobody now'}")
+    for line in lines:
+        echo(f"  {line}")
+    _show(findings)
+    return findings
+
+
+def _state(settings: InstanceSettings) -> Iterator[Finding]:
+    """Whether a checkpoint of it can be taken."""
+    from immortal.cli.recovery import check_state_is_savable
+    from immortal.coordinator.doctor.finding import Area, note, problem
+    from immortal.coordinator.log.open import log_exists
+
+    if not log_exists(settings.log):
+        return
+    state = check_state_is_savable(settings)
+    if state.problem:
+        why = "it works on, without checkpoints: its log grows, and its recoveries take longer"
+        ways = "'immortal skip' of that message (--handled while it is stopped), new code, or a codec for the type"
+        yield problem(Area.HOME, f"{settings.name}: {state.problem}", why, ways)
+    elif state.note:
+        yield note(Area.HOME, f"{settings.name}: {state.note}", "its next checkpoint shows it", "see that message")
+
+
+def _show(findings: Iterable[Finding]) -> None:
+    """The finding, then what it means and what to do; at the end how many there are of each kind."""
+    counts = {"problem": 0, "note": 0}
+    for finding in findings:
+        echo(f"{finding.level:<8} {finding.area:<13} {finding.what}")
+        if finding.level in counts:
+            counts[finding.level] += 1
+        for text in (finding.why, f"do: {finding.remedy}" if finding.remedy else ""):
+            if text:
+                echo(f"{'':<24}{text}")
+    echo(", ".join(counted(count, noun) for noun, count in counts.items()))

@@ -1,0 +1,441 @@
+"""handlers: the ``async def`` handlers that wait; to look at, to cancel, to signal, to try their effects at once."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import click
+
+from immortal.cli.options import InstanceCommandGroup, name_argument, operator_name, pass_registry
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.protocol import decoding
+from immortal.protocol.command_line import Commands, FailedError, counted, echo, echo_json, json_option, print_table
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.safe_output import printable
+from immortal.protocol.system_methods import REASON_CHARACTERS_MAX
+
+REQUEST_TIMEOUT_S = 60.0  # the app answers between two records, and an order is first made durable
+
+Values = dict[str, Any]
+
+
+@click.group(cls=InstanceCommandGroup, invoke_without_command=True, subcommand_metavar="[COMMAND [ARGS]...]")
+@name_argument
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def handlers(ctx: click.Context, name: str, as_json: bool) -> None:
+    """Show the 'async def' handlers of NAME that wait: for what, since when, and at which line.
+
+    The instance must be running. Each has an ID, a number of its own in the life of the instance. Of more than 1,000 it
+    shows the oldest. Handlers with a schedule follow, with the time of their next run.
+    """
+    if ctx.invoked_subcommand is None:
+        _list(_settings_of(ctx), as_json)
+    elif as_json:
+        raise click.UsageError("--json stands alone here: 'explain' has its own")
+
+
+def _settings_of(ctx: click.Context) -> InstanceSettings:
+    """Of the instance that the group was given. Raises RegistryError, ConfigError."""
+    return ctx.ensure_object(Registry).load(ctx.params["name"])
+
+
+def _pass_settings(function: Callable[..., None]) -> Callable[..., None]:
+    @click.pass_context
+    @functools.wraps(function)
+    def with_settings(ctx: click.Context, *arguments: Any, **options: Any) -> None:
+        assert ctx.parent is not None
+        function(_settings_of(ctx.parent), *arguments, **options)
+
+    return with_settings
+
+
+_id_argument = click.argument("wanted", metavar="ID", type=click.IntRange(1, (1 << 63) - 1))
+
+
+def _list(settings: InstanceSettings, as_json: bool) -> None:
+    answer = _ask(settings, "handlers", {})
+    found = [with_times(one) for one in answer["handlers"]]
+    multicasts = [with_times(one) for one in answer.get("multicasts", ())]
+    schedules = [with_times(one) for one in answer.get("schedules", ())]
+    if as_json:
+        more = {"multicasts": multicasts, "schedules": schedules}
+        echo_json({"count": answer["count"], "handlers": found} | {key: value for key, value in more.items() if value})
+        return
+    for one in multicasts:
+        echo(format_waits(one))
+    if not found:
+        echo(f"no handler of {settings.name} waits")
+    else:
+        rows = [_row(one) for one in found]
+        print_table(("ID", "handler", "called by", "since", "waits for", "at"), rows, right=("ID",))
+        if answer["count"] > len(found):
+            echo(f"... and {answer['count'] - len(found):,} more")
+    if schedules:
+        rows = [(one["handler"], one["schedule"], format_next_run(one)) for one in schedules]
+        print_table(("runs by itself", "schedule", "next"), rows)
+
+
+@handlers.command()
+@_id_argument
+@json_option
+@_pass_settings
+def explain(settings: InstanceSettings, wanted: int, as_json: bool) -> None:
+    """Show one: its arguments, what began it, what it has had so far, what it waits for and what would end that."""
+    found = _ask(settings, "handlers", {"task": wanted})["handler"]
+    if found is None:
+        raise FailedError(
+            f"no handler {wanted} of {settings.name!r} waits: it has ended, or there never was one; 'immortal handlers "
+            f"{settings.name}' lists those that do"
+        )
+    if as_json:
+        echo_json(with_times(found))
+        return
+    for line in _lines(settings.name, with_times(found)):
+        echo(printable(line))
+
+
+@handlers.command()
+@_id_argument
+@click.option("--reason", default="", metavar="TEXT", help="Why: the handler and whoever called it are told.")
+@_pass_settings
+def cancel(settings: InstanceSettings, wanted: int, reason: str) -> None:
+    """Cancel a handler: 'Cancelled' is raised where it waits, it cleans up, and ends.
+
+    It is logged, so it holds whatever crashes. Whoever waits for the handler's answer gets CallCancelled. The exit
+    status is 1 if the handler does not wait any more.
+    """
+    if len(reason) > REASON_CHARACTERS_MAX:
+        raise click.UsageError(f"--reason has {len(reason)} characters: {REASON_CHARACTERS_MAX} at most were expected")
+    _order(settings, "cancel", {"task": wanted, "reason": reason})
+
+
+@handlers.command()
+@_id_argument
+@click.argument("event")
+@click.argument("value", default="null")
+@_pass_settings
+def signal(settings: InstanceSettings, wanted: int, event: str, value: str) -> None:
+    """Give a handler the EVENT that it waits for, with VALUE, which is JSON.
+
+    As if a handler had done self.signal(EVENT, VALUE); but it goes to this handler, whoever else waits for that name.
+    The exit status is 1 if it does not wait for EVENT, or VALUE is not of the type that it waits for.
+    """
+    try:
+        decoded = decoding.parse_json_argument(value)
+    except ValueError as error:
+        raise click.UsageError(
+            f"VALUE {value[:100]!r} is not JSON: {error}; a text needs its own quotes: '\"yes\"'"
+        ) from None
+    _order(settings, "signal", {"task": wanted, "event": event, "value": decoded})
+
+
+@handlers.command("retry-effect")
+@_id_argument
+@_pass_settings
+def retry_effect(settings: InstanceSettings, wanted: int) -> None:
+    """Try the effects that a handler waits for at once, where they wait between two attempts.
+
+    What they wait for is set by their Retry; the attempt counts as the one that it would have been later. The exit
+    status is 1 if none of them waits for its next attempt.
+    """
+    answer = _ask(settings, "retry-effect", {"task": wanted, "who": operator_name()})
+    if problem := retry_problem(settings.name, answer):
+        raise FailedError(printable(problem))
+    echo(printable(f"{settings.name}: {answer['text']}"))
+
+
+def retry_problem(name: str, answer: Values) -> str:
+    """Why no effect was tried; "" where one was."""
+    if "retried" not in answer:
+        return f"the app of {name!r} has an SDK that tries no effect at once: restart it with this one"
+    return "" if answer["retried"] else str(answer["text"])
+
+
+# --- asking the coordinator ------------------------------------------------------------------------------------------
+
+
+def _order(settings: InstanceSettings, verb: str, request: Values) -> None:
+    answer = _ask(settings, verb, {**request, "who": operator_name()})
+    text = f"{answer['text']} (record {answer['record']}:{answer['message']})"
+    if not answer["done"]:
+        raise FailedError(printable(text))
+    echo(printable(f"{settings.name}: {text}"))
+
+
+def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
+    try:
+        answer = control.query(settings.folder, verb, REQUEST_TIMEOUT_S, argument=request)
+    except control.NotRunningError as error:
+        if error.is_elsewhere:
+            raise
+        raise FailedError(
+            f"{settings.name!r} does not run, and only its app knows what its handlers wait for: start it with "
+            f"'immortal run {settings.name}'; without it, 'immortal replay {settings.name} --state' shows who waits"
+        ) from None
+    except control.RefusedError as error:
+        raise FailedError(error.reason) from None
+    if "error" in answer:
+        raise FailedError(str(answer["error"]))
+    return answer
+
+
+# --- what a handler says ---------------------------------------------------------------------------------------------
+
+
+def with_times(value: Any) -> Any:
+    """Each time, ns since the Unix epoch, also as text."""
+    from immortal.cli.record_formatting import time_text
+
+    if isinstance(value, list):
+        return [with_times(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    times = {key[:-3]: time_text(one) for key, one in value.items() if key.endswith("_ns") and one is not None}
+    return {key: with_times(one) for key, one in value.items()} | times
+
+
+def format_waits(one: Values) -> str:
+    """Of an ordered multicast, with times."""
+    return printable(f"since {_second(one['since'])} it waits for {one['for']}: {one['what']} ({one['count']} wait)")
+
+
+def format_next_run(schedule: Values) -> str:
+    """With times."""
+    return "not begun" if schedule["due_ns"] is None else _second(schedule["due"])
+
+
+def _second(time: str) -> str:
+    return f"{time[:19]}Z"
+
+
+def _row(one: Values) -> tuple[str, ...]:
+    waits = "\n".join(map(format_wait, one["waits"])) or "-"
+    if one["cancelled"]:
+        waits = f"cancelled {_second(one['cancelled'][-1]['time'])}, and goes on\n{waits}"
+    at = "\n".join(place_in_words(frames[-1]) for frames in one["at"] if frames) or "-"
+    return str(one["id"]), one["handler"], format_caller(one), _second(one["since"]), waits, at
+
+
+def format_caller(one: Values) -> str:
+    caller = one["caller"]
+    if caller is None:
+        return "nobody waits"
+    if caller == "":
+        return "itself"
+    return f"client {caller[1:]}" if caller.startswith("~") else str(caller)
+
+
+def format_wait(wait: Values) -> str:
+    kind, since = wait["kind"], _second(wait["since"])
+    if kind == "timer":
+        return f"until {_second(wait['due'])}, since {since}"
+    if kind == "effect":
+        tries = f", attempt {wait['attempt']}" if wait["attempt"] > 1 else ""
+        return f"{wait['for']}{tries}, since {since}"
+    return f"{wait['for']}, since {since}"
+
+
+def place_in_words(frame: Values) -> str:
+    return f"{frame['file']}:{frame['line']}  {frame['text']}"
+
+
+def _lines(name: str, one: Values) -> Iterator[str]:
+    yield f"handler {one['id']}: {one['handler']}{one['arguments']}"
+    yield f"  since      {one['since']}" + (f", begun anew {one['generation']} times" if one["generation"] else "")
+    called = f", its call {one['call_number']}" if one["caller"] is not None else ""
+    yield f"  called by  {format_caller(one)}{called}"
+    if one["record"] is not None:
+        place = f"message {one['message']} of record {one['record']}"
+        yield f"  begun by   {place}: 'immortal log show {name} {one['record']}'"
+    for cancelled in one["cancelled"]:
+        reason = f": {cancelled['reason']}" if cancelled["reason"] else ""
+        yield f"  cancelled  {cancelled['time']} by {cancelled['who']}{reason}; it goes on"
+    yield ""
+    count = one["steps_count"]
+    yield f"  {counted(count, 'step')} so far{':' if count else ''}"
+    if count > len(one["steps"]):
+        yield f"    ... the last {len(one['steps'])}:"
+    for step in one["steps"]:
+        yield f"    {format_step(step)}"
+    yield ""
+    yield "  waits for:"
+    for wait in one["waits"]:
+        yield f"    {format_wait(wait)}"
+        yield f"      {describe_wait_end(name, one['id'], wait)}"
+    for frames in one["at"]:
+        yield ""
+        yield "  at:"
+        for frame in frames:
+            yield f"    {frame['file']}:{frame['line']}, in {frame['function']}"
+            if frame["text"]:
+                yield f"      {frame['text']}"
+
+
+def format_step(step: Values) -> str:
+    if not step["step"]:
+        return f"{step['time']}  cancelled"
+    came = "raised" if step["raised"] else "gave"
+    return f"{step['time']}  {step['what']} {came} {step['value']}"
+
+
+def describe_wait_end(name: str, number: int, wait: Values) -> str:
+    kind = wait["kind"]
+    if kind == "call":
+        to = wait["to"]
+        if not to:
+            return "ends with the answer of a handler of its own: it is in this list, called by itself"
+        return f"ends with the answer of {to}: 'immortal handlers {to}', 'immortal peers show {name}'"
+    if kind == "timer":
+        return f"ends at {wait['due']}"
+    if kind == "event":
+        return (
+            f"ends with self.signal({wait['event']!r}, ...), or 'immortal handlers {name} signal {number} EVENT VALUE'"
+        )
+    if kind == "effect":
+        if not wait["failure"]:
+            return "ends with its result, or when no attempt is left"
+        now = f"'immortal handlers {name} retry-effect {number}' makes the next attempt now"
+        return f"ends with its result, or when no attempt is left; the attempt before failed: {wait['failure']}; {now}"
+    return "-"
+
+
+# group: who is a member of a named group of ordered multicasts, and how one that is dead is expelled.
+
+
+ASKED_AT_ONCE_MAX = 8
+TIMEOUT_S = 10.0
+LOOK_EACH_S = 0.2
+
+Values = dict[str, Any]
+
+
+@click.group(cls=Commands)
+def group() -> None:
+    """Look at a named group of ordered multicasts, expel a member that is dead. Asks all instances that run here."""
+
+
+@group.command()
+@click.argument("name")
+@json_option
+@pass_registry
+def show(registry: Registry, name: str, as_json: bool) -> None:
+    """Show the members of the group NAME, who else sends to it, and who waits for whom since when."""
+    found = _asked(registry, name)
+    newest = _newest(found)
+    silent = [one for one in newest["members"] if one not in found]
+    if as_json:
+        instances = [{"instance": one, **values} for one, values in found.items()]
+        echo_json({"name": name, **_view(newest), "silent": silent, "instances": instances})
+        return
+    echo(printable(f"{name}: view {newest['view']}, members {', '.join(newest['members'])}"))
+    if silent:
+        echo(printable(f"not running here: {', '.join(silent)}"))
+    rows = [
+        (
+            printable(one),
+            "yes" if values["is_member"] else "no",
+            str(values["view"]),
+            "\n".join(printable(f"expels {other}") for other in values["expelling"]) or "-",
+            str(values["unconfirmed"]),
+            "\n".join(map(format_waits, values["multicasts"])) or "-",
+        )
+        for one, values in found.items()
+    ]
+    print_table(("instance", "member", "view", "does", "unconfirmed", "waits"), rows, right=("view", "unconfirmed"))
+
+
+@group.command()
+@click.argument("name", metavar="GROUP")
+@click.argument("member")
+@click.option("--yes", is_flag=True, help="Expel without asking.")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0), default=30.0, show_default=True, help="In seconds."
+)
+@pass_registry
+def expel(registry: Registry, name: str, member: str, yes: bool, timeout_s: float) -> None:
+    """Expel MEMBER from GROUP, without its answer: the others go on, and it is told once it is back.
+
+    A member that runs here does it, in the order of the group. All other members must be up: if more of them are dead,
+    expel each. The exit status is 1 if it is not done by --timeout; it goes on all the same.
+    """
+    found = _asked(registry, name)
+    newest = _newest(found)
+    members = newest["members"]
+    if member not in members:
+        raise FailedError(f"{member!r} is no member of {name!r}: {', '.join(members)} are")
+    others = [one for one, values in found.items() if values["is_member"] and one != member]
+    if not others:
+        raise FailedError(
+            f"no other member of {name!r} runs here: {', '.join(one for one in members if one != member) or 'none'} "
+            f"could expel it, on its own machine"
+        )
+    if not yes:
+        runs = ", which runs," if member in found else ""
+        click.confirm(f"Expel {member}{runs} from {name}?", abort=True)
+    by = max(others, key=lambda one: int(found[one]["view"]))
+    request = {"group": name, "member": member, "who": operator_name()}
+    answer = _query(registry, by, "expel", request)
+    if not answer["done"]:
+        raise FailedError(printable(str(answer["text"])))
+    deadline = time.monotonic() + timeout_s
+    while True:
+        values = _groups(_query(registry, by, "handlers", {})).get(name)
+        if values is not None and member not in values["members"]:
+            echo(printable(f"{member} is expelled from {name}: view {values['view']}, {', '.join(values['members'])}"))
+            return
+        if time.monotonic() >= deadline:
+            waits = "; ".join(format_waits(one) for one in (values or {}).get("multicasts", ())) or "see 'group show'"
+            raise FailedError(f"{member!r} is not expelled after {timeout_s:g} s, and {by!r} goes on: {waits}")
+        time.sleep(LOOK_EACH_S)
+
+
+def _asked(registry: Registry, name: str) -> dict[str, Values]:
+    """What each instance that runs here says of the group, by instance. Raises FailedError."""
+    running = [one for one in registry.names() if control.running(registry.load(one).folder) is not None]
+
+    def ask(one: str) -> dict[str, Values]:
+        try:
+            return _groups(control.query(registry.load(one).folder, "handlers", TIMEOUT_S, argument={}))
+        except ImmortalError:
+            return {}  # it has stopped, or its app does not work: `status` says so
+
+    with ThreadPoolExecutor(ASKED_AT_ONCE_MAX) as pool:
+        answers = dict(zip(running, pool.map(ask, running), strict=True))
+    found = {one: groups[name] for one, groups in answers.items() if name in groups}
+    if not found:
+        known = ", ".join(sorted({other for groups in answers.values() for other in groups})) or "none"
+        raise FailedError(
+            f"no instance that runs in {registry.home} takes part in a group {name!r} (groups here: {known}): start "
+            f"one, or see 'immortal status'"
+        )
+    return found
+
+
+def _groups(answer: Values) -> dict[str, Values]:
+    multicasts = [with_times(one) for one in answer.get("multicasts", ())]
+    return {one["name"]: {**one, "multicasts": multicasts} for one in answer.get("groups", ())}
+
+
+def _newest(found: dict[str, Values]) -> Values:
+    return max(found.values(), key=lambda one: (one["view"], one["is_member"]))
+
+
+def _view(values: Values) -> Values:
+    return {"view": values["view"], "members": values["members"]}
+
+
+def _query(registry: Registry, name: str, verb: str, request: Values) -> Values:
+    try:
+        answer = control.query(registry.load(name).folder, verb, TIMEOUT_S, argument=request)
+    except control.RefusedError as error:
+        raise FailedError(error.reason) from None
+    if "error" in answer:
+        raise FailedError(str(answer["error"]))
+    return answer

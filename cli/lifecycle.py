@@ -1,0 +1,292 @@
+"""stop, restart: of an instance, whoever started it.
+
+Where `immortal run` supervises, it is asked: a signal to the coordinator alone would look like a death to it. A
+coordinator that was started by hand is asked itself. Both take a last checkpoint and say goodbye to the app.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from immortal.cli.options import name_argument, operator_name, pass_registry
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import upgrade_mark
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.open import place_of
+from immortal.coordinator.operator import control
+from immortal.coordinator.service.supervisor import RESTART_SIGNAL
+from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
+from immortal.protocol.files import ProcessFile, is_living
+from immortal.protocol.safe_output import printable
+
+STOP_TIMEOUT_S = 60.0  # more than a supervisor waits for a checkpoint, and then for processes that do not end
+PATIENCE_S = 2.0  # before it is said what is waited for
+ASK_TIMEOUT_S = 1.0  # a coordinator that is busy or just ends
+STOP_POLL_S = 0.05
+HEIR_S = 2.0  # for who follows to take over
+_WORKS = ("normal", "taking a checkpoint")
+
+timeout_option = click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=STOP_TIMEOUT_S,
+    show_default=True,
+    help="How long to wait for it.",
+)
+
+
+@click.command()
+@name_argument
+@timeout_option
+@pass_registry
+def stop(registry: Registry, name: str, timeout_s: float) -> None:
+    """Stop an instance cleanly, with a checkpoint, and wait until it has ended.
+
+    Where another process follows its log, that one goes on, at once and without a checkpoint.
+
+    One that does not run is stopped already: status 0.
+    """
+    settings = registry.load(name)
+    found = control.supervisor(settings.folder) or control.running(settings.folder)
+    if found is None:
+        _refuse_strangers(settings)
+        echo(f"{name} does not run")
+        return
+    with _Process(found) as process:
+        process.send(signal.SIGTERM)
+        waiting = _Waiting(settings, "stopped", timeout_s)
+        while not process.has_ended(STOP_POLL_S):
+            waiting.go_on()
+    if (successor := _heir(settings)) is not None:
+        echo(f"{name} is stopped here, and goes on at {successor}")
+    else:
+        echo(f"{name} is stopped{checkpoint_at_stop(settings)}")
+
+
+@click.command()
+@name_argument
+@timeout_option
+@pass_registry
+def restart(registry: Registry, name: str, timeout_s: float) -> None:
+    """Stop an instance cleanly and start it again, with the code as it is now, and wait until it works.
+
+    'immortal run' does it, which goes on. An upgrade that was asked for is done at the same time.
+    """
+    settings = registry.load(name)
+    found, before = control.supervisor(settings.folder), control.running(settings.folder)
+    if found is None:
+        raise FailedError(_nobody_starts(settings, before))
+    mark = upgrade_mark.read(settings.folder)
+    with _Process(found) as process:
+        process.send(RESTART_SIGNAL)
+        waiting = _Waiting(settings, "up again", timeout_s)
+        while (status := _working_status(settings, before)) is None:
+            if process.has_ended(STOP_POLL_S):
+                raise FailedError(f"{name} was stopped, and has not come up again; the lines of 'immortal run' say why")
+            waiting.go_on()
+    if mark is not None and mark.pending and (now := upgrade_mark.read(settings.folder)) is not None and now.problem:
+        failed = f"the upgrade to version {now.to} failed: {now.problem}"
+        raise FailedError(f"{name} is up again with version {status['version']}; {failed}")
+    echo(f"{name} is up again: version {status['version']}, process {status['pid']}")
+
+
+class _Process:
+    """A process that is not our own, as a descriptor: a later one with its ID can't be meant."""
+
+    def __init__(self, known: ProcessFile) -> None:
+        self._pid = known.pid
+        try:
+            self._descriptor = os.pidfd_open(known.pid)
+        except ProcessLookupError:
+            self._descriptor = -1  # it ended just now
+            return
+        if not is_living(known):
+            self.__exit__()
+
+    def __enter__(self) -> _Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def send(self, number: signal.Signals) -> None:
+        if self._descriptor < 0:
+            return
+        try:
+            signal.pidfd_send_signal(self._descriptor, number)
+        except ProcessLookupError:
+            pass
+        except PermissionError:
+            raise FailedError(f"process {self._pid} belongs to another user, who can do this") from None
+
+    def has_ended(self, timeout_s: float) -> bool:
+        return self._descriptor < 0 or bool(select.select([self._descriptor], [], [], timeout_s)[0])
+
+
+class _Waiting:
+    """Says what is waited for when it takes long, and gives up. ``what``: what the instance is to be."""
+
+    def __init__(
+        self, settings: InstanceSettings, what: str, timeout_s: float, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings = settings
+        self._what = what
+        self._timeout_s = timeout_s
+        self._clock_s = clock_s
+        self._began_s = self._looked_s = clock_s()
+
+    def go_on(self) -> None:
+        """Raises FailedError when the time is over."""
+        now_s, name = self._clock_s(), self._settings.name
+        if now_s - self._began_s >= self._timeout_s:
+            raise FailedError(
+                f"{name} is not {self._what} within {self._timeout_s:g} s, and goes on with it: it waits for "
+                f"{_waits_for(self._settings)} ('immortal status {name}')"
+            )
+        if now_s - self._looked_s >= PATIENCE_S:
+            self._looked_s = now_s
+            echo(f"{name}: waits for {_waits_for(self._settings)}", err=True)
+
+
+def _waits_for(settings: InstanceSettings) -> str:
+    status = _status(settings)
+    if status is None:
+        return "its processes"
+    if not status["app_connected"]:
+        return "its app to connect"
+    text = f"its app, in the phase {status['phase']!r}"
+    if status["backlog_records"]:
+        text += f", with {status['backlog_records']} records before it"
+    if status["app_silent_s"]:
+        text += f"; it has taken nothing for {status['app_silent_s']:.0f} s"
+    return text
+
+
+def _status(settings: InstanceSettings) -> dict[str, Any] | None:
+    with contextlib.suppress(control.ControlError):
+        return control.query(settings.folder, "status", ASK_TIMEOUT_S)
+    return None
+
+
+def _working_status(settings: InstanceSettings, before: control.ControlFile | None) -> dict[str, Any] | None:
+    """Of a coordinator that has come after ``before``, as soon as its app works."""
+    now = control.running(settings.folder)
+    if now is None or now == before:
+        return None
+    status = _status(settings)
+    return status if status is not None and status["phase"] in _WORKS else None
+
+
+def _nobody_starts(settings: InstanceSettings, coordinator: ProcessFile | None) -> str:
+    name = settings.name
+    if coordinator is None:
+        _refuse_strangers(settings)
+        return f"{name} does not run: 'immortal run {name}' starts it"
+    return (
+        f"the coordinator of {name!r}, process {coordinator.pid}, was started without 'immortal run', so nobody would "
+        f"start it again: 'immortal stop {name}', then start it and its app as before"
+    )
+
+
+def _refuse_strangers(settings: InstanceSettings) -> None:
+    """One that is just starting by hand says nothing of itself yet, and holds its log."""
+    from immortal.coordinator.log import is_locked
+    from immortal.coordinator.log.open import place_of
+
+    place = place_of(settings.log)
+    if place.is_shared and (holder := place.holder()) is not None:
+        raise FailedError(f"{settings.name!r} does not run on this machine; {holder} has it: ask there")
+    if is_locked(settings.log):
+        raise FailedError(f"the log of {settings.name!r} is in use by a process that can't be asked yet: try it again")
+
+
+def _heir(settings: InstanceSettings) -> str | None:
+    """Who has the instance now; the one that had followed needs a moment for that."""
+    from immortal.coordinator.log.open import place_of
+
+    place = place_of(settings.log)
+    if not place.is_shared:
+        return None
+    deadline_s = time.monotonic() + HEIR_S
+    while (successor := place.holder()) is None and place.is_followed() and time.monotonic() < deadline_s:
+        time.sleep(STOP_POLL_S)
+    return successor
+
+
+def checkpoint_at_stop(settings: InstanceSettings) -> str:
+    """What the next start begins with, as the log says."""
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log import log_exists
+
+    if not log_exists(settings.log):
+        return ""
+    with own_logs.open_reader(settings) as reader:
+        summary = reader.summary()
+    if not summary.checkpoints:
+        return ", without a checkpoint"
+    newest = summary.checkpoints[-1]
+    behind = summary.last_sequence_id - newest.sequence_id
+    if not behind:
+        return f", with checkpoint {newest.checkpoint_id} behind record {newest.sequence_id}"
+    return f", without a checkpoint of its last {behind} records: nothing is lost, the next start replays them"
+
+
+# migrate: an instance goes on at another machine, which follows its log.
+
+
+TIMEOUT_S = 10.0
+POLL_S = 0.02
+
+
+@click.command()
+@name_argument
+@click.option("--to", default="", metavar="HOST", help="The machine; by default any that has caught up with the log.")
+@click.option("--wait", is_flag=True, help=f"Wait as long as the move takes.  [default: {TIMEOUT_S:g} s]")
+@json_option
+@pass_registry
+def migrate(registry: Registry, name: str, to: str, wait: bool, as_json: bool) -> None:
+    """Hand an instance over to another machine that follows its log, and wait until it works there.
+
+    Its log is one that other machines reach (PostgreSQL). Who had the instance ends with status 4; with
+    'immortal run --restart' it follows from then on. HOST is a host name, or all of what 'immortal status' shows of a
+    standby: "HOST (process PID)".
+    """
+    settings = registry.load(name)
+    place = place_of(settings.log)
+    if not place.is_shared:
+        raise FailedError(
+            f"the log of {name!r} is in a folder, which no other machine reaches: 'immortal log copy {name} --to "
+            "postgresql://... --switch' brings it into a database, once it is stopped"
+        )
+    try:
+        answer = control.query(settings.folder, "hand-over", argument={"to": to, "who": operator_name()})
+    except control.NotRunningError:
+        holder = place.holder()
+        where = "it runs nowhere" if holder is None else f"{holder} has it: ask there"
+        raise FailedError(f"{name!r} does not run here, so nothing can be handed over; {where}") from None
+    except control.RefusedError as error:
+        raise FailedError(error.reason) from None
+    if "error" in answer:
+        raise FailedError(str(answer["error"]))
+    successor, deadline_s = str(answer["to"]), time.monotonic() + TIMEOUT_S
+    while place.holder() != successor or place.endpoint() is None:
+        if not wait and time.monotonic() > deadline_s:
+            raise FailedError(
+                f"{successor} has not taken {name!r} over within {TIMEOUT_S:g} s; the move goes on, and"
+                f" {place.holder() or 'nobody'} has it so far: 'immortal status {name}' says who; --wait waits longer"
+            )
+        time.sleep(POLL_S)
+    if as_json:
+        echo_json({"name": name, "to": successor, "peer": place.endpoint()})
+    else:
+        echo(printable(f"{name}: {successor} has it now, at {place.endpoint()}"))

@@ -1,0 +1,411 @@
+"""log show, log verify, log export, log backup, log diff: all only read it, also beside a running coordinator."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from msgspec.structs import asdict
+
+from immortal.cli.options import app_name, name_argument, pass_registry, settings_with_log
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.formatting import Methods
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.log_url import is_in_folder, log_of_instance, split_url
+from immortal.protocol.command_line import Commands, counted, echo, echo_json, json_option
+
+if TYPE_CHECKING:
+    from immortal.coordinator.log.backend import Place
+    from immortal.coordinator.log.backup import Backup
+
+
+@click.group(cls=Commands)
+def log() -> None:
+    """Look into an instance's log."""
+
+
+@log.command()
+@name_argument
+@click.option("--from", "first", type=click.IntRange(min=0), help="The first record's sequence ID.")
+@click.option("--to", "last", type=click.IntRange(min=0), help="The last record's sequence ID.")
+@click.option("--limit", type=click.IntRange(min=1), help="At most so many records.")
+@click.option(
+    "--app",
+    metavar="MODULE:CLASS",
+    callback=app_name,
+    help="The class that names methods, and whose arguments are decoded.  [default: its own]",
+)
+@click.option("--audit", is_flag=True, help="Print what operators did, and no records.")
+@json_option
+@pass_registry
+def show(
+    registry: Registry,
+    name: str,
+    first: int | None,
+    last: int | None,
+    limit: int | None,
+    app: str | None,
+    audit: bool,
+    as_json: bool,
+) -> None:
+    """Print records and their messages; damaged ones are marked.
+
+    With --json one object per line. In arguments that are decoded, bytes are {"$bytes": HEX} and what JSON lacks of
+    floats is {"$float": "nan"}; "arguments" has the first bytes as Python writes them.
+    """
+    if audit and (first, last, limit, app) != (None, None, None, None):
+        raise click.UsageError("--audit goes with no other option but --json")
+    if first is not None and last is not None and first > last:
+        raise click.UsageError(f"--from {first} is behind --to {last}")
+    settings = settings_with_log(registry, name)
+    if audit:
+        _show_audit(settings, as_json)
+        return
+    from immortal.cli.record_formatting import describe_record, record_lines
+    from immortal.coordinator.instances import own_logs
+
+    methods = methods_of(settings.app, app)
+    shown = 0
+    with own_logs.open_reader(settings, check=False) as reader:
+        for logged in reader.records(first, last):
+            described = describe_record(logged, reader.identity.committer_id, methods)
+            if as_json:
+                echo_json(described)
+            else:
+                for line in record_lines(described):
+                    echo(line)
+            shown += 1
+            if shown == limit:
+                break
+        summary = reader.summary() if not shown else None
+    if summary is not None:
+        kept = f"records {summary.first_sequence_id} to {summary.last_sequence_id}"
+        kept = "no record" if summary.first_sequence_id > summary.last_sequence_id else kept
+        echo(f"nothing to show: the log of {name} holds {kept}", err=True)
+
+
+def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
+    from immortal.cli.record_formatting import time_text
+    from immortal.coordinator.instances import own_logs
+
+    with own_logs.open_reader(settings) as reader:
+        entries = reader.audit()
+        for problem in reader.problems:
+            echo(f"warning: {problem}", err=True)
+    for entry in entries:
+        if as_json:
+            said = {"time": time_text(entry.time_ns), "time_ns": entry.time_ns, "who": entry.who, "what": entry.what}
+            echo_json(said)
+        else:
+            echo(f"{time_text(entry.time_ns)}  {entry.who}  {entry.what}")
+    if not entries:
+        echo(f"nothing to show: no operator has changed anything in the log of {settings.name}", err=True)
+
+
+def methods_of(registered: str | None, given: str | None) -> Methods | None:
+    """What the class names; None where none is known. Raises ReplayError for one that was given and can't be found."""
+    from immortal.replay import ReplayError
+    from immortal.replay.app_process import method_names
+
+    app = given or registered
+    if app is None:
+        return None
+    try:
+        return method_names(app)
+    except ReplayError as error:
+        if given is not None:
+            raise
+        reason = str(error).rstrip("\n").split("\n")[-1]
+        echo(f"note: methods are shown by their numbers: {reason}", err=True)
+        echo("note: give the class with --app MODULE:CLASS, where it can be imported", err=True)
+        return None
+
+
+@log.command()
+@name_argument
+@json_option
+@pass_registry
+def verify(registry: Registry, name: str, as_json: bool) -> None:
+    """Recompute every check; say what is damaged, where, and what it means for recovery.
+
+    The exit status is 0 for a sound log, 1 for a damaged one.
+    """
+    settings = settings_with_log(registry, name)
+    from immortal.coordinator.instances import own_logs
+
+    verification = own_logs.verify(settings)
+    findings = []
+    for finding in verification.findings():
+        findings.append({"severity": finding.severity.value, "place": finding.place, "message": finding.message})
+        if not as_json:
+            echo(f"{finding.severity.value}: {finding.message}")
+    if as_json:
+        echo_json(
+            {
+                "name": name,
+                "sound": verification.is_sound,
+                "records": verification.records_checked,
+                "size_bytes": verification.size_bytes_checked,
+                "checkpoints": verification.checkpoints_checked,
+                "first_sequence_id": verification.first_sequence_id,
+                "last_sequence_id": verification.last_sequence_id,
+                "recovery_checkpoint_id": verification.recovery_checkpoint_id,
+                "authenticity": verification.authenticity,
+                "findings": findings,
+            }
+        )
+    else:
+        verdict = "sound" if verification.is_sound else "DAMAGED"
+        echo(
+            f"{name}: {verdict}: {verification.records_checked} records"
+            f" ({verification.first_sequence_id} to {verification.last_sequence_id},"
+            f" {verification.size_bytes_checked} bytes), {verification.checkpoints_checked} checkpoints;"
+            f" {verification.authenticity or 'nothing to be authenticated'}"
+        )
+    sys.exit(0 if verification.is_sound else 1)
+
+
+@log.command()
+@name_argument
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@pass_registry
+def export(registry: Registry, name: str, file: Path) -> None:
+    """Write all that a replay needs of the log into one new FILE, to be replayed by tests (assert_replays).
+
+    An instance that runs goes on; with 'immortal checkpoint NAME' before, the file ends with a state to compare with.
+    """
+    settings = settings_with_log(registry, name)
+    from immortal.coordinator.instances import own_logs
+    from immortal.replay.sources import RecordedLog
+
+    with own_logs.open_reader(settings) as reader:
+        recorded = RecordedLog.of(reader)
+    try:
+        size_bytes = recorded.write(file)
+    except FileExistsError:
+        raise click.UsageError(f"{file} is there already: give another name, or remove it first") from None
+    except OSError as error:
+        raise RegistryError(f"{file} can't be written: {error.strerror}") from None
+    summary = recorded.summary()
+    echo(
+        f"{name}: records {summary.first_sequence_id} to {summary.last_sequence_id}, "
+        f"{len(summary.checkpoints)} checkpoints: {size_bytes:,} bytes in {file}"
+    )
+    last = summary.checkpoints[-1].sequence_id if summary.checkpoints else -1
+    if last < summary.last_sequence_id:
+        echo(
+            f"behind record {last} it has calls to compare, and no state: 'immortal checkpoint {name}' before gives one"
+        )
+
+
+@log.command()
+@name_argument
+@click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path, file_okay=False))
+@json_option
+@pass_registry
+def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
+    """Copy the log of NAME, as of now, into FOLDER; its coordinator may run meanwhile.
+
+    FOLDER is new or empty, or has an earlier backup of the same log: then only what came since is copied. Log and
+    backup are verified. A backup is a log: 'immortal log verify' and others read it, and an instance starts from it.
+    """
+    settings = settings_with_log(registry, name)
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log.backup import back_up
+
+    made = back_up(settings.log, name, folder, own_logs.read_keys(settings))
+    if as_json:
+        echo_json({"name": name, "folder": str(folder), **asdict(made)})
+        return
+    echo(f"{name}: {_kept(made)} in {folder}: verified")
+
+
+@log.command()
+@name_argument
+@click.option(
+    "--to", "target", required=True, metavar="URL", help="A database (postgresql://USER@HOST/DATABASE), or a folder."
+)
+@click.option("--switch", is_flag=True, help="Let NAME, which is stopped, go on from the copy.")
+@json_option
+@pass_registry
+def copy(registry: Registry, name: str, target: str, switch: bool, as_json: bool) -> None:
+    """Copy the log of NAME to another place: from a folder into a database, or back.
+
+    Log and copy are verified. Its coordinator may run meanwhile: then the copy is as of now. With --switch, of a
+    stopped instance, the copy is what it goes on from.
+    """
+    settings = settings_with_log(registry, name)
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log.backup import back_up
+    from immortal.coordinator.log.open import place_of
+    from immortal.coordinator.operator import control
+
+    log = log_of_instance(target, name) if not is_in_folder(target) else os.path.abspath(split_url(target)[1])
+    source, place = place_of(settings.log), place_of(log)
+    if source.key == place.key:
+        raise click.UsageError(f"{target} is where the log of {name} is")
+    if switch:
+        control.refuse_running(settings.folder)
+        if (holder := source.holder()) is not None:
+            raise RegistryError(f"the log {source.where} is written by {holder}: stop it first")
+    made = back_up(source, name, place, own_logs.read_keys(settings))
+    if switch:
+        control.refuse_running(settings.folder)
+        with own_logs.open_reader(settings, check=False) as reader:
+            if reader.summary().last_sequence_id != made.last_sequence_id:
+                raise RegistryError(f"{name} has run meanwhile: it goes on from {source.where}, as before")
+        registry.remember_log(name, log)
+    if as_json:
+        echo_json({"name": name, "log": log, "switched": switch, **asdict(made)})
+        return
+    echo(f"{name}: {_kept(made)} in {place.where}: verified")
+    if switch:
+        echo(f"{name} goes on from there at its next start; the log in {source.where} stays as it is: remove it once")
+        echo("all is well, so that nothing starts from it")
+
+
+def _kept(made: Backup) -> str:
+    kept = f"records {made.first_sequence_id} to {made.last_sequence_id}"
+    if made.last_sequence_id < made.first_sequence_id:
+        kept = "no record"
+    return f"{kept} ({made.records_copied} of them new), {counted(made.checkpoints, 'checkpoint')}"
+
+
+@log.command()
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@click.option(
+    "--limit", type=click.IntRange(min=0), default=5, show_default=True, help="At most so many of each in full."
+)
+@json_option
+@pass_registry
+def diff(registry: Registry, first: str, second: str, limit: int, as_json: bool) -> None:
+    """Compare two logs record by record: A and B are instances or log folders.
+
+    The exit status is 0 if they hold the same, 3 if not.
+    """
+    places = _log_place(registry, first), _log_place(registry, second)
+    if places[0].key == places[1].key:
+        raise click.UsageError(f"{first} and {second} are the same log, in {places[0].where}")
+    from immortal.cli.log_diff import diff_lines, diff_values
+    from immortal.cli.options import progress_bar
+    from immortal.coordinator.log import open_reader
+    from immortal.replay.log_diff import diff_logs
+
+    with open_reader(places[0]) as ours, open_reader(places[1]) as theirs:
+        with progress_bar("comparing") as progress:
+            found = diff_logs(ours, theirs, limit=limit, progress=progress)
+        if as_json:
+            echo_json(diff_values(found, (ours, theirs)))
+        else:
+            for line in diff_lines(found, (ours, theirs), (first, second)):
+                echo(line)
+    sys.exit(0 if found.is_same else 3)
+
+
+def _log_place(registry: Registry, name_or_log: str) -> Place:
+    """The log of an instance, or the one that a folder or URL names. A registered name comes first."""
+    from immortal.coordinator.log.open import place_of
+
+    if name_or_log not in registry.names():
+        place = place_of(name_or_log)
+        if place.exists():
+            return place
+        if not is_in_folder(name_or_log) or os.sep in name_or_log or os.path.isdir(name_or_log):
+            raise RegistryError(f"there is no log in {place.where}: an instance, or a log's folder, was expected")
+    return place_of(settings_with_log(registry, name_or_log).log)
+
+
+@log.command()
+@name_argument
+@click.option(
+    "--rotate", is_flag=True, help="Make a new key, which the next start takes; copies still need the others."
+)
+@click.option("--accept", is_flag=True, help="Take the log as it is now for right, unchecked, and give it the key.")
+@click.option("--off", is_flag=True, help="Make it a log without authentication.")
+@click.option("--yes", is_flag=True, help="With --accept or --off: do not ask.")
+@json_option
+@pass_registry
+def key(registry: Registry, name: str, rotate: bool, accept: bool, off: bool, yes: bool, as_json: bool) -> None:
+    """Show with which key the log of NAME is authenticated, and change that.
+
+    log_key = "file" in the settings gives it one at the next start. --accept and --off want a stopped coordinator.
+    """
+    if rotate + accept + off > 1:
+        raise click.UsageError("--rotate, --accept and --off go one at a time")
+    settings = registry.load(name)
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.operator import control
+
+    if rotate:
+        own_logs.add_key(settings)
+    if accept or off:
+        settings_with_log(registry, name)
+        control.refuse_running(settings.folder)
+    if accept:
+        _confirm(yes, f"whatever is in the log of {name} counts as right from here on, forged or not")
+        own_logs.accept(settings)
+    if off:
+        if settings.log_key is not None:
+            raise RegistryError(
+                f"remove 'log_key' from {registry.path(name)} first: the next start would bring it back"
+            )
+        _confirm(yes, f"whoever can write the log of {name} can put into it what they like from here on")
+        own_logs.forget_key(settings)
+    _show_key(settings, as_json)
+
+
+def _confirm(yes: bool, what: str) -> None:
+    if not yes:
+        echo(what, err=True)
+        click.confirm("Do it?", abort=True, err=True)
+
+
+def _show_key(settings: InstanceSettings, as_json: bool) -> None:
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log import log_exists, open_reader
+
+    ids = [one.id for one in own_logs.read_keys(settings)]
+    marker = None
+    if log_exists(settings.log):
+        with open_reader(settings.log, settings.name) as reader:
+            marker = reader.marker
+    path = own_logs.key_path(settings)
+    if as_json:
+        echo_json(
+            {
+                "name": settings.name,
+                "log_key": settings.log_key,
+                "file": str(path),
+                "keys": ids,
+                "authenticated_with": None if marker is None else marker.key_id,
+                "first_sequence_id": None if marker is None else marker.first_sequence_id,
+            }
+        )
+        return
+    if marker is None:
+        hint = "" if settings.log_key is None else ": the next start gives it a key"
+        echo(f"the log of {settings.name} is not authenticated{hint}")
+    else:
+        since = f", from record {marker.first_sequence_id} on" if marker.first_sequence_id else ""
+        echo(f"the log of {settings.name} is authenticated with key {marker.key_id}{since}")
+    for index, one in enumerate(ids):
+        echo(f"  key {one}{'  in use' if index == 0 else ''}  in {path}")
+    if marker is not None and marker.key_id not in ids:
+        echo(f"  key {marker.key_id} is NOT in {path}: nothing of the log can be checked")
+
+
+@log.command()
+@name_argument
+@pass_registry
+def migrate(registry: Registry, name: str) -> None:
+    """Bring the database of NAME's log to this program's version, as the owner of its schema.
+
+    Programs of before refuse it from then on: all instances with a log there are to be stopped first.
+    """
+    from immortal.coordinator.log.open import place_of
+
+    echo(place_of(registry.load(name).log).migrate())

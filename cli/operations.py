@@ -1,0 +1,239 @@
+"""checkpoint, upgrade: what an operator asks of an instance."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+from immortal.cli.options import app_name, name_argument, operator_name, pass_registry
+from immortal.cli.record_formatting import time_text
+from immortal.cli.status import clock_problem, format_unsaved
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import upgrade_mark
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.instances.upgrade_mark import UpgradeMark
+from immortal.coordinator.operator import control
+from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
+from immortal.protocol.safe_output import printable
+
+POLL_S = 0.05
+CHECKPOINT_TIMEOUT_S = 60.0
+
+
+@click.command()
+@name_argument
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=CHECKPOINT_TIMEOUT_S,
+    show_default=True,
+    help="How long to wait for it.",
+)
+@json_option
+@pass_registry
+def checkpoint(registry: Registry, name: str, timeout_s: float, as_json: bool) -> None:
+    """Let a running instance take a checkpoint now, and wait until it is durable."""
+    folder = registry.load(name).folder
+    status = control.query(folder, "status")
+    before, failures = _checkpoint_id(status), _failures(status)
+    control.query(folder, "checkpoint")
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        status = control.query(folder, "status")
+        if _checkpoint_id(status) > before:
+            break
+        if _failures(status) > failures:
+            raise FailedError(f"{name} has {format_unsaved(status)}")
+        if time.monotonic() > deadline_s:
+            raise FailedError(
+                f"no checkpoint of {name!r} within {timeout_s:g} s: it is in the phase {status['phase']!r}, "
+                f"and takes one as soon as its app answers ('immortal status {name}')"
+            )
+        time.sleep(POLL_S)
+    taken = status["checkpoint"]
+    if as_json:
+        echo_json(taken)
+    else:
+        echo(
+            f"{name}: checkpoint {taken['id']} taken, behind record {taken['sequence_id']}: {taken['size_bytes']} bytes"
+        )
+
+
+def _checkpoint_id(status: dict[str, Any]) -> int:
+    taken = status.get("checkpoint")
+    return taken["id"] if taken else 0
+
+
+def _failures(status: dict[str, Any]) -> int:
+    """Checkpoints in a row that the state could not be saved for."""
+    unsaved = status.get("unsaved")
+    return unsaved["failures"] if unsaved else 0
+
+
+@click.command()
+@name_argument
+@click.argument("app", metavar="[MODULE:CLASS]", required=False, callback=app_name)
+@click.option("--to", type=click.IntRange(min=1), help="The version to reach.")
+@click.option("--cancel", is_flag=True, help="Forget an upgrade that was asked for, or that failed.")
+@pass_registry
+def upgrade(registry: Registry, name: str, app: str | None, to: int | None, cancel: bool) -> None:
+    """Mark an instance: at its next start the app's state and code become those of another version.
+
+    MODULE:CLASS is the class that holds both versions, by default the one that is registered. A lower version is a
+    downgrade. Without --to it says what is asked for, and how the last attempt ended.
+    """
+    settings = registry.load(name)
+    if cancel:
+        if to is not None or app is not None:
+            raise click.UsageError("--cancel goes with no other option")
+        known = upgrade_mark.read(settings.folder)
+        upgrade_mark.clear(settings.folder)
+        forgotten = f"the upgrade to version {known.to} is forgotten" if known else "no upgrade is asked for"
+        echo(f"{name}: {forgotten}")
+    elif to is None:
+        if app is not None:
+            raise click.UsageError("--to VERSION is missing: the version that this app brings")
+        echo(_state(settings))
+    else:
+        _mark(settings, to, app)
+
+
+def _mark(settings: InstanceSettings, to: int, app: str | None) -> None:
+    name = settings.name
+    current = _version(settings)
+    if current is None:
+        raise FailedError(f"{name!r} has not been started yet: it begins with whatever version it is run with")
+    if current == to:
+        raise FailedError(f"{name!r} is of version {to} already")
+    upgrade_mark.write(settings.folder, UpgradeMark(to, app))
+    holder = app or settings.app or "its app"
+    echo(f"{name}: version {current} becomes version {to} at the next start, with {holder}")
+    echo(_next_start(settings))
+
+
+def _next_start(settings: InstanceSettings) -> str:
+    """What an operator does for it."""
+    name = settings.name
+    if control.supervisor(settings.folder) is not None:
+        return f"it runs now; for that start: immortal restart {name}"
+    running = control.running(settings.folder)
+    if running is None:
+        return f"start it with: immortal run {name}"
+    return f"it runs now, without 'immortal run': 'immortal stop {name}', then start it and its app as before"
+
+
+def _state(settings: InstanceSettings) -> str:
+    mark = upgrade_mark.read(settings.folder)
+    current = _version(settings)
+    version = "not started yet" if current is None else f"version {current}"
+    if mark is None:
+        return f"{settings.name}: {version}; no upgrade is asked for"
+    if mark.pending:
+        return f"{settings.name}: {version}; the next start upgrades it to version {mark.to}"
+    return f"{settings.name}: {version}; the upgrade to version {mark.to} failed: {mark.problem}"
+
+
+def _version(settings: InstanceSettings) -> int | None:
+    """The version that the log is of; None before the first start."""
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log import log_exists
+
+    if not log_exists(settings.log):
+        return None
+    with own_logs.open_reader(settings) as reader:
+        versions = reader.summary().versions
+    return versions[-1].version if versions else None
+
+
+# pause, resume: an instance whose app gets no input for a while.
+
+
+Values = dict[str, Any]
+
+
+@click.command()
+@name_argument
+@json_option
+@pass_registry
+def pause(registry: Registry, name: str, as_json: bool) -> None:
+    """Let a running instance take no more input: it is logged, and waits until the instance is resumed.
+
+    What the app was given before, it finishes. A restart ends the pause.
+    """
+    answer = _ask(registry, name, "pause")
+    if as_json:
+        echo_json({"name": name, "changed": answer["changed"], "paused": answer["paused"]})
+    else:
+        echo(printable(f"{name}: {format_paused(answer)}"))
+
+
+@click.command()
+@name_argument
+@json_option
+@pass_registry
+def resume(registry: Registry, name: str, as_json: bool) -> None:
+    """Let an instance that is paused go on with what its log has for it."""
+    answer = _ask(registry, name, "resume")
+    if as_json:
+        echo_json({"name": name, "changed": answer["changed"], "was_paused": answer["paused"]})
+    else:
+        echo(printable(f"{name}: {format_resumed(answer)}"))
+
+
+def _ask(registry: Registry, name: str, verb: str) -> Values:
+    folder = registry.load(name).folder
+    try:
+        answer = control.query(folder, verb, argument={"who": operator_name()})
+    except control.NotRunningError as error:
+        if error.is_elsewhere:
+            raise
+        raise FailedError(f"{name!r} does not run, so there is nothing to {verb}: 'immortal run {name}'") from None
+    except control.RefusedError as error:
+        raise FailedError(error.reason) from None
+    if "error" in answer:
+        raise FailedError(str(answer["error"]))
+    return answer
+
+
+def format_paused(answer: Values) -> str:
+    """What came of a pause."""
+    if answer["changed"]:
+        return "paused; what comes in is logged, and waits until it is resumed"
+    return f"it is paused already, by {_by_and_since(answer['paused'])}"
+
+
+def format_resumed(answer: Values) -> str:
+    """What came of a resume."""
+    if answer["changed"]:
+        return f"resumed; it was paused by {_by_and_since(answer['paused'])}"
+    return "it was not paused: there is nothing to resume"
+
+
+def _by_and_since(paused: Values) -> str:
+    from immortal.cli.record_formatting import time_text
+
+    return f"{paused['by']} since {time_text(paused['since_ns'])}"
+
+
+# clock: what a running instance makes of its machine's clock.
+
+
+@click.command()
+@name_argument
+@click.option("--accept", is_flag=True, help="The machine's clock is right: take its jump now.")
+@json_option
+@pass_registry
+def clock(registry: Registry, name: str, accept: bool, as_json: bool) -> None:
+    """Show the time of a running instance, and whether a jump of its machine's clock is held back.
+
+    A jump is taken by itself once it has stood for a while (clock_hold_s in [tuning]).
+    """
+    folder = registry.load(name).folder
+    answer = control.query(folder, "accept-clock" if accept else "clock")
+    if as_json:
+        echo_json(answer)
+        return
+    agrees = "the machine's clock agrees"
+    echo(f"{name}: {time_text(answer['time_ns'])}; {clock_problem(answer) if answer['ahead_s'] else agrees}")

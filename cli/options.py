@@ -1,0 +1,305 @@
+"""What the commands share: arguments, options, and whose log it is."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+import click
+from msgspec import Struct
+
+from immortal.coordinator.config import ConfigError, InstanceSettings, check_instance_name
+from immortal.coordinator.config.schema import Setting, settings_of
+from immortal.coordinator.config.socket_addresses import UNIX
+from immortal.coordinator.config.values import WrongValueError, check_app
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.log_url import is_in_folder
+from immortal.coordinator.notices import LOG_FORMATS, LOG_LEVELS
+from immortal.protocol.command_line import Commands
+from immortal.protocol.errors import ImmortalError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def instance_name(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """A click callback: an impossible name is wrong usage."""
+    if value is None:
+        return None
+    try:
+        return check_instance_name(value)
+    except ConfigError as error:
+        hint = "; URLs of logs are for 'immortal log diff' and 'immortal pipeline'" if "://" in value else ""
+        raise click.BadParameter(f"{error}{hint}") from None
+
+
+def app_name(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """A click callback, as the one above."""
+    try:
+        return None if value is None else check_app(value)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def app_or_hand(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """As :func:`app_name`; or "-": an app that is started by hand."""
+    return value if value == "-" else app_name(ctx, parameter, value)
+
+
+def message_id(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """A click callback: SEQ:INDEX, or some of them, as (record, message)."""
+    if value is None:
+        return None
+    return tuple(_message_id(text) for text in value) if isinstance(value, tuple) else _message_id(value)
+
+
+def _message_id(text: str) -> tuple[int, int]:
+    sequence_id, colon, index = text.partition(":")
+    if not (colon and all(part.isascii() and part.isdecimal() and len(part) < 19 for part in (sequence_id, index))):
+        raise click.BadParameter(f"{text!r}: a record's number and a message's in it were expected, such as 312:0")
+    return int(sequence_id), int(index)
+
+
+def complete_instance(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """For a shell: the registered instances that begin so. None where the registry can't be read."""
+    with contextlib.suppress(ImmortalError):
+        names = Registry(ctx.find_root().params["home"]).names()
+        return [name for name in names if name.startswith(incomplete)]
+    return []
+
+
+def name_argument(function: Function) -> Function:
+    return click.argument("name", callback=instance_name, shell_complete=complete_instance)(function)
+
+
+class InstanceCommandGroup(Commands):
+    """A group that takes an instance's name, and by itself shows something of it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Also ``NAME --json``: of itself a group takes options only in front of its arguments."""
+        if len(args) == 2 and args[1].startswith("-"):
+            args = [args[1], args[0]]
+        return super().parse_args(ctx, args)
+
+
+def log_output_options(function: Function) -> Function:
+    function = click.option(
+        "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="What is logged at least."
+    )(function)
+    return click.option(
+        "--log-format", type=click.Choice(LOG_FORMATS), default="human", show_default=True, help="The form of the log."
+    )(function)
+
+
+def promote_option(function: Function) -> Function:
+    return click.option(
+        "--promote",
+        is_flag=True,
+        help="After a recovery, begin to work before a checkpoint is taken: for large states.",
+    )(function)
+
+
+def follow_option(function: Function) -> Function:
+    return click.option(
+        "--follow",
+        is_flag=True,
+        help="While another process runs the instance, follow its log, ready to take over when that is gone.",
+    )(function)
+
+
+def trust_pickle_option(function: Function) -> Function:
+    return click.option(
+        "--trust-pickle",
+        is_flag=True,
+        help="Read states that pickle wrote also of a log that this home did not make: that runs what is in them.",
+    )(function)
+
+
+def settings_with_log(registry: Registry, name: str) -> InstanceSettings:
+    """Raises RegistryError where the instance has not been started yet, ConfigError."""
+    from immortal.coordinator.log import log_exists
+
+    settings = registry.load(name)
+    if not log_exists(settings.log):
+        raise RegistryError(f"{settings.name!r} has not been started yet: there is no log in {settings.log}")
+    return settings
+
+
+def operator_name() -> str:
+    """Who runs this command, for the log."""
+    import pwd
+
+    try:
+        login = os.getlogin()
+    except OSError:  # no terminal
+        try:
+            login = pwd.getpwuid(os.getuid()).pw_name
+        except KeyError:
+            login = "somebody"
+    return f"{login} (uid {os.getuid()}, process {os.getpid()})"
+
+
+pass_registry = click.make_pass_decorator(Registry)
+
+
+# Options for settings: type, range, default and help as :mod:`immortal.coordinator.config.schema` says them.
+
+
+_SETTING = re.compile(r"(?<![/\w])[a-z]+(_[a-z]+)+")  # in a text; options have names of their own
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class _Number(click.IntRange):
+    """A whole number in the setting's range, or a word of its own."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting.least, setting.most)
+        self._words = [setting.about[word] for word in ("none", "free") if word in setting.about]
+        self.name = " or ".join([setting.about["unit"] or "integer", *self._words])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in self._words:
+            return value
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            also = "".join(f", and is not {word!r} either" for word in self._words)
+            self.fail(f"{error.message.rstrip('.')}{also}", param, ctx)
+
+
+class _Text(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
+    """What the setting's kind takes. A path may be relative to the working directory."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.name = setting.about["metavar"]
+        self._setting = setting
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        about, meant = self._setting.about, value
+        if "free" in about:
+            return value  # for the registry to complete, and to judge
+        is_place = about.get("path") == "log" and not is_in_folder(value)
+        if "path" in about and not is_place and value not in ("", UNIX, about.get("bare")):
+            prefix = UNIX if value.startswith(UNIX) else ""
+            meant = prefix + os.path.abspath(value.removeprefix(prefix))
+        try:
+            self._setting.value_of(meant)
+        except WrongValueError as error:
+            self.fail(f"got {value!r}, expected {error}", param, ctx)
+        if about.get("path") in ("folder", "log") and os.path.isfile(meant):
+            self.fail(f"{meant} is a file, expected a folder", param, ctx)
+        return meant
+
+
+def _option(setting: Setting, default: str | None = None) -> Callable[[_Function], _Function]:
+    details: dict[str, Any] = {"required": setting.is_required and default is None}
+    if setting.type is bool:
+        details |= {"is_flag": True, "default": None}
+    elif setting.type is int:
+        details["type"] = _Number(setting)
+    elif isinstance(setting.type, type) and issubclass(setting.type, enum.Enum):
+        details["type"] = click.Choice([choice.value for choice in setting.type])
+    else:
+        details |= {"type": _Text(setting), "metavar": setting.about["metavar"]}
+        if "bare" in setting.about:
+            details |= {"is_flag": False, "flag_value": setting.about["bare"]}
+    shown = "" if details["required"] or setting.type is bool else f"  [default: {default or setting.default_text}]"
+    return click.option(_flag(setting.name), help=_SETTING.sub(_as_option, f"{setting.text}{shown}"), **details)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _as_option(match: re.Match[str]) -> str:
+    return _flag(match[0]) if match[0] in settings_of(InstanceSettings) else match[0]
+
+
+def start_option(name: str) -> Callable[[_Function], _Function]:
+    """The option that changes setting ``name`` for one start; None where it is not given."""
+    return _option(settings_of(InstanceSettings)[name], "that of the settings")
+
+
+def register_options(function: _Function) -> _Function:
+    """One for each setting that has a single value, as it stands in a file; None where it is not given."""
+    for setting in reversed(list(settings_of(InstanceSettings).values())):
+        if setting.is_single:
+            function = _option(setting)(function)
+    return function
+
+
+def said(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``options`` that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+# A moment of a log as people type it: a record's number, or a time.
+
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Time(Struct, frozen=True):
+    """``ns`` since 1970, UTC."""
+
+    ns: int
+
+
+class Moment(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
+    """SEQ or TIME: a sequence ID as an int, or a :class:`Time`. A time without a zone is UTC."""
+
+    name = "record|time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Time:
+        if isinstance(value, int | Time):
+            return value
+        text = str(value)
+        if text.isascii() and text.isdecimal() and len(text) < 19:
+            return int(text)
+        try:
+            time = datetime.fromisoformat(text)
+        except ValueError:
+            self.fail(f"{text!r}: a record's number, or a time such as 2026-01-31T12:00:00Z, was expected", param, ctx)
+        since = (time if time.tzinfo is not None else time.replace(tzinfo=UTC)) - _EPOCH
+        return Time(since // timedelta(microseconds=1) * 1_000)
+
+
+# A progress bar for what takes long: on stderr, and only on a terminal.
+
+
+DELAY_S = 1.0  # what is done sooner shows none
+
+Advance = Callable[[int, int | None], None]
+"""(done, total); total None: nobody knows."""
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Advance]:
+    """To be called now and then, from one thread at a time. It leaves nothing behind on the screen."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = progress.add_task(what, total=None)
+    due_s = time.monotonic() + DELAY_S
+
+    def advance(done: int, total: int | None) -> None:
+        if not progress.live.is_started and time.monotonic() >= due_s:
+            progress.start()
+        progress.update(task, completed=done, total=total)
+
+    try:
+        yield advance
+    finally:
+        progress.stop()

@@ -1,0 +1,327 @@
+"""peers: where each peer of an instance is, how far its streams are, and the way out when a peer has another log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from immortal.cli.options import instance_name, name_argument, pass_registry
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.protocol.command_line import (
+    Commands,
+    FailedError,
+    echo,
+    echo_json,
+    json_option,
+    number_text,
+    print_table,
+    size_text,
+)
+from immortal.protocol.safe_output import printable
+
+if TYPE_CHECKING:
+    from immortal.coordinator.core.interfaces import LogSummary
+
+Peer = dict[str, Any]
+
+
+@click.group(cls=Commands)
+def peers() -> None:
+    """Look at an instance's peers, begin anew with one whose log was wiped or replaced, end what a stale copy began."""
+
+
+@peers.command()
+@name_argument
+@json_option
+@pass_registry
+def show(registry: Registry, name: str, as_json: bool) -> None:
+    """Show each peer of NAME: where it is and what says so, how far the streams are, the last error.
+
+    All positions are those of NAME's own log. A stopped instance is read from its log.
+    """
+    settings = registry.load(name)
+    found = live_peers(settings)
+    if found is None:
+        found = _stopped_peers(settings, registry)
+    if as_json:
+        echo_json({"name": name, "peers": found})
+        return
+    if not found:
+        echo(f"{name} has no peers yet")
+        return
+    _print_table(found)
+    for peer, one in found.items():
+        if one["error"]:
+            echo(f"{peer}: {one['error']}")
+
+
+@peers.command()
+@name_argument
+@click.argument("peer", callback=instance_name)
+@click.option("--yes", is_flag=True, help="Reset without asking.")
+@json_option
+@pass_registry
+def reset(registry: Registry, name: str, peer: str, yes: bool, as_json: bool) -> None:
+    """Let the streams between NAME and PEER begin anew: the log of PEER was wiped, or replaced by an older copy.
+
+    Restoring PEER's own log is better, where there is a copy of all of it: then nothing is lost. NAME may be running or
+    stopped. Where PEER's log is an older copy, PEER needs the same: 'immortal peers reset PEER NAME'.
+    """
+    settings = registry.load(name)
+    if peer == name:
+        raise click.UsageError(f"{name!r} is no peer of itself")
+    live = live_peers(settings)
+    known = (_stopped_peers(settings, registry) if live is None else live).get(peer)
+    if known is None or known["committer_id"] is None:
+        raise _nothing_known(name, peer)
+    lines = list(consequences(name, peer, known))
+    if not yes:
+        for line in lines:
+            echo(line, err=as_json)
+        click.confirm(f"Begin anew with {peer}?", abort=True, err=as_json)
+    if not _reset_live(settings, peer):
+        _reset_stopped(settings, peer)
+    if as_json:
+        echo_json({"name": name, "peer": peer, "reset": True, "before": known})
+        return
+    if yes:
+        for line in lines:
+            echo(line)
+    echo(f"reset: {name} takes the log that {peer} has when they next meet")
+
+
+@peers.command()
+@name_argument
+@click.option(
+    "--accept-loss", is_flag=True, help="Go on although calls are lost or doubled, or although it is not known."
+)
+@json_option
+@pass_registry
+def reclaim(registry: Registry, name: str, accept_loss: bool, as_json: bool) -> None:
+    """Make the log of NAME the one that counts, after a copy of it has run for a while: all its streams go on.
+
+    Stop the copy first. NAME may be running or stopped; its peers need no command. What the copy has sent stays with
+    those that took it, and what it took of them is lost to NAME: where there is any of it, or where a peer cannot be
+    asked since it is not registered in the same folder, nothing is done without --accept-loss.
+    """
+    settings = registry.load(name)
+    live = live_peers(settings)
+    own = _stopped_peers(settings, registry) if live is None else live
+    known = {peer: one for peer, one in own.items() if one["committer_id"] is not None}
+    if not known:
+        raise FailedError(f"{name!r} has heard nothing of any peer yet: there is nothing to reclaim")
+    losses = {peer: _Loss.between(one, _as_seen_by(registry, peer, name)) for peer, one in known.items()}
+    told = [line for peer, loss in losses.items() for line in loss.lines(name, peer)]
+    if told and not accept_loss:
+        raise FailedError("\n  ".join([f"nothing was done: with --accept-loss {name!r} goes on, and", *told]))
+    if not _reclaim_live(settings):
+        _reclaim_stopped(settings)
+    if as_json:
+        echo_json({"name": name, "reclaimed": True, "peers": {peer: asdict(loss) for peer, loss in losses.items()}})
+        return
+    for line in told:
+        echo(line)
+    echo(f"reclaimed: the log of {name} counts, its streams with {', '.join(sorted(known))} go on")
+
+
+class _Loss(Struct, frozen=True):
+    """What a copy has done at one peer, as far as the two logs show it; None: the peer can't be asked."""
+
+    unknown_at_peer: int | None  # calls that the peer has beyond what it acknowledged to this log
+    lost_of_peer: int | None  # calls that the peer sent to the copy, which acknowledged them
+
+    @classmethod
+    def between(cls, own: Peer, other: Peer | None) -> _Loss:
+        if other is None:
+            return cls(None, None)
+        unknown = (other["received"] or 0) + own["offset"] - (own["acknowledged"] or 0)
+        lost = (other["acknowledged"] or 0) - other["offset"] - (own["received"] or 0)
+        return cls(max(unknown, 0), max(lost, 0))
+
+    def lines(self, name: str, peer: str) -> Iterator[str]:
+        if self.unknown_at_peer is None:
+            yield (
+                f"{peer}: what the copy did there is not known, since {peer} is not registered in this folder or has no"
+                f" log; 'immortal peers show {peer}' there says how many calls of {name} it has received, and how"
+                f" many of its own {name} has acknowledged"
+            )
+        if self.unknown_at_peer:
+            yield (
+                f"{peer}: has executed {self.unknown_at_peer} calls of which the log of {name} knows nothing: the copy"
+                f" made them, or {name} did and never heard of it; what {name} has not heard of is sent again"
+            )
+        if self.lost_of_peer:
+            yield f"{peer}: {self.lost_of_peer} of its calls went to the copy, and are lost to {name}"
+
+
+def _as_seen_by(registry: Registry, peer: str, name: str) -> Peer | None:
+    """What the log of ``peer`` says of the streams with ``name``; None where that is not known here."""
+    if peer not in registry.names():
+        return None
+    settings = registry.load(peer)
+    live = live_peers(settings)
+    return (_stopped_peers(settings, registry) if live is None else live).get(name)
+
+
+def _nothing_known(name: str, peer: str) -> FailedError:
+    return FailedError(f"{name!r} has heard nothing of {peer!r} yet: there is nothing to reset")
+
+
+def consequences(name: str, peer: str, known: Peer) -> Iterator[str]:
+    """What a reset may lose or double, in figures."""
+    acknowledged, made, received = known["acknowledged"], known["made"], known["received"]
+    yield f"this makes {name} forget which log {peer} has (committer {known['committer_id']}):"
+    if acknowledged is not None:
+        yield (
+            f"  {name} to {peer}: the first {acknowledged} calls, which {peer} acknowledged, are not sent again: what"
+            f" its log has not is lost to it"
+        )
+        waiting = "" if made is None else f" ({made - acknowledged} of {made})"
+        yield (
+            f"    what is not acknowledged{waiting} is sent to the log that {peer} has then; any of it that is there"
+            f" already is executed twice"
+        )
+    if received is not None:
+        yield (
+            f"  {peer} to {name}: {received} calls are here; a new log of {peer} begins with its call 1, and what"
+            f" it makes again is executed twice"
+        )
+    yield f"  if {peer} turns out to have the log that it had, whole, nothing is lost or doubled"
+
+
+def _reset_live(settings: InstanceSettings, peer: str) -> bool:
+    """Whether a running coordinator has done it."""
+    if control.running(settings.folder) is None:
+        return False
+    answer = control.query(settings.folder, "reset-peer", argument={"peer": peer})
+    if not answer.get("found"):
+        raise _nothing_known(settings.name, peer)
+    return True
+
+
+def _reset_stopped(settings: InstanceSettings, peer: str) -> None:
+    from immortal.coordinator.core.peers import reset_transaction
+    from immortal.coordinator.instances import own_logs
+
+    store = own_logs.open_log(settings)
+    try:
+        transaction = reset_transaction(store.summary(), peer)
+        if transaction is None:
+            raise _nothing_known(settings.name, peer)
+        store.commit(transaction)
+    finally:
+        store.close()
+
+
+def _reclaim_live(settings: InstanceSettings) -> bool:
+    """Whether a running coordinator has done it."""
+    if control.running(settings.folder) is None:
+        return False
+    control.query(settings.folder, "reclaim")
+    return True
+
+
+def _reclaim_stopped(settings: InstanceSettings) -> None:
+    from immortal.coordinator.core.peers import reclaim_transaction
+    from immortal.coordinator.log import open_log
+
+    store = open_log(settings.log, settings.name)
+    try:
+        store.commit(reclaim_transaction(store.summary()))
+    finally:
+        store.close()
+
+
+def live_peers(settings: InstanceSettings) -> dict[str, Peer] | None:
+    """None where no coordinator runs."""
+    if control.running(settings.folder) is None:
+        return None
+    try:
+        found: dict[str, Peer] = control.query(settings.folder, "peers")["peers"]
+    except control.NotRunningError:
+        return None  # it stopped just now
+    return found
+
+
+def _stopped_peers(settings: InstanceSettings, registry: Registry) -> dict[str, Peer]:
+    from immortal.coordinator.core.interfaces import IMPULSES, ONESELF
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log import log_exists
+    from immortal.coordinator.peers.discovery import Discovery, Routes
+
+    if not log_exists(settings.log):
+        return {}
+    with own_logs.open_reader(settings) as reader:
+        summary = reader.summary()
+    routes = Routes(Discovery(settings, registry), lambda message: None)
+    names = {*summary.sources, *summary.peers, *summary.acknowledged, *summary.spilled} - {IMPULSES, ONESELF}
+    return {name: _of_log(summary, name) | _of_route(routes, name) for name in sorted(names)}
+
+
+def _of_log(summary: LogSummary, name: str) -> Peer:
+    """The fields of a live coordinator's answer, as far as the log has them."""
+    source, start = summary.sources.get(name), summary.stream_starts.get(name)
+    return {
+        "committer_id": summary.peers.get(name) or (source.committer_id if source else 0) or None,
+        "state": None,
+        "made": None,
+        "sent": None,
+        "acknowledged": summary.acknowledged.get(name),
+        "waiting_bytes": None,
+        "memory_bytes": None,
+        "spilled_bytes": sum(extent.size_bytes for extent in summary.spilled.get(name, ())),
+        "in_flight_bytes": None,
+        "window_bytes": None,
+        "granted_bytes": None,
+        "held_up": False,
+        "received": source.position if source else None,
+        "offset": start.offset if start else 0,
+        "reset_pending": bool((start and start.pending) or (source and source.epoch < 0)),
+        "connected_s": None,
+    }
+
+
+def _of_route(routes: Any, name: str) -> Peer:
+    route = routes.describe(name)
+    return {"endpoint": route["endpoint"], "origin": route["origin"], "error": route["problem"]}
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _print_table(found: dict[str, Peer]) -> None:
+    numbers = ("made", "sent", "acknowledged", "received", "in memory", "on disk", "in flight", "granted")
+    rows = (
+        (
+            peer,
+            one["endpoint"] or "not found",
+            one["origin"] or "-",
+            "-" if one["connected_s"] is None else f"for {one['connected_s']:.0f} s",
+            _state(one),
+            *(number_text(one[key]) for key in ("made", "sent", "acknowledged", "received")),
+            size_text(one["memory_bytes"]),
+            size_text(one["spilled_bytes"]),
+            _window(one),
+            size_text(one["granted_bytes"]),
+        )
+        for peer, one in found.items()
+    )
+    heads = ("peer", "endpoint", "by", "connected", "stream", *numbers)
+    print_table(heads, (tuple(map(printable, row)) for row in rows), right=numbers)
+
+
+def _state(one: Peer) -> str:
+    reset, held_up = ", reset" if one["reset_pending"] else "", ", holds up the app" if one["held_up"] else ""
+    return f"{one['state'] or '-'}{reset}{held_up}"
+
+
+def _window(one: Peer) -> str:
+    if one["window_bytes"] is None:
+        return "-"
+    return f"{size_text(one['in_flight_bytes'])} of {size_text(one['window_bytes'])}"

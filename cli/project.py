@@ -1,0 +1,314 @@
+"""What the commands for projects share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from click.core import ParameterSource
+
+from immortal.cli.options import Function
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.project.new_project import TEMPLATES, make_project
+from immortal.protocol.command_line import FailedError, echo
+from immortal.protocol.shared_registry import is_url
+
+if TYPE_CHECKING:
+    from immortal.coordinator.instances.registry import Registry
+    from immortal.coordinator.project.project import Project
+    from immortal.coordinator.project.run_lock import Keeper
+
+
+def project_option(function: Function) -> Function:
+    return click.option(
+        "--project",
+        "path",
+        type=click.Path(path_type=Path),
+        help="An immortal.toml, its folder, or a file of Python.  [default: that of this folder or of one above]",
+    )(function)
+
+
+def project_of(ctx: click.Context, path: Path | None) -> tuple[Project, Registry]:
+    """The project that is meant, and its registry: that of --home where it is given. Raises ProjectError."""
+    from immortal.coordinator.project.project import find_project
+
+    main = ctx.find_root()
+    if is_url(main.params["home"]):
+        raise RegistryError(
+            "a project has a registry of its own, in a folder: leave --home and IMMORTAL_HOME out, or name a folder;"
+            " services of many machines are run one by one, with 'immortal run'"
+        )
+    given = main.get_parameter_source("home") not in (None, ParameterSource.DEFAULT)
+    project = find_project(path, Path(main.params["home"]).absolute() if given else None)
+    return project, Registry(project.home)
+
+
+# init: a project that runs.
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option(
+    "--template",
+    type=click.Choice(TEMPLATES),
+    default=TEMPLATES[0],
+    show_default=True,
+    help="shop: two services that call each other; agent: steps with a model; worker: a queue of jobs.",
+)
+def init(name: str | None, template: str) -> None:
+    """Make a project that runs, with a test, in the folder NAME, or in this one.
+
+    What is there is never written over.
+    """
+    folder = Path(name).absolute() if name else Path.cwd()
+    files = make_project(folder, folder.name, template)
+    for file in files:
+        echo(os.path.relpath(file))
+    change = f"cd {os.path.relpath(folder)} && " if name else ""
+    echo(f"run it with: {change}immortal dev")
+
+
+# dev: a project at a terminal.
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@click.command()
+@click.argument("path", required=False, type=click.Path(path_type=Path))
+@click.option("--no-watch", is_flag=True, help="Files that are saved change nothing.")
+@click.pass_context
+def dev(ctx: click.Context, path: Path | None, no_watch: bool) -> None:
+    """Run all services of a project here, with one log, and with their code as it is saved.
+
+    PATH is an immortal.toml, its folder, or one file of Python: then all services in it run, each as the instance that
+    is called as its class, in small letters. Without PATH it is the immortal.toml of this folder or of one above.
+
+    What is not registered is registered, in .immortal beside the project. When a file is saved, the services that use
+    it start again. Before that, the new code replays what was logged since the last checkpoint: where it makes other
+    calls than were made, you are asked, and without a terminal the old code goes on. Ctrl-C stops all, with
+    checkpoints.
+    """
+    from immortal.coordinator.project.development import Development
+    from immortal.coordinator.project.run_lock import kept
+
+    project, registry = project_of(ctx, path)
+    services = project.services()
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    development = Development(project, registry, interactive=interactive, watches=not no_watch)
+
+    async def run() -> int:
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, development.signalled)
+        try:
+            return await development.run(services)
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # one more wish must not spoil the exit status
+
+    with kept(project.home, "immortal dev"):
+        sys.exit(asyncio.run(run()))
+
+
+# up, down: a project in the background.
+
+
+TIMEOUT_S = 60.0
+OWN_LOG_NAME = ".project.log"
+_POLL_S = 0.05
+_PATIENCE_S = 1.0  # for a process that has just begun to say who it is
+_SETTLED = ("ready", "failed", "stopped")
+
+
+@click.command()
+@click.argument("path", required=False, type=click.Path(path_type=Path))
+@click.option("--timeout-s", type=click.FloatRange(min=0, min_open=True), default=TIMEOUT_S, show_default=True)
+@click.option("--keep", is_flag=True, hidden=True, help="Be the process in the background.")
+@click.pass_context
+def up(ctx: click.Context, path: Path | None, timeout_s: float, keep: bool) -> None:
+    """Run all services of a project in the background, and wait until they are ready.
+
+    PATH is as for 'immortal dev'. What runs already goes on; what was stopped or has failed is started again, and what
+    immortal.toml says differently is started with that. 'immortal ps' shows them, 'immortal logs' what they say,
+    'immortal down' stops them. The exit status is 1 where one is not ready in time, or has failed.
+    """
+    project, registry = project_of(ctx, path)
+    if keep:
+        _keep(project, registry)
+        return
+    names = [one.name for one in project.services()]  # what is wrong with it is said here
+    looks = _begin(project, timeout_s)
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        keeper = _keeper_of(project)
+        states = dict(keeper.states) if keeper.looks > looks else {}
+        settled = {name: text for name, text in states.items() if text.startswith(_SETTLED)}
+        if keeper.looks > looks and len(settled) == len(states):
+            break
+        if time.monotonic() > deadline_s:
+            waiting = ", ".join(name for name in names if name not in settled)
+            raise FailedError(
+                f"not ready within {timeout_s:g} s: {waiting}; they go on starting ('immortal logs' says more)"
+            )
+        time.sleep(_POLL_S)
+    for name in names:
+        echo(f"{name} {states.get(name) or _elsewhere(registry, name)}")
+    failed = [name for name in names if states.get(name, "ready") != "ready"]
+    if failed:
+        raise FailedError(f"{', '.join(failed)}: not running ('immortal logs {failed[0]}' says why)")
+
+
+def _keep(project: Project, registry: Registry) -> None:
+    from immortal.coordinator.project.background import COMMAND, LOOK_SIGNAL, Background
+    from immortal.coordinator.project.run_lock import kept
+
+    signal.signal(LOOK_SIGNAL, signal.SIG_IGN)  # until it is understood: the first look is still to come
+    with kept(project.home, COMMAND):
+        asyncio.run(Background(project, registry).run())
+
+
+def _begin(project: Project, timeout_s: float) -> int:
+    """Start the process in the background, or let it look again; how often it had looked before."""
+    from immortal.coordinator.project.background import COMMAND, LOOK_SIGNAL
+    from immortal.coordinator.project.run_lock import keeper
+    from immortal.coordinator.service.children import PYTHON
+    from immortal.protocol.files import make_folder, opener
+
+    found = keeper(project.home)
+    if found is not None:
+        if found.what != COMMAND:
+            raise FailedError(f"the project runs by '{found.what}', process {found.pid}: Ctrl-C there stops it")
+        os.kill(found.pid, LOOK_SIGNAL)
+        return found.looks
+    make_folder(project.home)
+    argv = [*PYTHON, "-m", "immortal.coordinator", "--home", str(project.home), "up", str(project.file), "--keep"]
+    with open(project.home / OWN_LOG_NAME, "w", opener=opener) as log:
+        process = subprocess.Popen(
+            argv, cwd=project.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    deadline_s = time.monotonic() + timeout_s
+    while keeper(project.home) is None:
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            said = (project.home / OWN_LOG_NAME).read_text("utf-8", "replace").strip().removeprefix("error: ")
+            raise FailedError(said or "the process in the background did not start")
+        time.sleep(_POLL_S)
+    return 0
+
+
+def _keeper_of(project: Project) -> Keeper:
+    """Raises FailedError where it is gone."""
+    from immortal.coordinator.project.run_lock import keeper
+
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while (found := keeper(project.home)) is None:
+        if time.monotonic() > deadline_s:
+            raise FailedError(f"the process in the background has ended; {project.home / OWN_LOG_NAME} says why")
+        time.sleep(_POLL_S)
+    return found
+
+
+def _elsewhere(registry: Registry, name: str) -> str:
+    """Of one that is not ours."""
+    from immortal.coordinator.instances.registry import RegistryError
+    from immortal.coordinator.operator import control
+
+    with contextlib.suppress(RegistryError):
+        found = control.supervisor(registry.load(name).folder) or control.running(registry.load(name).folder)
+        if found is not None:
+            return f"runs already, as process {found.pid}, which is left as it is"
+    return "is not started; .project.log in the registry's folder says why"
+
+
+@click.command()
+@project_option
+@click.option("--timeout-s", type=click.FloatRange(min=0, min_open=True), default=TIMEOUT_S, show_default=True)
+@click.pass_context
+def down(ctx: click.Context, path: Path | None, timeout_s: float) -> None:
+    """Stop all services of a project cleanly, each with a checkpoint, and wait until they have ended.
+
+    Whoever runs them is asked: the process of 'immortal up', an 'immortal dev', an 'immortal run' of one of them. Where
+    nothing runs, that is well: status 0.
+    """
+    from immortal.cli.lifecycle import checkpoint_at_stop, stop
+    from immortal.coordinator.operator import control
+    from immortal.coordinator.project.run_lock import keeper
+
+    project, registry = project_of(ctx, path)
+    names = sorted({*project.names(), *registry.names()} & {*registry.names()})
+    folders = {name: registry.load(name).folder for name in names}
+    ran = {name for name in names if control.supervisor(folders[name]) or control.running(folders[name])}
+    found = keeper(project.home)
+    if found is not None:
+        _end(found, timeout_s)
+    for name in names:
+        if control.supervisor(folders[name]) or control.running(folders[name]):
+            ctx.obj = registry
+            ctx.invoke(stop, name=name, timeout_s=timeout_s)
+        elif name in ran:
+            echo(f"{name} is stopped{checkpoint_at_stop(registry.load(name))}")
+    if not ran:
+        echo("nothing runs")
+
+
+def _end(found: Keeper, timeout_s: float) -> None:
+    """Raises FailedError where it does not end in time."""
+    from immortal.protocol.files import is_living
+
+    try:
+        os.kill(found.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    except PermissionError:
+        raise FailedError(f"process {found.pid} belongs to another user, who can do this") from None
+    deadline_s = time.monotonic() + timeout_s
+    while is_living(found):
+        if time.monotonic() > deadline_s:
+            raise FailedError(
+                f"process {found.pid} has not ended within {timeout_s:g} s, and goes on with it ('immortal ps')"
+            )
+        time.sleep(_POLL_S)
+
+
+# systemd: a project's unit files.
+
+
+@click.command()
+@project_option
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Write them into this folder.")
+@click.option("--user", "for_user", is_flag=True, help="For your own systemd, not the machine's.")
+@click.pass_context
+def systemd(ctx: click.Context, path: Path | None, output: Path | None, for_user: bool) -> None:
+    """Print systemd's unit files of a project: a service for each instance, and a target for all.
+
+    What is not registered is registered. Files that are there are written over.
+    """
+    from immortal.coordinator.project.fleet import register
+    from immortal.coordinator.project.systemd_units import units
+
+    project, registry = project_of(ctx, path)
+    services = project.services()
+    for service in services:
+        if said := register(registry, service):
+            echo(f"{service.name}: {said}", err=True)
+    texts = units(project, services, for_user=for_user)
+    for name, text in texts.items():
+        if output is None:
+            echo(f"# {name}")
+            for line in text.splitlines():
+                echo(line)
+            echo("")
+        else:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / name).write_text(text, "utf-8")
+            echo(str(output / name))
+    manager = "systemctl --user" if for_user else "systemctl"
+    everything = " ".join(texts)
+    echo(f"{manager} daemon-reload && {manager} enable --now {everything}", err=True)

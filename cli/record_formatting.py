@@ -1,0 +1,218 @@
+"""A record of the log in words: its messages, and where each batch came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from immortal.appsdk.state.tree import to_json, tree
+from immortal.coordinator.core.formatting import CallText, Methods, method_name
+from immortal.coordinator.log import LoggedValue, verify_value
+from immortal.protocol import decoding
+from immortal.protocol.batch import decode_batch, decode_replayable_batch
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.extensions import decode_record_time
+from immortal.protocol.messages import (
+    IncomingRpc,
+    MessageType,
+    RpcKind,
+    RpcType,
+    decode_incoming_rpc,
+    decode_message,
+    decode_messages,
+    decode_outgoing_rpc,
+)
+from immortal.protocol.record import HEADER_SIZE_BYTES
+from immortal.protocol.safe_output import printable
+from immortal.protocol.trailer import BatchKind
+
+ARGUMENTS_SHOWN_BYTES_MAX = 48
+
+
+def describe_record(logged: LoggedValue, committer_id: int, methods: Methods | None = None) -> dict[str, Any]:
+    """Plain values; "problem" where the record is damaged, which then says all there is to say.
+
+    ``methods``: what the instance's class names; then the messages have names, and their arguments as values.
+    """
+    described: dict[str, Any] = {"sequence_id": logged.sequence_id, "size_bytes": len(logged.value)}
+    if logged.problem is not None:
+        return {**described, "problem": logged.problem}
+    try:
+        header, trailer = verify_value(logged.value, logged.sequence_id, committer_id)
+        content = logged.value[HEADER_SIZE_BYTES : header.size_bytes]
+        messages = list(_messages(content, methods or {}))
+    except ImmortalError as error:
+        return {**described, "problem": str(error)}
+    return {
+        **described,
+        "size_bytes": header.size_bytes,
+        "time": time_text(trailer.time_ns),
+        "time_ns": trailer.time_ns,
+        "check": f"{header.check:016x}",
+        "sources": [
+            {
+                "kind": BatchKind(batch.kind).name.lower(),
+                "source": batch.name,
+                "first_position": batch.first_position,
+                "count": batch.count,
+                "send_time_ns": batch.send_time_ns,
+            }
+            for batch in trailer.batches
+        ],
+        "outputs": [
+            {"destination": mark.destination, "position": mark.position, "check": f"{mark.checksum:016x}"}
+            for mark in trailer.outputs
+        ],
+        "messages": messages,
+    }
+
+
+def time_text(time_ns: int) -> str:
+    try:
+        time = datetime.fromtimestamp(time_ns // 1_000_000_000, UTC)
+    except (OverflowError, ValueError, OSError):
+        return f"{time_ns} ns"
+    return f"{time:%Y-%m-%dT%H:%M:%S}.{time_ns % 1_000_000_000 // 1000:06d}Z"
+
+
+def _messages(content: bytes, methods: Methods) -> Iterator[dict[str, Any]]:
+    """Each message; those of a batch one by one, marked with the batch's type."""
+    for message_type, start, end in decode_messages(content):
+        if message_type == MessageType.RECORD_TIME:
+            yield {"type": "RECORD_TIME", "time_ns": decode_record_time(content, start, end)}
+        elif message_type == MessageType.RPC:
+            yield _rpc(content, start, end, methods)
+        elif message_type in (MessageType.RPC_BATCH, MessageType.COUNT_REPLAYABLE_RPC_BATCH):
+            data = content[start:end]
+            if message_type == MessageType.RPC_BATCH:
+                offset = decode_batch(data)[1]
+            else:
+                offset = decode_replayable_batch(data)[2]
+            for inner_type, inner_start, inner_end in decode_messages(data[offset:]):
+                inner = _message(data[offset:], inner_type, inner_start, inner_end, methods)
+                yield {**inner, "batch": MessageType(message_type).name}
+        else:
+            yield _message(content, message_type, start, end, methods)
+
+
+def _message(content: bytes, message_type: int, start: int, end: int, methods: Methods) -> dict[str, Any]:
+    if message_type == MessageType.RPC:
+        return _rpc(content, start, end, methods)
+    name = MessageType(message_type).name if message_type in set(MessageType) else f"type {message_type}"
+    described = {"type": name, "size_bytes": end - start, "data": _shown(content[start:end])}
+    if message_type == MessageType.INITIAL_MESSAGE and (wrapped := _wrapped(content[start:end], methods)) is not None:
+        return {**described, "wraps": wrapped}
+    return described
+
+
+def _wrapped(content: bytes, methods: Methods) -> dict[str, Any] | None:
+    """The RPC inside an initial message, of the SDK an incoming one, else an outgoing one; it may be any bytes."""
+    try:
+        message_type, start, end = decode_message(content, 0)
+        if message_type != MessageType.RPC or end != len(content):
+            return None
+        try:
+            incoming = decode_outgoing_rpc(content, start, end).incoming
+        except ImmortalError:
+            incoming = content[start:end]
+        return _rpc(incoming, 0, len(incoming), methods)
+    except (ImmortalError, ValueError):
+        return None
+
+
+def _rpc(content: bytes, start: int, end: int, methods: Methods) -> dict[str, Any]:
+    rpc = decode_incoming_rpc(content, start, end)
+    name = method_name(rpc.method_id, rpc.kind, "", methods)
+    return {
+        "type": "RPC",
+        "kind": RpcKind(rpc.kind).name.lower(),
+        "method_id": rpc.method_id,
+        "rpc_type": RpcType(rpc.rpc_type).name.lower(),
+        "size_bytes": len(rpc.arguments),
+        "arguments": _shown(rpc.arguments),
+        **({} if name is None else _named(rpc, name)),
+    }
+
+
+def _named(rpc: IncomingRpc, name: str) -> dict[str, Any]:
+    """What can be said of a message whose method has a name: its arguments are a MessagePack array."""
+    try:
+        values = decoding.decode_shown(rpc.arguments)
+        if not isinstance(values, list):
+            return {"method": name}
+        decoded = {key: to_json(tree(value)) for key, value in _parts(rpc, values).items()}
+        return {"method": name, "in_words": CallText.of(rpc, is_msgpack=True).with_method(name), **decoded}
+    except decoding.DecodeError:  # no call of the SDK's
+        return {"method": name}
+
+
+def _parts(rpc: IncomingRpc, values: list[Any]) -> dict[str, Any]:
+    match rpc.kind, values:
+        case RpcKind.RETURNED_VALUE, [number, value]:
+            return {"call_number": number, "value": value}
+        case RpcKind.RETURNED_NOTHING, [number]:
+            return {"call_number": number}
+        case RpcKind.RAISED, [number, error, list(arguments), attributes]:
+            return {"call_number": number, "raised": error, "values": arguments, "attributes": attributes}
+    if rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC and len(values) >= 2:
+        caller, number, *values = values
+        return {"caller": caller, "call_number": number, "values": values}
+    return {"values": values}
+
+
+def _shown(data: bytes) -> str:
+    """The bytes as Python writes them, shortened."""
+    if len(data) <= ARGUMENTS_SHOWN_BYTES_MAX:
+        return repr(data)[2:-1]
+    return f"{repr(data[:ARGUMENTS_SHOWN_BYTES_MAX])[2:-1]}..."
+
+
+# --- for people ------------------------------------------------------------------------------------------------------
+
+
+def record_lines(described: dict[str, Any]) -> Iterator[str]:
+    """The record as lines of text, which a terminal can show: the record's own, then one for each message."""
+    yield from map(printable, _record_lines(described))
+
+
+def _record_lines(described: dict[str, Any]) -> Iterator[str]:
+    front = f"record {described['sequence_id']}"
+    if "problem" in described:
+        yield f"{front}  DAMAGED: {described['problem']}"
+        return
+    sources = ", ".join(_source_text(source) for source in described["sources"])
+    outputs = ", ".join(f"{mark['destination'] or 'oneself'} {mark['position']}" for mark in described["outputs"])
+    yield (
+        f"{front}  {described['time']}  {described['size_bytes']} bytes  check {described['check']}"
+        + (f"  from {sources}" if sources else "")
+        + (f"  outputs {outputs}" if outputs else "")
+    )
+    for message in described["messages"]:
+        yield f"    {_message_text(message)}"
+
+
+def _source_text(source: dict[str, Any]) -> str:
+    first, count = source["first_position"], source["count"]
+    positions = f"{first}" if count == 1 else f"{first}-{first + count - 1}"
+    if source["kind"] == "initial":
+        return "the first start"
+    if source["kind"] == "impulses":
+        return f"impulses {positions}"
+    return f"{source['source'] or 'oneself'} {positions}"
+
+
+def _message_text(message: dict[str, Any]) -> str:
+    if message["type"] == "RECORD_TIME":
+        return f"RECORD_TIME {time_text(message['time_ns'])}"
+    batch = f"{message['batch']} " if "batch" in message else ""
+    if message["type"] != "RPC":
+        wraps = f" wraps {_message_text(message['wraps'])}" if "wraps" in message else f" {message['data']}"
+        return f"{batch}{message['type']}  {message['size_bytes']} bytes{wraps}"
+    if "in_words" in message:
+        return f"{batch}RPC {message['rpc_type']}  {message['size_bytes']} bytes  {message['in_words']}"
+    kind = "" if message["kind"] == "call" else f"{message['kind']} "
+    return (
+        f"{batch}RPC {kind}method {message['method_id']} {message['rpc_type']}"
+        f"  {message['size_bytes']} bytes  {message['arguments']}"
+    )

@@ -1,0 +1,201 @@
+"""register, unregister."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import click
+from msgspec import Struct
+
+from immortal.cli.options import name_argument, pass_registry, register_options, said
+from immortal.coordinator.config import AppSendMode, InstanceSettings
+from immortal.coordinator.config.schema import Setting, settings_of
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.log_url import is_in_folder
+from immortal.protocol.command_line import Commands, FailedError, echo, echo_json, json_option
+from immortal.protocol.shared_registry import Copy, is_url
+
+
+@click.command()
+@name_argument
+@register_options
+@pass_registry
+def register(registry: Registry, /, name: str, **options: Any) -> None:
+    """Write the settings of a new instance, and make its keys."""
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.operator import unregister as without  # needs ZeroMQ, whose loading takes long
+    from immortal.coordinator.peers import keys
+
+    given = said(options)
+    if "app_send_mode" in given and "app_send_port" not in given:
+        raise click.UsageError("--app-send-mode needs --app-send-port, the port that it is about")
+    settings = registry.register(name, **given)
+    keys.make(settings.folder)
+    own_logs.OwnLogs(settings.folder).begin()
+    made = ""
+    if not is_in_folder(settings.log):
+        try:
+            made = _make_log(settings)
+        except BaseException:
+            without.unregister(registry, name)
+            raise
+    app = " and ".join(settings.app_addresses)
+    start = f"immortal run {name} MODULE:CLASS"
+    if settings.app_send_port is not None:
+        does = "listens" if settings.app_send_mode is AppSendMode.LISTEN else "connects, too,"
+        app += f" ({does} at {settings.app_send_address})"
+        start = f"immortal coordinator {name}"
+    if made:
+        echo(made)
+    echo(f"registered {name}: peers at {settings.peer}, app at {app}")
+    place = _relative(registry.path(name)) if registry.copy is None else registry.copy.url
+    echo(f"settings in {place}; start it with: {start}")
+
+
+@click.command()
+@name_argument
+@click.option("--delete-log", is_flag=True, help="Delete its log as well: its whole state, for good.")
+@pass_registry
+def unregister(registry: Registry, name: str, delete_log: bool) -> None:
+    """Remove an instance's settings; its log stays unless --delete-log is given."""
+    from immortal.coordinator.operator import unregister as without  # needs ZeroMQ, whose loading takes long
+
+    log = without.unregister(registry, name, delete_log=delete_log)
+    kept = ""
+    if not is_in_folder(log):
+        kept = "" if delete_log else f"; its log stays in {log}"
+    elif Path(log).exists():
+        kept = f"; its log stays in {_relative(Path(log))}"
+    echo(f"unregistered {name}{kept}")
+
+
+def _make_log(settings: InstanceSettings) -> str:
+    """The log of an instance that is new, where other machines reach it; what was done. Raises LogError."""
+    from immortal.coordinator.instances import own_logs
+    from immortal.coordinator.log.open import place_of
+
+    place = place_of(settings.log)
+    if not place.is_shared:
+        return ""
+    if place.exists():
+        return f"takes the log that is there, {place.where}: 'immortal log diff' says whose it is"
+    own_logs.open_log(settings).close()
+    return f"made the log {place.where}"
+
+
+def _relative(path: Path) -> str:
+    """As a person would write it, where that is shorter."""
+    relative = os.path.relpath(path)
+    return relative if not relative.startswith("..") else str(path)
+
+
+# registry: what many machines share of an instance, and how a folder's registry gets into a database.
+
+
+@click.group(cls=Commands)
+def registry() -> None:
+    """Change what many machines share of an instance; bring a folder's registry into a database."""
+
+
+@registry.command()
+@name_argument
+@json_option
+@pass_registry
+def show(registry: Registry, name: str, as_json: bool) -> None:
+    """Print the settings of an instance as all machines have them, and on which machines it has keys."""
+    registry.load(name)
+    text = registry.path(name).read_text("utf-8")
+    machines = [] if registry.copy is None else _shared(registry).machines(name)
+    if as_json:
+        found = [dict(zip(("machine", "host", "peer"), one, strict=True)) for one in machines]
+        echo_json({"name": name, "settings": text, "machines": found})
+        return
+    for line in text.splitlines():
+        echo(line)
+    for machine, host, endpoint in machines:
+        echo(f"# keys of {machine} on {host}{f', reached at {endpoint}' if endpoint else ''}")
+
+
+@registry.command("set")
+@name_argument
+@click.argument("file", type=click.File("r", encoding="utf-8"), default="-")
+@pass_registry
+def set_settings(registry: Registry, name: str, file: IO[str]) -> None:
+    """Give an instance other settings: all of FILE, or of stdin. Machines see it within a second or two."""
+    before = registry.load(name).log
+    settings = registry.replace(name, file.read())
+    moved = "" if settings.log == before else f"; its log is {settings.log} from its next start on"
+    echo(f"{name}: has its new settings{moved}")
+
+
+@registry.command()
+@name_argument
+@click.argument("machine")
+@pass_registry
+def forget(registry: Registry, name: str, machine: str) -> None:
+    """The keys that NAME has on MACHINE, as 'registry show' has it, let nobody in any more."""
+    if not _shared(registry).forget(name, machine):
+        raise FailedError(f"{name!r} has no keys of a machine {machine!r}: 'immortal registry show {name}' lists them")
+    echo(f"{name}: the keys of {machine} are forgotten")
+
+
+@registry.command()
+@click.option("--to", "url", required=True, metavar="URL", help="postgresql://USER@HOST/DATABASE")
+@pass_registry
+def copy(registry: Registry, url: str) -> None:
+    """Bring the registry of this folder into a database; the folder is this machine's part of it from then on.
+
+    Settings, public keys and upgrades that are asked for; logs stay where they are.
+    """
+    if registry.copy is not None:
+        raise RegistryError(f"{registry.home} is part of a registry in a database already, {registry.copy.url}")
+    if not is_url(url):
+        raise click.UsageError(f"--to {url}: postgresql://USER@HOST/DATABASE was expected")
+    names = registry.share(url)
+    echo(f"{len(names)} instances and clients are in {url}: {', '.join(names) or 'none'}")
+    echo(f"on this machine: IMMORTAL_HOME={url} IMMORTAL_LOCAL={registry.home}")
+
+
+def _shared(registry: Registry) -> Copy:
+    if registry.copy is None:
+        raise RegistryError(
+            f"{registry.home} is the registry of this machine alone: what machines share is in a database"
+            " (IMMORTAL_HOME=postgresql://...)"
+        )
+    return registry.copy
+
+
+# settings: all that a settings file may say, from its schema.
+
+
+_HEADINGS = ("setting", "what it must be", "without it", "what it is for")
+
+
+@click.command()
+def settings() -> None:
+    """Show what a settings file may say, as the Markdown table of docs/guide/settings.md."""
+    for row in (_HEADINGS, ["---"] * len(_HEADINGS), *_rows(InstanceSettings)):
+        echo(f"| {' | '.join(row)} |")
+
+
+def _rows(schema: type[Struct], table: str = "") -> Iterator[tuple[str, str, str, str]]:
+    for setting in settings_of(schema).values():
+        name = f"{table}{setting.name}"
+        if setting.schema is not None:
+            yield from _rows(setting.schema, f"{name}.")
+        else:
+            yield f"`{name}`", _expected(setting), _without(setting), setting.text
+
+
+def _expected(setting: Setting) -> str:
+    if setting.is_table:
+        return f"a table [{setting.name}], for each name {setting.of_each.expected}"
+    unit = setting.about.get("unit")
+    return f"{setting.expected} ({unit})" if unit else setting.expected
+
+
+def _without(setting: Setting) -> str:
+    return "an error" if setting.is_required else "nothing" if setting.is_table else setting.default_text

@@ -1,0 +1,284 @@
+"""replay and verify: time travel, and the proof that it is exact. Both only read the log, also a live one."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from immortal.cli.options import (
+    app_or_hand,
+    name_argument,
+    pass_registry,
+    progress_bar,
+    settings_with_log,
+    trust_pickle_option,
+)
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.log import LogReader, open_reader
+from immortal.coordinator.log.open import place_of
+from immortal.protocol.command_line import RecordPlace, echo, echo_json, json_option
+from immortal.protocol.files import opener
+from immortal.protocol.safe_output import printable_json
+from immortal.protocol.verdicts import Verdict
+from immortal.replay import BY_HAND, AppCommand, ReplayError, ReplayPlan, ReplayResult, plan_route, run_replay
+from immortal.replay.app_process import default_app, show_state
+from immortal.replay.result import CountingSink, summary_json, summary_lines
+from immortal.replay.verify import verify_section, verify_sections
+from immortal.replay.verify_report import Report
+
+DIVERGED = 3
+
+
+_app_option = click.option(
+    "--app",
+    metavar="MODULE:CLASS",
+    callback=app_or_hand,
+    help="The code to run; - waits for an app.  [default: its own]",
+)
+_checkpoint_option = click.option(
+    "--checkpoint", "checkpoint_id", type=click.IntRange(min=0), metavar="N", help="The checkpoint to begin at."
+)
+
+
+@click.command()
+@name_argument
+@_checkpoint_option
+@click.option(
+    "--to", "last", type=RecordPlace(), metavar="SEQ[:MESSAGE]", help="End behind this record, or message of it."
+)
+@_app_option
+@click.option("--break", "breaks", is_flag=True, help="Stop in the debugger before the message given by --to.")
+@click.option("--state", "shows_state", is_flag=True, help="Print the state there, as JSON.")
+@click.option(
+    "--state-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the state there, as the app gives it."
+)
+@click.option("--lines", is_flag=True, help="Show what its handlers write with self.log, and all else that it prints.")
+@click.option("--follow", is_flag=True, help="Go on with what is logged meanwhile, until Ctrl-C or --to.")
+@click.option("--strict", is_flag=True, help="Refuse an app that does what a replay would not repeat.")
+@trust_pickle_option
+@json_option
+@pass_registry
+def replay(
+    registry: Registry,
+    name: str,
+    checkpoint_id: int | None,
+    last: tuple[int, int | None] | None,
+    app: str | None,
+    breaks: bool,
+    shows_state: bool,
+    state_file: Path | None,
+    lines: bool,
+    follow: bool,
+    strict: bool,
+    trust_pickle: bool,
+    as_json: bool,
+) -> None:
+    """Take NAME back to any record: its log is replayed into a copy of its app.
+
+    It begins at the newest checkpoint from which the end can be reached. --to 12:3 ends behind message 3 of record 12,
+    both counted from 0 ('immortal log show' lists them). Nothing is sent to anybody, and no hook of the app runs.
+
+    The exit status is 1 if a call fails that did not fail then, or if it can't be done.
+    """
+    if breaks and last is None:
+        raise click.UsageError("--break needs --to SEQ[:MESSAGE]: the message to stop at")
+    if breaks and app == BY_HAND:
+        raise click.UsageError("--break starts the app itself, in this terminal: --app - can't be given with it")
+    settings = settings_with_log(registry, name)
+    sequence_id, message = last or (None, None)
+    plan = ReplayPlan(checkpoint_id, sequence_id, message, before_last=breaks, follow=follow)
+    counted = CountingSink()
+
+    def tells(verdict: Verdict) -> bool:
+        return not breaks or verdict.task > 0 or verdict.key[:2] != (sequence_id, message or 0)
+
+    with ExitStack() as stack:
+        reader = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
+        summary = reader.summary()
+        route = plan_route(plan, reader, summary)
+        app = app or default_app(name, settings.app, summary, route.last_version)
+        break_at = last if breaks else None
+        command = AppCommand.of(app, strict=strict, lines=lines, break_at=break_at, settings=settings)
+        blob = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-replay-"))) / "state"
+        stop = stack.enter_context(_signals(follow=follow, in_debugger=breaks))
+        advance = None if breaks or lines else stack.enter_context(progress_bar("replaying"))
+        result = run_replay(
+            reader,
+            route,
+            command,
+            counted,
+            blob_path=blob,
+            progress=advance,
+            stop=stop,
+            announce=_announce(name),
+            tells=tells,  # the message to stop at is called, whatever became of it
+        )
+        if result.failure is None and state_file is not None:
+            with open(blob, "rb") as made, open(state_file, "wb", opener=opener) as kept:
+                shutil.copyfileobj(made, kept)
+        state = _state(result, app) if result.failure is None and shows_state else None
+    if as_json:
+        echo_json(summary_json(name, result, counted) | ({"state": state} if shows_state else {}))
+    else:
+        for line in summary_lines(name, result, counted):
+            echo(line, err=shows_state)
+        if state is not None:
+            for line in printable_json(state, indent=2).split("\n"):
+                echo(line)
+    sys.exit(0 if result.failure is None and not result.news else 1)
+
+
+@click.command()
+@name_argument
+@_checkpoint_option
+@_app_option
+@click.option(
+    "--peer-log",
+    "peer_logs",
+    multiple=True,
+    metavar="NAME_OR_FOLDER",
+    help="A receiver's log: shows what was sent then.",
+)
+@click.option("--all", "everything", is_flag=True, help="From every kept checkpoint, not the last two only.")
+@trust_pickle_option
+@json_option
+@pass_registry
+def verify(
+    registry: Registry,
+    name: str,
+    checkpoint_id: int | None,
+    app: str | None,
+    peer_logs: tuple[str, ...],
+    everything: bool,
+    trust_pickle: bool,
+    as_json: bool,
+) -> None:
+    """Prove that NAME does again what it did: replay it from checkpoint to checkpoint, and compare.
+
+    Compared are the calls that it makes, with the marks in the log, its state, with the next checkpoint, and its state
+    around each query, which may not change it. What lies behind the last checkpoint is replayed too. The exit status is
+    0 if all is the same, 3 if it is not, 1 if it could not be found out.
+    """
+    if checkpoint_id is not None and everything:
+        raise click.UsageError("--checkpoint and --all: give one of the two")
+    settings = settings_with_log(registry, name)
+    is_same = True
+    described = []
+    warnings: dict[str, None] = {}
+    with ExitStack() as stack:
+        reader = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
+        receivers = {peer.identity.instance_name: peer for peer in _peers(registry, peer_logs, stack, settings)}
+        summary = reader.summary()
+        found = verify_sections(reader, summary, checkpoint_id=checkpoint_id, everything=everything)
+        for note in [] if as_json else found.notes:
+            echo(f"note: {note}")
+        for start, end in found.pairs:
+            version = start.version if end is None else end.version
+            chosen = app or default_app(name, settings.app, summary, version)
+            with progress_bar(f"from checkpoint {start.checkpoint_id}") as advance:
+                section = verify_section(
+                    reader,
+                    start,
+                    end,
+                    AppCommand.of(chosen, checks_queries=True, settings=settings),
+                    receivers=receivers,
+                    progress=advance,
+                    announce=_announce(name),
+                )
+            is_same = is_same and section.is_same
+            warnings |= dict.fromkeys(section.result.warnings)
+            report = Report(name, section, reader)
+            if as_json:
+                described.append(report.to_json())
+            else:
+                for line in report.lines():
+                    echo(line)
+    if as_json:
+        echo_json(
+            {
+                "instance": name,
+                "same": is_same,
+                "sections": described,
+                "warnings": list(warnings),
+                "notes": list(found.notes),
+            }
+        )
+    else:
+        for line in _verdict(name, is_same=is_same, warnings=list(warnings)):
+            echo(line)
+    sys.exit(0 if is_same else DIVERGED)
+
+
+def _verdict(name: str, *, is_same: bool, warnings: list[str]) -> Iterator[str]:
+    if is_same:
+        yield f"{name}: the same"
+        return
+    yield f"{name}: NOT the same: it does what a replay can't repeat, or its code was changed without an upgrade"
+    if warnings:
+        yield "what its code shows:"
+        yield from (f"  {warning}" for warning in warnings)
+
+
+def _state(result: ReplayResult, app: str) -> dict[str, Any]:
+    """The state in words; of an app that is not the SDK's only how much there is."""
+    target = result.label if app == BY_HAND else app
+    if result.description is not None and result.blob_path is not None and target:
+        try:
+            return show_state(target, result.blob_path)
+        except ReplayError:
+            if app != BY_HAND:
+                raise  # else its class may live elsewhere
+    return {"size_bytes": result.blob_size_bytes, "check": f"{result.blob_check or 0:016x}"}
+
+
+def _announce(name: str) -> Callable[[str], None]:
+    def announce(address: str) -> None:
+        variable = "" if " " in address else f" (IMMORTAL_APP_ADDRESS={address})"  # two ports are no SDK app's
+        echo(f"waiting for an app of {name} at {address}{variable}", err=True)
+
+    return announce
+
+
+def _peers(
+    registry: Registry, peer_logs: tuple[str, ...], stack: ExitStack, own: InstanceSettings
+) -> Iterator[LogReader]:
+    """The readers of the logs that were given by an instance's name or as a folder."""
+    for given in peer_logs:
+        place = place_of(registry.load(given).log if given in registry.names() else given)
+        if not place.exists():
+            raise RegistryError(f"{given!r} is neither a registered instance with a log nor the folder of one")
+        if place.key == place_of(own.log).key:
+            raise click.UsageError(f"--peer-log {given}: this is the log of {own.name!r} itself, which is used anyway")
+        yield stack.enter_context(open_reader(place))
+
+
+@contextmanager
+def _signals(*, follow: bool, in_debugger: bool) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C ends the following, a second one all; in the debugger it is the app's. Yields whether to end."""
+    asked = 0
+
+    def take(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked += 1
+        if follow and asked > 1:
+            raise KeyboardInterrupt
+
+    if not (follow or in_debugger):
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, take)
+    try:
+        yield lambda: follow and asked > 0
+    finally:
+        signal.signal(signal.SIGINT, before)

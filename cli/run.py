@@ -1,0 +1,192 @@
+"""run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from immortal.cli.options import (
+    app_name,
+    follow_option,
+    log_output_options,
+    name_argument,
+    pass_registry,
+    promote_option,
+    said,
+    start_option,
+    trust_pickle_option,
+)
+from immortal.coordinator.config import InstanceSettings, override
+from immortal.coordinator.core.notices import Level
+from immortal.coordinator.instances import upgrade_mark
+from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.instances.upgrade_mark import UpgradeMark
+from immortal.coordinator.log_url import is_in_folder
+from immortal.coordinator.operator import control
+from immortal.protocol.command_line import echo
+from immortal.protocol.errors import ImmortalError
+
+
+@click.command()
+@name_argument
+@click.argument("app", metavar="[MODULE:CLASS]", required=False, callback=app_name)
+@click.option("--restart", is_flag=True, help="When the coordinator dies, start both again; when the app dies, that.")
+@click.option(
+    "-i/-I",
+    "--interactive/--no-interactive",
+    default=None,
+    help="The app reads what is typed, in a debugger say.  [default: where this is a terminal]",
+)
+@click.option("--strict", is_flag=True, help="Refuse an app whose handlers do what no replay can repeat.")
+@start_option("peer")
+@start_option("insecure")
+@start_option("allow_data_loss")
+@promote_option
+@follow_option
+@start_option("replay_check")
+@start_option("metrics")
+@trust_pickle_option
+@click.option(
+    "--embedded", is_flag=True, help="Coordinator and app in one process, this one: for debuggers and development."
+)
+@log_output_options
+@pass_registry
+def run(
+    registry: Registry,
+    /,
+    name: str,
+    app: str | None,
+    restart: bool,
+    interactive: bool | None,
+    strict: bool,
+    promote: bool,
+    follow: bool,
+    trust_pickle: bool,
+    embedded: bool,
+    log_format: str,
+    log_level: Level,
+    **options: Any,
+) -> None:
+    """Run an instance: its coordinator and its app, as two processes that live and die together.
+
+    Without MODULE:CLASS it is the one of the last run. 'immortal stop NAME', SIGTERM or Ctrl-C stop both cleanly, with
+    a checkpoint; 'immortal restart NAME' starts both again. A second Ctrl-C ends both at once, also an app that stands
+    in a debugger.
+
+    With --follow, beside an instance that runs: both processes keep up with its log, and take its place when its
+    coordinator is gone. Where none runs, they are the instance at once. With a log that other machines reach
+    (postgresql:) that is so without --follow, wherever another process has the log.
+
+    It ends with status 0 after a clean stop, with 4 where another process writes the log by now, with 70 where a
+    handler stops the app, and with 1 after any other error.
+    """
+    from immortal.coordinator.instances.follower_places import claim_place, follower_settings
+    from immortal.coordinator.log.open import place_of
+    from immortal.coordinator.notices import configure
+    from immortal.coordinator.peers.machine_keys import make_own
+    from immortal.coordinator.peers.security import check_start
+    from immortal.coordinator.service.children import (
+        PYTHON,
+        STATUS_FENCED,
+        Command,
+        Role,
+        app_command,
+        app_stdin,
+        coordinator_command,
+        supervised,
+    )
+    from immortal.coordinator.service.supervisor import Supervisor
+
+    settings = registry.load(name)
+    _refuse_two_ports(settings)
+    is_shared = not is_in_folder(settings.log) and not embedded and place_of(settings.log).is_shared
+    follow = follow or (is_shared and place_of(settings.log).is_live())
+    if not follow:
+        control.refuse_running(settings.folder)
+    mark = upgrade_mark.read(settings.folder)
+    upgrading = mark is not None and mark.pending
+    app = app or (mark.app if mark is not None and upgrading else None) or settings.app
+    if app is None:
+        raise RegistryError(f"{name!r} has not been run yet: say what its app is ('immortal run {name} MODULE:CLASS')")
+    if embedded:
+        if restart or follow or promote or trust_pickle or log_format != "human" or said(options):
+            raise click.UsageError(
+                "with --embedded go --strict and --log-level; what else there is needs two processes"
+            )
+        _become_embedded(settings, app, strict=strict, log_level=log_level)
+    if mark is not None and upgrading:
+        upgrade_mark.write(settings.folder, UpgradeMark(mark.to, app))  # registered once the upgrade is durable
+    elif not follow:
+        settings = registry.remember_app(name, app)
+    own = supervised(override(settings, **said(options)))
+    if make_own(own, registry):
+        echo(f"{name}: made keys for this machine")
+    registry.refuse_open_folder(name)
+    check_start(own)  # a restart would find the same
+    place = claim_place(own) if follow else None
+    at = own if place is None else follower_settings(own, place.folder)
+    now = app
+
+    def commands() -> dict[Role, Command]:
+        """With the app as it is wanted by now: that of an upgrade, or the registered one, which was before it."""
+        nonlocal now, upgrading
+        with contextlib.suppress(ImmortalError):  # as it was: the coordinator reads the same, and says what is wrong
+            mark = upgrade_mark.read(settings.folder)
+            upgrading = mark is not None and mark.pending
+            now = (mark.app if mark is not None and upgrading else None) or registry.load(name).app or now
+        return {
+            Role.COORDINATOR: coordinator_command(
+                own,
+                log_format=log_format,
+                log_level=log_level,
+                promote=promote,
+                trust_pickle=trust_pickle,
+                place=None if place is None else place.folder,
+            ),
+            Role.APP: app_command(at, now, strict=strict, log_format=log_format, log_level=log_level),
+        }
+
+    def gave_up_upgrade() -> bool:
+        upgrade_mark.give_up(settings.folder, "the app gave it up; its own lines say why")
+        return upgrading
+
+    log = configure(name, level=log_level, log_format=log_format)
+    announced = control.supervised(settings.folder)
+    supervisor = Supervisor(
+        commands,
+        log,
+        restart=restart,
+        gave_up_upgrade=gave_up_upgrade,
+        announced=announced,
+        follows=follow,
+        follows_next=is_shared,
+        app_stdin=app_stdin(interactive),
+    )
+    status = supervisor.run()
+    if status == STATUS_FENCED and restart and is_shared and not follow:
+        os.execv(PYTHON[0], [*PYTHON, "-m", "immortal.coordinator", *sys.argv[1:], "--follow"])
+    sys.exit(status)
+
+
+def _become_embedded(settings: InstanceSettings, app: str, *, strict: bool, log_level: str) -> NoReturn:
+    """This very process, with its terminal, is the instance from here on."""
+    from immortal.coordinator.service.children import PYTHON
+
+    home = str(settings.folder.parent)
+    arguments = [settings.name, app, "--home", home, "--log-level", log_level]
+    environment = {**os.environ, **({"IMMORTAL_STRICT": "1"} if strict else {})}
+    environment.setdefault("PYTHONHASHSEED", "0")
+    environment["IMMORTAL_LOG_LEVEL"] = log_level  # of self.log
+    os.execve(sys.executable, [*PYTHON, "-m", "immortal.appsdk.embedded", *arguments], environment)
+
+
+def _refuse_two_ports(settings: InstanceSettings) -> None:
+    if settings.app_send_port is not None:
+        raise RegistryError(
+            f"{settings.name!r} is for an app that uses two ports (app_send_port), which the apps of 'immortal run' do"
+            f" not: start 'immortal coordinator {settings.name}' and the app by itself, or register it without"
+        )

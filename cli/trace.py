@@ -1,0 +1,186 @@
+"""trace: what a viewer of traces shows of logs; also beside running coordinators."""
+
+from __future__ import annotations
+
+import gzip
+import signal
+import sys
+import tempfile
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, cast
+
+import click
+
+from immortal.cli.options import Moment, Time, complete_instance, instance_name, pass_registry, settings_with_log
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol.command_line import Commands, FailedError, counted, echo
+from immortal.protocol.timings import FOLDER_NAME
+
+if TYPE_CHECKING:
+    from immortal.replay.trace.causes import ReplayedCauses
+    from immortal.replay.trace.messages import Source
+
+_PROBLEMS_SHOWN_MAX = 10
+
+
+def _names(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str | None, ...]:
+    return tuple(instance_name(ctx, parameter, one) for one in dict.fromkeys(value))
+
+
+@click.group(cls=Commands)
+def trace() -> None:
+    """Give what happened to viewers of traces: Perfetto, and all that take OpenTelemetry's."""
+
+
+@trace.command()
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=_names, shell_complete=complete_instance)
+@click.option("--from", "first", type=Moment(), help="The first record's sequence ID, or a time (UTC unless it says).")
+@click.option("--to", "last", type=Moment(), help="The last record's, or a time.")
+@click.option("--perfetto", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="For Perfetto.")
+@click.option("--otlp", metavar="FILE|URL", help="OTLP's JSON, into a file or to an HTTP endpoint.")
+@click.option("--causes", is_flag=True, help="Replay the logs to learn which message made which call.")
+@pass_registry
+def export(
+    registry: Registry,
+    names: tuple[str, ...],
+    first: int | Time | None,
+    last: int | Time | None,
+    perfetto: Path | None,
+    otlp: str | None,
+    causes: bool,
+) -> None:
+    """Write the messages of NAME... as a trace, by the logs alone: the instances may run, and notice nothing.
+
+    --perfetto FILE is opened by https://ui.perfetto.dev; with a name that ends in .gz it is compressed. --otlp takes
+    the URL of a collector, such as http://127.0.0.1:4318, or a file. Record numbers are each log's own: with several
+    NAMEs give times.
+    """
+    if (perfetto is None) == (otlp is None):
+        raise click.UsageError("give one of --perfetto FILE and --otlp FILE|URL")
+    if len(names) > 1 and (isinstance(first, int) or isinstance(last, int)):
+        raise click.UsageError("record numbers are each log's own: with several NAMEs, --from and --to take times")
+    from immortal.replay.trace import exporters as otlp_form
+    from immortal.replay.trace import exporters as perfetto_form
+    from immortal.replay.trace.messages import by_time
+    from immortal.replay.trace.spans import Spans
+    from immortal.replay.trace.timings import Timings
+
+    with ExitStack() as stack:
+        sources = [_source(registry, name, first, last, stack) for name in names]
+        for source in sources:
+            folder = registry.load(source.instance).folder / FOLDER_NAME
+            source.timings = Timings(folder, source.reader.identity.committer_id)
+        known = _causes(registry, sources, stack) if causes else None
+        spans = Spans(known)
+        messages = by_time(sources)
+        if perfetto is not None:
+            with _new_file(perfetto) as file:
+                count = perfetto_form.write(messages, spans, file)
+            echo(f"{counted(count, 'message')} in {perfetto}: open it in https://ui.perfetto.dev")
+        elif otlp is not None and "://" in otlp:
+            count = otlp_form.send_all(spans.all_of(messages), otlp_form.to_endpoint(otlp))
+            echo(f"{counted(count, 'span')} sent to {otlp}")
+        elif otlp is not None:
+            with _new_file(Path(otlp)) as binary:
+                count = otlp_form.send_all(spans.all_of(messages), otlp_form.into_file(binary))
+            echo(f"{counted(count, 'span')} in {otlp}")
+    for source in sources:
+        for problem in source.timings.problems if source.timings is not None else ():
+            echo(f"note: {source.instance}: {problem}", err=True)
+    problems = [problem for source in sources for problem in source.problems]
+    for problem in problems[:_PROBLEMS_SHOWN_MAX]:
+        echo(f"left out: {problem}", err=True)
+    if len(problems) > _PROBLEMS_SHOWN_MAX:
+        echo(f"left out: {len(problems) - _PROBLEMS_SHOWN_MAX} more", err=True)
+    sys.exit(1 if problems else 0)
+
+
+def _source(
+    registry: Registry, name: str, first: int | Time | None, last: int | Time | None, stack: ExitStack
+) -> Source:
+    from immortal.cli.log import methods_of
+    from immortal.coordinator.log.record_decoder import first_record_at
+    from immortal.replay.trace.messages import Source
+
+    settings = settings_with_log(registry, name)
+    methods = methods_of(settings.app, None)
+    reader = stack.enter_context(own_logs.open_reader(settings, check=False))
+    if isinstance(first, Time):
+        first = first_record_at(reader, first.ns)
+    if isinstance(last, Time):
+        last = first_record_at(reader, last.ns + 1) - 1
+    return Source(reader, methods or {}, first, last)
+
+
+def _causes(registry: Registry, sources: list[Source], stack: ExitStack) -> ReplayedCauses:
+    from immortal.replay.trace.causes import ReplayedCauses
+
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-trace-"))
+    found = ReplayedCauses(Path(folder))
+    stack.callback(found.close)
+    for source in sources:
+        for note in found.learn(source, registry.load(source.instance)):
+            echo(f"note: {note}", err=True)
+    return found
+
+
+def _new_file(path: Path) -> IO[bytes]:
+    try:
+        return cast("IO[bytes]", gzip.open(path, "xb", compresslevel=3)) if path.suffix == ".gz" else open(path, "xb")
+    except FileExistsError:
+        raise FailedError(f"{path} is there already: give another name, or remove it first") from None
+
+
+@trace.command()
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=_names, shell_complete=complete_instance)
+@click.option("--otlp", metavar="URL", required=True, help="The endpoint, such as http://127.0.0.1:4318.")
+@click.option("--from", "first", type=Moment(), help="Where to begin.  [default: with what comes from now on]")
+@click.option(
+    "--resume", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Note there how far it has come, and go on from there.",
+)  # fmt: skip
+@click.option("--causes", is_flag=True, help="Let a copy of each app replay its log, to learn what made each call.")
+@pass_registry
+def follow(
+    registry: Registry,
+    names: tuple[str, ...],
+    otlp: str,
+    first: int | Time | None,
+    resume: Path | None,
+    causes: bool,
+) -> None:
+    """Send the spans of NAME... to an endpoint as they come, until Ctrl-C or SIGTERM.
+
+    It reads the logs alone, so it costs the instances nothing, and may be started and stopped at any time. An endpoint
+    that is away is waited for.
+    """
+    if len(names) > 1 and isinstance(first, int):
+        raise click.UsageError("record numbers are each log's own: with several NAMEs, --from takes a time")
+    from immortal.replay.trace.causes import ShadowReplay
+    from immortal.replay.trace.exporters import to_endpoint
+    from immortal.replay.trace.follower import Follower, Positions, ShadowFollower
+
+    over = threading.Event()
+    with ExitStack() as stack:
+        positions = Positions(resume)
+        sources = [_source(registry, name, first, None, stack) for name in names]
+        for source in sources:
+            known = positions.next_of(source)
+            if known is not None:
+                source.first = known
+            elif source.first is None:
+                source.first = source.reader.last_sequence_id() + 1
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *of: over.set())
+        follower: Follower | ShadowFollower
+        how = to_endpoint(otlp), positions, over.wait, lambda text: echo(text, err=True)
+        if causes:
+            follower = ShadowFollower([ShadowReplay(one, registry.load(one.instance)) for one in sources], *how)
+        else:
+            follower = Follower(sources, *how)
+        echo(f"following {', '.join(names)}", err=True)
+        follower.run()
+    echo(f"{counted(follower.sent, 'span')} sent to {otlp}", err=True)

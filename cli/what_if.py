@@ -1,0 +1,155 @@
+"""what-if: the log of an instance, handled by other code."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from immortal.cli.options import (
+    app_or_hand,
+    name_argument,
+    pass_registry,
+    progress_bar,
+    settings_with_log,
+    trust_pickle_option,
+)
+from immortal.cli.what_if_report import Report
+from immortal.coordinator.core.output.output_check import Divergence, OutputDivergenceError
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log import LogReader
+from immortal.protocol.command_line import FailedError, counted, echo, echo_json, json_option
+from immortal.replay import OWN_VERSION, AppCommand
+from immortal.replay.app_process import default_app
+from immortal.replay.comparison import Kind, Side
+from immortal.replay.findings import POSITIONS_MAX
+from immortal.replay.what_if import WhatIf, plan_what_if, run_what_if
+
+
+class _Version(click.ParamType):  # type: ignore[type-arg]
+    """A version number; the option alone stands for the app's own."""
+
+    name = "version"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return OWN_VERSION if value is OWN_VERSION else int(click.IntRange(min=1).convert(value, param, ctx))
+
+
+@click.command("what-if")
+@name_argument
+@click.option(
+    "--app",
+    "new_app",
+    required=True,
+    metavar="MODULE:CLASS",
+    callback=app_or_hand,
+    help="The code to try; - waits for one.",
+)
+@click.option(
+    "--code",
+    type=click.Path(exists=True, path_type=Path),
+    help="A folder or a wheel: the code to try is taken from there.",
+)
+@click.option(
+    "--old-app", metavar="MODULE:CLASS", callback=app_or_hand, help="What to compare with.  [default: its own app]"
+)
+@click.option("--from", "checkpoint_id", type=click.IntRange(min=0), help="Begin at this checkpoint, not the oldest.")
+@click.option("--to", "last_sequence_id", type=click.IntRange(min=0), help="The last record to be handled.")
+@click.option(
+    "--upgrade",
+    "upgrade_to",
+    is_flag=False,
+    flag_value=OWN_VERSION,
+    type=_Version(),
+    metavar="[VERSION]",
+    help="The new code upgrades the state first: to this version, or to its own.",
+)
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=10, show_default=True, help="At most so many differences in full."
+)
+@click.option("--cone", "with_cone", is_flag=True, help="Follow what differs into other services, by replays of these.")
+@trust_pickle_option
+@json_option
+@pass_registry
+def what_if(
+    registry: Registry,
+    name: str,
+    new_app: str,
+    code: Path | None,
+    old_app: str | None,
+    checkpoint_id: int | None,
+    last_sequence_id: int | None,
+    upgrade_to: int | None,
+    limit: int,
+    with_cone: bool,
+    trust_pickle: bool,
+    as_json: bool,
+) -> None:
+    """What would be different if other code had handled the log of NAME?
+
+    The recorded inputs go through both, side by side; nothing is sent, and the log is only read. What failed is called
+    again. The exit status is 0 if nothing would be different, 3 if something would (a call that fails, or does not any
+    more, is), 1 if it could not be tried.
+    """
+    settings = settings_with_log(registry, name)
+    with (
+        own_logs.open_reader(settings, trust_pickle=trust_pickle) as reader,
+        tempfile.TemporaryDirectory(prefix="immortal-") as folder,
+    ):
+        route = plan_what_if(reader, checkpoint_id=checkpoint_id, last_sequence_id=last_sequence_id)
+        old_app = old_app or default_app(name, settings.app, reader.summary(), route.last_version)
+        apps = {
+            Side.OLD: AppCommand.of(old_app, settings=settings),
+            Side.NEW: AppCommand.of(new_app, settings=settings, code=code),
+        }
+        blob_paths = {side: Path(folder, side.value) for side in Side}
+        try:
+            with progress_bar("replaying") as progress:
+                outcome = run_what_if(
+                    reader,
+                    route,
+                    apps,
+                    upgrade_to=upgrade_to,
+                    limit=limit,
+                    blob_paths=blob_paths,
+                    progress=progress,
+                    announce=lambda side, address: echo(f"waiting for the {side.value} app at {address}", err=True),
+                )
+        except OutputDivergenceError as error:
+            raise FailedError(_divergence_text(error.divergence, name, old_app)) from None
+        cone = cone_of(registry, name, outcome, reader) if with_cone else None
+        report = Report(name, apps, outcome, reader, limit, blob_paths, cone)
+        for warning in report.warnings:
+            echo(warning, err=True)
+        if as_json:
+            echo_json(report.values())
+        else:
+            for line in report.lines():
+                echo(line)
+    sys.exit(report.exit_status)
+
+
+def cone_of(registry: Registry, name: str, outcome: WhatIf, reader: LogReader) -> dict[str, Any]:
+    """What followed from the calls that differ, as :func:`immortal.replay.trace.cone.values`."""
+    from immortal.replay.trace.cone import follow, values
+
+    findings = outcome.findings
+    found = follow(registry, name, findings.positions, reader)
+    if not findings.has_all_positions:
+        found.notes.append(f"of the calls that differ the first {POSITIONS_MAX:,} that were found are followed")
+    if added := findings.count(Kind.ADDED):
+        found.notes.append(f"{counted(added, 'call')} would come in addition: no log says what would follow from that")
+    return values(found)
+
+
+def _divergence_text(divergence: Divergence, name: str, old_app: str) -> str:
+    stream = f"the calls to {divergence.destination!r}" if divergence.destination else "the calls to itself"
+    return (
+        f"{old_app} does not make again what the log of {name!r} says was made: of {stream} those from number"
+        f" {divergence.after_position + 1} to {divergence.position} are others, or missing. So there is nothing to"
+        f" compare with: give the code that made this log with --old-app, or see 'immortal verify {name}'"
+    )

@@ -1,0 +1,401 @@
+"""What a what-if has found: in words, and as plain values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import asdict
+
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.core.formatting import CallText, Methods, call_in_words, format_counted_method, method_name
+from immortal.coordinator.log.record_contents import message_at, record_of
+from immortal.protocol.command_line import counted, table_lines
+from immortal.protocol.safe_output import printable_lines
+from immortal.replay import AppCommand, RecordSource, ReplayError, ReplayResult
+from immortal.replay.app_process import Code, code_values, diff_states, unanswered
+from immortal.replay.comparison import Key, Kind, Side
+from immortal.replay.findings import Finding
+from immortal.replay.result import MessageOutcome, OutcomeChanges, format_failure, place_in_words, verdict_values
+from immortal.replay.what_if import Unknown, WhatIf, not_worked_out
+
+SAME, FAILED, DIFFERENT = 0, 1, 3  # exit statuses
+INITIAL_METHOD_ID = -1
+TRACEBACK_LINES_MAX = 8
+VALUE_SIZE_MAX = 60  # characters of a value in the state
+
+Values = dict[str, Any]
+
+_FATE_WORDS = {
+    MessageOutcome.WORKS: "would not fail",
+    MessageOutcome.FAILS: "would fail",
+    MessageOutcome.DIFFERS: "would fail in another way",
+}
+
+
+class Report:
+    """``blob_paths``: the states at the end. ``reader``: the log, for the inputs of the differences that are shown.
+    ``cone``: as :func:`immortal.replay.trace.cone.values` has it, if it was asked for.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        apps: Mapping[Side, AppCommand],
+        outcome: WhatIf,
+        reader: RecordSource,
+        limit: int,
+        blob_paths: Mapping[Side, Path],
+        cone: Values | None = None,
+    ) -> None:
+        self._cone = cone
+        self._name = name
+        self._apps = apps
+        self._outcome = outcome
+        self._reader = reader
+        self._limit = limit
+        self.state_problem: str | None = None
+        self.state: list[Values] = []
+        self.unanswered: list[Values] = []
+        if set(outcome.results) == set(Side) and not any(result.failure for result in outcome.results.values()):
+            try:
+                self.state = self._state_differences(blob_paths)
+                self.unanswered = self._unanswered(blob_paths[Side.NEW])
+            except ReplayError as error:
+                self.state_problem = str(error)
+
+    @property
+    def exit_status(self) -> int:
+        if self._exception(Side.OLD) is not None:
+            return FAILED
+        outcome = self._outcome
+        if outcome.findings.total or outcome.fates or self.state or self._exception(Side.NEW) is not None:
+            return DIFFERENT
+        return SAME if self.state_problem is None else FAILED
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the SDK says about the new code."""
+        new = self._outcome.results.get(Side.NEW)
+        return [] if new is None else new.warnings
+
+    def _state_differences(self, blob_paths: Mapping[Side, Path]) -> list[Values]:
+        """At most ``limit`` and one more."""
+        results = self._outcome.results
+        old, new = ((result.blob_size_bytes, result.blob_check) for result in (results[Side.OLD], results[Side.NEW]))
+        if old == new:
+            return []
+        if any(result.description is None for result in results.values()):  # no SDK app: only its bytes are known
+            return [{"path": "", **{side.value: _blob_text(results[side]) for side in Side}}]
+        old_path, new_path = blob_paths[Side.OLD], blob_paths[Side.NEW]
+        old_class, new_class, code = self._class(Side.OLD), self._class(Side.NEW), self._apps[Side.NEW].code
+        return diff_states(old_class, old_path, new_class, new_path, limit=self._limit + 1, new_code=code)
+
+    def _unanswered(self, blob_path: Path) -> list[Values]:
+        """What the new code waits for, and the old code never did: that can only be where the states differ."""
+        if not self.state or self._outcome.results[Side.NEW].description is None:
+            return []
+        return unanswered(self._class(Side.NEW), blob_path, self._apps[Side.NEW].code)
+
+    @cached_property
+    def not_worked_out(self) -> list[Unknown]:
+        return not_worked_out(self._name, self._outcome, len(self.unanswered))
+
+    @property
+    def _state_is_known(self) -> bool:
+        """Whether no difference in the state means that there is none."""
+        return self.state_problem is None and not any(one.hides_state for one in self.not_worked_out)
+
+    def _class(self, side: Side) -> str:
+        app = self._apps[side]
+        return self._outcome.results[side].label if app.by_hand else app.name
+
+    def _code(self, side: Side) -> Code | None:
+        result = self._outcome.results.get(side)
+        return None if result is None else result.code
+
+    # --- calls in words ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _methods(self) -> Methods:
+        """The names that either side gives; where both name a method, the new side's."""
+        methods: dict[tuple[str, int], str] = {("", INITIAL_METHOD_ID): "the initial message"}
+        for side in Side:
+            result = self._outcome.results.get(side)
+            if result is not None and result.description is not None:
+                methods |= result.description.methods
+        return methods
+
+    def _call(self, destination: str, call: CallText | None) -> str | None:
+        if call is None:
+            return None
+        return call.with_method(method_name(call.method_id, call.kind, destination, self._methods))
+
+    def _input(self, key: Key) -> str | None:
+        """The logged call with that key; None if the apps do not tell, or if it is no call or no longer kept."""
+        if self._outcome.by_position:
+            return None
+        try:
+            value = next(self._reader.values(key[0], key[0]), None)
+        except LogError:  # trimmed meanwhile
+            return None
+        message = None if value is None else message_at(record_of(value).content, key[1])
+        return None if message is None else call_in_words(message, "", self._methods)
+
+    def _exception(self, side: Side) -> Values | None:
+        result = self._outcome.results.get(side)
+        if side is Side.NEW and self._outcome.upgrade_error:
+            return {"record": None, "message": None, "input": None, "text": self._outcome.upgrade_error}
+        if result is None or result.failure is None:
+            return None
+        failure = result.failure
+        return {
+            "record": failure.sequence_id,
+            "message": failure.message_index,
+            "input": self._input((failure.sequence_id, failure.message_index)),
+            "text": failure.text,
+        }
+
+    # --- plain values, for JSON --------------------------------------------------------------------------------------
+
+    def values(self) -> Values:
+        outcome, findings = self._outcome, self._outcome.findings
+        return {
+            "instance": self._name,
+            "old_app": self._apps[Side.OLD].name,
+            "new_app": self._apps[Side.NEW].name,
+            **{f"{side.value}_code": code_values(self._code(side)) for side in Side},
+            "from_checkpoint": outcome.route.checkpoint.checkpoint_id,
+            "to": outcome.route.last_sequence_id,
+            "records": self._most("records"),
+            "messages": self._most("messages"),
+            "same": self.exit_status == SAME,
+            "equal": outcome.equal_count,
+            "differences": {kind.value: findings.count(kind) for kind in Kind},
+            "by_method": self._by_method(),
+            "first": [self._finding_values(finding) for finding in findings.first],
+            "by_position": outcome.by_position,
+            "fates": [self._fates_values(fates) for fates in outcome.fates],
+            "exception": self._exception(Side.NEW),
+            "old_exception": self._exception(Side.OLD),
+            "unanswered": self.unanswered,
+            "state": self.state[: self._limit],
+            "state_has_more": len(self.state) > self._limit,
+            "state_problem": self.state_problem,
+            "state_known": self._state_is_known,
+            "not_worked_out": [{**asdict(one), "why": one.why.value} for one in self.not_worked_out],
+            "notes": outcome.notes,
+            "cone": self._cone,
+        }
+
+    def _most(self, count: str) -> int:
+        return max((getattr(result, count) for result in self._outcome.results.values()), default=0)
+
+    def _by_method(self) -> list[Values]:
+        rows = [
+            {
+                "destination": destination,
+                "method": format_counted_method(method_id, rpc_kind, destination, self._methods),
+                **{kind.value: counts[kind] for kind in Kind},
+            }
+            for (destination, method_id, rpc_kind), counts in self._outcome.findings.counts.items()
+        ]
+        return sorted(rows, key=lambda row: (row["destination"], row["method"]))
+
+    def _finding_values(self, finding: Finding) -> Values:
+        where: Values = {"record": finding.key[0], "message": finding.key[1], "input": self._input(finding.key)}
+        if self._outcome.by_position:
+            where = {"place": finding.key[0]}
+        return {
+            "kind": finding.kind.value,
+            **where,
+            "destination": finding.destination,
+            "old": self._call(finding.destination, finding.old),
+            "new": self._call(finding.destination, finding.new),
+        } | ({"arguments": list(map(asdict, finding.arguments))} if finding.arguments else {})
+
+    def _fates_values(self, fates: OutcomeChanges) -> Values:
+        first = fates.first
+        return {
+            "method": fates.method,
+            "fate": fates.fate.value,
+            "count": fates.count,
+            "first": {
+                "record": first.sequence_id,
+                "message": first.message_index,
+                "input": self._input(first.key[:2]),
+                "old": verdict_values(fates.then),
+                "new": verdict_values(fates.now),
+            },
+        }
+
+    # --- for people --------------------------------------------------------------------------------------------------
+
+    def lines(self) -> Iterator[str]:
+        outcome, findings = self._outcome, self._outcome.findings
+        old, new = self._apps[Side.OLD].name, self._apps[Side.NEW].name
+        yield f"what if {new} had handled the log of {self._name!r}, and not {old}?"
+        start = outcome.route.checkpoint
+        begin = f"taken after record {start.sequence_id}" if start.sequence_id >= 0 else "the first one"
+        yield (
+            f"from checkpoint {start.checkpoint_id} ({begin}) to record {outcome.route.last_sequence_id}:"
+            f" {counted(self._most('records'), 'record')} with {counted(self._most('messages'), 'message')}"
+        )
+        yield from (f"{side.value} code: {code}" for side in Side if (code := self._code(side)) is not None)
+        yield from (f"note: {note}" for note in outcome.notes)
+        if outcome.by_position:
+            yield "note: the apps do not tell which input made which call: calls are compared place by place"
+        if findings.first:
+            yield ""
+            yield from (self._finding_line(finding) for finding in findings.first)
+            if findings.total > len(findings.first):
+                yield f"and {findings.total - len(findings.first):,} more"
+            yield ""
+            yield from self._table()
+        for fates in outcome.fates:
+            yield ""
+            yield from self._fates_lines(fates)
+        for side in Side:
+            yield from self._exception_lines(side)
+        if self.unanswered:
+            yield ""
+            yield from self._unanswered_lines()
+        if self.state or self.state_problem:
+            yield ""
+            yield from self._state_lines()
+        if self._cone is not None:
+            from immortal.replay.trace.cone import lines as cone_lines
+
+            yield ""
+            yield from cone_lines(self._cone)
+        yield ""
+        yield from (f"not worked out: {one.text}" for one in self.not_worked_out)
+        yield self._verdict()
+
+    def _finding_line(self, finding: Finding) -> str:
+        old, new = (self._call(finding.destination, call) for call in (finding.old, finding.new))
+        to = f"to {finding.destination!r}" if finding.destination else "to itself"
+        if self._outcome.by_position:
+            where = f"call {finding.key[0]} {to}"
+        else:
+            made_by = self._input(finding.key) or "an input"
+            where = f"record {finding.key[0]}, message {finding.key[1]}: {made_by} -> {to}"
+        if old is None:
+            return f"{where}: would be {new} in addition"
+        return f"{where}: was {old}; would not be" if new is None else f"{where}: was {old}; would be {new}"
+
+    def _table(self) -> Iterator[str]:
+        kinds = [kind.value for kind in Kind]
+        rows = (
+            (method["destination"] or "itself", method["method"], *(f"{method[kind]:,}" for kind in kinds))
+            for method in self._by_method()
+        )
+        return table_lines(("destination", "method", *kinds), rows, right=kinds)
+
+    def _fates_lines(self, fates: OutcomeChanges) -> Iterator[str]:
+        first, method = fates.first, fates.method or "a message"
+        calls = "a call" if fates.count == 1 else f"{fates.count:,} calls"
+        made = self._input(first.key[:2])
+        where = f"{'' if fates.count == 1 else 'the first is '}{place_in_words(first)}{f': {made}' if made else ''}"
+        failed = "" if fates.then is None else format_failure(fates.then)
+        fails = "" if fates.now is None else format_failure(fates.now)
+        if fates.fate is MessageOutcome.WORKS:
+            yield f"{calls} of {method} would not fail: {where}; was {failed}"
+        elif fates.fate is MessageOutcome.FAILS:
+            yield f"{calls} of {method} would fail that did not: {where}; would be {fails}"
+        else:
+            yield f"{calls} of {method} would fail in another way: {where}; was {failed}; would be {fails}"
+        if fates.now is not None:
+            yield from printable_lines(fates.now.trace.rstrip("\n"), indent="    ")[-TRACEBACK_LINES_MAX:]
+
+    def _exception_lines(self, side: Side) -> Iterator[str]:
+        exception = self._exception(side)
+        if exception is None:
+            return
+        yield ""
+        first, *rest = exception["text"].rstrip("\n").split("\n")
+        if exception["record"] is None:
+            yield f"the {side.value} code can't take over the state: {first}"
+            yield from rest
+            return
+        call = f": {exception['input']}" if exception["input"] else ""
+        yield f"the {side.value} code fails at record {exception['record']}, message {exception['message']}{call}"
+        trace = [line for line in rest if line.startswith("    ")]
+        yield from trace[-TRACEBACK_LINES_MAX:] or [f"    {first}"]
+        yield "nothing behind it was compared"
+
+    def _unanswered_lines(self) -> Iterator[str]:
+        for one in self.unanswered[: self._limit]:
+            arguments = ", ".join(json.dumps(each, ensure_ascii=False) for each in one["arguments"])
+            handler = f"{one['handler']}({_clipped(arguments)})"
+            yield f"{handler} waits for an answer that the log does not have: {one['waits_for']}"
+        if len(self.unanswered) > self._limit:
+            yield f"and {len(self.unanswered) - self._limit:,} more that wait so"
+
+    def _state_lines(self) -> Iterator[str]:
+        if self.state_problem:
+            yield f"the states at the end can't be compared: {self.state_problem}"
+            return
+        yield "the state at the end:"
+        for difference in self.state[: self._limit]:
+            old, new = (_value_text(difference, side) for side in Side)
+            yield f"  {difference['path'] or 'all of it'}: was {old}; would be {new}"
+        if len(self.state) > self._limit:
+            yield "  and more"
+
+    def _verdict(self) -> str:
+        outcome = self._outcome
+        if self.exit_status == SAME:
+            return f"no difference: {outcome.equal_count:,} calls are the same, and so is the state"
+        if self._exception(Side.OLD) is not None:
+            new = outcome.results.get(Side.NEW)
+            end = f"; the new code goes on to record {new.last_sequence_id}" if new and not new.failure else ""
+            return f"can't be told: the old code itself fails{end}"
+        return f"{self._calls_verdict()}{self._fates_verdict()}"
+
+    def _fates_verdict(self) -> str:
+        counts = dict.fromkeys(MessageOutcome, 0)
+        for fates in self._outcome.fates:
+            counts[fates.fate] += fates.count
+        said = [f"{count:,} {_FATE_WORDS[fate]}" for fate, count in counts.items() if count]
+        return f"; of the calls that came in {', '.join(said)}" if said else ""
+
+    def _calls_verdict(self) -> str:
+        outcome, findings = self._outcome, self._outcome.findings
+        if self._exception(Side.NEW) is not None:
+            if self._outcome.upgrade_error:
+                return "different: the new code can't take over the state"
+            before = f"{findings.total:,} different" if findings.total else "none different"
+            return f"different: the new code fails; of the calls before that {before}, {outcome.equal_count:,} the same"
+        if not findings.total and not self.state and outcome.fates:
+            state = "the states can't be compared" if self.state_problem else "so is the state"
+            return f"different: what fails; all {outcome.equal_count:,} calls made are the same, {state}"
+        if not findings.total and not self.state:
+            return f"can't be told: {outcome.equal_count:,} calls are the same, the states can't be compared"
+        if not findings.total:
+            return f"different: the state; all {outcome.equal_count:,} calls are the same"
+        state = " and the state" if self.state else f"; {self._equal_state()}"
+        return f"different: {counted(findings.total, 'call')}{state}; {outcome.equal_count:,} calls are the same"
+
+    def _equal_state(self) -> str:
+        if self.state_problem:
+            return "the states can't be compared"
+        return "with the log's inputs the state is the same" if self._state_is_known else "the state is not known"
+
+
+def _blob_text(result: ReplayResult) -> str:
+    return f"{result.blob_size_bytes} bytes with CRC {result.blob_check or 0:016x}"
+
+
+def _value_text(difference: Values, side: Side) -> str:
+    """A value of the state, shortened; "absent" where that side has none."""
+    if side.value not in difference:
+        return "absent"
+    return _clipped(json.dumps(difference[side.value], ensure_ascii=False))
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= VALUE_SIZE_MAX else f"{text[: VALUE_SIZE_MAX - 3]}..."

@@ -1,0 +1,420 @@
+"""The connection with the app: what is to be sent waits here, and nothing here blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import os
+import select
+import socket
+import stat
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+
+from immortal.coordinator.config import AppSendMode, InstanceSettings
+from immortal.coordinator.config.socket_addresses import UNIX, family_of, host_port, hosts_of, secure_folder
+from immortal.coordinator.notices import Notices
+from immortal.protocol.app_handshake import channel_of
+from immortal.protocol.errors import ImmortalError
+
+RECEIVE_SIZE_BYTES = 256 << 10
+BUFFERS_PER_SEND = 64
+GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+
+
+class AppConnection:
+    """A socket for each direction, or one for both."""
+
+    def __init__(self, receiver: socket.socket, sender: socket.socket | None = None) -> None:
+        """``receiver`` brings what the app sends. ``sender`` takes what is for it; without one, ``receiver`` does.
+
+        Both do not block.
+        """
+        self._receiver = receiver
+        self._sender = sender or receiver
+        self.receiver_fileno = self._receiver.fileno()
+        self.sender_fileno = self._sender.fileno()
+        self.has_two_sockets = self._sender is not self._receiver
+        self._waiting: deque[bytes | memoryview] = deque()
+        self.closing = False  # close when all is sent
+
+    @property
+    def is_owners(self) -> bool:
+        """It came by a Unix socket: only who owns that can connect to it."""
+        return self._receiver.family == socket.AF_UNIX
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def channel(self) -> str:
+        """As :func:`immortal.protocol.app_handshake.channel_of`. Raises OSError where the app is gone."""
+        return channel_of(self._receiver.getpeername(), self._receiver.getsockname())
+
+    def receive(self, size_bytes_max: int = RECEIVE_SIZE_BYTES) -> bytes | None:
+        """What has come in; b"" at the end of the connection, None if there is nothing now."""
+        try:
+            return self._receiver.recv(size_bytes_max)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def peek_sender(self) -> bytes | None:
+        """As :meth:`receive`, of what should never come: something that the app sends where it is only sent to."""
+        try:
+            return self._sender.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def send(self, data: bytes | memoryview) -> None:
+        self._waiting.append(data)
+
+    def flush(self) -> int:
+        """Hand to the socket what it takes now; how many bytes that were. A lost connection shows elsewhere."""
+        waiting = self._waiting
+        total = 0
+        while waiting:
+            try:
+                if len(waiting) == 1:
+                    sent = self._sender.send(waiting[0])
+                else:
+                    sent = self._sender.sendmsg(
+                        [waiting[index] for index in range(min(len(waiting), BUFFERS_PER_SEND))]
+                    )
+            except BlockingIOError:
+                break
+            except OSError:
+                waiting.clear()
+                break
+            total += sent
+            while waiting and sent >= len(waiting[0]):
+                sent -= len(waiting.popleft())
+            if sent:
+                waiting[0] = memoryview(waiting[0])[sent:]
+                break
+        return total
+
+    def interest(self, *, reading: bool) -> dict[int, int]:
+        """What to poll for, by descriptor. ``reading``: there is room for what the app sends."""
+        # RDHUP always: an app that dies while it is not read must make room for the next one.
+        receive = select.EPOLLRDHUP | (select.EPOLLIN if reading and not self.closing else 0)
+        send = select.EPOLLOUT if self._waiting else 0
+        if not self.has_two_sockets:
+            return {self._receiver.fileno(): receive | send}
+        return {
+            self._receiver.fileno(): receive,
+            self._sender.fileno(): select.EPOLLRDHUP | select.EPOLLIN | send,
+        }
+
+    def end_sending(self) -> None:
+        """The app finds the end behind what was sent; what it sends itself can still be read."""
+        with contextlib.suppress(OSError):
+            self._sender.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()
+
+
+# Connecting to an app that listens: again and again until it is up, and never blocking.
+
+
+ATTEMPT_TIMEOUT_S = 5.0  # a loopback answers at once; another address may never
+RETRY_PAUSE_S_MIN, RETRY_PAUSE_S_MAX = 0.01, 0.25
+
+
+class AppDialer:
+    """One connection to be made, to the first of ``hosts`` where somebody listens at ``port``."""
+
+    def __init__(self, hosts: Sequence[str], port: int, log: Notices, epoll: select.epoll) -> None:
+        self._hosts = hosts
+        self._port = port
+        self._log = log
+        self._epoll = epoll
+        self._attempts = 0
+        self._attempt: socket.socket | None = None
+        self._pause_s = RETRY_PAUSE_S_MIN
+        self._due_ns = 0  # the next attempt, or the end of the current one
+
+    def next_deadline_ns(self) -> int:
+        """When :meth:`process` is to be called again, on the monotonic clock."""
+        return self._due_ns
+
+    def process(self, ready: Mapping[int, int]) -> socket.socket | None:
+        """Go on with what is ``ready`` or due; the connected socket, once there is one."""
+        attempt = self._attempt
+        if attempt is not None and attempt.fileno() in ready:
+            self._forget_attempt()
+            return self._outcome(attempt, attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+        if time.monotonic_ns() < self._due_ns:
+            return None
+        if attempt is not None:
+            self._forget_attempt()
+            return self._outcome(attempt, errno.ETIMEDOUT)
+        try:
+            attempt = socket.socket(family_of(self._host), socket.SOCK_STREAM)
+        except OSError:  # no descriptor is left; there may be one later
+            self._wait(RETRY_PAUSE_S_MAX)
+            return None
+        attempt.setblocking(False)
+        try:
+            error = attempt.connect_ex((self._host, self._port))
+        except OSError:  # a host name that can't be resolved
+            error = errno.EHOSTUNREACH
+        if error != errno.EINPROGRESS:
+            return self._outcome(attempt, error)
+        self._attempt = attempt
+        self._epoll.register(attempt.fileno(), select.EPOLLOUT)
+        self._wait(ATTEMPT_TIMEOUT_S)
+        return None
+
+    def close(self) -> None:
+        attempt = self._attempt
+        if attempt is not None:
+            self._forget_attempt()
+            attempt.close()
+
+    @property
+    def _host(self) -> str:
+        return self._hosts[self._attempts % len(self._hosts)]
+
+    def _outcome(self, attempt: socket.socket, error: int) -> socket.socket | None:
+        if not error and not _met_itself(attempt):
+            return attempt
+        attempt.close()
+        if not self._attempts:
+            where = host_port(self._host, self._port)
+            self._log.info("the app is not listening yet; connecting until it is", at=where)
+        self._attempts += 1
+        self._wait(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, RETRY_PAUSE_S_MAX)
+        return None
+
+    def _forget_attempt(self) -> None:
+        if self._attempt is not None:
+            self._epoll.unregister(self._attempt.fileno())
+            self._attempt = None
+
+    def _wait(self, pause_s: float) -> None:
+        self._due_ns = time.monotonic_ns() + int(pause_s * 1e9)
+
+
+def _met_itself(connected: socket.socket) -> bool:
+    # Without a listener, a connection to a port that the system picks for outgoing ones may meet itself.
+    try:
+        return bool(connected.getsockname() == connected.getpeername())
+    except OSError:
+        return True  # it is gone again
+
+
+# Where apps come in: a connection of one socket, or of a pair.
+#
+#     one port, a Unix socket     the app connects
+#     two ports, mode "connect"   the app connects to both, in any order
+#     two ports, mode "listen"    the app connects to the first; to the second, where it listens, we connect
+#
+# A socket that still lacks its other half is watched: an app that dies then makes room for the next one.
+
+
+SOCKET_BUFFER_SIZE_BYTES = 1 << 20
+BACKLOG_MAX = 128  # connections that the kernel holds for us: strangers must not fill it while a commit is waited for
+
+
+class AppListenError(ImmortalError):
+    """The address for the app can't be had."""
+
+
+class Half(enum.Enum):
+    """What a socket is for, as the coordinator sees it; the value is the setting of its port."""
+
+    RECEIVE = "app_port"
+    SEND = "app_send_port"
+
+
+class AppListener:
+    """Listens for the apps of one instance. Its sockets are registered with ``epoll``."""
+
+    def __init__(self, settings: InstanceSettings, log: Notices, epoll: select.epoll) -> None:
+        self._settings = settings
+        self._dials = settings.app_send_port is not None and settings.app_send_mode is AppSendMode.LISTEN
+        self._log = log
+        self._epoll = epoll
+        self._listening: deque[tuple[Half, socket.socket]] = deque()
+        self._unix_file: tuple[Path, int] | None = None  # its path and inode
+        self._halves: dict[Half, socket.socket] = {}  # of an app that has not come in whole
+        self._dialer: AppDialer | None = None
+
+    def listen(self) -> None:
+        """Raises AppListenError."""
+        settings = self._settings
+        ports = {} if settings.app_port is None else {Half.RECEIVE: settings.app_port}
+        if settings.app_send_port is not None and not self._dials:
+            ports[Half.SEND] = settings.app_send_port
+        for half, port in ports.items():
+            for host in hosts_of(settings.app_host):
+                self._add(half, listen(host, port, settings.name, half.value))
+        if settings.app_unix_address is not None:
+            path = Path(settings.app_unix_address.removeprefix(UNIX))
+            own = settings.app_socket is None  # a folder that somebody has chosen is their own matter
+            self._add(Half.RECEIVE, listen_unix(path, settings.name, secure=own))
+            self._unix_file = path, path.stat().st_ino
+
+    def _add(self, half: Half, listening: socket.socket) -> None:
+        self._listening.append((half, listening))
+        self._epoll.register(listening.fileno(), select.EPOLLIN)
+
+    def next_deadline_ns(self) -> int | None:
+        """When :meth:`process` is to be called although nothing is ready, on the monotonic clock."""
+        return None if self._dialer is None else self._dialer.next_deadline_ns()
+
+    def process(self, ready: Mapping[int, int], *, taken: bool) -> AppConnection | None:
+        """Go on with what is ``ready`` (masks by descriptor) or due; the connection of an app that has come in whole.
+
+        ``taken``: there is an app; others are turned away.
+        """
+        self._drop({half for half, one in self._halves.items() if one.fileno() in ready})
+        for half, listening in list(self._listening):
+            if listening.fileno() in ready:
+                self._accept(half, listening, taken)
+                if self._settings.app_send_port is None and self._halves:
+                    # One at a time, from the sockets in turn: who comes in elsewhere is the next turn's.
+                    self._listening.rotate(-1 - self._listening.index((half, listening)))
+                    break
+        if self._dialer is not None and (dialed := self._dialer.process(ready)) is not None:
+            self._dialer = None
+            self._keep(Half.SEND, dialed)
+        return self._complete()
+
+    def close(self) -> None:
+        self._drop(set(self._halves))
+        for _, listening in self._listening:
+            listening.close()
+        self._listening.clear()
+        if self._unix_file is not None:
+            path, inode = self._unix_file
+            if path.exists() and path.stat().st_ino == inode:
+                path.unlink()
+            self._unix_file = None
+
+    def _accept(self, half: Half, listening: socket.socket, taken: bool) -> None:
+        try:
+            accepted, address = listening.accept()
+        except OSError:
+            return
+        if taken or half in self._halves:
+            self._log.warning("a second app was turned away: one is connected", kind="second app")
+            accepted.close()
+            return
+        self._keep(half, accepted)
+        port = self._settings.app_send_port
+        if self._dials and port is not None:
+            # Most likely it listens where it comes from; if not, at the other loopback.
+            hosts = dict.fromkeys((address[0], *hosts_of(self._settings.app_host)))
+            self._dialer = AppDialer(list(hosts), port, self._log, self._epoll)
+
+    def _keep(self, half: Half, accepted: socket.socket) -> None:
+        prepare(accepted)
+        self._halves[half] = accepted
+        self._epoll.register(accepted.fileno(), select.EPOLLRDHUP)
+
+    def _complete(self) -> AppConnection | None:
+        if self._settings.app_send_port is not None and len(self._halves) == len(Half):
+            # What dead apps left in the backlog must not be paired with what a living one brings.
+            self._drop({half for half, one in self._halves.items() if _is_gone(one)})
+        receiver, sender = self._halves.get(Half.RECEIVE), self._halves.get(Half.SEND)
+        if receiver is None or (sender is None and self._settings.app_send_port is not None):
+            return None
+        for one in self._halves.values():
+            self._epoll.unregister(one.fileno())
+        self._halves.clear()
+        return AppConnection(receiver, sender)
+
+    def _drop(self, halves: Set[Half]) -> None:
+        if not halves:
+            return
+        for half in set(self._halves) if self._dials else halves:  # where we connect, both are known to be one app's
+            dropped = self._halves.pop(half)
+            self._epoll.unregister(dropped.fileno())
+            dropped.close()
+        if self._dialer is not None:
+            self._dialer.close()
+            self._dialer = None
+
+
+def prepare(accepted: socket.socket) -> None:
+    """It does not block, waits for no more to send, and has room for a batch."""
+    accepted.setblocking(False)
+    if accepted.family != socket.AF_UNIX:
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        accepted.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_SIZE_BYTES)
+
+
+def _is_gone(one: socket.socket) -> bool:
+    poller = select.poll()
+    poller.register(one, select.POLLRDHUP)
+    return bool(poller.poll(0))
+
+
+def listen(host: str, port: int, instance: str, setting: str) -> socket.socket:
+    """A non-blocking listening socket. ``setting``: where its port can be changed. Raises AppListenError."""
+    listening = socket.socket(family_of(host), socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(BACKLOG_MAX)
+    except OSError as error:
+        listening.close()
+        raise AppListenError(
+            f"can't listen for the app of {instance!r} at {host_port(host, port)}: {error.strerror}; stop what uses "
+            f"this port, or choose another one ({setting} in the instance's settings)"
+        ) from None
+    listening.setblocking(False)
+    return listening
+
+
+def listen_unix(path: Path, instance: str, *, secure: bool = False) -> socket.socket:
+    """A non-blocking listening Unix socket that only its owner can connect to. Raises AppListenError.
+
+    The file that a dead coordinator has left is replaced. ``secure``: see to its folder as well.
+    """
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if secure:
+            secure_folder(path)
+        _remove_stale(path)
+        listening.bind(str(path))
+        path.chmod(0o600)  # nobody can connect before it listens
+        listening.listen(BACKLOG_MAX)
+    except OSError as error:
+        listening.close()
+        reason = error.strerror or (os.strerror(error.errno) if error.errno else str(error))
+        raise AppListenError(
+            f"can't listen for the app of {instance!r} at {UNIX}{path}: {reason}; make room for it there, or choose "
+            f"another path (app_socket in the instance's settings)"
+        ) from None
+    listening.setblocking(False)
+    return listening
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket that nobody listens at any more. Raises OSError where something else is in the way."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise OSError(errno.EEXIST, "")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        reached = probe.connect_ex(str(path))
+    if reached != errno.ECONNREFUSED:  # a full backlog is somebody's as well
+        raise OSError(errno.EADDRINUSE, "")
+    path.unlink()

@@ -1,0 +1,178 @@
+"""A log archived as it grows, until somebody ends it. A store or a log that is away is waited for, and that is said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from msgspec import Struct, field
+
+from immortal.coordinator.archive.archive import Archive
+from immortal.coordinator.archive.archiver import SEGMENT_SIZE_BYTES, Archiver
+from immortal.coordinator.archive.chain import Retention, needed_objects, object_names_kept
+from immortal.coordinator.archive.format import OBJECT_FOLDERS, ArchiveError, ConflictError, Moment, moment_name
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.log.reader import LogReader
+from immortal.coordinator.objects import ObjectError, StoreError
+
+POLL_S = 0.25  # how often it is looked whether records fill a segment
+RETRY_S_MAX = 30.0
+PRUNE_INTERVAL_S = 3600.0
+REPORT_INTERVAL_S = 60.0  # that all is well
+
+
+class Options(Struct, frozen=True):
+    """``every_s``: a moment at least so often, where there is something new; ``segment_size_bytes``: and once so much
+    has come."""
+
+    every_s: float = 10.0
+    segment_size_bytes: int = SEGMENT_SIZE_BYTES
+    retention: Retention = field(default_factory=Retention)
+    anew: bool = False
+
+
+class Follower:
+    """``open_reader``: of the log as it is now; ``version``: another one where another log took its place.
+    ``wait(seconds)``: True once it is to end. ``say``: is told what an operator should know."""
+
+    def __init__(
+        self,
+        archive: Archive,
+        open_reader: Callable[[], LogReader],
+        version: Callable[[], object],
+        options: Options,
+        wait: Callable[[float], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self._archive = archive
+        self._open_reader = open_reader
+        self._version = version
+        self._options = options
+        self._wait = wait
+        self._say = say
+        self._anew = options.anew
+        self._said = ""
+        self._said_at_s = self._pruned_at_s = float("-inf")
+        self._delay_s = POLL_S
+
+    def once(self) -> Moment | None:
+        """One moment; None: nothing was new. Raises ArchiveError, StoreError, LogError."""
+        for is_last_try in (False, True):
+            try:
+                with self._open_reader() as reader:
+                    made = self._archiver(reader).moment()
+                break
+            except ConflictError:
+                if is_last_try:
+                    raise
+        try:
+            self._prune()
+        except ObjectError as error:
+            raise ArchiveError(f"what is new is archived, but nothing old was removed: {error}") from None
+        return made
+
+    def run(self) -> None:
+        """Raises ArchiveError for what only an operator can decide."""
+        while True:
+            version = self._version()
+            try:
+                with self._open_reader() as reader:
+                    if self._follow(self._archiver(reader), version):
+                        return
+                self._delay_s = POLL_S
+            except ConflictError as error:
+                self._say(f"{error}: what is to be archived is looked at again")
+                if self._wait(POLL_S):
+                    return
+            except (StoreError, LogError) as error:
+                if self._has_to_wait(error):
+                    return
+
+    def _archiver(self, reader: LogReader) -> Archiver:
+        return Archiver(
+            self._archive, reader, anew=self._anew, segment_size_bytes=self._options.segment_size_bytes, say=self._say
+        )
+
+    def _follow(self, archiver: Archiver, version: object) -> bool:
+        """True: it is to end. False: another log is there. Raises LogError, ConflictError."""
+        due_s = float("-inf")
+        is_over = False
+        while self._version() == version:
+            now_s = time.monotonic()
+            try:
+                if archiver.ship_full_segments() or now_s >= due_s or is_over:
+                    moment = archiver.moment()
+                    self._anew = False
+                    due_s = now_s + self._options.every_s
+                    self._well(archiver, moment)
+                    self._prune_if_sound()
+            except StoreError as error:  # what was sent before counts: the same archiver goes on
+                if is_over or self._has_to_wait(error, archiver.at_risk().seconds):
+                    return True
+                continue
+            if is_over:
+                return True
+            is_over = self._wait(min(POLL_S, self._options.every_s))  # once more: the last word of a clean end
+        return False
+
+    def _well(self, archiver: Archiver, moment: Moment | None) -> None:
+        is_mended = bool(self._said)
+        self._said, self._delay_s = "", POLL_S
+        last = archiver.last
+        if last is not None and (is_mended or (moment and time.monotonic() - self._said_at_s >= REPORT_INTERVAL_S)):
+            self._said_at_s = time.monotonic()
+            self._say(f"archived up to record {last.last_sequence_id}; {archiver.at_risk().seconds:.0f} s at risk")
+
+    def _has_to_wait(self, error: StoreError | LogError, risk_s: float | None = None) -> bool:
+        """True: it is to end."""
+        text = str(error)
+        if text != self._said:
+            risk = "" if risk_s is None else f"; {risk_s:.0f} s at risk"
+            self._say(f"{text}{risk}; it is tried again")
+            self._said = text
+        delay_s = self._delay_s
+        self._delay_s = min(2 * delay_s, RETRY_S_MAX)
+        return self._wait(delay_s)
+
+    def _prune_if_sound(self) -> None:
+        """What is damaged in what is old already is no reason not to archive what is new."""
+        try:
+            self._prune()
+        except ObjectError as error:
+            self._say(f"{error}: nothing old is removed; what is new is archived")
+
+    def _prune(self) -> None:
+        if self._options.retention and time.monotonic() - self._pruned_at_s >= PRUNE_INTERVAL_S:
+            self._pruned_at_s = time.monotonic()
+            moments, objects = prune(self._archive, self._options.retention)
+            if moments or objects:
+                self._say(f"{moments} moments that are not to be kept were removed, {objects} objects with them")
+
+
+# Removing from a store what an archive is not to keep any more.
+
+
+ORPHAN_AGE_S = 86_400.0  # older than the newest manifest: no archiver that still runs will name it
+
+
+def prune(archive: Archive, retention: Retention) -> tuple[int, int]:
+    """The moments and the objects removed. Manifests go first, from the oldest on: a crash leaves objects alone, which
+    the next time finds. Raises ArchiveError, StoreError."""
+    dated = archive.dated_moments()
+    if not dated:
+        return 0, 0
+    moments, stored_s = [moment for moment, _ in dated], [when_s for _, when_s in dated]
+    first = retention.first_kept(moments, stored_s)
+    oldest = needed_objects(moments, first).oldest_index
+    kept, gone = object_names_kept(moments[oldest:]), object_names_kept(moments[:oldest])
+    for moment in moments[:oldest]:
+        archive.objects.remove([moment_name(moment.number)])
+    left_over_s = stored_s[-1] - ORPHAN_AGE_S
+    removed = [
+        stored.name
+        for folder in OBJECT_FOLDERS
+        for stored in archive.objects.listed(folder)
+        if stored.name not in kept and (stored.name in gone or stored.modified_s < left_over_s)
+    ]
+    archive.objects.remove(removed)
+    return oldest, len(removed)

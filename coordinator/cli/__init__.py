@@ -1,5 +1,0 @@
-"""The command `immortal`: parses and wires, nothing else."""
-
-from immortal.coordinator.cli.commands import main
-
-__all__ = ["main"]

@@ -1,0 +1,352 @@
+"""A settings file is read strictly: what is not understood is an error that names the file, the line and the field."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from immortal.coordinator.config.schema import AppAuth, Checkpoints, InstanceSettings, Setting, setting_of, settings_of
+from immortal.coordinator.config.socket_addresses import LOCALHOST, is_loopback
+from immortal.coordinator.config.values import ConfigError, WrongValueError, check_instance_name
+from immortal.coordinator.core.limits import ReplayCheck
+from immortal.coordinator.core.permissions import ALL_METHODS, ANYTHING, Permission
+from immortal.coordinator.fault_points import FaultPoint, reach
+from immortal.coordinator.log_url import is_in_folder, log_of_instance
+from immortal.protocol.files import FILE_MODE, open_beside
+from immortal.protocol.safe_output import did_you_mean
+
+
+class Source(Struct, frozen=True):
+    """A file, and its text for the lines in errors; "" where there is none."""
+
+    path: Path
+    text: str = ""
+
+    def place(self, key: str, table: str = "") -> str:
+        """Where ``key`` of ``table`` is set; where that is not found, the table itself."""
+        line = line_of(self.text, key, table)
+        if line is None and table:
+            parent, _, last = table.rpartition(".")
+            return self.place(last, parent)
+        return f"{self.path}, line {line}" if line else str(self.path)
+
+    def field(self, key: str, table: str = "") -> str:
+        return f"{self.place(key, table)}, field {_dotted(table, key)!r}"
+
+
+def read_toml(path: Path) -> tuple[dict[str, Any], Source]:
+    """Raises ConfigError, and FileNotFoundError if there is none."""
+    try:
+        text = path.read_text("utf-8")
+        return tomllib.loads(text), Source(path, text)
+    except FileNotFoundError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}, byte {error.start}: the file is not UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(_syntax_error(path, text, str(error))) from None
+
+
+def read_table(source: Source, schema: type[Struct], values: Mapping[str, Any], table: str = "") -> dict[str, Any]:
+    """The attributes that ``values`` give, those of ``schema``. Raises ConfigError."""
+    settings = settings_of(schema)
+    for key in values:
+        if key not in settings:
+            hint = did_you_mean(key, settings) or f": known are {', '.join(settings)}"
+            raise ConfigError(f"{source.field(key, table)}: unknown field{hint}")
+    found = {key: _read(source, settings[key], key, value, table) for key, value in values.items()}
+    for setting in settings.values():
+        if setting.is_required and setting.name not in found:
+            raise ConfigError(f"{source.path}: the field {_dotted(table, setting.name)!r} is missing")
+    return found
+
+
+def _read(source: Source, setting: Setting, key: str, value: Any, table: str) -> Any:
+    if isinstance(value, dict) and "table" in setting.about:
+        setting = setting_of(setting.about["table"])
+    name = _dotted(table, key)
+    if setting.is_table and not isinstance(value, dict):
+        raise ConfigError(f"{source.field(key, table)}: got {_shown(value)}, expected a table [{name}]")
+    if setting.schema is not None:
+        return setting.schema(**read_table(source, setting.schema, value, name))
+    if setting.is_table:  # of names
+        for each in value:
+            try:
+                check_instance_name(each)
+            except ConfigError as error:
+                raise ConfigError(f"{source.place(each, name)}, table [{name}]: {error}") from None
+        of_each = setting.of_each
+        return {each: _read(source, of_each, each, said, name) for each, said in value.items()}
+    try:
+        return setting.value_of(value)
+    except WrongValueError as error:
+        raise ConfigError(f"{source.field(key, table)}: got {_shown(value)}, expected {error}") from None
+
+
+def read_settings(path: Path, name: str) -> InstanceSettings:
+    """Read and check the settings file of ``name``. Raises ConfigError, and FileNotFoundError if there is none."""
+    values, source = read_toml(path)
+    return check_settings(values, name, path, source.text)
+
+
+def check_settings(values: Mapping[str, Any], name: str, path: Path, text: str = "") -> InstanceSettings:
+    """The settings that ``values`` give. ``path`` is their file, ``text`` its text (for the lines in errors).
+
+    Paths are relative to the folder of the file. Raises ConfigError.
+    """
+    source = Source(path, text)
+    given = read_table(source, InstanceSettings, values)
+    _check_keys(given, source)
+    _check_app_ports(given, source)
+    given.setdefault("app_auth", default_app_auth(given.get("app_send_port")))
+    _check_app_auth(given, source)
+    _check_metrics_files(given, source)
+    _check_checkpoints(given, source)
+    if isinstance(allowed := given.get("allow"), dict):
+        limited = {caller: permission for caller, permission in allowed.items() if permission != ANYTHING}
+        given |= {"allow": tuple(allowed), "permissions": limited}
+    folder = path.parent / check_instance_name(name)
+    given["log"] = log_of(name, path, given.get("log"))
+    given |= {key: path.parent / value for key, value in given.items() if isinstance(value, Path)}
+    return InstanceSettings(name=name, folder=folder, **given)
+
+
+# --- what settings say about each other -------------------------------------------------------------------------------
+
+
+def log_of(name: str, path: Path, written: str | None) -> str:
+    """Where the log of ``name`` is, whose settings are in the file ``path`` and say ``written``."""
+    log = str(path.parent / name / "log") if written is None else written
+    return str(path.parent / log) if is_in_folder(log) else log_of_instance(log, name)
+
+
+def default_app_auth(app_send_port: int | None) -> AppAuth:
+    """Two ports are for clients that know only the base protocol, which has no secret."""
+    return AppAuth.CHALLENGE if app_send_port is None else AppAuth.NONE
+
+
+def _check_keys(given: Mapping[str, Any], source: Source) -> None:
+    if both := given.get("peer_keys", {}).keys() & given.get("client_keys", {}).keys():
+        field = source.field(min(both), "client_keys")
+        raise ConfigError(f"{field}: it stands under [peer_keys] too; a name is an instance's or a client's")
+
+
+def _check_checkpoints(given: Mapping[str, Any], source: Source) -> None:
+    if given.get("checkpoints") is not Checkpoints.ON_STANDBY:
+        return
+    place = source.field("checkpoints")
+    if is_in_folder(given.get("log", "")):
+        raise ConfigError(f'{place}: "on-standby" is for a log in a database, as in log = "postgresql://..."')
+    if "log_key" in given:
+        raise ConfigError(f'{place}: "on-standby" goes without a log_key: only who writes a log can authenticate it')
+    if given.get("replay_check") is ReplayCheck.OFF:
+        raise ConfigError(
+            f'{place}: "on-standby" goes without replay_check = "off": a state is taken of a follower because its calls'
+            " are seen to be the same"
+        )
+
+
+def _check_metrics_files(given: Mapping[str, Any], source: Source) -> None:
+    together = ("metrics_certificate_file", "metrics_key_file")
+    alone = [file for file in together if file in given]
+    if len(alone) == 1:
+        raise ConfigError(
+            f"{source.place(alone[0])}: {' and '.join(map(repr, together))} go together, one of them is missing"
+        )
+
+
+def _check_app_ports(given: Mapping[str, Any], source: Source) -> None:
+    if "app_send_mode" in given and "app_send_port" not in given:
+        raise ConfigError(f"{source.field('app_send_mode')}: it needs an 'app_send_port', the port that it is about")
+    for needs in ("app_send_port", "app_host"):
+        if needs in given and "app_port" not in given:
+            raise ConfigError(f"{source.field(needs)}: it needs an 'app_port'; without, the app has a Unix socket")
+    if "app_send_port" in given and given["app_send_port"] == given["app_port"]:
+        raise ConfigError(
+            f"{source.field('app_send_port')}: got {given['app_port']}, expected another port than 'app_port'"
+            " (without 'app_send_port' one connection serves both directions)"
+        )
+
+
+def _check_app_auth(given: Mapping[str, Any], source: Source) -> None:
+    auth, two_ports = given["app_auth"], "app_send_port" in given
+    if two_ports and auth is not AppAuth.NONE:
+        raise ConfigError(
+            f'{source.field("app_auth")}: got {_shown(str(auth))}, expected "none" beside an'
+            " 'app_send_port': at the second port nothing is shown that a proof could stand in"
+        )
+    if two_ports and "app_socket" in given:
+        raise ConfigError(
+            f"{source.field('app_socket')}: one connection to it serves both directions, so it goes without an"
+            " 'app_send_port'"
+        )
+    host = given.get("app_host", LOCALHOST)
+    if auth is AppAuth.NONE and not is_loopback(host) and not given.get("app_insecure"):
+        raise ConfigError(
+            f'{source.field("app_host")}: with app_auth "none" whoever reaches {host} could be the app of this'
+            ' instance: take a loopback address, or app_auth = "challenge"; if it is meant, say app_insecure = true'
+        )
+
+
+# --- places in errors -------------------------------------------------------------------------------------------------
+
+
+def _dotted(table: str, key: str) -> str:
+    return f"{table}.{key}" if table else key
+
+
+def _shown(value: object) -> str:
+    shown = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+def line_of(text: str, key: str, table: str = "") -> int | None:
+    """The line, from 1, where ``key`` of ``table`` is set; tomllib does not tell. None if it is not found."""
+    current = ""
+    spelled = rf"(?:{re.escape(key)}|\"{re.escape(key)}\"|'{re.escape(key)}')"
+    setting = re.compile(rf"\s*{spelled}\s*[.=]")
+    header = re.compile(r"\s*\[\[?\s*[\"']?([^\]\"']+?)[\"']?\s*\]")
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := header.match(line):
+            current = match[1]
+            if f"{current}.".startswith(f"{_dotted(table, key)}."):
+                return number
+        elif current == table and setting.match(line):
+            return number
+    return None
+
+
+def _syntax_error(path: Path, text: str, message: str) -> str:
+    match = re.search(r"\(at line (\d+), column (\d+)\)", message)
+    if match is None:  # "at end of document"
+        return f"{path}, line {max(1, len(text.splitlines()))}: no valid TOML: {message}"
+    reason = message[: match.start()].strip()
+    lines = text.splitlines()
+    line = int(match[1])
+    content = lines[line - 1].strip() if line <= len(lines) else ""
+    return f"{path}, line {line}, column {match[2]}: no valid TOML: {reason}" + (f": {content[:80]}" if content else "")
+
+
+# Settings files are written whole or not at all; what somebody wrote into one by hand stays.
+
+
+def override(settings: InstanceSettings, **changes: object) -> InstanceSettings:
+    """``settings`` with ``changes`` (as attributes or as in a file), checked as if they stood in the file.
+
+    Raises ConfigError.
+    """
+    unchanged = {key: value for key, value in _values(settings, log=settings.log).items() if key not in changes}
+    values = unchanged | file_values(changes)
+    return check_settings(values, settings.name, settings.folder.parent / f"{settings.name}.toml")
+
+
+def file_values(attributes: Mapping[str, object]) -> dict[str, Any]:
+    """As ``attributes`` of InstanceSettings stand in a file. One that is None and has no word for that does not."""
+    known = settings_of(InstanceSettings)
+    values = {key: known[key].in_file(value) if key in known else value for key, value in attributes.items()}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _said(table: Struct) -> dict[str, Any]:
+    """What of ``table`` is no default, as it stands in a file."""
+    said: dict[str, Any] = {}
+    for setting in settings_of(type(table)).values():
+        value = getattr(table, setting.name)
+        if value != setting.default:
+            said[setting.name] = _said(value) if setting.schema is not None else setting.in_file(value)
+    return said
+
+
+def _values(settings: InstanceSettings, *, log: str | None) -> dict[str, Any]:
+    values = _said(settings)
+    for worked_out in ("app_auth", "log"):
+        values.pop(worked_out, None)
+    if settings.app_auth is not default_app_auth(settings.app_send_port):
+        values["app_auth"] = settings.app_auth.value
+    if log is not None:
+        values["log"] = log
+    if settings.allow is not None and settings.permissions:
+        values["allow"] = _allow_value(
+            {caller: settings.permissions.get(caller, ANYTHING) for caller in settings.allow}
+        )
+    return values
+
+
+def settings_text(settings: InstanceSettings, *, log: str | None) -> str:
+    """The settings file's text. Defaults are left out, ``log`` too when it is None."""
+    import tomlkit  # here: few commands write settings
+
+    return tomlkit.dumps(_values(settings, log=log))
+
+
+def text_with(text: str, field: str, value: str) -> str:
+    """The settings file's ``text`` with another ``field`` of one value in it, and all else as somebody wrote it."""
+    import tomlkit
+
+    document = tomlkit.parse(text)
+    if field in document:
+        document[field] = value
+        return tomlkit.dumps(document)
+    lines = text.splitlines(keepends=True)
+    # Not at the end of the table: comments there are of the next one.
+    behind = line_of(text, "app_port") or line_of(text, "peer") or 0
+    if behind and not lines[behind - 1].endswith("\n"):
+        lines[behind - 1] += "\n"
+    return "".join([*lines[:behind], tomlkit.dumps({field: value}), *lines[behind:]])
+
+
+def text_with_allow(text: str, allow: Mapping[str, Permission]) -> str:
+    """The settings file's ``text`` with another ``allow`` in it, as a table, and all else as somebody wrote it."""
+    import tomlkit
+
+    document = tomlkit.parse(text)
+    document.pop("allow", None)
+    rest = tomlkit.dumps(document).rstrip("\n")
+    return f"{rest}\n\n{tomlkit.dumps({'allow': _allow_value(allow)})}"
+
+
+def _allow_value(allow: Mapping[str, Permission]) -> dict[str, object]:
+    return {caller: _permission_value(permission) for caller, permission in allow.items()}
+
+
+def _permission_value(permission: Permission) -> object:
+    """As it stands in the table [allow]."""
+    numbers = {"rate": permission.rate, "concurrent": permission.concurrent}
+    given = {key: number for key, number in numbers.items() if number is not None}
+    if permission.methods is None:
+        return given
+    methods = ALL_METHODS if ALL_METHODS in permission.methods else sorted(permission.methods)
+    return {"methods": methods, **given} if given else methods
+
+
+def write_atomically(path: Path, data: bytes, *, mode: int = FILE_MODE) -> None:
+    """``path`` holds ``data`` whole, or what it held before, whatever happens. Its folder must exist. Raises OSError.
+
+    It is for its owner alone, where ``mode`` does not say otherwise.
+    """
+    descriptor, temporary = open_beside(path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        reach(FaultPoint.BEFORE_REPLACE)
+        os.replace(temporary, path)
+        reach(FaultPoint.AFTER_REPLACE)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,120 @@
+"""The way to the right to write the log, and to what it says: of who starts, and of who has followed another.
+
+The right comes before the log is loaded: so what is loaded is all that any writer before this one has written. Who
+follows takes it over between two records, once its app is restored: the log is read to its end under the right, what
+the app has made is compared with the marks there, and goes out under an epoch of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.availability.write_lease import Right, Role
+from immortal.coordinator.core.effects import AcquireWriteLease, LoadLog
+from immortal.coordinator.core.errors import LogLockedError
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.interfaces import LogSummary, StoredClients
+from immortal.coordinator.core.life_cycle.recovery import Lifecycle
+from immortal.coordinator.core.life_cycle.session import AppSession, Phase
+from immortal.coordinator.core.state import Epoch, Turn
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class TakingOver:
+    """``follow``: where another writes the log, follow it until the right is ours."""
+
+    name: str
+    turn: Turn
+    right: Right
+    session: AppSession
+    log: GroupCommit
+    epoch: Epoch
+    lifecycle: Lifecycle
+    load: Callable[[LogSummary, StoredClients | None], None]  # into all parts of the machine
+    follow: bool
+    _granted: ev.WriteLeaseGranted | None = None  # and not made use of
+    _epoch_ticket: int = 0  # of the commit of the epoch under which a session that has followed works; 0: none
+
+    def started(self, event: ev.Started) -> None:
+        self.turn.effects.append(AcquireWriteLease())
+
+    def held(self, event: ev.WriteLeaseHeld) -> None:
+        """Raises LogLockedError where nobody is to be followed."""
+        right = self.right
+        if not self.follow:
+            raise LogLockedError(
+                f"the log of {self.name!r} is in use by {event.holder}: two coordinators must not write one log; stop "
+                f"that process first"
+            )
+        if event.holder != right.holder:
+            self.turn.report(notices.Following(holder=event.holder))
+        right.holder = event.holder
+        if right.role is Role.STARTING:
+            right.become(Role.FOLLOWING)
+            self.turn.effects.append(LoadLog())
+
+    def granted(self, event: ev.WriteLeaseGranted) -> None:
+        self._granted = event
+        self.right.is_granted = True
+
+    def go_on(self) -> None:
+        """What has become possible."""
+        if self._granted is not None and self._may_take_over:
+            granted, self._granted = self._granted, None
+            right = self.right
+            if right.follows:
+                self.turn.report(notices.TakingOver(holder=right.holder))
+            right.become(Role.LOADING)
+            right.is_granted = False
+            right.fence = granted.term
+            self.log.appends_max = granted.appends_max
+            self.turn.effects.append(LoadLog(with_clients=True))
+        elif self._epoch_ticket and self.log.durable_ticket >= self._epoch_ticket:
+            self._epoch_ticket = 0
+            if self.session.phase is Phase.FOLLOWING:
+                self.lifecycle.take_over()
+
+    @property
+    def waits(self) -> bool:
+        """:meth:`go_on` may have something to do."""
+        return self._granted is not None or self._epoch_ticket > 0
+
+    @property
+    def _may_take_over(self) -> bool:
+        """Not while the app is on its way to where it follows: it would have to begin that anew."""
+        if self.right.role is Role.STARTING:
+            return True
+        is_between = self.session.phase in (Phase.WAITING, Phase.LOADING, Phase.FOLLOWING)
+        return self.right.is_loaded and is_between and self.lifecycle.may_restart_recovery and not self.session.reading
+
+    def log_loaded(self, event: ev.LogLoaded) -> None:
+        if event.clients is not None:
+            self._load_as_writer(event.summary, event.clients)
+        elif not self.right.is_loaded:
+            self._load(event.summary, None)
+            if self.session.phase is Phase.LOADING:
+                self.lifecycle.begin()
+        else:
+            self.lifecycle.log_loaded(event)
+
+    def _load(self, summary: LogSummary, clients: StoredClients | None) -> None:
+        self.right.is_loaded = True
+        self.load(summary, clients)
+
+    def _load_as_writer(self, summary: LogSummary, clients: StoredClients) -> None:
+        lifecycle, session = self.lifecycle, self.session
+        is_followed = session.phase is Phase.FOLLOWING and not session.refused
+        if is_followed and not lifecycle.log_grew(summary):
+            is_followed = False  # it begins anew, by itself
+        self._load(summary, clients)
+        self.right.become(Role.WRITING)
+        self.log.held = False
+        if is_followed:
+            self._epoch_ticket = self.epoch.begin()
+            return
+        lifecycle.failing.forget_unlogged()
+        if session.phase is Phase.LOADING:
+            lifecycle.begin()

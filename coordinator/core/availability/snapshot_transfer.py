@@ -1,0 +1,360 @@
+"""A checkpoint that a follower takes, for the one that writes the log.
+
+    NOTHING --CheckpointAsked, the app follows--> ASKED --the app's blob begins--> COMING --it is whole--> WHOLE
+       ^                                            '--- nobody wants it any more ---> UNWANTED              |
+       '------------ offered: the log's marks have shown that the app made the same -------------------------'
+
+The state is that behind the last record that the app was given as it was asked, which the log has. What stands in the
+header of the output streams is known later: a follower's calls have their places once the log has marks of them, and by
+these it is known that the calls are the writer's. So what an app that has diverged would give is never offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from msgspec.structs import replace
+
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.availability.write_lease import Right
+from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy, CheckpointWriter
+from immortal.coordinator.core.effects import AskStandby, CheckCheckpoint, DropAsked, OfferCheckpoint, OfferChunk
+from immortal.coordinator.core.failures.call_failure import Failing
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.input.admission import Admission
+from immortal.coordinator.core.interfaces import CheckpointHeader, Offer
+from immortal.coordinator.core.life_cycle.session import WORKS, AppSession, Phase
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.output.replay_check import Cut, ReplayPolicy
+from immortal.coordinator.core.peers import Peers
+from immortal.coordinator.core.state import AppOutbox, Epoch, Turn, Versions
+from immortal.coordinator.core.timers import Wakes
+from immortal.protocol.messages import MessageType
+
+
+class OfferStage(Enum):
+    NOTHING = "nothing was asked of the app"
+    ASKED = "the app was asked"
+    COMING = "the app's state comes"
+    UNWANTED = "it comes, or will, and nobody wants it"
+    WHOLE = "it is in the log, and not offered yet"
+
+
+_OWED = frozenset({OfferStage.ASKED, OfferStage.COMING, OfferStage.UNWANTED})
+"""The app is still to send it, or the rest of it."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class SnapshotSender:
+    """``takes_blob``: the next one of the app is this, or the one that comes is."""
+
+    turn: Turn
+    right: Right
+    outbox: AppOutbox
+    session: AppSession
+    log: GroupCommit
+    peers: Peers
+    admission: Admission
+    failing: Failing
+    checkpoints: CheckpointPolicy
+    versions: Versions
+    policy: ReplayPolicy
+    limits: Limits
+    stage: OfferStage = OfferStage.NOTHING
+    takes_blob: bool = False
+    waits: bool = False  # :meth:`go_on` may have something to do
+    _wanted: ev.CheckpointAsked | None = None  # the app is still to be asked for it
+    _asked: ev.CheckpointAsked | None = None  # what the app gives is for this
+    _sequence_id: int = -1
+    _writer: CheckpointWriter | None = None
+    _chunks_waiting: int = 0  # handed to the log, not answered
+    _cut: Cut = field(default_factory=Cut)
+    _open_calls: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def _reach(self, stage: OfferStage) -> None:
+        self.stage = stage
+        self.takes_blob = stage in _OWED
+        self.waits = self._wanted is not None or stage is OfferStage.WHOLE
+
+    # --- who asks ----------------------------------------------------------------------------------------------------
+
+    def asked(self, event: ev.CheckpointAsked) -> None:
+        """One that was asked for before is not wanted any more."""
+        self._forget()
+        self._wanted = event if self.right.follows and not self.right.is_granted else None
+        self._reach(self.stage)
+
+    def _forget(self) -> None:
+        self._wanted = self._asked = self._writer = None
+        self._cut = Cut()
+        self._reach(OfferStage.UNWANTED if self.takes_blob else OfferStage.NOTHING)
+
+    def took_over(self) -> None:
+        """There is nobody any more whom it could be given to."""
+        self._forget()
+
+    def app_lost(self) -> None:
+        self.takes_blob = False
+        self._forget()
+
+    def go_on(self) -> None:
+        """What has become possible."""
+        if self._wanted is not None and self.stage is OfferStage.NOTHING and self._may_ask_app:
+            self._asked, self._wanted = self._wanted, None
+            self._sequence_id = self.session.fed_sequence_id
+            self._reach(OfferStage.ASKED)
+            self.outbox.control(MessageType.TAKE_CHECKPOINT)
+        elif self.stage is OfferStage.WHOLE and self._is_known:
+            self._offer()
+
+    @property
+    def _may_ask_app(self) -> bool:
+        """Not one that has just repeated an upgrade, and got no record since: it would take itself for primary. Nor one
+        whose calls nobody compares."""
+        session = self.session
+        is_able = session.phase is Phase.FOLLOWING and not session.refused and not session.waits_for_hello
+        has_record = session.fed_sequence_id > session.upgraded_sequence_id
+        return is_able and self.peers.following and has_record and self.policy.compares
+
+    # --- the app's answer --------------------------------------------------------------------------------------------
+
+    def began(self) -> None:
+        if self._asked is None:
+            return
+        self._cut = self.peers.followed.cut(self.peers.outputs)
+        self._open_calls = self.admission.open_calls.open_at(self._sequence_id)
+        self._chunks_waiting = 0
+        self._writer = CheckpointWriter(
+            self._asked.checkpoint_id,
+            self._sequence_id,
+            self.versions.current,
+            {},
+            {},
+            self._open_calls,
+            self.limits.chunk_size_bytes,
+        )
+        self._reach(OfferStage.COMING)
+
+    def came(self, data: bytes, *, last: bool) -> None:
+        if self._writer is not None:
+            chunk = self._writer.receive(data, last=last)
+            if chunk is not None:
+                self._chunks_waiting += 1
+                self.checkpoints.chunks_pending_bytes += len(chunk.data)
+                self.turn.effects.append(OfferChunk(chunk.checkpoint_id, chunk.index, chunk.data))
+        if last:
+            self._reach(OfferStage.NOTHING if self._writer is None else OfferStage.WHOLE)
+
+    def failed(self) -> None:
+        """The app has none to give."""
+        wanted, self.takes_blob = self._wanted, False
+        self._forget()
+        self._wanted = wanted
+        self._reach(OfferStage.NOTHING)
+
+    def chunk_offered(self, event: ev.ChunkOffered) -> None:
+        self.checkpoints.chunks_pending_bytes -= event.size_bytes
+        if self._asked is None or event.checkpoint_id != self._asked.checkpoint_id:
+            return
+        self._chunks_waiting -= 1
+        if event.problem:
+            self.turn.report(notices.OfferRefused(event.checkpoint_id, event.problem))
+            self._forget()
+
+    # --- the offer ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_known(self) -> bool:
+        """All of it is in the log, and what the app has made up to there is known to be what the writer's app made."""
+        if self._chunks_waiting or self._cut.waits_for or not self.failing.agrees_up_to(self._sequence_id):
+            return False
+        outputs = self.peers.outputs
+        return all(outputs[name].has_confirmed(mark) for name, mark in self._cut.outputs.items())
+
+    def _offer(self) -> None:
+        asked, writer, cut = self._asked, self._writer, self._cut
+        if asked is None or writer is None:
+            return
+        header = writer.header(self.log.time_ns(self.turn.now_ns))
+        header = replace(header, outputs=cut.outputs, unacknowledged=cut.unacknowledged)
+        verdicts = self.failing.verdicts.known_until(self._sequence_id)
+        self.turn.effects.append(OfferCheckpoint(Offer(asked.epoch, header, verdicts)))
+        self.turn.report(notices.CheckpointOffered(header.checkpoint_id, header.sequence_id, header.size_bytes))
+        self._forget()
+
+
+# Checkpoints that a follower takes, so that the writer's own app need not: asked for, examined, and adopted.
+#
+#     NOTHING --one is due--> WAITING --somebody follows: AskStandby--> ASKED --CheckpointOffered--> READING --durable-.
+#        ^                       '---- nobody does it in time, or what comes is no good: the app is asked --------.    |
+#        '--------------------------------------------------------------------------------------------------------'----'
+#
+# What is adopted must be what the own app would have given: a state behind a record that the log has and that the app was
+# given, in the same version, with output streams and verdicts that the own ones continue. Its blob is read whole and
+# compared with its check. The header becomes durable by an ordinary append, so only who has the right to write adopts.
+
+
+class AdoptionStage(Enum):
+    NOTHING = "none is due"
+    WAITING = "for somebody who follows"
+    ASKED = "somebody was asked"
+    READING = "what was offered is read"
+    ADOPTED = "its header is on its way to the log"
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class SnapshotReceiver:
+    turn: Turn
+    session: AppSession
+    log: GroupCommit
+    epoch: Epoch
+    peers: Peers
+    failing: Failing
+    checkpoints: CheckpointPolicy
+    versions: Versions
+    limits: Limits
+    wakes: Wakes
+    stage: AdoptionStage = AdoptionStage.NOTHING
+    has_standby: bool = False
+    is_for_app: bool = False  # the one that is due: it could not be had otherwise
+    _due_ns: int = 0  # when the app is asked in its place
+    _checkpoint_id: int = 0
+    _offer: Offer | None = None
+    _reading_id: int = 0  # of the checkpoint that is being read, whether it is still wanted or not
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    def begin(self, *, at_once: bool) -> bool:
+        """A checkpoint is due; whether it is to come from who follows. ``at_once``: somebody waits for it."""
+        limits = self.limits
+        if not limits.checkpoints_on_standby or self.is_for_app or (at_once and not self.has_standby):
+            self.is_for_app = False
+            return False
+        self.stage = AdoptionStage.WAITING
+        self._due_ns = self.turn.now_ns + limits.standby_checkpoint_ns
+        self.go_on()
+        return True
+
+    @property
+    def is_under_way(self) -> bool:
+        """:meth:`go_on` may have something to do."""
+        return self.stage is not AdoptionStage.NOTHING
+
+    def go_on(self) -> None:
+        """While one is due: what has become possible."""
+        self.wakes.standby_at(min(self._due_ns, self.turn.now_ns + self.limits.recent_ns))
+        if self.stage is AdoptionStage.WAITING and self.has_standby:
+            self.stage = AdoptionStage.ASKED
+            self._checkpoint_id = self.checkpoints.next_id()
+            self.turn.effects.append(AskStandby(self._checkpoint_id, self.epoch.number))
+        elif (
+            self.stage is AdoptionStage.ASKED and self._offer is not None and self._has_app_come_to(self._offer.header)
+        ):
+            if problem := self._problem(self._offer):
+                self.give_up(problem)
+            else:
+                self.stage, self._reading_id = AdoptionStage.READING, self._checkpoint_id
+                self.turn.effects.append(CheckCheckpoint(self._offer.header))
+        elif self.stage is AdoptionStage.ASKED and self.log.is_idle and self.peers.outbound.any_unmarked:
+            # Who follows waits for marks of the last calls, and no record with input comes that would have them.
+            self.log.append_no_message()
+
+    @property
+    def waits(self) -> bool:
+        """One is due, and not the app's to give. After its time it is given up by this."""
+        if self.stage in (AdoptionStage.NOTHING, AdoptionStage.ADOPTED):
+            return False
+        if self.turn.now_ns >= self._due_ns:
+            self.give_up(
+                "nobody follows" if self.stage is AdoptionStage.WAITING else "who was asked has not given it in time"
+            )
+            return False
+        return True
+
+    def give_up(self, reason: str = "") -> None:
+        """``reason``: why the app is asked; "": it was asked, or is gone."""
+        if self.stage in (AdoptionStage.NOTHING, AdoptionStage.ADOPTED):
+            return
+        if self.stage is not AdoptionStage.WAITING:
+            self.turn.effects.append(DropAsked())
+        if reason:
+            self.checkpoints.wanted = self.is_for_app = True
+            self.turn.report(notices.StandbyTakesNone(reason))
+        self.stage, self._offer = AdoptionStage.NOTHING, None
+
+    def standbys_changed(self, event: ev.StandbysChanged) -> None:
+        self.has_standby = event.is_ready
+
+    # --- what comes --------------------------------------------------------------------------------------------------
+
+    def offered(self, event: ev.CheckpointOffered) -> None:
+        """Nothing is taken that was asked for before, or by one that wrote the log before."""
+        offer = event.offer
+        is_asked = self.stage is AdoptionStage.ASKED and offer.header.checkpoint_id == self._checkpoint_id
+        if is_asked and offer.epoch == self.epoch.number:
+            self._offer = offer
+
+    def _has_app_come_to(self, header: CheckpointHeader) -> bool:
+        """Who follows may be ahead of the own app."""
+        return self.session.phase in WORKS and header.sequence_id <= self.session.fed_sequence_id
+
+    def _problem(self, offer: Offer) -> str:
+        """Why it can't be what the own app would have given, in words; "": it can."""
+        header, last, outputs = offer.header, self.checkpoints.last, self.peers.outputs
+        if header.sequence_id > self.log.durable_sequence_id:
+            return f"it is behind record {header.sequence_id}, the log ends with {self.log.durable_sequence_id}"
+        if last is None or header.sequence_id < last.sequence_id or header.checkpoint_id <= last.checkpoint_id:
+            return "the log has a later one"
+        if header.version != self.versions.current:
+            return f"it is of version {header.version} of the app, which runs version {self.versions.current}"
+        settled = last.sequence_id
+        verdicts = [key for key in offer.verdicts if key[0] > settled]
+        own = [key for key in self.failing.verdicts.known_until(header.sequence_id) if key[0] > settled]
+        if verdicts != own:
+            return f"messages have failed for one app and not for the other, up to record {header.sequence_id}"
+        for name, mark in header.outputs.items():
+            stream = outputs.get(name)
+            position = 0 if stream is None else stream.position
+            same = stream is None or mark.position < position or mark == stream.mark
+            if mark.position > position or not same:
+                return f"its app has made other calls to {name!r} up to message {mark.position}"
+        for name, before in last.outputs.items():
+            if name not in header.outputs or header.outputs[name].position < before.position:
+                return f"it lacks calls to {name!r} that the checkpoint before it has"
+        return ""
+
+    def checked(self, event: ev.CheckpointChecked) -> bool:
+        """Whether it was what is being read here."""
+        if event.checkpoint_id != self._reading_id:
+            return False
+        self._reading_id = 0
+        if self.stage is not AdoptionStage.READING or self._offer is None:
+            pass  # it is not wanted any more
+        elif event.problem is not None:
+            self.give_up(event.problem)
+        elif self.checkpoints.settled and not self.checkpoints.on_its_way:
+            self._adopt(self._offer.header)
+        else:  # the app is giving one, which is later
+            self.give_up()
+        return True
+
+    def _adopt(self, header: CheckpointHeader) -> None:
+        transaction = self.log.append_outside_record(0).transaction
+        transaction.checkpoint = replace(header, time_ns=self.log.time_ns(self.turn.now_ns))
+        transaction.adopts = True
+        self.checkpoints.settled = False
+        self.stage, self._offer = AdoptionStage.ADOPTED, None
+
+    def durable(self, header: CheckpointHeader) -> None:
+        self.stage = AdoptionStage.NOTHING
+        self.checkpoints.wanted = False
+        self.failing.checkpoint_adopted(header.sequence_id)
+        self.turn.report(notices.CheckpointAdopted(header.checkpoint_id, header.sequence_id, header.size_bytes))
+
+    def app_lost(self) -> None:
+        """The own app is gone: what is due then the next one is asked for."""
+        self.give_up()
+        self.is_for_app = False

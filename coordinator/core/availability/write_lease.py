@@ -1,0 +1,155 @@
+"""The right to write the log: one coordinator has it at a time, and all parts of the machine ask what this one may.
+
+    STARTING --WriteLeaseGranted---------------------------------------> LOADING --LogLoaded--> WRITING
+        '----WriteLeaseHeld, and it is to follow--> FOLLOWING --WriteLeaseGranted--^
+
+Who has the right keeps it until another is given it: then the log takes nothing more of this one, which stops.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.effects import Commit, ReadTail, WriteCheckpointChunk
+from immortal.coordinator.core.errors import require
+from immortal.coordinator.core.events import Asked, LogFailed, TailRead
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.state import Turn
+
+
+class Role(Enum):
+    STARTING = "waiting for the right to write the log"
+    FOLLOWING = "following"
+    LOADING = "loading the log"
+    WRITING = "writing"
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Right:
+    """``follows`` and ``writes`` are the role as plain values, since each turn asks for them."""
+
+    role: Role = Role.STARTING
+    follows: bool = False
+    writes: bool = False
+    fence: int = 0  # the term of the right, once it is granted
+    is_granted: bool = False  # to this one, and the log is not loaded yet
+    is_loaded: bool = False  # all parts of the machine know what the log says, as of some moment
+    holder: str = ""  # who has it while this one follows, in words
+
+    @property
+    def may_read(self) -> bool:
+        """What an app is to be told is in the log, and there is nobody else's right to wait for."""
+        return self.writes or (self.follows and self.is_loaded)
+
+    def become(self, role: Role) -> None:
+        self.role = role
+        self.follows = role is Role.FOLLOWING
+        self.writes = role is Role.WRITING
+
+
+# What was handed to the log and is not answered yet, and what follows where the log does not answer for a while.
+#
+#     ANSWERS --a failure that may pass--> WAITING --its pause is over: where does the log end?--> ASKING
+#        ^                                    ^ '-- reads alone have failed: they are asked again --.    |
+#        |                                    '------- a failure again: twice the pause ------------+----+
+#        '--- what is there is durable, the rest is written again, the same bytes ------------------'----'
+#
+# Of a write that has failed nobody knows whether it was done: it is never done again before that is known. Meanwhile
+# nothing more is written, so input waits, and by that app and peers are slowed down.
+
+
+Write = Commit | WriteCheckpointChunk
+
+
+class LogRequests:
+    """``silent_since_ns``: when the log last failed to answer, for as long as it does not; None: it answers."""
+
+    __slots__ = ("_again", "_limits", "_log", "_pause_ns", "_turn", "_unknown", "_writes", "due_ns", "silent_since_ns")
+
+    def __init__(self, limits: Limits, log: GroupCommit, turn: Turn) -> None:
+        self.silent_since_ns: int | None = None
+        self.due_ns: int | None = None  # when it is asked again
+        self._limits = limits
+        self._log = log
+        self._turn = turn
+        self._writes: deque[Write] = deque()  # not answered, in their order
+        self._unknown = False  # whether the first of them was done
+        self._again: list[Asked] = []  # reads
+        self._pause_ns = limits.log_retry_ns_min
+
+    def write(self, write: Write) -> None:
+        """Have it written, behind all before it."""
+        self._writes.append(write)
+        if not self._unknown:
+            self._turn.effects.append(write)
+
+    def written(self) -> None:
+        """The first one that was not answered is durable."""
+        self._writes.popleft()
+        if self.silent_since_ns is not None:
+            self._answered(self.silent_since_ns)
+
+    def read(self) -> None:
+        """Something that was asked for was read."""
+        if self.silent_since_ns is not None and not self._unknown and not self._again:
+            self._answered(self.silent_since_ns)
+
+    def failed(self, event: LogFailed) -> None:
+        """A failure that may pass."""
+        now_ns, request = self._turn.now_ns, event.request
+        if isinstance(request, Write):
+            require(bool(self._writes) and request is self._writes[0], "a write is answered out of its turn")
+            self._unknown = self._log.held = True
+        elif request is not None and not isinstance(request, ReadTail):
+            self._again.append(request)
+        if self.silent_since_ns is None:
+            self.silent_since_ns = now_ns
+            self._turn.report(notices.LogSilent(problem=str(event.error)))
+        if self.due_ns is None:
+            self.due_ns = now_ns + self._pause_ns
+            self._pause_ns = min(2 * self._pause_ns, self._limits.log_retry_ns_max)
+
+    def tick(self) -> None:
+        """Time has passed."""
+        if self.due_ns is None or self._turn.now_ns < self.due_ns:
+            return
+        self.due_ns = None
+        if self._unknown:
+            self._turn.effects.append(ReadTail())
+        again, self._again = self._again, []
+        self._turn.effects.extend(again)
+
+    def settle(self, event: TailRead) -> Sequence[Write]:
+        """The log has said where it ends: the writes that turn out to be durable. The others are written again."""
+        if not self._unknown:
+            return ()
+        self._unknown = self._log.held = False
+        last = max([n for n, write in enumerate(self._writes) if _is_there(write, event)], default=-1)
+        durable = [self._writes[index] for index in range(last + 1)]
+        for write in list(self._writes)[last + 1 :]:
+            self._turn.effects.append(write)
+        return durable
+
+    def _answered(self, since_ns: int) -> None:
+        self.silent_since_ns = None
+        self._pause_ns = self._limits.log_retry_ns_min
+        silent_s = round((self._turn.now_ns - since_ns) / 1e9, 3)
+        self._turn.report(notices.LogAnswers(silent_s=silent_s))
+
+
+def _is_there(write: Write, tail: TailRead) -> bool:
+    """Whether the log has this append. Raises InvariantError where its records say otherwise."""
+    if not isinstance(write, Commit):
+        return False  # a chunk is there if an append behind it is
+    is_there = write.ticket <= tail.ticket
+    last = write.transaction.records[-1][0] if write.transaction.records else write.expected_last_sequence_id
+    require(
+        not is_there or last <= tail.last_sequence_id,
+        f"the log has append {write.ticket}, up to record {last}, but ends with record {tail.last_sequence_id}",
+    )
+    return is_there

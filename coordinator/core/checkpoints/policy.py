@@ -1,0 +1,230 @@
+"""Checkpoints as a policy: when the next one is due, and the one that is on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
+
+from immortal.coordinator.core.effects import CheckCheckpoint, ReadCheckpointChunk, WriteCheckpointChunk
+from immortal.coordinator.core.errors import LogError, require
+from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary, OutputBatch, OutputMark
+from immortal.coordinator.core.limits import Limits
+from immortal.protocol.checksum import crc64
+
+
+class CheckpointPolicy:
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._next_id = 1
+        self._writer: CheckpointWriter | None = None
+        self._logged_bytes_at_last = 0
+        self.last: CheckpointHeader | None = None
+        self.tried_ns = 0  # when the app last had none to give
+        self.wanted = False  # the app or the operator has asked for one
+        self.settled = True  # no header waits to become durable: the log takes one blob after the other
+        self.chunks_pending_bytes = 0  # handed to the disk, not written yet
+
+    def load(self, taken: Sequence[CheckpointHeader]) -> None:
+        """The checkpoints of the log, oldest first."""
+        self._next_id = 1 + max((header.checkpoint_id for header in taken), default=0)
+        self.last = without_outputs(taken[-1]) if taken else None
+
+    @property
+    def on_its_way(self) -> bool:
+        return self._writer is not None
+
+    def is_due(self, logged_bytes: int, now_ns: int) -> bool:
+        """``logged_bytes``: in the log since the start of this process."""
+        grown_bytes = logged_bytes - self._logged_bytes_at_last
+        limits = self._limits
+        too_old = (
+            limits.checkpoint_age_ns is not None
+            and self.last is not None
+            and now_ns - max(self.last.time_ns, self.tried_ns) >= limits.checkpoint_age_ns
+        )
+        return self.wanted or grown_bytes >= limits.checkpoint_trigger_bytes or (too_old and grown_bytes > 0)
+
+    def asked(self, logged_bytes: int) -> None:
+        """One is asked for now, or the state is that of a checkpoint."""
+        self.wanted = False
+        self._logged_bytes_at_last = logged_bytes
+
+    def next_id(self) -> int:
+        """For one that somebody else is asked for: nobody gets this ID again."""
+        self._next_id += 1
+        return self._next_id - 1
+
+    def begin(
+        self,
+        sequence_id: int,
+        version: int,
+        outputs: Mapping[str, OutputMark],
+        unacknowledged: Mapping[str, Sequence[OutputBatch]],
+        open_calls: Mapping[str, Sequence[int]],
+    ) -> int:
+        """Its state is that behind the record ``sequence_id``, and as far as ``outputs``; its ID."""
+        checkpoint_id = self.next_id()
+        self._writer = CheckpointWriter(
+            checkpoint_id, sequence_id, version, outputs, unacknowledged, open_calls, self._limits.chunk_size_bytes
+        )
+        return checkpoint_id
+
+    def receive(self, data: bytes, *, last: bool) -> WriteCheckpointChunk | None:
+        """More of the blob; what is to be written now."""
+        writer = self._writer
+        require(writer is not None, "a blob without a Checkpoint")
+        chunk = writer.receive(data, last=last) if writer is not None else None
+        if chunk is not None:
+            self.chunks_pending_bytes += len(chunk.data)
+        return chunk
+
+    def end(self, time_ns: int) -> CheckpointHeader:
+        """The blob is whole: the header that makes it count."""
+        writer, self._writer = self._writer, None
+        require(writer is not None, "the end of a blob without a Checkpoint")
+        assert writer is not None
+        self.settled = False
+        return writer.header(time_ns)
+
+    def abandon(self) -> None:
+        """There will be no more of it. Its chunks count for nothing without a header."""
+        self._writer = None
+
+    def became_durable(self, header: CheckpointHeader) -> int | None:
+        """``header``'s checkpoint is the last one now; when the next is due by age, ns since the Unix epoch."""
+        self.last = without_outputs(header)
+        self.settled = True
+        age_ns = self._limits.checkpoint_age_ns
+        return None if age_ns is None else header.time_ns + age_ns
+
+
+# A checkpoint on its way from the app to the log: its blob in chunks, then the header that makes it count.
+
+
+class CheckpointWriter:
+    """Takes the blob as it comes. The output streams are as they were when its announcement came."""
+
+    def __init__(
+        self,
+        checkpoint_id: int,
+        sequence_id: int,
+        version: int,
+        outputs: Mapping[str, OutputMark],
+        unacknowledged: Mapping[str, Sequence[OutputBatch]],
+        open_calls: Mapping[str, Sequence[int]],
+        chunk_size_bytes: int,
+    ) -> None:
+        self.checkpoint_id = checkpoint_id
+        self.sequence_id = sequence_id
+        self.version = version
+        self._outputs = outputs
+        self._unacknowledged = unacknowledged
+        self._open_calls = open_calls
+        self._chunk_size_bytes = chunk_size_bytes
+        self._pieces: list[bytes] = []
+        self._pieces_bytes = 0
+        self._size_bytes = 0
+        self._next_index = 0
+        self._check = 0
+
+    def receive(self, data: bytes, *, last: bool) -> WriteCheckpointChunk | None:
+        """The chunk that is full now, or the last one."""
+        if data:
+            self._pieces.append(data)
+            self._pieces_bytes += len(data)
+            self._size_bytes += len(data)
+            self._check = crc64(data, self._check)
+        if not self._pieces or (self._pieces_bytes < self._chunk_size_bytes and not last):
+            return None
+        chunk = WriteCheckpointChunk(self.checkpoint_id, self._next_index, b"".join(self._pieces))
+        self._next_index += 1
+        self._pieces.clear()
+        self._pieces_bytes = 0
+        return chunk
+
+    def header(self, time_ns: int) -> CheckpointHeader:
+        return CheckpointHeader(
+            self.checkpoint_id,
+            self.sequence_id,
+            self._size_bytes,
+            self._check,
+            time_ns,
+            self._outputs,
+            self._unacknowledged,
+            self.version,
+            self._open_calls,
+        )
+
+
+# From which checkpoint an app recovers, and how far its blob has been read.
+#
+# The newest one whose records behind it are all still there is read whole and checked before the app sees a byte of it;
+# if it is damaged, the one before is tried.
+
+
+def without_outputs(header: CheckpointHeader) -> CheckpointHeader:
+    """What is needed of a header for long; the outputs may be many megabytes."""
+    return replace(header, unacknowledged={})
+
+
+class Recovery:
+    """One app's recovery: choose a checkpoint, then read its blob chunk by chunk."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._damaged: set[int] = set()
+        self._header: CheckpointHeader | None = None
+        self._summary: LogSummary | None = None
+        self._next_chunk_index = 0
+        self._read_bytes = 0
+
+    @property
+    def is_choosing(self) -> bool:
+        """A checkpoint is being checked."""
+        return self._summary is not None
+
+    def forget(self) -> None:
+        """The app is gone. Checkpoints once found damaged stay so."""
+        self._header = self._summary = None
+
+    def choose(self, summary: LogSummary) -> CheckCheckpoint:
+        """The newest checkpoint that may be of use, to be checked. Raises LogError when none is left."""
+        self._summary = summary
+        for header in reversed(summary.checkpoints):
+            if header.sequence_id + 1 >= summary.first_sequence_id and header.checkpoint_id not in self._damaged:
+                self._header = header
+                return CheckCheckpoint(header)
+        raise LogError(
+            f"the log of {self._name!r} has no usable checkpoint, so its state can't be rebuilt: "
+            f"run 'immortal log verify {self._name}' for what is damaged, and restore the log from a copy"
+        )
+
+    def chosen(self, checkpoint_id: int) -> tuple[CheckpointHeader, LogSummary] | None:
+        """The checkpoint that is sound, whole, and the log that it is from; None if another one was chosen since."""
+        header, summary = self._header, self._summary
+        if header is None or summary is None or header.checkpoint_id != checkpoint_id:
+            return None
+        self._header, self._summary = without_outputs(header), None
+        self._next_chunk_index = self._read_bytes = 0
+        return header, summary
+
+    def choose_another(self, checkpoint_id: int) -> CheckCheckpoint | None:
+        """That one is damaged: the one before it. Raises LogError when none is left."""
+        self._damaged.add(checkpoint_id)
+        return self.choose(self._summary) if self._summary is not None else None
+
+    def next_read(self) -> ReadCheckpointChunk | None:
+        """The next chunk to read; None at the end of the blob."""
+        header = self._header
+        require(header is not None, "restoring no checkpoint")
+        if header is None or self._read_bytes >= header.size_bytes:
+            return None
+        return ReadCheckpointChunk(header.checkpoint_id, self._next_chunk_index)
+
+    def chunk_read(self, data: bytes) -> None:
+        """Raises LogError if the blob ends before its size."""
+        if not data:
+            raise LogError(f"a checkpoint of {self._name!r} ends after {self._read_bytes} bytes")
+        self._next_chunk_index += 1
+        self._read_bytes += len(data)

@@ -1,0 +1,263 @@
+"""A checkpoint's way from the app to the log: it is asked for, its state comes, and its header makes it count.
+
+The state comes in one piece, a blob; or as a snapshot, beside the app's work: it is that of the Begin, and its bytes
+come in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.availability.snapshot_transfer import SnapshotReceiver, SnapshotSender
+from immortal.coordinator.core.availability.write_lease import LogRequests
+from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy
+from immortal.coordinator.core.effects import Trim
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.failures.call_failure import Failing
+from immortal.coordinator.core.failures.unsaved_state import UnsavedState
+from immortal.coordinator.core.group_commit import Group, GroupCommit
+from immortal.coordinator.core.input.admission import Admission
+from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader, VersionStart
+from immortal.coordinator.core.life_cycle.pause_stop import Stopping
+from immortal.coordinator.core.life_cycle.recovery import BEHIND, Lifecycle, Proof, Upgrades
+from immortal.coordinator.core.life_cycle.session import AWAITING_CHECKPOINT, AppSession, Phase, Step
+from immortal.coordinator.core.peers import Peers
+from immortal.coordinator.core.state import AppOutbox, Turn
+from immortal.coordinator.core.timers import Wakes
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.readers import BlobData, Message
+from immortal.protocol.trailer import BatchKind, BatchSource
+from immortal.protocol.verdicts import decode_unsaved, decode_verdict
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class CheckpointTaker:
+    """``name``: of the instance."""
+
+    name: str
+    turn: Turn
+    outbox: AppOutbox
+    session: AppSession
+    log: GroupCommit
+    access: LogRequests
+    peers: Peers
+    admission: Admission
+    failing: Failing
+    checkpoints: CheckpointPolicy
+    upgrades: Upgrades
+    lifecycle: Lifecycle
+    stopping: Stopping
+    wakes: Wakes
+    snapshot_sender: SnapshotSender
+    snapshot_receiver: SnapshotReceiver
+    saving: UnsavedState
+
+    def ask_if_due(self) -> None:
+        """To be called while the app has time for one, and none waits to become durable."""
+        session, checkpoints, stopping = self.session, self.checkpoints, self.stopping
+        if stopping.feeds_no_more or self.snapshot_sender.takes_blob:  # an app gives one at a time
+            return
+        is_apps = stopping.asked or self.lifecycle.proof is BEHIND
+        snapshot_receiver, wanted = self.snapshot_receiver, checkpoints.wanted
+        if snapshot_receiver.waits and not is_apps:
+            return
+        logged_bytes = self.log.logged_bytes
+        if is_apps or checkpoints.is_due(logged_bytes, self.turn.now_ns):
+            checkpoints.asked(logged_bytes)
+            # One that was promoted shows by its next checkpoint that it has made all that the log knows of.
+            is_own = is_apps or self.saving.is_wished
+            if not is_own and self.lifecycle.proof is Proof.COMPLETE and snapshot_receiver.begin(at_once=wanted):
+                return
+            snapshot_receiver.give_up()
+            stopping.checkpoint_asked()
+            session.advance(Step.CHECKPOINT_ASKED)
+            session.checkpoint_sequence_id = session.fed_sequence_id
+            self.saving.ask()
+            self.outbox.control(MessageType.TAKE_CHECKPOINT)
+
+    # --- in one piece ------------------------------------------------------------------------------------------------
+
+    def blob_began(self) -> None:
+        session = self.session
+        if self.snapshot_sender.takes_blob:
+            self.snapshot_sender.began()
+            return
+        if session.phase not in AWAITING_CHECKPOINT or self.checkpoints.on_its_way:
+            raise AppProtocolError(
+                f"the app sent a Checkpoint in the phase {session.phase.value!r}, none was asked for"
+            )
+        if session.phase is Phase.FIRST_START and session.initial_message is None:
+            raise AppProtocolError("the app's first checkpoint came without an InitialMessage (type 9) before it")
+        if session.phase is Phase.UPGRADING:
+            if self.upgrades.is_new():
+                self.lifecycle.finish_replay()
+            return  # only the checkpoint that confirms an upgrade is kept
+        if session.phase is Phase.BECOMING_PRIMARY or self.lifecycle.proof is BEHIND:
+            self.lifecycle.finish_replay()
+        self._begin()
+
+    def blob_came(self, blob: BlobData) -> None:
+        if self.snapshot_sender.takes_blob:
+            self.snapshot_sender.came(blob.data, last=blob.last)
+            return
+        if self.session.phase is Phase.UPGRADING:
+            if blob.last:
+                self.upgrades.upgraded()
+            return
+        self._receive(blob.data, last=blob.last)
+        if blob.last:
+            self._end()
+
+    # --- beside the app's work ---------------------------------------------------------------------------------------
+
+    def snapshot_began(self, message: Message) -> None:
+        phase = self.session.phase
+        if self.snapshot_sender.takes_blob:
+            self.snapshot_sender.began()
+            return
+        if phase is not Phase.CHECKPOINTING or self.checkpoints.on_its_way:
+            raise AppProtocolError(f"the app began a snapshot in the phase {phase.value!r}, none was asked for")
+        self._begin()
+
+    def snapshot_chunk(self, message: Message) -> None:
+        if self.snapshot_sender.takes_blob:
+            self.snapshot_sender.came(message.data, last=False)
+            return
+        if not self._snapshot_is_on_its_way:
+            raise AppProtocolError("the app sent a part of a snapshot that it had not begun")
+        self._receive(message.data, last=False)
+
+    def snapshot_ended(self, message: Message) -> None:
+        if self.snapshot_sender.takes_blob and message.data:
+            self.snapshot_sender.failed()
+            return
+        if self.snapshot_sender.takes_blob:
+            self.snapshot_sender.came(b"", last=True)
+            return
+        if not self._snapshot_is_on_its_way:
+            raise AppProtocolError("the app ended a snapshot that it had not begun")
+        if not message.data:
+            self._receive(b"", last=True)
+            self._end()
+            return
+        self.checkpoints.abandon()
+        self.session.advance(Step.CHECKPOINT_ABANDONED)
+        self.turn.report(notices.CheckpointFailed(message.data.decode("utf-8", "replace")))
+        self.stopping.checkpoint_failed()
+
+    @property
+    def _snapshot_is_on_its_way(self) -> bool:
+        return self.checkpoints.on_its_way and self.session.phase is Phase.CHECKPOINTING
+
+    # --- there is none -----------------------------------------------------------------------------------------------
+
+    def failed(self, message: Message) -> None:
+        """In place of a checkpoint: the state can't be saved. The app works all the same."""
+        session, lifecycle, unsaved = self.session, self.lifecycle, decode_unsaved(message.data)
+        if self.snapshot_sender.takes_blob:
+            self.turn.report(notices.CheckpointFailed(unsaved.text))
+            self.snapshot_sender.failed()
+            return
+        is_recovery = session.phase is Phase.BECOMING_PRIMARY
+        if self.checkpoints.on_its_way or not (is_recovery or session.phase is Phase.CHECKPOINTING):
+            raise AppProtocolError(
+                f"the app sent a CheckpointFailed in the phase {session.phase.value!r}, no checkpoint was asked for"
+            )
+        if lifecycle.is_cut:
+            raise AppProtocolError(
+                f"the log was cut, and goes on with a checkpoint only: {unsaved.text}. Cut it before that message, or "
+                f"start it with code whose state can be saved"
+            )
+        if is_recovery or lifecycle.proof is BEHIND:
+            lifecycle.finish_replay()
+        lifecycle.prove_promotion()
+        if is_recovery:
+            lifecycle.report_recovered()
+        session.advance(Step.CHECKPOINT_ABANDONED)
+        self.saving.cannot(unsaved, session.checkpoint_sequence_id)
+        self.stopping.checkpoint_failed()
+
+    def taken_back(self, message: Message) -> None:
+        """The checkpoint that comes is of the state without a message."""
+        if self.session.phase not in (Phase.BECOMING_PRIMARY, Phase.CHECKPOINTING) or self.checkpoints.on_its_way:
+            raise AppProtocolError(
+                f"the app sent a TakenBack in the phase {self.session.phase.value!r}, no checkpoint was asked for"
+            )
+        self.saving.taken_back(decode_verdict(message.data))
+
+    # --- either way --------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        session, versions = self.session, self.upgrades.versions
+        self.lifecycle.prove_promotion()
+        outputs = self.peers.outputs
+        version = versions.current
+        if session.phase is Phase.FIRST_START:
+            version = session.description.version
+        elif session.phase is Phase.CONFIRMING_UPGRADE:
+            version = versions.upgrade_to or version
+        checkpoint_id = self.checkpoints.begin(
+            session.checkpoint_sequence_id,
+            version,
+            {name: stream.mark for name, stream in outputs.items()},
+            {name: stream.unacknowledged for name, stream in outputs.items() if stream.memory_bytes},
+            self.admission.open_calls.open_at(session.checkpoint_sequence_id),
+        )
+        self.stopping.checkpoint_began(checkpoint_id)
+        self.turn.report(notices.CheckpointBegan(checkpoint_id))
+
+    def _receive(self, data: bytes, *, last: bool) -> None:
+        chunk = self.checkpoints.receive(data, last=last)
+        if chunk is not None:
+            self.access.write(chunk)
+
+    def _end(self) -> None:
+        session = self.session
+        header = self.checkpoints.end(self.log.time_ns(self.turn.now_ns))
+        group = self.log.append_outside_record(0)
+        if session.phase is Phase.FIRST_START:
+            group = self._log_first_record()
+        if session.phase is Phase.BECOMING_PRIMARY:
+            self.lifecycle.report_recovered()
+        self.lifecycle.take_healing(group.transaction)
+        group.transaction.checkpoint = header
+        self.saving.checkpoint_whole(group)
+        if self.stopping.takes_last_checkpoint:
+            self.failing.end_well(group.transaction)
+        if session.phase is Phase.CONFIRMING_UPGRADE:
+            group.transaction.version = VersionStart(header.version, header.sequence_id, session.label)
+            session.advance(Step.UPGRADE_CONFIRMED)
+        else:
+            session.advance(Step.CHECKPOINT_RECEIVED)
+
+    def _log_first_record(self) -> Group:
+        """The initial message is record 0, durable together with the first checkpoint: never one without the other."""
+        session = self.session
+        self.log.with_record_time = MessageType.RECORD_TIME in session.extensions
+        message = encode_message(MessageType.INITIAL_MESSAGE, session.initial_message or b"")
+        source = BatchSource(BatchKind.INITIAL, ONESELF, 1, 1, self.turn.now_ns)
+        chunks = [message]
+        if MessageType.INSTANCE_NAME in session.extensions:  # in the log, so that each replay tells it again
+            chunks.insert(0, encode_message(MessageType.INSTANCE_NAME, self.name.encode()))
+        group = self.log.append(chunks, sum(map(len, chunks)), source)
+        group.transaction.extensions = session.logged_extensions = session.extensions
+        self.peers.app_asked_for(session.extensions)
+        group.transaction.version = VersionStart(session.description.version, -1, session.label)
+        return group
+
+    def durable(self, header: CheckpointHeader, *, adopted: bool = False) -> None:
+        """The checkpoint of ``header`` counts from now on. ``adopted``: a follower has taken it."""
+        wake_at_ns = self.checkpoints.became_durable(header)
+        if wake_at_ns is not None:
+            self.wakes.checkpoint_at(wake_at_ns)
+        self.failing.checkpoint_durable(header.sequence_id)
+        self.saving.durable()
+        if adopted:
+            self.snapshot_receiver.durable(header)
+        else:
+            self.turn.report(notices.CheckpointTaken(header.checkpoint_id, header.sequence_id, header.size_bytes))
+        if not self.peers.ready:
+            self.peers.became_ready(self.turn.now_ns)
+        self.turn.effects.append(Trim())
+        self.stopping.checkpoint_durable(header.checkpoint_id)

@@ -1,0 +1,251 @@
+"""Queries that are not logged: a client asks, the app answers between two records, and no log has anything of it.
+
+    taken --there is room at the app--> asked --its answer--> held --what it follows from is durable--> told
+
+The state that a query sees follows from records, which were durable before the app got them, and from verdicts of the
+app, which may not be durable yet: an answer behind one waits for it. So no crash takes back what a client was told.
+
+What can't be asked now is refused, and the client asks again for as long as it has time. Callers take turns, and only
+as many queries are at the app at once as it answers in some milliseconds: so nobody's flood keeps records, or the
+queries of others, from it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, field
+
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.client.requests import Clients
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.failures.call_failure import Failing
+from immortal.coordinator.core.failures.poison_guard import digest_of
+from immortal.coordinator.core.input.admission import Admission
+from immortal.coordinator.core.interfaces import Token
+from immortal.coordinator.core.life_cycle.session import WORKS, AppSession
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.peers import Peers
+from immortal.coordinator.core.state import AppOutbox, Turn
+from immortal.protocol.client_frames import ClientCode, ClientFrame, Reply, ReplyKind, decode_query_call
+from immortal.protocol.errors import ProtocolError
+from immortal.protocol.messages import MessageType
+from immortal.protocol.queries import QueryQuestion, decode_query_answer, encode_query
+from immortal.protocol.readers import Message
+
+Key = tuple[str, str, int]  # caller, client ID, its number of the query
+ROOM_MIN = 2  # one is answered, one is on its way
+ANSWER_KINDS = (ReplyKind.VALUE, ReplyKind.NOTHING, ReplyKind.RAISED)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _Query:
+    token: Token
+    frame: ClientFrame
+    caller: str
+    method_id: int
+    arguments: bytes
+    asked_ns: int = 0
+    _digest: bytes = b""
+
+    @property
+    def key(self) -> Key:
+        return self.caller, self.frame.client_id, self.frame.number
+
+    @property
+    def asker(self) -> str:
+        """Whose turn it is: a caller's, or a client's where callers have no keys."""
+        return self.caller or f"~{self.frame.client_id}"
+
+    @property
+    def digest(self) -> bytes:
+        """What it is known by, also when it is asked again."""
+        if not self._digest:
+            self._digest = digest_of(self.asker, self.method_id, self.arguments)
+        return self._digest
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Queries:
+    """``name``: of the instance."""
+
+    name: str
+    limits: Limits
+    session: AppSession
+    outbox: AppOutbox
+    clients: Clients
+    admission: Admission
+    failing: Failing
+    peers: Peers
+    turn: Turn
+    answered_count: int = 0
+    _ticket: int = 0
+    _open: dict[Key, _Query] = field(default_factory=dict)
+    _open_bytes: int = 0
+    _open_by: Counter[str] = field(default_factory=Counter)  # by asker
+    _waiting: OrderedDict[str, deque[_Query]] = field(default_factory=OrderedDict)  # by asker, in turns
+    _asked: dict[int, _Query] = field(default_factory=dict)  # by ticket
+    _room: int = ROOM_MIN  # for so many of them at once
+    _held: deque[tuple[int, _Query, Reply]] = field(default_factory=deque)  # until that commit is durable
+    _alone: bool = False  # the app is at a query that may end its process: no other one is asked meanwhile
+    _barred: dict[int, int] = field(default_factory=dict)  # method IDs, until when
+
+    @property
+    def waits(self) -> bool:
+        """There may be something for :meth:`go_on`."""
+        return bool(self._waiting or self._held)
+
+    # --- what clients ask --------------------------------------------------------------------------------------------
+
+    def received(self, token: Token, frame: ClientFrame, caller: str) -> None:
+        """A QUERY, by the key of ``caller``."""
+        if self.clients.refuses(token, frame, caller):
+            return
+        known = self._open.get((caller, frame.client_id, frame.number))
+        if known is not None:  # its client has asked again
+            known.token = token
+            return
+        refusal = self._refusal(frame, caller)
+        if refusal is not None:
+            self.clients.answers.refuse(token, frame, *refusal)
+            return
+        query = _Query(token, frame, caller, *decode_query_call(frame.payload))
+        self._open[query.key] = query
+        self._open_by[query.asker] += 1
+        self._open_bytes += len(frame.payload)
+        self._waiting.setdefault(query.asker, deque()).append(query)
+
+    def _refusal(self, frame: ClientFrame, caller: str) -> tuple[ClientCode, str] | None:
+        session, permissions, now_ns = self.session, self.admission.permissions, self.turn.now_ns
+        if session.phase not in WORKS or session.fed_sequence_id < 0:  # an app is primary behind its first record
+            text = f"the app of {self.name!r} does not work now (phase: {session.phase.value}): ask again once it does"
+            return ClientCode.NOT_READY, text
+        if MessageType.QUERY_ASKED not in session.extensions:
+            return ClientCode.LOGGED_ONLY, f"the app of {self.name!r} takes queries as logged calls only"
+        try:
+            method_id, arguments = decode_query_call(frame.payload)
+        except ProtocolError as error:
+            return ClientCode.MALFORMED, str(error)
+        method = permissions.name_of(method_id)
+        if permissions.forbidden(caller, frame.payload):
+            text = self.admission.why_forbidden(caller, method)
+            self.failing.note_forbidden(caller, 1, text)
+            return ClientCode.MALFORMED, text
+        asker = caller or f"~{frame.client_id}"
+        if self.admission.is_nested(arguments):
+            text = self.admission.format_nesting_refusal(f"the query {method}")
+            self.failing.note_nested(asker, 1, f"{text} (from {asker!r})")
+            return ClientCode.MALFORMED, text
+        if not permissions.is_query(method_id):
+            return ClientCode.MALFORMED, f"{method!r} of {self.name!r} is no query: it is called without .query"
+        if self._barred.get(method_id, 0) > now_ns:
+            return ClientCode.MALFORMED, f"{method!r} of {self.name!r} has changed the state: it is asked again later"
+        penalties = self.failing.penalties
+        if why := penalties.hold_reason(asker, now_ns):
+            return ClientCode.BUSY, why
+        if why := penalties.query_refusal(digest_of(asker, method_id, arguments)) if penalties.has_suspects else "":
+            return ClientCode.MALFORMED, why
+        limits, asker_count = self.limits, self._open_by[asker]
+        if (
+            len(self._open) >= limits.queries_open_max
+            or asker_count >= limits.caller_queries_max
+            or self._open_bytes + len(frame.payload) > max(limits.queries_bytes, len(frame.payload))
+        ):
+            return ClientCode.BUSY, f"{self.name!r} has {len(self._open)} queries to answer, {asker_count} of them here"
+        open_count = self.clients.table.open_by[caller] + asker_count
+        if not self.admission.first_of(caller, frame.payload, 1, now_ns, open_count)[0]:
+            return ClientCode.BUSY, f"{caller!r} has used up what it may call of {self.name!r} for now"
+        return None
+
+    # --- the app -----------------------------------------------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """Ask what the app has room for, and tell what is durable by now."""
+        while self._waiting and self._has_room():
+            asker, queries = next(iter(self._waiting.items()))
+            penalties = self.failing.penalties
+            is_suspected = penalties.has_suspects and penalties.is_suspected(queries[0].digest)
+            if is_suspected and self._asked:
+                break
+            self._alone = is_suspected
+            query = queries.popleft()
+            if queries:
+                self._waiting.move_to_end(asker)
+            else:
+                del self._waiting[asker]
+            self._ticket += 1
+            self._asked[self._ticket] = query
+            query.asked_ns = self.turn.now_ns
+            question = QueryQuestion(self._ticket, query.method_id, query.arguments, self.turn.now_ns)
+            self.outbox.control(MessageType.QUERY_ASKED, encode_query(question))
+        while self._held and self._held[0][0] <= self.peers.log.durable_ticket:
+            _, query, reply = self._held.popleft()
+            self._tell(query, reply)
+
+    def told(self, message: Message) -> None:
+        """The app has answered. Raises RemoteProtocolError."""
+        answer = decode_query_answer(message.data)
+        query = self._asked.pop(answer.ticket, None)
+        if query is None or answer.kind not in ANSWER_KINDS:
+            raise AppProtocolError(
+                f"the app sent QueryAnswered (94) of kind {answer.kind} for the query {answer.ticket}: one that it was "
+                f"asked and has not answered, and a kind from 1 to 3 were expected"
+            )
+        self._alone = False
+        if self.failing.penalties.has_suspects:
+            self.failing.penalties.query_answered(query.digest)
+        self._make_room(self.turn.now_ns - query.asked_ns)
+        if answer.changed:
+            self._barred[query.method_id] = self.turn.now_ns + self.limits.query_barred_ns
+            self.turn.report(notices.QueryChangedState(self.admission.permissions.name_of(query.method_id)))
+        # Verdicts that the app has given before are in the log, or about to be: what follows from them waits for that.
+        reply = self.admission.checked_reply(Reply(query.frame.number, answer.kind, answer.value))
+        if self.peers.held_ticket <= self.peers.log.durable_ticket:
+            self._tell(query, reply)
+        else:
+            self._held.append((self.peers.held_ticket, query, reply))
+
+    def _has_room(self) -> bool:
+        room = min(self._room, self.limits.queries_at_app_max)
+        return len(self._asked) < room and not self._alone and self.session.phase in WORKS
+
+    def _make_room(self, answered_ns: int) -> None:
+        """Where there was none left: an answer that came soon makes room for one more, a late one takes half of it."""
+        if answered_ns > self.limits.queries_at_app_ns:
+            self._room = max(ROOM_MIN, self._room // 2)
+        elif len(self._asked) + 1 >= self._room < self.limits.queries_at_app_max:
+            self._room += 1
+
+    def _tell(self, query: _Query, reply: Reply) -> None:
+        self._close(query)
+        self.answered_count += 1
+        self.clients.answers.answer_query(query.token, query.frame, reply)
+
+    def _close(self, query: _Query) -> None:
+        del self._open[query.key]
+        self._open_bytes -= len(query.frame.payload)
+        self._open_by[query.asker] -= 1
+        if not self._open_by[query.asker]:
+            del self._open_by[query.asker]
+
+    def describe(self) -> dict[str, int]:
+        """For the status."""
+        return {"open_queries": len(self._open), "answered_queries": self.answered_count}
+
+    def app_lost(self, *, at_query: bool) -> None:
+        """Nobody is there to answer: clients ask the next app. What would have been told may have been of no log.
+
+        ``at_query``: the app may have ended at the first query that it has not answered.
+        """
+        if at_query and self._asked:
+            query = next(iter(self._asked.values()))
+            self.failing.penalties.query_died(query.digest)
+            self.failing.caused_deaths(query.asker, 1, self.turn.now_ns)
+        self._alone = False
+        for query in list(self._open.values()):
+            self._close(query)
+            text = f"the app of {self.name!r} has ended before it answered"
+            self.clients.answers.refuse(query.token, query.frame, ClientCode.NOT_READY, text)
+        self._waiting.clear()
+        self._asked.clear()
+        self._room = ROOM_MIN
+        self._held.clear()

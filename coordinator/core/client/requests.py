@@ -1,0 +1,438 @@
+"""Clients: processes that are no instances, and call one. Their requests are done once, however often they are sent.
+
+A client numbers its requests from 1, and the next number is the only one that is taken. Its last number becomes durable
+in one transaction with the record that holds the request; so each life of the coordinator knows what was taken. To the
+app a request is a call that waits for an answer. All answers to clients are one output stream, whose receiver is the
+table of clients: it acknowledges what is durable in the log, and a replay makes the rest again.
+
+A request that is sent again is answered from the table; one that is open, when its answer comes; one whose reply is
+gone is told so. It is never done a second time.
+
+Where callers have keys, a client ID belongs to the name of the first key that has used it: nobody else can ask for its
+replies, or use up its numbers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from immortal.coordinator.core.client.table import REPLY_OVERHEAD_BYTES, Client, ClientTable, TokenBucket
+from immortal.coordinator.core.clock import RunningTime
+from immortal.coordinator.core.effects import Effect, ReplyToClient
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.input.admission import Delivery
+from immortal.coordinator.core.interfaces import ONESELF, OutputBatch, StoredClients, Token
+from immortal.coordinator.core.limits import Limits
+from immortal.protocol.client_frames import (
+    CLIENTS,
+    KEY_PREFIX,
+    KNOWN_TO_COORDINATORS,
+    ClientCode,
+    ClientFrame,
+    ClientFrameType,
+    Reply,
+    ReplyKind,
+    caller_of,
+    conflict_reply,
+    decode_answer,
+    encode_methods,
+    encode_replies,
+    logged_calls,
+)
+from immortal.protocol.errors import ProtocolError
+from immortal.protocol.extensions import QUERIES, AppDescription
+from immortal.protocol.identity import CLIENT_ADVICE, KEY_ADVICE, IdentityConflict, call_in_words, method_of_identity
+from immortal.protocol.messages import decode_messages
+from immortal.protocol.trace_context import is_trace_context, split_name
+from immortal.protocol.trailer import BatchKind, BatchSource
+
+CONFLICTS_TOLD_MAX = 16  # of one frame, as each is far larger than a call may be; the rest comes again, and so on
+_FROM_CLIENTS = (ClientFrameType.HELLO, ClientFrameType.REQUEST, ClientFrameType.PING, ClientFrameType.QUERY)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Clients:
+    """Those of one instance. ``effects``: where effects go; the machine's."""
+
+    name: str
+    limits: Limits
+    log: GroupCommit
+    effects: list[Effect]
+    is_ready: Callable[[], bool]
+    delivery: Delivery
+    running: RunningTime
+    accepting: bool = False  # once there is the right to write, and not while stopping
+    log_full: bool = False  # no more is taken until there is room again
+    table: ClientTable = field(init=False)
+    answers: ClientAnswers = field(init=False)
+    _methods: bytes = field(default_factory=lambda: encode_methods({}))  # of the app; the last one that was here
+    _names: dict[int, str] = field(default_factory=dict)  # of its methods
+    _undurable: deque[tuple[int, int]] = field(default_factory=deque)  # (ticket, size in bytes), not in the log yet
+    _undurable_bytes: int = 0
+    _ungathered_bytes: int = 0  # replies that no commit has been asked for
+
+    def __post_init__(self) -> None:
+        self.table = ClientTable(self.limits, self.log, self.running)
+        self.answers = ClientAnswers(self.name, self.limits, self.table, self.effects)
+
+    def load(self, committer_id: int, stored: StoredClients) -> None:
+        """What the log has, once."""
+        self.answers.committer_id = committer_id
+        self.table.load(stored)
+
+    def describe_methods(self, description: AppDescription) -> None:
+        """What the app says of itself: its own methods are what clients may call."""
+        own = {
+            method_id: name
+            for (destination, method_id), name in description.methods.items()
+            if destination == ONESELF and method_id >= 0
+        }
+        self._names = own
+        queries = {method_id for destination, method_id in description.methods if destination == QUERIES}
+        self._methods = encode_methods(own, queries & own.keys())
+
+    def who_is(self, caller: str) -> str:
+        """Of a caller as calls name it: a client is the holder of its key, where it has one."""
+        client = self.table.get(caller.removeprefix(CLIENTS)) if caller.startswith(CLIENTS) else None
+        return caller if client is None else client.owner or caller
+
+    # --- what clients say --------------------------------------------------------------------------------------------
+
+    def received(self, token: Token, frame: ClientFrame, now_ns: int, caller: str = "") -> None:
+        """A frame has come, by the key of ``caller``. Each is answered at once, but for requests that are taken."""
+        if self.refuses(token, frame, caller):
+            return
+        client = self.table.get(frame.client_id)
+        if client is not None:
+            if caller and not client.owner:  # it was used without keys before
+                self.table.own(frame.client_id, client, caller)
+            if self._is_of_another(token, frame, client):
+                return
+            client.token = token
+        if frame.frame_type is ClientFrameType.REQUEST:
+            self._request(token, frame, client, now_ns, caller)
+        elif frame.frame_type is ClientFrameType.HELLO:
+            self.answers.welcome(token, frame, client or Client(), self.log.time_ns(now_ns), self._methods)
+        else:
+            self.answers.pong(token, frame, client or Client())
+            if client is not None:
+                self.answers.asked(frame, client, now_ns)
+                self.table.release(frame.client_id, client, min(frame.acknowledged, client.number))
+
+    def refuses(self, token: Token, frame: ClientFrame, caller: str) -> bool:
+        """Whether the frame can't be looked at at all; then the client is told why."""
+        refusal = self._refusal(frame, caller)
+        if refusal is not None:
+            self.answers.refuse(token, frame, *refusal)
+        return refusal is not None
+
+    def _refusal(self, frame: ClientFrame, caller: str) -> tuple[ClientCode, str] | None:
+        if frame.frame_type is ClientFrameType.UNKNOWN:
+            return ClientCode.UNKNOWN, f"{frame.reason} is not known here: {KNOWN_TO_COORDINATORS}"
+        if frame.instance != self.name:
+            return ClientCode.NOT_ME, f"this is {self.name!r}, the request is for {frame.instance!r}"
+        if not self.is_ready():
+            return ClientCode.NOT_READY, f"{self.name!r} has not completed its first start"
+        if not self.accepting:
+            return ClientCode.NOT_READY, f"{self.name!r} is stopping"
+        if frame.frame_type not in _FROM_CLIENTS:
+            return ClientCode.MALFORMED, f"unexpected frame {frame.frame_type.name}"
+        if split_name(frame.client_id)[1]:
+            return ClientCode.MALFORMED, "the client's ID ends like the trace context of a request"
+        if why := self.delivery.admission.wait_reason(caller):
+            return ClientCode.NOT_READY, why
+        client = self.table.get(frame.client_id)
+        if client is not None and caller and client.owner not in ("", caller):
+            return ClientCode.NOT_YOURS, f"the client ID {frame.client_id!r} is another's than {caller!r}"
+        return None
+
+    def _is_of_another(self, token: Token, frame: ClientFrame, client: Client) -> bool:
+        """Refuse what has the number of another call, or can't be read; whether there is such a thing in the frame.
+
+        Then nothing of it is taken, and no reply to the client goes to who sent it: the rest is to be sent again.
+        """
+        if frame.frame_type is ClientFrameType.PING:
+            return self._asks_for_another(token, frame, client)
+        if frame.frame_type is not ClientFrameType.REQUEST or frame.number > client.number:
+            return False
+        try:
+            _, identities = logged_calls(frame.payload, frame.count, frame.client_id, frame.number, frame.count)
+        except ProtocolError as error:
+            self.answers.refuse(token, frame, ClientCode.MALFORMED, str(error))
+            return True
+        others: list[Reply] = []
+        for number, identity in enumerate(identities, frame.number):
+            known = client.identity(number)
+            if known and known != identity and len(others) < CONFLICTS_TOLD_MAX:
+                others.append(self._conflict(frame.client_id, number, known, self._in_words(identity)))
+        self.answers.tell_at_once(token, frame, client, others)
+        return len(others) > 0
+
+    def _asks_for_another(self, token: Token, frame: ClientFrame, client: Client) -> bool:
+        """The reason of a PING says which method its one number is to be of, where it says anything."""
+        if not frame.reason.isdecimal() or frame.count != 1:
+            return False
+        (number,) = frame.asked_numbers()
+        known = client.identity(number)
+        method_id = int(frame.reason)
+        if not known or method_of_identity(known) == method_id:
+            return False
+        other = self._conflict(frame.client_id, number, known, f"a call of {self._method_name(method_id)}")
+        self.answers.tell_at_once(token, frame, client, [other])
+        return True
+
+    def _conflict(self, client_id: str, number: int, known: bytes, given: str) -> Reply:
+        what, advice = f"request {number} of client {client_id!r}", CLIENT_ADVICE
+        if client_id.startswith(KEY_PREFIX):
+            what, advice = f"key {client_id[len(KEY_PREFIX) :]!r}", KEY_ADVICE
+        return conflict_reply(number, IdentityConflict(what, self._in_words(known), given, advice))
+
+    def _in_words(self, identity: bytes) -> str:
+        return call_in_words(identity, self._method_name(method_of_identity(identity)))
+
+    def _method_name(self, method_id: int) -> str:
+        return self._names.get(method_id, f"method {method_id}")
+
+    def _request(self, token: Token, frame: ClientFrame, client: Client | None, now_ns: int, caller: str) -> None:
+        known = client or Client(token=token, owner=caller)
+        first_new = known.number + 1
+        if client is None and 0 < frame.time_ns <= self.table.forgotten_ns:
+            reason = f"{self.name!r} does not know any more whether client {frame.client_id!r} has called it before"
+            self.answers.refuse(token, frame, ClientCode.FORGOTTEN, reason)
+            return
+        if frame.number > first_new:  # what is between was lost on the way; or this is not the log that it was
+            self.answers.pong(token, frame, known)
+            return
+        repeated = min(frame.count, first_new - frame.number)
+        if client is not None:
+            numbers = range(frame.number, frame.number + repeated)
+            self.answers.resend_reply(frame.client_id, client, numbers, now_ns)
+        if repeated < frame.count and not self._take(token, frame, known, repeated, now_ns, caller):
+            self.answers.pong(token, frame, known, ClientCode.BUSY)
+        if known.number:
+            self.table.release(frame.client_id, known, min(frame.acknowledged, known.number))
+
+    def _take(self, token: Token, frame: ClientFrame, client: Client, repeated: int, now_ns: int, caller: str) -> bool:
+        """Log what of ``frame`` is behind the first ``repeated`` requests; False if not all of it can be taken now."""
+        if self._is_busy(client, frame) or self.delivery.admission.is_full(caller or caller_of(frame.client_id)):
+            return False
+        try:
+            calls, identities = logged_calls(frame.payload, frame.count, frame.client_id, frame.number, repeated)
+        except ProtocolError as error:
+            self.answers.refuse(token, frame, ClientCode.MALFORMED, str(error))
+            return True  # nor ever
+        new = frame.count - repeated
+        source = BatchSource(
+            BatchKind.CLIENT,
+            caller_of(frame.client_id),
+            frame.number + repeated,
+            new,
+            frame.time_ns,
+            frame.reason if frame.reason and is_trace_context(frame.reason) else "",
+        )
+        delivered = self.delivery.deliver(source, calls, caller, now_ns, self.table.open_by[caller])
+        if delivered is None:
+            return False
+        group, count = delivered.group, delivered.count
+        self._undurable.append((group.ticket, delivered.record_size_bytes))
+        self._undurable_bytes += delivered.record_size_bytes
+        client.number = frame.number + repeated + count - 1
+        client.time_ns = self.log.time_ns(now_ns)
+        self.table.took(frame.client_id, client, identities[repeated : repeated + count], group.transaction)
+        for forgotten in self.table.forget_unused():
+            self.answers.forget(forgotten)
+        return count == new
+
+    def _is_busy(self, client: Client, frame: ClientFrame) -> bool:
+        while self._undurable and self._undurable[0][0] <= self.log.durable_ticket:
+            self._undurable_bytes -= self._undurable.popleft()[1]
+        limits, table = self.limits, self.table
+        released = max(client.released, min(frame.acknowledged, client.number))
+        return (
+            self.log_full
+            or table.open_count >= limits.requests_open_max
+            or self._undurable_bytes >= limits.log_pending_bytes
+            or frame.number + frame.count - 1 - released > limits.client_span_max
+            or (len(client.gone) > 0 and table.gone_count >= limits.gone_max)
+        )
+
+    # --- what the app answers ----------------------------------------------------------------------------------------
+
+    def answered(self, batch: OutputBatch) -> None:
+        """The app's next answers, at their place in the stream to CLIENTS; what is none of them is passed over."""
+        size_bytes = 0
+        for _, start, end in decode_messages(batch.payload):
+            answer = decode_answer(batch.payload, start, end)
+            if answer is not None:
+                size_bytes += self._answered(answer[0], self.delivery.admission.checked_reply(answer[1]))
+        group = self.log.open
+        group.transaction.acknowledged[CLIENTS] = batch.last_position
+        group.size_bytes += size_bytes
+        self._ungathered_bytes = size_bytes + (self._ungathered_bytes if not group.required else 0)
+        if self._ungathered_bytes >= self.limits.replies_gather_bytes:
+            group.required = True
+
+    def _answered(self, client_id: str, reply: Reply) -> int:
+        client = self.table.get(client_id)
+        if client is None or not client.is_open(reply.number):
+            return 0  # a replay has made it again; or it counts as lost, and the client may have been told so
+        self._came_to(client_id, client, reply)
+        self.table.stay_within(client_id, client)
+        return len(reply.value) + 1
+
+    def _came_to(self, client_id: str, client: Client, reply: Reply) -> None:
+        self.table.answer(client_id, client, reply)
+        self.answers.tell(client_id, client, reply)
+
+    def lose_open(self) -> None:
+        """The log was cut: of what is open it is not known whether its record was lost."""
+        for client_id, client in self.table.items():
+            for number in client.open_numbers():
+                self._came_to(client_id, client, Reply(number, ReplyKind.LOST))
+
+    def flush(self) -> None:
+        """Send the replies that have gathered."""
+        self.answers.flush()
+
+    def describe(self) -> dict[str, int]:
+        """For the status."""
+        table = self.table
+        return {
+            "known": len(table),
+            "open_requests": table.open_count,
+            "replies": table.replies_count,
+            "replies_bytes": table.replies_bytes,
+        }
+
+
+# What clients are told: frames are answered at once, replies gather until the end of a turn.
+#
+# What a client was told before it may be told again, but no more of it at once, and a second, than an allowance.
+
+
+REPLY_FRAME_SIZE_BYTES = 1 << 20  # replies to one client are joined up to this
+REPLY_FRONT_SIZE_BYTES = 16  # number, kind and size, at most
+LOOKING_BYTES = 4  # for each byte of a PING: to look takes as long as to tell so many
+
+
+class ClientAnswers:
+    """Of the instance ``name``. ``effects``: where effects go; the machine's."""
+
+    def __init__(self, name: str, limits: Limits, table: ClientTable, effects: list[Effect]) -> None:
+        self.committer_id = 0
+        self._name = name
+        self._limits = limits
+        self._table = table
+        self._effects = effects
+        self._outgoing: dict[str, dict[int, Reply]] = {}  # by client and number
+        self._again = TokenBucket(limits.again_bytes, 0)
+        self._asked: set[str] = set()  # who has sent a PING in this turn
+
+    # --- at once -----------------------------------------------------------------------------------------------------
+
+    def welcome(self, token: Token, frame: ClientFrame, client: Client, time_ns: int, methods: bytes) -> None:
+        numbers = client.number, client.released
+        self._say(token, ClientFrame(ClientFrameType.WELCOME, *self._ends(frame), *numbers, 0, time_ns, methods))
+
+    def pong(self, token: Token, frame: ClientFrame, client: Client, code: ClientCode = ClientCode.NONE) -> None:
+        """What was taken of the client. BUSY: what is behind that is to be sent again later."""
+        numbers = client.number, client.released
+        self._say(token, ClientFrame(ClientFrameType.PONG, *self._ends(frame), *numbers, code=code))
+
+    def refuse(self, token: Token, frame: ClientFrame, code: ClientCode, reason: str) -> None:
+        """The number says which query is meant; it is 0 where it is none."""
+        number = frame.number if frame.frame_type is ClientFrameType.QUERY else 0
+        self._say(token, ClientFrame(ClientFrameType.REFUSED, *self._ends(frame), number, code=code, reason=reason))
+
+    def answer_query(self, token: Token, frame: ClientFrame, reply: Reply) -> None:
+        payload = encode_replies((reply,))
+        self._say(token, ClientFrame(ClientFrameType.ANSWER, *self._ends(frame), frame.number, 0, 1, payload=payload))
+
+    def tell_at_once(self, token: Token, frame: ClientFrame, client: Client, replies: list[Reply]) -> None:
+        """Who has sent ``frame``, and nobody else who has its client's ID."""
+        if replies:
+            numbers = client.number, client.released, len(replies)
+            payload = encode_replies(replies)
+            self._say(token, ClientFrame(ClientFrameType.REPLY, *self._ends(frame), *numbers, payload=payload))
+
+    def _ends(self, frame: ClientFrame) -> tuple[str, str, int]:
+        return frame.client_id, self._name, self.committer_id
+
+    def _say(self, token: Token, answer: ClientFrame) -> None:
+        self._effects.append(ReplyToClient(token, answer))
+
+    # --- at the end of the turn --------------------------------------------------------------------------------------
+
+    def tell(self, client_id: str, client: Client, reply: Reply) -> None:
+        """What one of its requests came to, if it was heard in this life; else it will ask."""
+        if client.token is not None:
+            self._outgoing.setdefault(client_id, {})[reply.number] = reply
+
+    def asked(self, frame: ClientFrame, client: Client, now_ns: int) -> None:
+        """A PING: to look is not free either, and counts as what it brings."""
+        if frame.client_id in self._asked:
+            return  # it asks again, after this turn
+        self._asked.add(frame.client_id)
+        again = self._again_of(client, now_ns)
+        if again.is_left(now_ns) and self._again.is_left(now_ns):
+            looking_bytes = len(frame.payload) * LOOKING_BYTES
+            again.take(looking_bytes)
+            self._again.take(looking_bytes)
+            numbers = (asked for asked in frame.asked_numbers() if asked <= client.number)
+            self.resend_reply(frame.client_id, client, numbers, now_ns)
+
+    def resend_reply(self, client_id: str, client: Client, numbers: Iterable[int], now_ns: int) -> None:
+        """Say what the requests ``numbers``, which were taken, came to; nothing yet of one that is open, and no more
+        than may be told at once: it is asked for again."""
+        again = self._again_of(client, now_ns)
+        outgoing = self._outgoing.setdefault(client_id, {})
+        for number in numbers:
+            reply = None if number in outgoing else client.reply(number)
+            if reply is None:
+                continue
+            if not (again.is_left(now_ns) and self._again.is_left(now_ns)):
+                return
+            size_bytes = len(reply.value) + REPLY_OVERHEAD_BYTES
+            again.take(size_bytes)
+            self._again.take(size_bytes)
+            outgoing[number] = reply
+
+    def _again_of(self, client: Client, now_ns: int) -> TokenBucket:
+        if client.again is None:
+            client.again = TokenBucket(self._limits.client_again_bytes, now_ns)
+        return client.again
+
+    def forget(self, client_id: str) -> None:
+        self._outgoing.pop(client_id, None)
+
+    def flush(self) -> None:
+        """Send the replies that have gathered."""
+        for client_id, replies in self._outgoing.items():
+            client = self._table.get(client_id)
+            if client is None:
+                continue
+            for some in _in_frames(replies.values()):
+                numbers = client.number, client.released, len(some)
+                payload = encode_replies(some)
+                reply = ClientFrame(
+                    ClientFrameType.REPLY, client_id, self._name, self.committer_id, *numbers, payload=payload
+                )
+                self._say(client.token, reply)
+        self._outgoing.clear()
+        self._asked.clear()
+
+
+def _in_frames(replies: Iterable[Reply]) -> Iterable[list[Reply]]:
+    some: list[Reply] = []
+    size_bytes = 0
+    for reply in replies:
+        reply_size_bytes = len(reply.value) + REPLY_FRONT_SIZE_BYTES
+        if some and size_bytes + reply_size_bytes > REPLY_FRAME_SIZE_BYTES:
+            yield some
+            some, size_bytes = [], 0
+        some.append(reply)
+        size_bytes += reply_size_bytes
+    if some:
+        yield some

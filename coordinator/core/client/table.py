@@ -1,0 +1,324 @@
+"""What is known of each client: its numbers, the replies that are kept for it, and whose it is.
+
+    a number    not taken --its record--> open --the app's answer--> kept --acknowledged, or beyond the window--> gone
+
+The log has the same: each change goes into the open transaction. Beside a number is its identity, as long as a request
+with that number could come again: another call under it is refused (:mod:`immortal.protocol.identity`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import ItemsView
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
+
+from immortal.coordinator.core.clock import RunningTime
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.interfaces import ClientPosition, StoredClients, Token, Transaction
+from immortal.coordinator.core.limits import Limits
+from immortal.protocol.client_frames import Reply, ReplyKind
+
+FORGOTTEN_PER_REQUEST = 2  # so that a request's cost stays small; more than one, so that they do become fewer
+REPLY_OVERHEAD_BYTES = 200  # of its identity and Python's objects around a reply, or around one that is gone
+_OPEN = 5  # in place of the kind of a reply: there is none yet
+_WITH_IDENTITY = 0x80  # in the kind of a reply: the size of its identity (1 byte) and that stand before the value
+
+
+def _row(kind: int, value: bytes, identity: bytes) -> bytes:
+    """What the log has of a number."""
+    if not identity:
+        return bytes((kind,)) + value
+    return bytes((kind | _WITH_IDENTITY, len(identity))) + identity + value
+
+
+def _front_size(row: bytes) -> int:
+    """Of kind and identity."""
+    return 2 + row[1] if row[0] & _WITH_IDENTITY else 1
+
+
+def _identity_of(row: bytes) -> bytes:
+    return row[2 : _front_size(row)] if row[0] & _WITH_IDENTITY else b""
+
+
+def _size_of(row: bytes) -> int:
+    """Without the identity, which is part of the overhead."""
+    return len(row) - _front_size(row) + 1
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Client:
+    """``number``: the last one taken. Above ``released`` each number is open, in ``replies``, or in ``gone``."""
+
+    number: int = 0
+    released: int = 0
+    time_ns: int = 0
+    replies: dict[int, bytes] = field(default_factory=dict)  # as the log has them, oldest first
+    gone: dict[int, bytes] = field(
+        default_factory=dict
+    )  # behind the window, and above an open one; as the log has them
+    identities: dict[int, bytes] = field(default_factory=dict)  # of those that are open, but for earlier versions'
+    size_bytes: int = 0  # of the replies
+    token: Token = None  # where it was last heard
+    owner: str = ""  # whose keys have used the ID first
+    again: TokenBucket | None = None  # of what it may be told again
+    used: int = 0  # grows with each use of any client
+    holds: bool = False  # it is among those that have replies
+
+    @property
+    def open_count(self) -> int:
+        return self.number - self.released - len(self.replies) - len(self.gone)
+
+    def is_open(self, number: int) -> bool:
+        return self.released < number <= self.number and number not in self.replies and number not in self.gone
+
+    def open_numbers(self) -> list[int]:
+        if not self.open_count:
+            return []
+        return [number for number in range(self.released + 1, self.number + 1) if self.is_open(number)]
+
+    def reply(self, number: int) -> Reply | None:
+        """What the request ``number``, which was taken, came to; None while it is open."""
+        if number <= self.released or number in self.gone:
+            return Reply(number, ReplyKind.GONE)
+        row = self.replies.get(number)
+        return None if row is None else Reply(number, row[0] & ~_WITH_IDENTITY, row[_front_size(row) :])
+
+    def identity(self, number: int) -> bytes:
+        """Of the request ``number``; empty where it is not known."""
+        row = self.replies.get(number) or self.gone.get(number)
+        return self.identities.get(number, b"") if row is None else _identity_of(row)
+
+    @property
+    def position(self) -> ClientPosition:
+        return ClientPosition(self.number, self.released, self.time_ns, self.owner)
+
+
+class ClientTable:
+    """Those of one instance. ``running``: a client is forgotten once it was unused for so much of that time."""
+
+    def __init__(self, limits: Limits, log: GroupCommit, running: RunningTime) -> None:
+        self.open_count = self.replies_count = self.replies_bytes = self.gone_count = 0
+        self.open_by: Counter[str] = Counter()  # open requests, by owner
+        self.forgotten_ns = 0  # when the last one was used that is forgotten
+        self._limits = limits
+        self._log = log
+        self._running = running
+        self._clients: OrderedDict[str, Client] = OrderedDict()  # the one that was unused for longest first
+        # Those that have replies: (used, then; ID; client), a heap. Who has none any more is left out when it is met.
+        self._holders: list[tuple[int, str, Client]] = []
+        self._uses = 0
+
+    def load(self, stored: StoredClients) -> None:
+        """What the log has, once."""
+        self.forgotten_ns = stored.forgotten_ns
+        for client_id, known in sorted(stored.positions.items(), key=lambda item: (item[1].time_ns, item[0])):
+            self._use(client_id, Client(known.number, known.released, known.time_ns, owner=known.owner))
+        for (client_id, number), data in sorted(stored.replies.items()):
+            client = self._clients.get(client_id)
+            if client is None or not client.released < number <= client.number:
+                continue  # released since; or of a client that was forgotten
+            kind = data[0] & ~_WITH_IDENTITY
+            if kind == _OPEN:
+                client.identities[number] = _identity_of(data)
+            elif kind == ReplyKind.GONE:
+                client.gone[number] = data
+                self.gone_count += 1
+            else:
+                self._keep(client_id, client, number, data)
+        for client in self._clients.values():
+            self._opened(client, client.open_count)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def get(self, client_id: str) -> Client | None:
+        return self._clients.get(client_id)
+
+    def items(self) -> ItemsView[str, Client]:
+        return self._clients.items()
+
+    def heard_last(self, count: int) -> list[tuple[str, Client]]:
+        """So many of them, the last one first."""
+        return list(islice(reversed(self._clients.items()), count))
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def own(self, client_id: str, client: Client, owner: str) -> None:
+        """The client, so far nobody's, is ``owner``'s from now on."""
+        count = client.open_count
+        self._opened(client, -count)
+        client.owner = owner
+        self._opened(client, count)
+        self._log.open.transaction.clients[client_id] = client.position
+
+    def took(self, client_id: str, client: Client, identities: list[bytes], transaction: Transaction) -> None:
+        """So many more of its requests are open, the last one is its number now; ``transaction`` has their record."""
+        for number, identity in enumerate(identities, client.number - len(identities) + 1):
+            client.identities[number] = identity
+            transaction.replies[client_id, number] = _row(_OPEN, b"", identity)
+        transaction.clients[client_id] = client.position
+        self._opened(client, len(identities))
+        self._use(client_id, client)
+
+    def answer(self, client_id: str, client: Client, reply: Reply) -> None:
+        """What one that is open has come to."""
+        row = _row(reply.kind, reply.value, client.identities.pop(reply.number, b""))
+        self._opened(client, -1)
+        self._keep(client_id, client, reply.number, row)
+        self._log.open.transaction.replies[client_id, reply.number] = row
+
+    def _opened(self, client: Client, count: int) -> None:
+        """So many more of its requests are open; below 0: fewer."""
+        self.open_count += count
+        self.open_by[client.owner] += count
+
+    def _use(self, client_id: str, client: Client) -> None:
+        """It is the one now that was used last."""
+        self._uses += 1
+        client.used = self._uses
+        self._clients[client_id] = client
+        self._clients.move_to_end(client_id)
+
+    def forget_unused(self) -> list[str]:
+        """Who is forgotten now. A clock that is wrong makes nobody old: only so much time in which the instance ran."""
+        limits = self._limits
+        unused_since_ns = self._running.before(limits.client_keep_ns)
+        forgotten: list[str] = []
+        for _ in range(FORGOTTEN_PER_REQUEST):
+            client_id, client = next(iter(self._clients.items()))
+            if len(self._clients) <= limits.clients_max and client.time_ns >= unused_since_ns:
+                break
+            if client.open_count and len(self._clients) > 1:
+                self._use(client_id, client)  # its answer will come
+                continue
+            del self._clients[client_id]
+            forgotten.append(client_id)
+            transaction = self._log.open.transaction
+            self.gone_count -= len(client.gone)
+            for number in (*client.replies, *client.gone, *client.identities):
+                self._drop(client, number)
+                transaction.replies[client_id, number] = None
+            self.forgotten_ns = max(self.forgotten_ns, client.time_ns)
+            transaction.clients[client_id] = None
+            transaction.clients_forgotten_ns = self.forgotten_ns
+        return forgotten
+
+    # --- replies -----------------------------------------------------------------------------------------------------
+
+    def _keep(self, client_id: str, client: Client, number: int, row: bytes) -> None:
+        client.replies[number] = row
+        if not client.holds:
+            client.holds = True
+            heappush(self._holders, (client.used, client_id, client))
+            if len(self._holders) > 2 * len(self._clients):  # of those that were forgotten, most
+                self._leave_out_empty()
+        self._count(client, 1, _size_of(row))
+
+    def _drop(self, client: Client, number: int) -> bool:
+        """Whether there was a reply."""
+        row = client.replies.pop(number, None)
+        if row is None:
+            return False
+        self._count(client, -1, -_size_of(row))
+        return True
+
+    def _count(self, client: Client, count: int, size_bytes: int) -> None:
+        """So many more replies are kept for it; below 0: fewer."""
+        size_bytes += count * REPLY_OVERHEAD_BYTES
+        client.size_bytes += size_bytes
+        self.replies_count += count
+        self.replies_bytes += size_bytes
+
+    def stay_within(self, client_id: str, client: Client) -> None:
+        """The limits: a reply to the client has come."""
+        limits = self._limits
+        while len(client.replies) > 1 and (
+            len(client.replies) > limits.client_replies_max or client.size_bytes > limits.client_replies_bytes
+        ):
+            self._let_go(client_id, client)
+        if self.replies_bytes > limits.replies_bytes:
+            self._let_go_of_unused(client)
+
+    def _leave_out_empty(self) -> None:
+        for _, _, client in self._holders:
+            client.holds = bool(client.replies)
+        self._holders = [holder for holder in self._holders if holder[2].holds]
+        heapify(self._holders)
+
+    def _let_go_of_unused(self, answered: Client) -> None:
+        """Of replies of those unused for longest, until the rest is within the limit; not of the last one for
+        ``answered``."""
+        holders = self._holders
+        passed_over = None
+        while holders and self.replies_bytes > self._limits.replies_bytes:
+            used, client_id, client = holders[0]
+            if not client.replies:
+                heappop(holders)
+                client.holds = False
+            elif client.used != used:
+                heapreplace(holders, (client.used, client_id, client))
+            elif client is answered and len(client.replies) == 1:
+                passed_over = heappop(holders)
+            else:
+                self._let_go(client_id, client)
+        if passed_over is not None:
+            heappush(holders, passed_over)
+
+    def _let_go(self, client_id: str, client: Client) -> None:
+        """Of the oldest reply."""
+        number = next(iter(client.replies))
+        row = _row(ReplyKind.GONE, b"", _identity_of(client.replies[number]))
+        self._drop(client, number)
+        client.gone[number] = row
+        self.gone_count += 1
+        self._log.open.transaction.replies[client_id, number] = row
+        up_to = client.released
+        while up_to + 1 in client.gone:
+            up_to += 1
+        self.release(client_id, client, up_to)
+
+    def release(self, client_id: str, client: Client, up_to: int) -> None:
+        """Nobody asks for the numbers up to ``up_to`` any more, or they are gone."""
+        if up_to <= client.released:
+            return
+        self._opened(client, -client.open_count)
+        transaction = self._log.open.transaction
+        for number in range(client.released + 1, up_to + 1):
+            is_written = client.identities.pop(number, None) is not None
+            if client.gone.pop(number, None) is not None:
+                self.gone_count -= 1
+            elif not self._drop(client, number) and not is_written:
+                continue
+            transaction.replies[client_id, number] = None
+        client.released = up_to
+        self._opened(client, client.open_count)
+        transaction.clients[client_id] = client.position
+
+
+# What may be asked for again and again: so many bytes at once, and so many a second.
+
+
+S_NS = 1_000_000_000
+
+
+class TokenBucket:
+    """``bytes_max``: at once, and a second. What is larger is given where anything is left, and made up for later."""
+
+    __slots__ = ("_at_ns", "_bytes_max", "_left_bytes")
+
+    def __init__(self, bytes_max: int, now_ns: int) -> None:
+        self._bytes_max = self._left_bytes = bytes_max
+        self._at_ns = now_ns
+
+    def take(self, size_bytes: int) -> None:
+        """Note what is given."""
+        self._left_bytes -= size_bytes
+
+    def is_left(self, now_ns: int) -> bool:
+        """Whether anything may be given now."""
+        elapsed_ns = min(max(0, now_ns - self._at_ns), 3600 * S_NS)  # the clock may jump
+        self._left_bytes = min(self._bytes_max, self._left_bytes + self._bytes_max * elapsed_ns // S_NS)
+        self._at_ns = now_ns
+        return self._left_bytes > 0

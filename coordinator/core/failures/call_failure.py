@@ -1,0 +1,460 @@
+"""Messages that fail alone: what the app, the coordinator and the operator say of them, and who is told.
+
+The parts: `verdicts.py` has what is said, `careful.py` finds what ends the app's process, `dead_letters.py` is the
+operator's hand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.availability.write_lease import Right
+from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy
+from immortal.coordinator.core.effects import CloseApp, Effect, Report, SendToApp
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.failures.poison_guard import KNOWN_MAX, CallerPenalties, Watch, format_message_position
+from immortal.coordinator.core.formatting import Methods
+from immortal.coordinator.core.group_commit import Group, GroupCommit
+from immortal.coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, LogSummary, Suspect, Transaction
+from immortal.coordinator.core.life_cycle.session import SENDS_CALLS, WORKS, AppSession
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.peers import Peers
+from immortal.protocol.messages import MessageType
+from immortal.protocol.readers import Message
+from immortal.protocol.verdicts import (
+    LETTER_SIZE_BYTES_MAX,
+    TEXT_CHARACTERS_MAX,
+    TRACE_CHARACTERS_MAX,
+    Cause,
+    Handling,
+    MessageKey,
+    Verdict,
+    VerdictKind,
+    decode_handling,
+    decode_verdict,
+    encode_careful,
+    encode_verdicts,
+)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Failing:
+    """``effects``: where effects go; the machine's."""
+
+    name: str
+    limits: Limits
+    log: GroupCommit
+    session: AppSession
+    peers: Peers
+    checkpoints: CheckpointPolicy
+    effects: list[Effect]
+    verdicts: Verdicts
+    watch: Watch
+    right: Right
+    penalties: CallerPenalties
+    methods: Methods = field(default_factory=dict)  # of the app that was here last
+    forbidden: Counter[str] = field(default_factory=Counter)  # calls that a caller may not make, since the start
+    nested: Counter[str] = field(default_factory=Counter)  # messages of a caller that are nested too deeply
+    _suspect: Suspect = NO_SUSPECT  # as the log has it, or will
+    _summary: LogSummary | None = None  # of the log that the session replays
+    _settled_sequence_id: int = -1  # the session began behind this record, or has a checkpoint of it
+    _adopted_sequence_id: int = -1  # up to here a follower's checkpoint says what has become of messages
+    _told: bool = False  # this session's app has its verdicts
+    _leaving: bool = False
+    _unlogged: dict[MessageKey, Verdict] = field(default_factory=dict)  # of apps that follow, and not in the log yet
+    _awaited: set[MessageKey] = field(default_factory=set)  # in the log, on what the app that follows has been given
+
+    def load(self, summary: LogSummary) -> None:
+        """What the log has."""
+        self.watch.suspect = self._suspect = summary.suspect
+        self.verdicts.load(summary)
+        if self.right.follows:
+            self.verdicts.know(self._unlogged.values())
+
+    # --- a session ---------------------------------------------------------------------------------------------------
+
+    def begin(self, summary: LogSummary, settled_sequence_id: int) -> None:
+        """A session begins, at a checkpoint that holds this record."""
+        self._summary = summary
+        self._settled_sequence_id = settled_sequence_id
+        self._told = self._leaving = False
+        self._adopted_sequence_id = -1
+        self._awaited.clear()
+
+    def introduce(self) -> None:
+        """Before the first record, and behind the blob: what the app is to know of the records to come."""
+        if self._told or self._summary is None:
+            return
+        summary, self._summary = self._summary, None
+        extensions = self.session.extensions
+        if MessageType.VERDICTS in extensions:
+            self._told = True
+            for message in encode_verdicts(self.verdicts.behind(self._settled_sequence_id, summary)):
+                self._send(MessageType.VERDICTS, message)
+        if MessageType.CAREFUL in extensions:
+            careful = self.watch.begin(self._settled_sequence_id)
+            self._keep_suspect()
+            if careful is not None:
+                self._send(MessageType.CAREFUL, encode_careful(careful))
+
+    def _send(self, message_type: MessageType, message: bytes) -> None:
+        self.effects.append(SendToApp(self.session.control_record(message_type, message)))
+
+    # --- a session that follows --------------------------------------------------------------------------------------
+
+    def log_grew(self, summary: LogSummary) -> bool:
+        """The log that is followed has these verdicts: the app is told those on records to come. False where it was
+        given a record that was passed over since then: it has to begin anew."""
+        fed_sequence_id, known = self.session.fed_sequence_id, self.verdicts.known
+        told: list[Verdict] = []
+        for verdict in summary.verdicts:
+            key = verdict.key
+            own = self._unlogged.pop(key, None)
+            if known(key) is not None or own is not None or key[0] <= self._settled_sequence_id:
+                continue
+            if key[0] > fed_sequence_id:
+                told.append(verdict)
+            elif verdict.kind in OVERRULING or verdict.kind is VerdictKind.TAKEN_BACK:
+                return False
+            else:
+                self._awaited.add(key)  # the app comes to the same by itself, sooner or later
+        if self._told and told:
+            for message in encode_verdicts(told):
+                self._send(MessageType.VERDICTS, message)
+        return True
+
+    @property
+    def is_at_one(self) -> bool:
+        """The app that follows has come to each verdict that the log has on what it was given, and to no other.
+
+        Else its state may not be the writer's: a message may fail for one and not for the other.
+        """
+        return not self._awaited and not self._unlogged
+
+    def agrees_up_to(self, sequence_id: int) -> bool:
+        """As :attr:`is_at_one`, of the messages up to this record."""
+        return not any(key[0] <= sequence_id for key in (*self._awaited, *self._unlogged))
+
+    def forget_unlogged(self) -> None:
+        """The app that has said it is gone."""
+        self._unlogged = {}
+
+    # --- what befalls a session --------------------------------------------------------------------------------------
+
+    def checkpoint_durable(self, sequence_id: int) -> None:
+        self._settled_sequence_id = sequence_id
+        self.verdicts.forget_until(sequence_id)
+
+    def checkpoint_adopted(self, sequence_id: int) -> None:
+        """The log has a checkpoint of a follower, whose app may have handled what this one is still at."""
+        self._adopted_sequence_id = sequence_id
+
+    def end_well(self, transaction: Transaction) -> None:
+        """The app is said goodbye to, behind its last checkpoint: it has lived through everything."""
+        self.watch.suspect = NO_SUSPECT
+        if self._suspect != NO_SUSPECT:
+            self._suspect = transaction.suspect = NO_SUSPECT
+
+    def died_at_query(self, *, stopping: bool) -> bool:
+        """Whether the app that is gone may have ended at a query: it was at no message that it told of."""
+        is_death = self.session.phase in WORKS and not (stopping or self.session.refused or self._leaving)
+        return is_death and self.right.writes and self.watch.is_between
+
+    def caused_deaths(self, caller: str, count: int, now_ns: int) -> None:
+        """The app's process has ended so often at a call of ``caller``."""
+        if not caller or not count:
+            return
+        deaths, hold_ns = self.penalties.died_of(caller, now_ns, count)
+        if hold_ns:
+            self._report(notices.CallerHeldOff(caller, deaths, hold_ns / 1e9))
+
+    def app_lost(self, *, stopping: bool, all_heard: bool) -> None:
+        """The connection has ended; the session is still that of the app that is gone."""
+        session = self.session
+        may_have_crashed = (
+            session.phase in SENDS_CALLS
+            and session.fed_sequence_id > self._settled_sequence_id
+            and MessageType.CAREFUL in session.extensions
+            and not (stopping or session.refused or self._leaving)
+        )
+        self._summary = None
+        self._told = False
+        if not may_have_crashed or not self.right.writes:  # a follower's deaths are no other's
+            self.watch.forget()
+            return
+        verdict = self.watch.died(session.fed_sequence_id, all_heard=all_heard)
+        if verdict is not None:
+            self._give_killed(verdict)
+        self._keep_suspect()
+
+    def _give_killed(self, verdict: Verdict) -> None:
+        where = format_message_position(verdict.sequence_id, verdict.message_index, verdict.caller)
+        if self.give(verdict) is None:
+            self._report(notices.FailedBefore(verdict.text, where))
+            return
+        then = "its caller is told" if verdict.caller is not None else f"see 'immortal dead-letters {self.name}'"
+        self._report(notices.NotCalledAgain(verdict.method or "a message", where, verdict.text, then))
+
+    def absolve(self, sequence_id: int) -> None:
+        """An operator has found what it was."""
+        if self.watch.suspect.sequence_id == sequence_id:
+            self.watch.suspect = NO_SUSPECT
+            self._keep_suspect()
+
+    def _keep_suspect(self) -> None:
+        if self.watch.suspect != self._suspect and self.right.writes:
+            self._suspect = self.watch.suspect
+            self.log.append_outside_record(0).transaction.suspect = self._suspect
+
+    # --- what the app says -------------------------------------------------------------------------------------------
+
+    def received(self, message: Message, now_ns: int, *, stopping: bool) -> None:
+        """A Verdict, a Handling or a Leaving. Raises RemoteProtocolError."""
+        message_type = message.message_type
+        if message_type == MessageType.LEAVING and MessageType.VERDICTS in self.session.extensions:
+            self._leaving = True
+            why = message.data[:TEXT_CHARACTERS_MAX].decode("utf-8", "replace")
+            self._report(notices.AppLeaves(why))
+            return
+        if not self._told:
+            raise AppProtocolError(
+                f"the app sent a message of type {message_type}, which is for apps alone that ask for Verdicts (81) in "
+                f"their Hello, and were sent them"
+            )
+        if message_type == MessageType.VERDICT:
+            self._verdict(decode_verdict(message.data))
+        else:
+            self._handling(decode_handling(message.data), now_ns)
+            self._tell_long(now_ns, stopping=stopping)
+
+    def _handling(self, handling: Handling, now_ns: int) -> None:
+        self._require_fed("a Handling", handling.sequence_id)
+        self.watch.noted(handling, now_ns)
+        self._keep_suspect()
+
+    def _require_fed(self, what: str, sequence_id: int) -> None:
+        fed_sequence_id = self.session.fed_sequence_id
+        if sequence_id > fed_sequence_id:
+            raise AppProtocolError(
+                f"the app sent {what} of record {sequence_id}, it was given the records up to {fed_sequence_id}"
+            )
+
+    def _verdict(self, verdict: Verdict) -> None:
+        session = self.session
+        if session.phase not in SENDS_CALLS:
+            raise AppProtocolError(f"the app sent a Verdict in the phase {session.phase.value!r}, it has no record")
+        self._require_fed("a Verdict on a message", verdict.sequence_id)
+        if len(verdict.text) > TEXT_CHARACTERS_MAX:
+            raise AppProtocolError(
+                f"the app sent a Verdict with a text of {len(verdict.text)} characters, "
+                f"at most {TEXT_CHARACTERS_MAX} are allowed"
+            )
+        self._awaited.discard(verdict.key)
+        if verdict.sequence_id <= self._adopted_sequence_id:
+            self._begin_anew(verdict)
+        elif self.right.writes and not self.peers.following:
+            self.give(_clipped(verdict), from_app=True)
+        elif self.verdicts.known(verdict.key) is None:
+            self._unlogged[verdict.key] = _clipped(verdict)
+            self.verdicts.know([_clipped(verdict)])
+
+    def _begin_anew(self, verdict: Verdict) -> None:
+        """The log has a checkpoint behind that message, with the state of an app for which it did not fail. What this
+        app has sent behind the verdict is not read any more, so nobody has heard of it."""
+        where = format_message_position(verdict.sequence_id, verdict.message_index, verdict.caller)
+        self._report(
+            notices.AppBeginsAnew(f"{where} has failed here and not at the standby whose checkpoint the log has by now")
+        )
+        self.session.refused = True
+        self.effects.append(CloseApp())
+
+    def give(self, verdict: Verdict, *, from_app: bool = False) -> Group | None:
+        """Nothing leaves from here on before it is durable. None if there is one on that message already."""
+        group = self.verdicts.give(verdict, from_app=from_app)
+        if group is not None:
+            self.peers.held_ticket = group.ticket
+        return group
+
+    def lacks_room(self) -> bool:
+        """No more calls that are refused may come in before there is a checkpoint, which is asked for."""
+        full = self.verdicts.known_count >= self.limits.verdicts_max
+        self.checkpoints.wanted = self.checkpoints.wanted or full
+        return full
+
+    def refuse(
+        self, group: Group, refused: Sequence[tuple[int, str, str]], caller: str, who_waits: str, cause: Cause
+    ) -> None:
+        """These of the calls of ``caller`` that were added to ``group`` last are not carried out.
+
+        ``refused``: (index among them, method, why).
+        They are no dead letters: else a caller could push out those of others.
+        """
+        first = sum([batch.count for batch in group.batches[:-1]])
+        given: list[Verdict] = []
+        for index, method, text in refused:
+            key = self.log.open_sequence_id, first + index
+            verdict = Verdict(*key, VerdictKind.REFUSED, "", text, cause, method=method, caller=who_waits)
+            if self.verdicts.give(verdict, group=group) is not None:  # else it has one for another reason
+                given.append(verdict)
+        if not given:
+            return
+        if cause is Cause.UNUSABLE:
+            self.note_nested(caller or who_waits, len(refused), given[0].text)
+        else:
+            self.note_forbidden(caller, len(refused), given[0].text)
+        if self._told:  # else with all others, before the app's first record
+            for message in encode_verdicts(given):
+                self._send(MessageType.VERDICTS, message)
+
+    def note_forbidden(self, caller: str, count: int, text: str) -> None:
+        """``caller`` has made so many more calls that it may not make."""
+        if not self.forbidden[caller]:
+            self._report(notices.CallForbidden(text))
+        self.forbidden[caller] += count
+
+    def note_nested(self, caller: str, count: int, text: str) -> None:
+        """``caller`` has sent so many more messages that are nested too deeply."""
+        caller = caller or self.name
+        if caller not in self.nested and len(self.nested) >= KNOWN_MAX:
+            caller = "others"
+        if not self.nested[caller]:
+            self._report(notices.NestedTooDeeply(text))
+        self.nested[caller] += count
+
+    def _tell_long(self, now_ns: int, *, stopping: bool) -> None:
+        least_s = 0.001 if stopping else self.limits.long_handler_s
+        if news := self.watch.news(least_s, now_ns):
+            self._report(notices.StopWaits(news) if stopping else notices.HandlerTakesLong(news))
+
+    def stop_asked(self, now_ns: int) -> None:
+        if words := self.watch.in_words(now_ns):
+            self._report(notices.StopWaits(words))
+
+    def _report(self, notice: notices.Notice) -> None:
+        self.effects.append(Report(notice))
+
+    # --- status ------------------------------------------------------------------------------------------------------
+
+    def describe(self, now_ns: int) -> dict[str, object]:
+        """Plain values."""
+        verdicts, suspect = self.verdicts, self.watch.suspect
+        return {
+            "verdicts": {kind.name.lower(): verdicts.counts[kind] for kind in VerdictKind},
+            "forbidden": dict(self.forbidden),
+            "letters": {
+                "count": len(verdicts.letters),
+                "bytes": verdicts.letters_bytes,
+                "lost": verdicts.letters_lost,
+            },
+            "suspect": {
+                "record": None if suspect.sequence_id == UNKNOWN else suspect.sequence_id,
+                "message": None if suspect.message_index < 0 else suspect.message_index,
+                "runs": suspect.runs_count,
+            }
+            if suspect.runs_count
+            else None,
+            "handling": self.watch.long_handler(now_ns),
+        }
+
+
+def _clipped(verdict: Verdict) -> Verdict:
+    """What an operator may see of it has a limit; what a caller gets is as it was said."""
+    message = verdict.message if len(verdict.message) <= LETTER_SIZE_BYTES_MAX else b""
+    if message is verdict.message and len(verdict.trace) <= TRACE_CHARACTERS_MAX:
+        return verdict
+    return msgspec.structs.replace(verdict, message=message, trace=verdict.trace[-TRACE_CHARACTERS_MAX:])
+
+
+# The verdicts on messages of the log: those that an app is to be told, and the dead letters among them.
+#
+# A verdict goes into the next commit. Until that is durable, nothing may leave the machine that was sent behind it.
+
+
+FRONT_SIZE_BYTES = 64  # of a verdict, beside its texts: about
+OVERRULING = (VerdictKind.KILLED, VerdictKind.SKIPPED)  # also what runs again at each replay, and is found to kill
+
+
+class Verdicts:
+    """Those of one instance. ``letters``: the sizes in bytes of the dead letters that are kept, oldest first."""
+
+    def __init__(self, limits: Limits, log: GroupCommit) -> None:
+        self.counts: Counter[VerdictKind] = Counter()  # since this coordinator was started
+        self.letters: dict[MessageKey, int] = {}
+        self.letters_bytes = 0
+        self.letters_lost = 0  # since this coordinator was started: there was no room for them any more
+        self._limits = limits
+        self._log = log
+        self._known: dict[MessageKey, Verdict] = {}  # on what a replay may come to
+
+    def load(self, summary: LogSummary) -> None:
+        """What the log has."""
+        self.letters = dict(summary.letters)
+        self.letters_bytes = sum(self.letters.values())
+        self._known = {}
+        self.know(summary.verdicts)
+
+    def know(self, verdicts: Iterable[Verdict]) -> None:
+        """Those that an app is to be told of as well, where nothing else is known."""
+        for verdict in verdicts:
+            self._known.setdefault(verdict.key, verdict)
+
+    def known(self, key: MessageKey) -> Verdict | None:
+        return self._known.get(key)
+
+    def behind(self, sequence_id: int, summary: LogSummary) -> list[Verdict]:
+        """Those that a replay from behind this record is to be told, in their order."""
+        self.know(summary.verdicts)  # it may begin before the last checkpoint
+        self.forget_until(sequence_id)
+        return [self._known[key] for key in sorted(self._known)]
+
+    def forget_until(self, sequence_id: int) -> None:
+        """No replay begins before this record. The log has them still."""
+        self._known = {key: verdict for key, verdict in self._known.items() if key[0] > sequence_id}
+
+    def known_until(self, sequence_id: int) -> list[MessageKey]:
+        """On which messages of records up to this one there is a verdict that a replay is to be told."""
+        return sorted(key for key in self._known if key[0] <= sequence_id)
+
+    @property
+    def known_count(self) -> int:
+        return len(self._known)
+
+    def give(self, verdict: Verdict, *, from_app: bool = False, group: Group | None = None) -> Group | None:
+        """The group that makes it durable, which is ``group`` where that has the message itself; None if there is a
+        verdict on that message already."""
+        known = self._known.get(verdict.key)
+        if known is not None and (known.skips or verdict.kind not in OVERRULING):
+            return None
+        size_bytes = FRONT_SIZE_BYTES + len(verdict.text) + len(verdict.message) + len(verdict.trace)
+        if group is None:
+            group = self._log.append_outside_record(size_bytes, from_app=from_app)
+        else:
+            self._log.add(group, size_bytes)
+        group.transaction.verdicts.append(verdict)
+        self._known[verdict.key] = verdict.without_letter()
+        self.counts[verdict.kind] += 1
+        self._forget_letter(verdict.key)
+        if verdict.is_letter:
+            self.letters[verdict.key] = size_bytes
+            self.letters_bytes += size_bytes
+            self._stay_within(group.transaction)
+        return group
+
+    def _stay_within(self, transaction: Transaction) -> None:
+        limits = self._limits
+        while len(self.letters) > limits.letters_max or self.letters_bytes > limits.letters_bytes:
+            self.letters_lost += 1
+            self.remove_letter(next(iter(self.letters)), transaction)
+
+    def remove_letter(self, key: MessageKey, transaction: Transaction) -> None:
+        """One that is kept."""
+        self._forget_letter(key)
+        transaction.letters_removed.append(key)
+
+    def _forget_letter(self, key: MessageKey) -> None:
+        self.letters_bytes -= self.letters.pop(key, 0)

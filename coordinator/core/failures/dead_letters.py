@@ -1,0 +1,256 @@
+"""The operator's hand: dead letters are dropped or tried once more, and a message that stops the app is skipped.
+
+What is done stands in the log's list of what operators did, and is answered once it is durable.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.effects import CloseApp, OperatorAnswered, ReadLetters
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.failures.call_failure import Failing, Verdicts
+from immortal.coordinator.core.failures.unsaved_state import UnsavedState
+from immortal.coordinator.core.formatting import format_counted_method
+from immortal.coordinator.core.group_commit import Group
+from immortal.coordinator.core.input.back_pressure import Impulses, LogCapacity
+from immortal.coordinator.core.interfaces import ONESELF, AuditEntry, Letter, Transaction
+from immortal.coordinator.core.life_cycle.session import Phase
+from immortal.coordinator.core.state import Turn, Versions
+from immortal.protocol.client_frames import split_caller
+from immortal.protocol.errors import ImmortalError, RemoteProtocolError
+from immortal.protocol.messages import (
+    IncomingRpc,
+    MessageType,
+    RpcKind,
+    RpcType,
+    decode_incoming_rpc,
+    decode_message,
+    encode_incoming_rpc,
+)
+from immortal.protocol.verdicts import LETTER_SIZE_BYTES_MAX, Cause, MessageKey, Verdict, VerdictKind
+
+NAMED_MAX = 20  # letters that one entry of the audit names
+_VERSION_CAUSES = (Cause.METHOD, Cause.ARGUMENTS)  # of a refusal that another version may not repeat
+
+
+class _RefusedError(ImmortalError):
+    """What the operator asks for can't be done; says why."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class OperatorActions:
+    failing: Failing
+    verdicts: Verdicts
+    impulses: Impulses
+    room: LogCapacity
+    versions: Versions
+    saving: UnsavedState
+    turn: Turn
+    _upgraded: bool = False  # the session's app has upgraded the log, durably
+    _retries_refused: bool = False  # ... and wants the letters that were refused before
+    _answers: deque[tuple[int, OperatorAnswered]] = field(default_factory=deque)  # (commit to wait for, what to say)
+
+    def committed(self, ticket: int) -> None:
+        """Everything up to this commit is durable."""
+        while self._answers and self._answers[0][0] <= ticket:
+            self.turn.effects.append(self._answers.popleft()[1])
+
+    def _answer(self, ticket: int, token: object, answer: Mapping[str, object]) -> None:
+        """Once that commit is durable; 0: now."""
+        if ticket:
+            self._answers.append((ticket, OperatorAnswered(token, answer)))
+        else:
+            self.turn.effects.append(OperatorAnswered(token, answer))
+
+    # --- dead letters ------------------------------------------------------------------------------------------------
+
+    def drop(self, event: ev.LettersDropped) -> None:
+        kept = self.verdicts.letters
+        keys = [key for key in (kept if event.keys is None else dict.fromkeys(event.keys)) if key in kept]
+        if not keys:
+            self._answer(0, event.token, {"dropped": 0})
+            return
+        group = self.failing.log.append_outside_record(0)
+        for key in keys:
+            self.verdicts.remove_letter(key, group.transaction)
+        self._note(group.transaction, event.who, f"dropped {_letters_in_words(keys)}")
+        self._answer(group.ticket, event.token, {"dropped": len(keys)})
+
+    def retry(self, event: ev.LettersRetried) -> None:
+        ticket, refused = self._call_all_again(event.letters, event.who)
+        answer = {"retried": len(event.letters) - len(refused), "refused": refused}
+        self._answer(ticket, event.token, answer)
+
+    def _call_all_again(self, letters: Mapping[MessageKey, Letter | None], who: str) -> tuple[int, dict[str, str]]:
+        """Each becomes an impulse to oneself, in the transaction that removes the letter.
+
+        The last commit of it, and why some can't.
+        """
+        retried: dict[int, tuple[Group, list[MessageKey]]] = {}  # by ticket
+        refused: dict[str, str] = {}
+        for key, letter in letters.items():
+            try:
+                call = self._call_again(key, letter)
+            except ImmortalError as error:
+                refused[_key_in_words(key)] = str(error)
+                continue
+            group = self.impulses.log_own(1, call)
+            self.verdicts.remove_letter(key, group.transaction)
+            retried.setdefault(group.ticket, (group, []))[1].append(key)
+        for group, keys in retried.values():
+            self._note(group.transaction, who, f"retried {_letters_in_words(keys)}")
+        return max(retried, default=0), refused
+
+    def _call_again(self, key: MessageKey, letter: Letter | None) -> bytes:
+        """The call as an impulse. Raises _RefusedError, RemoteProtocolError."""
+        if letter is None or key not in self.verdicts.letters:
+            raise _RefusedError("there is no such letter")
+        if self.room.full:
+            raise _RefusedError(self.room.full)
+        message = letter.verdict.message
+        if not message:
+            raise _RefusedError("its message was too large to be kept")
+        rpc = _rpc(message)
+        if rpc.kind != RpcKind.CALL:
+            raise _RefusedError("it is an answer, not a call")
+        if rpc.method_id < 0:
+            raise _RefusedError(f"it calls method {rpc.method_id}: negative ones are the SDK's own")
+        arguments = split_caller(rpc.arguments)[1] if rpc.rpc_type == RpcType.ASYNC else rpc.arguments
+        return encode_incoming_rpc(rpc.method_id, RpcType.IMPULSE, arguments)
+
+    # --- an upgrade that retries what was refused before it ----------------------------------------------------------
+
+    def app_lost(self) -> None:
+        self._upgraded = self._retries_refused = False
+
+    def upgraded(self) -> None:
+        """By the session's app; that is durable."""
+        self._upgraded = True
+        self._read_refused()
+
+    def retry_refused(self) -> None:
+        """The app asks for it. Raises AppProtocolError."""
+        if not self._upgraded and self.failing.session.phase is not Phase.COMPLETING_UPGRADE:
+            raise AppProtocolError("the app sent a RetryRefused, which belongs behind the checkpoint of an upgrade")
+        self._retries_refused = True
+        self._read_refused()
+
+    def _read_refused(self) -> None:
+        if self._upgraded and self._retries_refused and self.verdicts.letters:
+            self._retries_refused = False
+            self.turn.effects.append(ReadLetters(list(self.verdicts.letters)))
+
+    def letters_read(self, event: ev.LettersRead) -> None:
+        for problem in event.problems:
+            self.turn.report(notices.LetterUnreadable(problem))
+        letters = {one.verdict.key: one for one in event.letters if one.verdict.cause in _VERSION_CAUSES}
+        version = self.versions.current
+        _, refused = self._call_all_again(letters, f"the upgrade to version {version}")
+        if count := len(letters) - len(refused):
+            self.turn.report(notices.LettersRetried(version, count))
+        for key, reason in refused.items():
+            self.turn.report(notices.LetterNotRetried(version, key, reason))
+
+    # --- a message that stops the app --------------------------------------------------------------------------------
+
+    def skip(self, event: ev.MessageSkipped) -> None:
+        """An app that is connected must go, and recover with the verdict."""
+        message = f"message {event.message_index} of record {event.sequence_id}"
+        if self.saving.is_it((event.sequence_id, event.message_index, 0, 0)) and event.message is not None:
+            found = replace(self._skipped(event), kind=VerdictKind.TAKEN_BACK, message=clipped_letter(event.message))
+            self.saving.wish(found, event.who, event.token)
+            return
+        try:
+            self._require_skippable(event, message)
+            group = self.failing.give(self._skipped(event))
+            if group is None:
+                raise _RefusedError(f"{message} has a verdict already: the app passes it over")
+        except _RefusedError as error:
+            self._answer(0, event.token, {"refused": str(error)})
+            return
+        what = f"skipped {message}: {event.reason}"
+        self._note(group.transaction, event.who, what)
+        self._answer(group.ticket, event.token, {"skipped": True})
+        self.failing.absolve(event.sequence_id)
+        self.turn.report(notices.MessageSkipped(event.who, what))
+        session = self.failing.session
+        if session.phase is not Phase.WAITING:
+            session.refused = True
+            self.turn.effects.append(CloseApp())
+
+    def _require_skippable(self, event: ev.MessageSkipped, message: str) -> None:
+        """Raises _RefusedError for what an app may have handled well: what it did then has been seen."""
+        failing, name = self.failing, self.failing.name
+        sequence_id, last = event.sequence_id, failing.log.durable_sequence_id
+        checkpoint = failing.checkpoints.last
+        if not 0 <= sequence_id <= last:
+            raise _RefusedError(f"there is no record {sequence_id}: the log of {name!r} ends with record {last}")
+        if checkpoint is not None and sequence_id <= checkpoint.sequence_id:
+            raise _RefusedError(
+                f"record {sequence_id} was handled: the last checkpoint was taken behind record "
+                f"{checkpoint.sequence_id}, only messages of later records can be skipped"
+            )
+        if event.message is None:
+            raise _RefusedError(f"record {sequence_id} has no message {event.message_index}")
+        session = failing.session
+        is_connected = session.phase is not Phase.WAITING
+        has_it = is_connected and sequence_id <= session.fed_sequence_id
+        if has_it and not failing.watch.is_at(sequence_id, event.message_index):
+            at = failing.watch.current_message_text()
+            raise _RefusedError(
+                f"an app of {name!r} is connected, and may have handled {message} well"
+                f"{f' (it is at {at})' if at else ''}: stop the app first, if it does not end by itself"
+            )
+
+    def _skipped(self, event: ev.MessageSkipped) -> Verdict:
+        message = event.message or b""
+        method, caller = "", None
+        try:
+            rpc = _rpc(message)
+            method = format_counted_method(rpc.method_id, rpc.kind, ONESELF, self.failing.methods)
+            if rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC:
+                caller = split_caller(rpc.arguments)[0]
+        except RemoteProtocolError:
+            pass  # it can't be read, perhaps for that it is skipped
+        return Verdict(
+            event.sequence_id,
+            event.message_index,
+            VerdictKind.SKIPPED,
+            text=event.reason,
+            method=method,
+            caller=caller,
+            message=clipped_letter(message) if caller is None else b"",
+        )
+
+    def _note(self, transaction: Transaction, who: str, what: str) -> None:
+        transaction.audit.append(AuditEntry(self.turn.now_ns, who, what))
+
+
+def clipped_letter(message: bytes) -> bytes:
+    """What a dead letter keeps of it."""
+    return message if len(message) <= LETTER_SIZE_BYTES_MAX else b""
+
+
+def _rpc(message: bytes) -> IncomingRpc:
+    """Raises RemoteProtocolError."""
+    message_type, start, end = decode_message(message)
+    if message_type != MessageType.RPC or end != len(message):
+        raise RemoteProtocolError(f"it is a message of type {message_type}, not one RPC")
+    return decode_incoming_rpc(message, start, end)
+
+
+def _key_in_words(key: MessageKey) -> str:
+    return f"{key[0]}:{key[1]}"
+
+
+def _letters_in_words(keys: Collection[MessageKey]) -> str:
+    named = ", ".join(map(_key_in_words, list(keys)[:NAMED_MAX]))
+    more = f" and {len(keys) - NAMED_MAX} more" if len(keys) > NAMED_MAX else ""
+    return f"{len(keys)} dead letter{'s' if len(keys) > 1 else ''}: {named}{more}"

@@ -1,0 +1,288 @@
+"""What the app is at, and what may have ended its process: the next run is careful, and finds the message.
+
+    a death                 suspect                     the next run says what it is about to handle
+    out of the blue         some record so far          each record, up to the last that it was given
+    at a record             that record                 each of its messages
+    at a message            that message                ... so often in a row as the limit says: it gets a verdict
+    at a handler            that one, at that message   the same; the others that the message lets go on get none
+
+An ``async def`` handler that a message lets go on is said as each of the messages is.
+A run that lives through it clears the suspicion.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+
+from msgspec.structs import replace
+
+from immortal.coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, Suspect
+from immortal.coordinator.core.limits import Limits
+from immortal.protocol.client_frames import CLIENTS
+from immortal.protocol.verdicts import RECORD, Careful, Handling, Verdict, VerdictKind
+
+KILLED_TYPE = "ProcessEnded"
+"""In place of an exception's type, of a message that ended the app's process."""
+
+
+class Watch:
+    """``suspect``: as the log has it. ``kills_max``: runs that a message may end; None: any number."""
+
+    def __init__(self, suspect: Suspect, kills_max: int | None) -> None:
+        self.suspect = suspect
+        self._kills_max = kills_max
+        self._noted: Handling | None = None
+        self._noted_ns = 0
+        self._told: tuple[int, int] | None = None  # of which message the operator heard that it takes long
+        self._careful = False  # the app was asked to be, and is not through
+        self.died_of: tuple[str, int] = "", 0
+        """Who sent the message that the app was at when it ended last ("": itself, or nobody knows), and for how many
+        deaths that counts: for all with its verdict, else where there is to be none."""
+
+    def begin(self, settled_sequence_id: int) -> Careful | None:
+        """A run begins behind this record; how it is to be careful."""
+        self._noted = self._told = None
+        suspect = self.suspect
+        is_unknown = suspect.sequence_id == UNKNOWN
+        last_sequence_id = suspect.last_sequence_id if is_unknown else suspect.sequence_id
+        if last_sequence_id <= settled_sequence_id:  # the checkpoint has lived through it
+            self.suspect = NO_SUSPECT
+        self._careful = self.suspect.runs_count > 0
+        return Careful(last_sequence_id, suspect.sequence_id, True) if self._careful else None
+
+    def noted(self, handling: Handling, now_ns: int) -> None:
+        """The app says what it is at."""
+        before = self._noted
+        if handling.sequence_id < 0 and handling.for_s > 0:  # one that took long has come back
+            self._noted = replace(before, for_s=0.0) if self._careful and before is not None else None
+        elif handling.sequence_id < 0:
+            self._noted = None
+            self._careful = False
+            self.suspect = NO_SUSPECT
+        else:
+            if before is not None and _is_same(before, handling) and handling.for_s > 0:
+                handling = replace(before, for_s=handling.for_s)  # the rest was said when it began
+            self._noted, self._noted_ns = handling, now_ns
+
+    def is_at(self, sequence_id: int, message_index: int) -> bool:
+        """Whether the app is at that very message, by what it said last."""
+        noted = self._noted
+        return noted is not None and (noted.sequence_id, noted.message_index) == (sequence_id, message_index)
+
+    @property
+    def is_between(self) -> bool:
+        """The app did not say that it is at a message, and was not asked to be careful."""
+        return self._noted is None and not self._careful
+
+    def current_message_text(self) -> str:
+        """What the app said last that it is at; "" where it did not."""
+        noted = self._noted
+        return "" if noted is None else format_message_position(noted.sequence_id, noted.message_index, noted.caller)
+
+    def forget(self) -> None:
+        """The app is gone, and is not to blame."""
+        self._noted = self._told = None
+        self.died_of = "", 0
+        self._careful = False
+
+    def died(self, fed_sequence_id: int, *, all_heard: bool) -> Verdict | None:
+        """The app ended without a word, given the records up to this one; the verdict if that was once too often.
+
+        ``all_heard``: what it said last has been read.
+        """
+        noted, before, was_careful = self._noted, self.suspect, self._careful
+        self.forget()
+        if noted is None or not all_heard:
+            if not was_careful:  # else it did not come to where it is suspected, or who knows
+                self.suspect = Suspect(UNKNOWN, RECORD, 1, fed_sequence_id)
+            return None
+        runs_count = before.runs_count + 1 if _may_be(before, noted) else 1
+        culprit = noted.caller or noted.source
+        self.suspect = Suspect(noted.sequence_id, noted.message_index, runs_count, task=noted.task)
+        if self._kills_max is None or runs_count < self._kills_max or noted.message_index == RECORD:
+            self.died_of = culprit, int(self._kills_max is None)
+            return None
+        self.suspect = NO_SUSPECT
+        self.died_of = culprit, runs_count
+        times = "once" if runs_count == 1 else f"{runs_count} times"
+        return Verdict(
+            noted.sequence_id,
+            noted.message_index,
+            VerdictKind.KILLED,
+            KILLED_TYPE,
+            f"it ended the app's process {times}",
+            task=noted.task,
+            method=noted.method,
+            caller=noted.caller,
+            message=noted.message,
+        )
+
+    # --- handlers that take long -------------------------------------------------------------------------------------
+
+    def long_handler(self, now_ns: int) -> dict[str, object] | None:
+        """The handler that takes long, if there is one; plain values."""
+        noted = self._noted
+        if noted is None or noted.for_s <= 0:
+            return None
+        return {
+            "method": noted.method,
+            "for_s": round(noted.for_s + max(0, now_ns - self._noted_ns) / 1e9, 3),
+            "record": noted.sequence_id,
+            "message": noted.message_index,
+            "caller": noted.caller,
+        }
+
+    def in_words(self, now_ns: int) -> str:
+        """The same, such as ``handling Orders.place for 12 s (record 312, message 0, called by shop)``; or ""."""
+        noted, long = self._noted, self.long_handler(now_ns)
+        if noted is None or long is None:
+            return ""
+        where = format_message_position(noted.sequence_id, noted.message_index, noted.caller)
+        return f"handling {noted.method or 'a message'} for {long['for_s']:.0f} s ({where})"
+
+    def news(self, long_handler_s: float, now_ns: int) -> str:
+        """What the operator is to hear now of a handler that takes so long, once; or ""."""
+        noted = self._noted
+        if noted is None or noted.for_s < long_handler_s:
+            return ""
+        message = noted.sequence_id, noted.message_index
+        told, self._told = self._told == message, message
+        return "" if told else self.in_words(now_ns)
+
+
+def _is_same(one: Handling, other: Handling) -> bool:
+    return (one.sequence_id, one.message_index) == (other.sequence_id, other.message_index)
+
+
+def _may_be(suspect: Suspect, noted: Handling) -> bool:
+    """Whether this death is one more of the same."""
+    if suspect.sequence_id == UNKNOWN:
+        return True
+    indexes = suspect.message_index, noted.message_index
+    is_same = indexes[0] == indexes[1] and (not suspect.task or suspect.task == noted.task)
+    return suspect.sequence_id == noted.sequence_id and (RECORD in indexes or is_same)
+
+
+def format_message_position(sequence_id: int, message_index: int, caller: str | None) -> str:
+    message = "" if message_index == RECORD else f", message {message_index}"
+    if caller is None:
+        return f"record {sequence_id}{message}"
+    if caller.startswith(CLIENTS):
+        return f"record {sequence_id}{message}, called by the client {caller.removeprefix(CLIENTS)}"
+    return f"record {sequence_id}{message}, called by {caller or 'itself'}"
+
+
+# Callers whose calls have ended the app's process, and queries that did: who is held off, and what is asked no more.
+#
+# A logged message that ends the process has a verdict (`careful.py`), a query has none in the log: it is known here, as
+# long as the coordinator runs. A caller with many such calls would stop the app with each of them anew, so it is held off
+# for a time that doubles with each further death.
+
+
+KNOWN_MAX = 10_000  # callers, and queries; beyond it the oldest are forgotten
+FREE_DEATHS = 2  # that a caller may cause before it is held off
+FORGET_NS = 600 * 1_000_000_000  # after the last death a caller begins anew
+
+
+class _Caller:
+    def __init__(self) -> None:
+        self.deaths = 0
+        self.holds = 0
+        self.last_ns = 0
+        self.held_until_ns = 0
+
+
+class CallerPenalties:
+    """Callers and queries of one instance. ``limits.kills_max``: deaths by which a query is asked no more."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._kills_max = limits.kills_max
+        self._hold_ns_min, self._hold_ns_max = limits.hold_off_ns_min, limits.hold_off_ns_max
+        self._callers: OrderedDict[str, _Caller] = OrderedDict()
+        self._queries: OrderedDict[bytes, int] = OrderedDict()  # deaths by digest
+        self._held_until_ns = 0  # of all callers the latest
+
+    # --- callers -----------------------------------------------------------------------------------------------------
+
+    def died_of(self, caller: str, now_ns: int, deaths: int = 1) -> tuple[int, int]:
+        """The app's process has ended so often at one call of ``caller``: how many deaths that makes, and how long it
+        is held off now, in ns."""
+        known = self._callers.pop(caller, None)
+        if known is None or now_ns - known.last_ns > FORGET_NS:
+            known = _Caller()
+        self._callers[caller] = known
+        if len(self._callers) > KNOWN_MAX:
+            self._callers.popitem(last=False)
+        known.deaths += deaths
+        known.last_ns = now_ns
+        if known.deaths <= FREE_DEATHS:
+            return known.deaths, 0
+        hold_ns = min(self._hold_ns_min << min(known.holds, 32), self._hold_ns_max)
+        known.holds += 1
+        known.held_until_ns = now_ns + hold_ns
+        self._held_until_ns = max(self._held_until_ns, known.held_until_ns)
+        return known.deaths, hold_ns
+
+    @property
+    def has_held(self) -> bool:
+        """A caller is held off, or was."""
+        return self._held_until_ns > 0
+
+    def held_ns(self, caller: str, now_ns: int) -> int:
+        """For how long nothing more is taken of ``caller``; 0: it may call."""
+        if now_ns >= self._held_until_ns:
+            return 0
+        known = self._callers.get(caller)
+        return 0 if known is None else max(0, min(known.held_until_ns - now_ns, self._hold_ns_max))
+
+    def hold_reason(self, caller: str, now_ns: int) -> str:
+        """In words; "" if it may call."""
+        held_ns = self.held_ns(caller, now_ns)
+        if not held_ns:
+            return ""
+        deaths = self._callers[caller].deaths
+        return (
+            f"calls of {caller!r} have ended the app's process {deaths} times: nothing more of it is taken for "
+            f"{held_ns / 1e9:.1f} s"
+        )
+
+    @property
+    def deaths(self) -> dict[str, int]:
+        """How many each caller has caused, of those that are remembered."""
+        return {caller: known.deaths for caller, known in self._callers.items()}
+
+    # --- queries -----------------------------------------------------------------------------------------------------
+
+    def query_died(self, query: bytes) -> None:
+        """The app's process has ended at that query, given by :func:`digest_of`."""
+        self._queries[query] = self._queries.pop(query, 0) + 1
+        if len(self._queries) > KNOWN_MAX:
+            self._queries.popitem(last=False)
+
+    def query_answered(self, query: bytes) -> None:
+        """It did not end the process."""
+        self._queries.pop(query, None)
+
+    @property
+    def has_suspects(self) -> bool:
+        return bool(self._queries)
+
+    def is_suspected(self, query: bytes) -> bool:
+        """The process has ended at it: it is asked alone, so that it is known for certain."""
+        return query in self._queries
+
+    def query_refusal(self, query: bytes) -> str:
+        """In words; "" if it may be asked."""
+        deaths = self._queries.get(query, 0)
+        if self._kills_max is None or deaths < self._kills_max:
+            return ""
+        times = "once" if deaths == 1 else f"{deaths} times"
+        return f"this query has ended the app's process {times}: it is asked no more until the coordinator is restarted"
+
+
+def digest_of(asker: str, method_id: int, arguments: bytes) -> bytes:
+    """What a query of ``asker`` is known by."""
+    digest = hashlib.blake2b(f"{asker}\0{method_id}\0".encode(), digest_size=16)
+    digest.update(arguments)
+    return digest.digest()

@@ -1,0 +1,230 @@
+"""A state that can't be saved: the instance goes on from the checkpoint before, and what is done about it.
+
+The app says so in place of a checkpoint, and which message made it so. By itself, or as an operator has decided, it may
+have taken messages back: then it says which, right before the checkpoint of the state without them. Both count
+together, and until they do nothing leaves: so whatever crashes meanwhile, the log is one of a state with them or
+without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy
+from immortal.coordinator.core.effects import OperatorAnswered
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.failures.call_failure import Verdicts
+from immortal.coordinator.core.failures.poison_guard import format_message_position
+from immortal.coordinator.core.group_commit import Group
+from immortal.coordinator.core.input.back_pressure import LogCapacity
+from immortal.coordinator.core.interfaces import AuditEntry
+from immortal.coordinator.core.life_cycle.session import AppSession
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.peers import Peers
+from immortal.coordinator.core.state import AppOutbox, Turn
+from immortal.protocol.messages import MessageType
+from immortal.protocol.verdicts import MessageKey, Unsaved, Verdict, VerdictKind, encode_verdict
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Wish:
+    """Of an operator, ``who``: that a message be taken back. ``token``: whom to answer; None: it was answered.
+    ``asked``: the app was told."""
+
+    verdict: Verdict
+    who: str
+    token: object | None
+    asked: bool = False
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class UnsavedState:
+    """``failed``: why there is no checkpoint, since it was last asked for; None: there is one."""
+
+    name: str
+    limits: Limits
+    turn: Turn
+    outbox: AppOutbox
+    session: AppSession
+    peers: Peers
+    checkpoints: CheckpointPolicy
+    verdicts: Verdicts
+    room: LogCapacity
+    failed: Unsaved | None = None
+    failures: int = 0  # in a row
+    since_ns: int = 0  # of the first of them
+    failed_sequence_id: int = -1  # behind this record, the last time
+    _taken_back: list[Verdict] = field(default_factory=list)  # with the checkpoint that comes
+    _wishes: dict[MessageKey, Wish] = field(default_factory=dict)
+
+    # --- the app says ------------------------------------------------------------------------------------------------
+
+    def cannot(self, unsaved: Unsaved, sequence_id: int) -> None:
+        """The app has no checkpoint to give of the state behind that record."""
+        if not self.failures:
+            self.since_ns = self.turn.now_ns
+        self.failures += 1
+        self.failed, self.failed_sequence_id = unsaved, sequence_id
+        self.checkpoints.tried_ns = self.turn.now_ns
+        self.turn.report(notices.StateUnsaved(self.in_words(), self.costs(), self.ways_out(), self.failures))
+        self._answer_wishes(unsaved)
+
+    def taken_back(self, verdict: Verdict) -> None:
+        """The checkpoint that comes is of the state without that message. Raises AppProtocolError."""
+        sequence_id = self.session.fed_sequence_id
+        if verdict.kind is not VerdictKind.TAKEN_BACK or not verdict.sequence_id <= verdict.behind <= sequence_id:
+            raise AppProtocolError(
+                f"the app sent a TakenBack of record {verdict.sequence_id}, behind record {verdict.behind}, it was "
+                f"given the records up to {sequence_id}"
+            )
+        self._taken_back.append(verdict)
+        self.peers.held = True
+
+    def checkpoint_whole(self, group: Group) -> None:
+        """Its header is in ``group``: what was taken back for it counts with it."""
+        for verdict in self._taken_back:
+            self.verdicts.give(verdict, group=group)
+            wish = self._wishes.get(verdict.key)
+            what = f"took back {_message_in_words(verdict)}: {verdict.text}"
+            if wish is not None:
+                group.transaction.audit.append(AuditEntry(self.turn.now_ns, wish.who, what))
+        if self._taken_back:
+            self.peers.held_ticket = group.ticket
+
+    def durable(self) -> None:
+        """The checkpoint counts."""
+        for verdict in self._taken_back:
+            where = format_message_position(verdict.sequence_id, verdict.message_index, verdict.caller)
+            self.turn.report(notices.TakenBack(verdict.method or "a message", where, verdict.text, verdict.behind))
+        if self.failed is not None:
+            self.turn.report(notices.StateSavedAgain(self.failures))
+        taken = {verdict.key for verdict in self._taken_back}
+        if taken:
+            self.peers.held = False
+        for key, wish in self._wishes.items():
+            if key in taken:
+                self._answer(wish, {"skipped": True})
+            else:
+                self._answer(wish, {"refused": "the state can be saved as it is by now: nothing was skipped"})
+        self.failed, self.failures = None, 0
+        self._taken_back, self._wishes = [], {}
+
+    def app_lost(self) -> None:
+        if self._taken_back:
+            self.peers.held = False
+        self._taken_back = []
+        for wish in self._wishes.values():
+            self._answer(wish, {"refused": "the app is gone: ask again once it works"})
+        self._wishes = {}
+
+    # --- an operator decides -----------------------------------------------------------------------------------------
+
+    def is_it(self, key: MessageKey) -> bool:
+        """That message is known to be what keeps the state from being saved."""
+        failed = self.failed
+        return failed is not None and key == (failed.sequence_id, failed.message_index, 0, 0)
+
+    def wish(self, verdict: Verdict, who: str, token: object) -> None:
+        """An operator wants it taken back: the app is asked for a checkpoint without it."""
+        self._wishes[verdict.key] = Wish(verdict, who, token)
+        self.checkpoints.wanted = True
+
+    @property
+    def is_wished(self) -> bool:
+        return bool(self._wishes)
+
+    def ask(self) -> None:
+        """Before a TakeCheckpoint: what it is to be without."""
+        for wish in self._wishes.values():
+            wish.asked = True
+            self.outbox.control(MessageType.TAKE_BACK, encode_verdict(wish.verdict, MessageType.TAKE_BACK))
+
+    def _answer_wishes(self, unsaved: Unsaved) -> None:
+        """There is no checkpoint without those messages either. Where another one stands in its way as well, they stay
+        noted, for when that is skipped too."""
+        if not all(wish.asked for wish in self._wishes.values()):  # with the next one
+            self.checkpoints.wanted = True
+            return
+        key = unsaved.sequence_id, unsaved.message_index, 0, 0
+        another = unsaved.sequence_id >= 0 and key not in self._wishes and not unsaved.why
+        for wish in self._wishes.values():
+            if another:
+                text = f"it is noted, and the state still can't be saved: skip {self.in_words()} too"
+            else:
+                text = f"the state can't be saved without it: {unsaved.why or unsaved.text}"
+            self._answer(wish, {"refused": text})
+        if not another:
+            self._wishes = {}
+
+    def _answer(self, wish: Wish, answer: dict[str, object]) -> None:
+        if wish.token is not None:
+            self.turn.effects.append(OperatorAnswered(wish.token, answer))
+            wish.token = None
+
+    # --- in words ----------------------------------------------------------------------------------------------------
+
+    def in_words(self) -> str:
+        """What the state can't be saved for."""
+        failed = self.failed
+        if failed is None:
+            return ""
+        why = f" ({failed.why})" if failed.why else ""
+        if failed.sequence_id < 0:
+            return f"{failed.text}{why}"
+        where = format_message_position(failed.sequence_id, failed.message_index, failed.caller)
+        return f"{failed.method or 'a message'}, {where}: {failed.text}{why}"
+
+    @property
+    def _records(self) -> int:
+        """Behind the last checkpoint."""
+        last = self.checkpoints.last
+        return self.peers.log.durable_sequence_id - (-1 if last is None else last.sequence_id)
+
+    def costs(self) -> str:
+        """What it costs to go on like that, and how much room the log has left."""
+        text = f"a recovery goes over {self._records} records, and the log is not trimmed"
+        space, limit = self.room.space, self.limits.log_limit_bytes
+        if space is None:
+            return text
+        if limit is None:
+            return f"{text}: it has {_mib(space.used_bytes)} MiB, and its disk {_mib(space.free_bytes)} MiB left"
+        left = max(0, limit - space.used_bytes)
+        return f"{text}: {_mib(left)} MiB of its {_mib(limit)} MiB are left"
+
+    def ways_out(self) -> str:
+        """What an operator can do."""
+        failed = self.failed
+        skip = "" if failed is None or failed.sequence_id < 0 else f"{failed.sequence_id}:{failed.message_index}"
+        ways = [f"'immortal skip {self.name} {skip} --reason ...'"] if skip else []
+        return ", ".join([*ways, "new code whose state can be saved ('immortal upgrade')", "a codec for the type"])
+
+    def describe(self, now_ns: int) -> dict[str, object]:
+        """Plain values."""
+        failed = self.failed
+        if failed is None:
+            return {"unsaved": None}
+        return {
+            "unsaved": {
+                "problem": failed.text,
+                "since": self.in_words(),
+                "why": failed.why or None,
+                "record": None if failed.sequence_id < 0 else failed.sequence_id,
+                "message": None if failed.message_index < 0 else failed.message_index,
+                "method": failed.method or None,
+                "caller": failed.caller,
+                "failures": self.failures,
+                "records": self._records,
+                "for_s": round(max(0, now_ns - self.since_ns) / 1e9, 3),
+                "costs": self.costs(),
+                "ways_out": self.ways_out(),
+            }
+        }
+
+
+def _message_in_words(verdict: Verdict) -> str:
+    return f"message {verdict.message_index} of record {verdict.sequence_id}"
+
+
+def _mib(size_bytes: int) -> int:
+    return size_bytes >> 20

@@ -1,0 +1,212 @@
+"""Calls in words, for the people who read a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from immortal.coordinator.core.output.output_check import Divergence
+from immortal.protocol import decoding
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
+from immortal.protocol.peer_frames import PeerFrame, RefusedCode
+from immortal.protocol.safe_output import shown
+from immortal.protocol.system_methods import (
+    CANCEL_CALL_METHOD_ID,
+    EXECUTED_METHOD_ID,
+    FENCING_METHOD_ID,
+    HANDLES_METHOD_ID,
+    NODE_METHOD_ID,
+    ORDERED_METHOD_ID,
+    ORDERING_METHOD_ID,
+)
+
+Methods = Mapping[tuple[str, int], str]
+"""(destination, method ID) to a name, as an app's AppDescription gives them."""
+
+ARGUMENTS_SIZE_MAX = 200  # characters
+
+
+def call_in_words(message: bytes, destination: str, methods: Methods) -> str:
+    """One RPC message in incoming form: ``Counter.count('the', 3)``, or ``the answer 3 of Counter.total to call 17``.
+
+    The arguments of an app that names its methods are a MessagePack array; others are shown in hex.
+    """
+    try:
+        message_type, start, end = decode_message(message, 0)
+        if message_type != MessageType.RPC:
+            return f"a message of type {message_type}"
+        rpc = decode_incoming_rpc(message, start, end)
+    except ImmortalError as error:
+        return f"a message that can't be read ({error})"
+    name = method_name(rpc.method_id, rpc.kind, destination, methods)
+    return CallText.of(rpc, is_msgpack=name is not None).with_method(name)
+
+
+@dataclass(frozen=True, slots=True)
+class CallText:
+    """A call or an answer in words; its method's name, which may be known only later, stands between the two."""
+
+    method_id: int
+    kind: int
+    front: str
+    behind: str
+
+    @classmethod
+    def of(cls, rpc: IncomingRpc, *, is_msgpack: bool, size_max: int | None = ARGUMENTS_SIZE_MAX) -> CallText:
+        """``is_msgpack``: the arguments are a MessagePack array, as the SDK's are, and else in hex.
+
+        ``size_max``: of the arguments, in characters; None: all of them.
+        """
+        return cls(rpc.method_id, rpc.kind, *_around_the_name(rpc, is_msgpack, size_max))
+
+    def with_method(self, name: str | None) -> str:
+        return f"{self.front}{name or f'method {self.method_id}'}{self.behind}"
+
+
+def method_name(method_id: int, kind: int, destination: str, methods: Methods) -> str | None:
+    """What the method of a call to ``destination``, or of an answer, is called; None if nobody says."""
+    if method_id == CANCEL_CALL_METHOD_ID:
+        return "the cancellation of a call"
+    if method_id in (ORDERED_METHOD_ID, ORDERING_METHOD_ID, EXECUTED_METHOD_ID):
+        return "an ordered multicast"
+    if method_id == FENCING_METHOD_ID:
+        return "the expulsion of a member"
+    if method_id in (NODE_METHOD_ID, HANDLES_METHOD_ID):
+        return "a node" if method_id == NODE_METHOD_ID else "word of a handle"
+    if kind == RpcKind.CALL:
+        return methods.get((destination, method_id))
+    # An answer that an app gives is of a method of its own, one that it gets is of a method of whom it has called.
+    own = methods.get(("", method_id))
+    return own or next((name for (_, known_id), name in methods.items() if known_id == method_id), None)
+
+
+def format_counted_method(method_id: int, kind: int, destination: str, methods: Methods) -> str:
+    """What calls of a method, its answers or its exceptions are counted as."""
+    name = method_name(method_id, kind, destination, methods) or f"method {method_id}"
+    if kind == RpcKind.CALL:
+        return name
+    return f"exceptions of {name}" if kind == RpcKind.RAISED else f"answers of {name}"
+
+
+def _around_the_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tuple[str, str]:
+    try:
+        values = decoding.decode_shown(rpc.arguments) if is_msgpack else None
+    except decoding.DecodeError:
+        values = None  # a handler with a form of its own
+    if not isinstance(values, list):
+        return "", f"({_clipped(bytes(rpc.arguments).hex(' '), size_max)})"
+    match rpc.kind, values:
+        case RpcKind.RETURNED_VALUE, [number, value]:
+            return f"the answer {_clipped(shown(value), size_max)} of ", f" to call {number}"
+        case RpcKind.RETURNED_NOTHING, [number]:
+            return "the answer of ", f" to call {number}"
+        case RpcKind.RAISED, [number, error, list(arguments), _]:
+            raised = f"{error}({', '.join(map(shown, arguments))})"
+            return "the answer of ", f" to call {number}: it raised {_clipped(raised, size_max)}"
+    waits = ""
+    if rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC and len(values) >= 2:
+        caller, number, *values = values
+        waits = f" as call {number} of {caller or 'itself'}"
+    return "", f"({_clipped(', '.join(map(shown, values)), size_max)}){waits}"
+
+
+def _clipped(text: str, size_max: int | None) -> str:
+    return text if size_max is None or len(text) <= size_max else f"{text[: size_max - 3]}..."
+
+
+def format_divergence(divergence: Divergence, name: str, methods: Methods, shown: int = 3) -> str:
+    """Where a replay of the instance ``name`` left what its log says, and what it makes there now."""
+    to = f"the calls to {divergence.destination!r}" if divergence.destination else "the calls to itself"
+    where = "a checkpoint" if divergence.sequence_id is None else f"record {divergence.sequence_id}"
+    first, last = divergence.after_position + 1, divergence.position
+    span = f"number {first}" if first == last else f"numbers {first} to {last}"
+    text = f"{name!r} does not do again what it did before: by {where}, {to} had reached number {last}; "
+    if divergence.made_position < last:
+        text += f"the replay makes only {divergence.made_position}"
+    else:
+        text += f"{span} are others now" if first != last else f"{span} is another one now"
+    parts = [
+        f"{when}: {_calls_in_words(calls, divergence.destination, methods, shown)}"
+        for when, calls in (("then", divergence.logged), ("now", divergence.made))
+        if calls
+    ]
+    return f"{text} ({'; '.join(parts)})" if parts else text
+
+
+def _calls_in_words(calls: Sequence[tuple[int, bytes]], destination: str, methods: Methods, shown: int) -> str:
+    words = [f"{position}: {call_in_words(message, destination, methods)}" for position, message in calls[:shown]]
+    more = len(calls) - len(words)
+    return f"{'; '.join(words)}{f'; and {more} more' if more > 0 else ''}"
+
+
+# What is wrong between an instance and a peer with another log, in words: who has what, and the way out.
+
+
+def reset_command(name: str, peer: str) -> str:
+    return f"'immortal peers reset {name} {peer}'"
+
+
+def reclaim_command(name: str) -> str:
+    return f"'immortal peers reclaim {name}'"
+
+
+# --- said by a stream's sender, ``name``, of its receiver -------------------------------------------------------------
+
+
+def receiver_swapped(name: str, receiver: str, known: int, now: int, acknowledged: int, made: int) -> str:
+    """``known``, ``now``: committer IDs."""
+    return (
+        f"{receiver!r} was committer {known} and is {now} now: its log was wiped or swapped; it had acknowledged "
+        f"{acknowledged} of {made} messages; restore it, or run {reset_command(name, receiver)}"
+    )
+
+
+def receiver_older(name: str, receiver: str, received: int, once: int) -> str:
+    return (
+        f"{receiver!r} has {received} messages of this instance, it once had {once}: its log was replaced by an older "
+        f"copy; restore it, or run {reset_command(name, receiver)}"
+    )
+
+
+def own_log_older(name: str, receiver: str, received: int, sent: int) -> str:
+    return (
+        f"{receiver!r} has {received} messages of this instance, which has sent only {sent}: this instance's log was "
+        f"replaced by an older copy; restore it, or run {reset_command(name, receiver)}"
+    )
+
+
+def refused(name: str, receiver: str, refusal: PeerFrame) -> str:
+    """With the way out, for which the frame of a receiver with a long name may have had no room."""
+    text = f"{receiver!r} refuses this instance's messages: {refusal.reason}"
+    own, other = reset_command(name, receiver), reset_command(receiver, name)
+    if refusal.code == RefusedCode.STALE_EPOCH:  # to the newest frames: this log knows less than was sent before
+        return f"{text}; restore the log of {name!r}, or, where a copy of it has run, run {reclaim_command(name)}"
+    if refusal.code not in (RefusedCode.COMMITTER_CHANGED, RefusedCode.ROLLED_BACK):
+        return text
+    command = own if refusal.code == RefusedCode.ROLLED_BACK else other
+    return text if command in text else f"{text}; restore the log that was replaced, or run {command}"
+
+
+# --- said by a stream's receiver, ``name``, of its sender -------------------------------------------------------------
+
+
+def sender_swapped(name: str, sender: str, known: int, now: int, received: int) -> str:
+    """``known``, ``now``: committer IDs."""
+    return (
+        f"{sender!r} was committer {known} here and is {now} now: its log was wiped or swapped; {received} of its "
+        f"messages are here; restore it, or run {reset_command(name, sender)}"
+    )
+
+
+def has_less_than_once(name: str, sender: str, received: int, once: int) -> str:
+    return (
+        f"{name!r} has {received} messages of {sender!r}, it once had {once}: its log was wiped or replaced by an "
+        f"older copy; restore it, or run {reset_command(sender, name)}"
+    )
+
+
+def perhaps_older(name: str, sender: str, reason: str) -> str:
+    """To a Hello that was refused for its epoch."""
+    command = reclaim_command(sender)
+    return f"{reason}; if its log was replaced by an older copy, or a copy has run, restore it, or run {command}"

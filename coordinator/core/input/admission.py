@@ -1,0 +1,360 @@
+"""What is asked as calls come in, of peers and of clients: whether they may be taken now, and which are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import structs
+
+from immortal.coordinator.core.group_commit import Group, GroupCommit
+from immortal.coordinator.core.interfaces import ONESELF
+from immortal.coordinator.core.output.replay_check import stream_batches
+from immortal.coordinator.core.permissions import Permission, Permissions
+from immortal.protocol.batch import encode_batch
+from immortal.protocol.client_frames import Reply, ReplyKind, decode_answered_number, decode_caller
+from immortal.protocol.extensions import OWNERS, QUERIES
+from immortal.protocol.limits import NESTING_MAX_DEFAULT
+from immortal.protocol.messages import RpcKind, decode_messages
+from immortal.protocol.nesting import is_nested_beyond, messages_nested_too_deep
+from immortal.protocol.trailer import BatchSource
+from immortal.protocol.varint import decode_zigzag_int
+from immortal.protocol.verdicts import FAILED_CALL, Cause
+
+if TYPE_CHECKING:
+    from immortal.coordinator.core.failures.call_failure import Failing
+
+
+class Admission:
+    """That of one instance, ``name``."""
+
+    def __init__(
+        self,
+        name: str,
+        given: Mapping[str, Permission],
+        nesting_max: int = NESTING_MAX_DEFAULT,
+        *,
+        has_keys: bool = False,
+    ) -> None:
+        self.permissions = Permissions(name, given, has_keys=has_keys)
+        self.open_calls = OpenCalls(given, is_known=True)  # of peers
+        self.failing: Failing | None = None  # given once it is there
+        self._name = name
+        self._nesting_max = nesting_max
+
+    def change(self, given: Mapping[str, Permission], *, has_keys: bool) -> None:
+        """The settings are others, or there are keys by now."""
+        self.permissions.change(given, has_keys=has_keys)
+        self.open_calls.change(given)
+
+    def wait_reason(self, caller: str) -> str:
+        """Why nothing of ``caller`` can be taken yet, in words; "" if it can."""
+        return self.permissions.wait_reason(caller)
+
+    def peer_wait_reason(self, caller: str) -> str:
+        """As :meth:`wait_reason`, of a peer."""
+        why = self.permissions.wait_reason(caller, is_instance=True)
+        limit = self.open_calls.limit(caller)
+        if why or limit is None or (self.open_calls.is_known and self.permissions.takes_verdicts):
+            return why
+        return (
+            f"{self._name!r} lets {caller!r} have {limit} calls open at once, and how many are is not known before its "
+            f"app has gone over the log (one of the base protocol can't leave a call out at all)"
+        )
+
+    def is_full(self, caller: str) -> bool:
+        """No more is taken of ``caller`` now: it has made too many calls that it may not make."""
+        failing = self.failing
+        if failing is None:
+            return False
+        is_limited = self.permissions.limits(caller) or self.open_calls.limit(caller) is not None
+        return (is_limited or caller in failing.nested) and failing.lacks_room()
+
+    def must_wait(self, caller: str, now_ns: int) -> bool:
+        """It has used up what it may call in a second, or is held off: it is heard later."""
+        return bool(self.hold_off_reason(caller, now_ns)) or self.permissions.must_wait(caller, now_ns)
+
+    def hold_off_reason(self, caller: str, now_ns: int) -> str:
+        """Why nothing of ``caller`` is taken for a while, as its calls ended the app's process; "" if it is."""
+        return "" if self.failing is None else self.failing.penalties.hold_reason(caller, now_ns)
+
+    @property
+    def holds_back(self) -> bool:
+        """Somebody may have to wait."""
+        return self.permissions.has_rates or (self.failing is not None and self.failing.penalties.has_held)
+
+    def first_of(
+        self, caller: str, calls: bytes, count: int, now_ns: int, open_count: int | None = None
+    ) -> tuple[int, int]:
+        """How many of these messages may be taken now, and where they end; see :meth:`Permissions.first_of`."""
+        if self.hold_off_reason(caller, now_ns):
+            return 0, 0
+        return self.permissions.first_of(caller, calls, count, open_count, now_ns)
+
+    def taken(
+        self, group: Group, calls: bytes, count: int, caller: str, who_waits: str, reserved: Sequence[int] = ()
+    ) -> None:
+        """These ``count`` calls of ``caller`` were just added to ``group``: what it may not send gets its verdict.
+
+        ``reserved``: indices of calls of methods that only the app itself may call.
+        """
+        failing = self.failing
+        if failing is None:
+            return
+        self.refuse_nested(group, calls, count, caller, who_waits)
+        refused: dict[int, tuple[str, str]] = {}  # index -> (method, why)
+        for index, method in self.permissions.methods_of(calls, reserved):
+            refused[index] = (
+                method,
+                f"{caller!r} called {method} of {self._name!r}: only an app itself may call negative ones",
+            )
+        for index, method in self.permissions.forbidden(caller, calls, is_instance=who_waits == caller):
+            refused.setdefault(index, (method, self.why_forbidden(caller, method)))
+        if who_waits == caller:  # a peer
+            limit = self.open_calls.limit(caller)
+            beyond = self.open_calls.taken(caller, calls, failing.log.open_sequence_id)
+            for index, method in self.permissions.methods_of(calls, beyond):
+                why = f"{caller!r} has {limit} calls of {self._name!r} open, and may have no more"
+                refused.setdefault(index, (method, why))
+        if refused:
+            found = [(index, *refused[index]) for index in sorted(refused)]
+            failing.refuse(group, found, caller, who_waits, Cause.FORBIDDEN)
+
+    def refuse_nested(self, group: Group, calls: bytes, count: int, caller: str, who_waits: str) -> None:
+        """Of these messages, just added to ``group``, those that are nested too deeply get their verdicts.
+
+        Arguments of an app of the base protocol are its own matter, and need be no MessagePack.
+        """
+        failing = self.failing
+        if failing is None or not failing.peers.app_speaks:
+            return
+        refused = [
+            (index, *self._nested_in_words(calls, start, caller or who_waits))
+            for index, start in messages_nested_too_deep(calls, count, self._nesting_max)
+        ]
+        if refused:
+            failing.refuse(group, refused, caller, who_waits, Cause.UNUSABLE)
+
+    def _nested_in_words(self, calls: bytes, start: int, caller: str) -> tuple[str, str]:
+        """The method of the RPC whose data begins there, and why it is refused."""
+        method = self.permissions.name_of(decode_zigzag_int(calls, start + 1)[0])
+        what = f"a call of {method}" if calls[start] == RpcKind.CALL else "an answer"
+        return method, f"{self.format_nesting_refusal(what)} (from {caller or self._name!r})"
+
+    def format_nesting_refusal(self, what: str) -> str:
+        return f"{what} is nested more than {self._nesting_max} levels deep (nesting_max)"
+
+    def is_nested(self, arguments: bytes) -> bool:
+        """Whether the arguments of a query are nested too deeply."""
+        return is_nested_beyond(arguments, 0, len(arguments), self._nesting_max + 1)
+
+    def checked_reply(self, reply: Reply) -> Reply:
+        """What a client is told: where the app's answer is nested too deeply, that it is."""
+        value = b"\x91" + reply.value if reply.kind == ReplyKind.VALUE else b"\x93" + reply.value
+        if not is_nested_beyond(value, 0, len(value), self._nesting_max + 1):
+            return reply
+        text = self.format_nesting_refusal(f"the answer of {self._name!r}")
+        failed = msgspec.msgpack.encode((FAILED_CALL, ("NestedTooDeeply", text, ""), {}))
+        return Reply(reply.number, ReplyKind.RAISED, failed[1:])
+
+    def why_forbidden(self, caller: str, method: str) -> str:
+        """It names who asked, what it lacks, and how to give it that."""
+        text = f"{caller!r} may not call {method!r} of {self._name!r}"
+        if self.permissions.lacks_queries(caller):
+            return f"{text}; its app marks no method as {QUERIES}"
+        roles = self.permissions.roles_of(method)
+        if not roles:
+            return text
+        names = [role for role in roles if role != OWNERS]
+        gives = f'{caller} = ["{names[0] if names else method}"] under [allow] in its settings lets {caller!r} in'
+        return f"{text}: that is for {' or '.join(names) or 'its owner alone'}; {gives}"
+
+    def replayed(self, sequence_id: int, record: memoryview, batches: Sequence[BatchSource]) -> None:
+        """A recovery replays a ``record``, whose trailer has ``batches``."""
+        for sender, calls in stream_batches(record, batches, self.open_calls.counts):
+            self.open_calls.replayed(sender.name, calls, sequence_id)
+
+
+# Calls of peers that wait for an answer and have none yet: counted for callers that may have only so many at once.
+#
+# A call beyond that takes its place in the log, with a verdict, and its caller is told: it is refused, as one of a method
+# that the caller may not call. It is not held back, as calls beyond a rate are: what stands behind it in its caller's
+# stream may be the very answer that the calls before it wait for, and then none of them would ever end.
+#
+# Each call that waits counts until it is answered, a refused one too: the caller chooses the numbers, and may give two
+# calls the same one. What is counted follows from the log: a checkpoint has the calls that were open behind its record; a
+# recovery adds those of the records that it replays, and takes away what is answered once more. From the end of an app
+# until the next one has recovered nothing is taken of these callers.
+
+
+class _Open:
+    """The open calls of one caller. It chooses their numbers, so two may have the same one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._records: dict[int, list[int]] = {}  # by number, the older call first
+
+    def add(self, number: int, sequence_id: int) -> None:
+        self._records.setdefault(number, []).append(sequence_id)
+        self.count += 1
+
+    def remove(self, number: int) -> None:
+        """One that may not be here."""
+        records = self._records.get(number)
+        if records is not None:
+            self.count -= 1
+            del records[0]
+            if not records:
+                del self._records[number]
+
+    def up_to(self, sequence_id: int) -> list[int]:
+        """The numbers of those in records up to that one, ascending."""
+        return sorted(
+            number for number, records in self._records.items() for record in records if record <= sequence_id
+        )
+
+
+class OpenCalls:
+    """Those of one instance. ``is_known``: there is nothing that a recovery has still to find out."""
+
+    def __init__(self, given: Mapping[str, Permission], *, is_known: bool) -> None:
+        self.is_known = is_known
+        self._limits: dict[str, int] = {}  # by caller
+        self._open: dict[str, _Open] = {}
+        self.change(given)
+
+    def change(self, given: Mapping[str, Permission]) -> None:
+        """Calls that were taken before a caller had a limit do not count."""
+        self._limits = {
+            caller: permission.concurrent for caller, permission in given.items() if permission.concurrent is not None
+        }
+        self._open = {caller: self._open.get(caller) or _Open() for caller in self._limits}
+
+    def limit(self, caller: str) -> int | None:
+        """How many calls ``caller`` may have open; None: any number."""
+        return self._limits.get(caller)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Open calls by caller, of those who have a limit."""
+        return {caller: calls.count for caller, calls in self._open.items()}
+
+    def taken(self, caller: str, calls: bytes, sequence_id: int) -> list[int]:
+        """Of packed RPC messages of the record ``sequence_id``, checked before: the indices of those too many."""
+        limit = self._limits.get(caller)
+        if limit is None:
+            return []
+        calls_open, beyond = self._open[caller], []
+        for index, number in _numbers(calls):
+            if calls_open.count >= limit:
+                beyond.append(index)
+            calls_open.add(number, sequence_id)
+        return beyond
+
+    def answered(self, caller: str, payload: bytes) -> None:
+        """The app's next messages to ``caller``: what they answer is open no more."""
+        calls_open = self._open.get(caller)
+        if calls_open is None or not calls_open.count:
+            return
+        for _, start, end in decode_messages(payload):
+            number = decode_answered_number(payload, start, end)
+            if number is not None:
+                calls_open.remove(number)
+
+    def forget(self, caller: str) -> None:
+        """Its calls have other numbers from now on: its log is another one."""
+        if caller in self._open:
+            self._open[caller] = _Open()
+
+    # --- over a restart ----------------------------------------------------------------------------------------------
+
+    def open_at(self, sequence_id: int) -> dict[str, list[int]]:
+        """What a checkpoint behind that record holds: the numbers of open calls in records up to it, by caller."""
+        found = {caller: calls.up_to(sequence_id) for caller, calls in self._open.items()}
+        return {caller: numbers for caller, numbers in found.items() if numbers}
+
+    def restore(self, at_checkpoint: Mapping[str, Sequence[int]], sequence_id: int) -> None:
+        """A recovery begins, at a checkpoint behind that record."""
+        self._open = {caller: _Open() for caller in self._limits}
+        for caller, calls in self._open.items():
+            for number in at_checkpoint.get(caller, ()):
+                calls.add(number, sequence_id)
+
+    def replayed(self, caller: str, calls: bytes, sequence_id: int) -> None:
+        """A record that a recovery replays holds these calls of ``caller``, who has a limit."""
+        for _, number in _numbers(calls):
+            self._open[caller].add(number, sequence_id)
+
+
+def _numbers(calls: bytes) -> Iterator[tuple[int, int]]:
+    """(index, number of the call) of those that wait for an answer."""
+    for index, (_, start, end) in enumerate(decode_messages(calls)):
+        waits = decode_caller(calls, start, end)
+        if waits is not None:
+            yield index, waits.number
+
+
+# The delivery policy: all input passes here before it is logged, be it of peers, of clients, or of the own app.
+#
+# Today's is "in order, at once": what may be taken goes into the log as it comes. A call that its caller may not make
+# takes its place there with a verdict; one that comes too early for its caller's rate is left, with all behind it, for
+# its sender to send again. A policy that orders the calls of several senders would keep them here, and let them go in its
+# order. It sees calls and their caller; what came as which frame, is known twice, or lacks something before it, is
+# settled before.
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Delivered:
+    """The first ``count`` of the calls that came."""
+
+    group: Group  # with which they become durable
+    count: int
+    calls: bytes
+    record_size_bytes: int  # what they take in their record
+
+
+class Delivery:
+    """To the log of one instance. ``admission``: whether calls may be taken now, and which are refused."""
+
+    def __init__(self, log: GroupCommit, admission: Admission) -> None:
+        self.admission = admission
+        self._log = log
+
+    def deliver(
+        self,
+        source: BatchSource,
+        calls: bytes,
+        caller: str,
+        now_ns: int,
+        open_count: int | None = None,
+        reserved: Sequence[int] = (),
+    ) -> Delivered | None:
+        """Log those of the packed ``calls``, checked before, that ``caller`` may have taken now; None: of none.
+
+        The others are to be sent again later. ``open_count``: as in :meth:`Admission.first_of`. ``reserved``: indices of
+        calls of methods that only the app itself may call: these are refused.
+        """
+        count, end = self.admission.first_of(caller or source.name, calls, source.count, now_ns, open_count)
+        if not count:
+            return None
+        if count < source.count:
+            calls = calls[:end]
+            source = structs.replace(source, count=count)
+        delivered = self._append(source, calls, from_app=False)
+        kept = [one for one in reserved if one < count]
+        self.admission.taken(delivered.group, calls, count, caller, source.name, kept)
+        return delivered
+
+    def deliver_own(self, source: BatchSource, calls: bytes) -> Delivered:
+        """Log what the own app sends to itself: it may call all that it has."""
+        delivered = self._append(source, calls, from_app=True)
+        self.admission.refuse_nested(delivered.group, calls, source.count, "", ONESELF)
+        return delivered
+
+    def _append(self, source: BatchSource, calls: bytes, *, from_app: bool) -> Delivered:
+        front = encode_batch(calls, source.count)
+        size_bytes = len(front) + len(calls)
+        group = self._log.append((front, calls) if front else (calls,), size_bytes, source, from_app=from_app)
+        return Delivered(group, source.count, calls, size_bytes)

@@ -1,0 +1,406 @@
+"""The input streams: frames of peers come in, what is new in them is delivered, and they are answered.
+
+A frame passes in this order: who sends it (``senders.py``), whether its sender has to wait for others (``turns.py``),
+what of it is new (``input_stream.py``), whether it is within what was granted (``grants.py``), and the delivery policy.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+
+from immortal.coordinator.core.effects import ReplyToPeer, Report
+from immortal.coordinator.core.input.admission import Delivered, Delivery
+from immortal.coordinator.core.input.input_stream import InputStream, Senders, WindowGrants
+from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, OutputBatch, SourcePosition, Token
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.notices import FrameRefused
+from immortal.coordinator.core.state import LocalEndpoint
+from immortal.protocol.call_permissions import from_base_app_peer
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
+from immortal.protocol.trailer import BatchKind, BatchSource
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _ParkedHello:
+    token: Token
+    frame: PeerFrame
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _Reply:
+    """What to answer a frame."""
+
+    frame_type: FrameType
+    position: int = 0
+    code: RefusedCode = RefusedCode.NONE
+    reason: str = ""
+
+
+class Inbound:
+    """``streams``: all of them, by sender; that of oneself is among them."""
+
+    def __init__(self, end: LocalEndpoint, delivery: Delivery) -> None:
+        self.grants = WindowGrants(end.limits)
+        self.turns = Turns(end.limits)
+        self.senders = Senders(end, self.grants)
+        self.streams = self.senders.streams
+        self._end = end
+        self._delivery = delivery
+        self._intake = delivery.admission
+        self._parked: dict[str, deque[_ParkedHello]] = {}  # by sender
+
+    def stream(self, source: str) -> InputStream:
+        """Of ``source``, new if there is none."""
+        return self.senders.stream(source)
+
+    def received(self, token: Token, frame: PeerFrame, now_ns: int) -> None:
+        """A frame from a peer. While stopping, none is taken or answered: their senders keep them."""
+        if not self._end.accepting:
+            return
+        self.grants.now_ns = now_ns
+        if frame.frame_type is FrameType.HELLO and self._must_wait(frame.sender, now_ns):
+            self._park(_ParkedHello(token, frame))
+            return
+        if frame.frame_type is FrameType.BATCH and self._waits_for_turn(token, frame, now_ns):
+            return
+        self._respond(token, frame, now_ns)
+
+    def _respond(self, token: Token, frame: PeerFrame, now_ns: int) -> None:
+        refused = self.senders.refusal(frame)
+        reply = self._answer(token, frame, now_ns) if refused is None else _refuse(*refused)
+        if reply is not None:
+            self._reply(token, frame.sender, reply)
+
+    # --- a Hello that can't be answered yet --------------------------------------------------------------------------
+
+    def _must_wait(self, sender: str, now_ns: int) -> bool:
+        admission = self._intake
+        return not self._end.ready or bool(admission.peer_wait_reason(sender)) or admission.must_wait(sender, now_ns)
+
+    @property
+    def holds_back(self) -> bool:
+        """Somebody may have to wait for its rate, or is held off."""
+        return bool(self._parked) and self._end.ready and self._intake.holds_back
+
+    def _park(self, hello: _ParkedHello) -> None:
+        """Answer it once the first start is complete, and calls can be judged. What a sender said long before its
+        newest needs no answer."""
+        sender, limits = hello.frame.sender, self._end.limits
+        if sender not in self._parked and len(self._parked) >= limits.parked_senders_max:
+            self._reply(hello.token, sender, self._not_ready(self._intake.peer_wait_reason(sender)))
+            return
+        parked = self._parked.setdefault(sender, deque(maxlen=limits.parked_hellos_max))
+        parked.append(hello)
+
+    def became_ready(self, now_ns: int) -> None:
+        """The first start is complete: answer who has asked meanwhile."""
+        self._end.ready = True
+        self.answer_parked(now_ns)
+
+    def answer_parked(self, now_ns: int) -> None:
+        """Those that need not wait any more."""
+        parked, self._parked = self._parked, {}
+        for hello in chain.from_iterable(parked.values()):
+            self.received(hello.token, hello.frame, now_ns)
+
+    # --- a Batch that comes before its turn --------------------------------------------------------------------------
+
+    def _waits_for_turn(self, token: Token, frame: PeerFrame, now_ns: int) -> bool:
+        """Whether a Batch is held back for others, or refused since its sender has too much here."""
+        sender, size_bytes = frame.sender, len(frame.payload)
+        stream = self.streams.get(sender)
+        if stream is None or frame.position + frame.count - 1 <= stream.received:
+            return False  # nothing new
+        self.turns.heard(sender, now_ns)
+        if not self.turns.must_wait(sender, size_bytes, stream.pending_bytes, now_ns):
+            return False
+        count, waiting_bytes = self.turns.waiting_of(sender)
+        here_bytes, allowed_bytes = stream.pending_bytes + waiting_bytes, self.grants.allowed_bytes(sender)
+        too_many = stream.waiting_count + count >= self._end.limits.waiting_frames_max
+        if not too_many and not (here_bytes and here_bytes + size_bytes > allowed_bytes):
+            self.turns.wait(token, frame)
+        elif not self.turns.goes_on(frame, stream.received):
+            # Sent again, or cut in other pieces: that is no more than it may send. It begins behind what was taken.
+            for waiting in (*self.turns.take_all(sender), Waiting(token, frame)):
+                self._reply(waiting.token, sender, _Reply(FrameType.RESEND, stream.received))
+        elif too_many:
+            self._reply(token, sender, self._too_many(stream, stream.waiting_count + count))
+        else:
+            self._reply(token, sender, self._too_much(stream, here_bytes, size_bytes, allowed_bytes))
+        return True
+
+    def take_turns(self, now_ns: int) -> None:
+        """Take the batches that have their turn now. While stopping, none."""
+        self.grants.now_ns = now_ns
+        allowed = self.grants.allowed_bytes
+        while self._end.accepting and (waiting := self.turns.next(self._pending_bytes, allowed, now_ns)):
+            self._respond(waiting.token, waiting.frame, now_ns)
+
+    def _pending_bytes(self, sender: str) -> int:
+        stream = self.streams.get(sender)
+        return 0 if stream is None else stream.pending_bytes
+
+    # --- what is new -------------------------------------------------------------------------------------------------
+
+    def _answer(self, token: Token, frame: PeerFrame, now_ns: int) -> _Reply | None:
+        """To a frame of its sender; None: once what it waits for is durable."""
+        stream = self.streams.get(frame.sender) or InputStream(frame.sender, None)
+        if stream.waiting_count >= self._end.limits.waiting_frames_max:
+            return self._too_many(stream, stream.waiting_count)
+        if frame.frame_type is FrameType.HELLO:
+            return self._answer_hello(token, frame, stream)
+        if not self._end.ready:
+            return self._not_ready()
+        if frame.frame_type is not FrameType.BATCH:
+            return _refuse(RefusedCode.MALFORMED, f"unexpected frame {frame.frame_type.name}")
+        if self._intake.peer_wait_reason(frame.sender):
+            return _Reply(FrameType.RESEND, 0)  # it greets again, and is answered once its calls can be judged
+        if self._intake.is_full(frame.sender):
+            name = self._end.name
+            return self._not_ready(f"{name!r} takes a checkpoint: too many calls that were refused are behind it")
+        if frame.position > stream.received + 1 or not stream.has_greeted(frame.committer_id):
+            return _Reply(FrameType.RESEND, stream.received)
+        last_position = frame.position + frame.count - 1
+        if last_position <= stream.durable:
+            return _Reply(FrameType.TRIM_TO, stream.durable)
+        try:
+            part = stream.new_part(frame, stream.rules if self._end.app_speaks else from_base_app_peer)
+        except RemoteProtocolError as error:
+            return _refuse(RefusedCode.MALFORMED, str(error))
+        if part is not None:
+            first_position, count, payload, reserved = part
+            if reserved and not self._end.app_takes_verdicts:
+                reason = f"message {reserved[0]} of a batch has a negative method: only an app itself may call those"
+                return _refuse(RefusedCode.MALFORMED, reason)
+            allowed_bytes = self.grants.allowed_bytes(frame.sender)
+            if stream.pending_bytes and stream.pending_bytes + len(payload) > allowed_bytes:
+                return self._too_much(stream, stream.pending_bytes, len(payload), allowed_bytes)
+            source = BatchSource(BatchKind.STREAM, frame.sender, first_position, count, frame.time_ns)
+            delivered = self._delivery.deliver(source, payload, frame.sender, now_ns, reserved=reserved)
+            if delivered is not None:
+                self._took(stream, frame, first_position, delivered)
+                self.turns.took(frame.sender, len(delivered.calls), delivered.group.ticket, now_ns)
+            if delivered is None or delivered.count < count:
+                return _Reply(FrameType.RESEND, 0)  # it greets again, and is answered once it may call again
+        stream.wait_for(last_position, token)
+        self.grants.sent(frame.sender, now_ns)
+        return None
+
+    def _answer_hello(self, token: Token, frame: PeerFrame, stream: InputStream) -> _Reply | None:
+        if (known := stream.new_epoch()) is not None:
+            self._end.log.append_outside_record(0).transaction.sources[frame.sender] = known
+        if not stream.settled:  # the sender must hear of all that is taken, and nothing older be taken from now on
+            stream.wait_for(stream.received, _ParkedHello(token, frame))
+            return None
+        code = RefusedCode.STALE_EPOCH if stream.forked else RefusedCode.NONE
+        if frame.position > stream.durable:
+            code = RefusedCode.ROLLED_BACK
+        return _Reply(FrameType.WELCOME, stream.durable, code)
+
+    def take_own(self, batch: OutputBatch, now_ns: int) -> None:
+        """The next of the stream to oneself."""
+        frame = self._end.frame(FrameType.BATCH, ONESELF, batch.first_position, count=batch.count, time_ns=now_ns)
+        source = BatchSource(BatchKind.STREAM, ONESELF, batch.first_position, batch.count, now_ns)
+        delivered = self._delivery.deliver_own(source, batch.payload)
+        self._took(self.stream(ONESELF), frame, batch.first_position, delivered)
+
+    def _took(self, stream: InputStream, frame: PeerFrame, first_position: int, delivered: Delivered) -> None:
+        """The log is to know how far the stream has got as soon as it has the calls."""
+        position = stream.take(frame, first_position + delivered.count - 1, len(delivered.calls))
+        delivered.group.transaction.sources[stream.source] = position
+
+    def became_durable(self, sources: Iterable[tuple[str, SourcePosition]], now_ns: int) -> None:
+        """Records up to these positions are on disk: acknowledge them."""
+        self.grants.now_ns = now_ns
+        for source, known in sources:
+            stream = self.stream(source) if source != IMPULSES else None
+            if stream is None or known.committer_id != stream.committer_id:
+                continue  # impulses; or of the log that its sender had before a reset
+            position = known.position
+            tokens = stream.became_durable(position, known.epoch)
+            if self._end.accepting:
+                for token in tokens:
+                    if isinstance(token, _ParkedHello):
+                        self._respond(token.token, token.frame, now_ns)
+                    else:
+                        self._reply(token, source, _Reply(FrameType.TRIM_TO, position))
+
+    # --- what is answered --------------------------------------------------------------------------------------------
+
+    def _not_ready(self, why: str = "") -> _Reply:
+        return _refuse(RefusedCode.NOT_READY, why or f"{self._end.name!r} has not completed its first start")
+
+    def _too_many(self, stream: InputStream, count: int) -> _Reply:
+        return self._beyond_window(stream, f"{count} frames wait to be acknowledged")
+
+    def _too_much(self, stream: InputStream, here_bytes: int, more_bytes: int, allowed_bytes: int) -> _Reply:
+        on_its_way = f"{here_bytes} bytes wait for the disk and {more_bytes} more came"
+        return self._beyond_window(stream, f"{on_its_way}; {allowed_bytes} were granted")
+
+    def _beyond_window(self, stream: InputStream, reason: str) -> _Reply:
+        if not stream.told_beyond:
+            stream.told_beyond = True
+            self._end.effects.append(Report(FrameRefused(stream.source, reason)))
+        return _refuse(RefusedCode.BEYOND_WINDOW, reason)
+
+    def _reply(self, token: Token, receiver: str, reply: _Reply) -> None:
+        window_bytes = 0
+        if reply.frame_type in (FrameType.WELCOME, FrameType.TRIM_TO):
+            pending_bytes = self._end.log.pending_bytes + self.turns.waiting_bytes
+            window_bytes = self.grants.window_bytes(receiver, pending_bytes)
+        frame = self._end.frame(
+            reply.frame_type,
+            receiver,
+            reply.position,
+            count=window_bytes,
+            code=reply.code,
+            reason=reply.reason,
+        )
+        self._end.effects.append(ReplyToPeer(token, frame))
+
+
+def _refuse(code: RefusedCode, reason: str) -> _Reply:
+    return _Reply(FrameType.REFUSED, code=code, reason=reason)
+
+
+# Turns at the log: no peer holds up the others for long.
+#
+# The log is written one commit after the other, so whoever comes behind another's bytes waits for them. While others have
+# sent of late, a sender has at most ``turn_bytes`` on their way to the disk, or one batch. The rest waits here, and goes
+# on in rounds of one batch for each sender.
+#
+# A batch larger than that holds the others up whatever its place. So where one did, the next such batch of anybody is
+# taken only after ``PAUSE_TIMES`` as long as it took: meanwhile the log is for those that it does not keep busy.
+
+
+PAUSE_TIMES = 4
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Waiting:
+    """A Batch, and the token by which it is answered."""
+
+    token: Token
+    frame: PeerFrame
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _Long:
+    """A batch of more than a turn, on its way to the disk."""
+
+    sender: str
+    ticket: int  # of its commit
+    began_ns: int
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Turns:
+    """Times are the instance's, in ns. ``pending``, where it is asked for: what a sender has on its way to the disk, in
+    bytes."""
+
+    limits: Limits
+    waiting_bytes: int = 0
+    _waiting: OrderedDict[str, deque[Waiting]] = field(default_factory=OrderedDict)  # the next sender first
+    _waiting_bytes: dict[str, int] = field(default_factory=dict)  # by sender
+    _last: tuple[str, int] = ("", 0)  # who has sent, and when
+    _last_other: tuple[str, int] = ("", 0)  # the last before it that was somebody else
+    _long: _Long | None = None
+    _pause_until_ns: int = 0
+
+    def heard(self, sender: str, now_ns: int) -> None:
+        """``sender`` has something for the log."""
+        if sender != self._last[0]:
+            self._last_other = self._last
+        self._last = sender, now_ns
+
+    def _other_ns(self, sender: str) -> int:
+        """When anybody else was heard last."""
+        return (self._last_other if sender == self._last[0] else self._last)[1]
+
+    def is_shared(self, sender: str, now_ns: int) -> bool:
+        """Somebody else than ``sender`` sends, too."""
+        return 0 <= now_ns - self._other_ns(sender) < self.limits.recent_ns
+
+    def must_wait(self, sender: str, size_bytes: int, pending: int, now_ns: int) -> bool:
+        """Whether a batch that has come just now is for :meth:`wait`."""
+        return sender in self._waiting or not self._has_turn(sender, size_bytes, pending, now_ns)
+
+    def _has_turn(self, sender: str, size_bytes: int, pending: int, now_ns: int) -> bool:
+        turn_bytes = self.limits.turn_bytes
+        if pending + size_bytes <= turn_bytes or not self.is_shared(sender, now_ns):
+            return True
+        if pending:
+            return False
+        return self._long is None and not self.pauses(now_ns)
+
+    def pauses(self, now_ns: int) -> bool:
+        """No batch of more than a turn is taken now."""
+        return 0 < self._pause_until_ns - now_ns <= self.limits.turn_pause_ns_max  # else the clock has jumped
+
+    def wait(self, token: Token, frame: PeerFrame) -> None:
+        sender, size_bytes = frame.sender, len(frame.payload)
+        self._waiting.setdefault(sender, deque()).append(Waiting(token, frame))
+        self._waiting_bytes[sender] = self._waiting_bytes.get(sender, 0) + size_bytes
+        self.waiting_bytes += size_bytes
+
+    def waiting_of(self, sender: str) -> tuple[int, int]:
+        """(batches, bytes)"""
+        return len(self._waiting.get(sender, ())), self._waiting_bytes.get(sender, 0)
+
+    def goes_on(self, frame: PeerFrame, received: int) -> bool:
+        """Whether what waits of its sender, and ``frame`` behind it, go on behind ``received`` without a gap or
+        anything twice."""
+        position = received + 1
+        for one in self._waiting.get(frame.sender, ()):
+            if one.frame.position != position:
+                return False
+            position += one.frame.count
+        return frame.position == position
+
+    def take_all(self, sender: str) -> list[Waiting]:
+        """What waits of ``sender`` waits no more."""
+        self.waiting_bytes -= self._waiting_bytes.pop(sender, 0)
+        return list(self._waiting.pop(sender, ()))
+
+    def next(self, pending: Callable[[str], int], allowed: Callable[[str], int], now_ns: int) -> Waiting | None:
+        """The next batch that has its turn. ``allowed``: what a sender may have pending, apart from others."""
+        for sender, waiting in self._waiting.items():
+            size_bytes, pending_bytes = len(waiting[0].frame.payload), pending(sender)
+            fits = not pending_bytes or pending_bytes + size_bytes <= allowed(sender)
+            if fits and self._has_turn(sender, size_bytes, pending_bytes, now_ns):
+                return self._take_first(sender, waiting)
+        return None
+
+    def _take_first(self, sender: str, waiting: deque[Waiting]) -> Waiting:
+        first = waiting.popleft()
+        size_bytes = len(first.frame.payload)
+        self.waiting_bytes -= size_bytes
+        self._waiting_bytes[sender] -= size_bytes
+        if waiting:
+            self._waiting.move_to_end(sender)
+        else:
+            del self._waiting[sender], self._waiting_bytes[sender]
+        return first
+
+    def took(self, sender: str, size_bytes: int, ticket: int, now_ns: int) -> None:
+        """A batch goes into the log, with the commit ``ticket``."""
+        if size_bytes > self.limits.turn_bytes:
+            self._long = _Long(sender, ticket, now_ns)
+
+    def committed(self, ticket: int, now_ns: int) -> None:
+        """All commits up to ``ticket`` are durable."""
+        long = self._long
+        if long is None or ticket < long.ticket:
+            return
+        self._long = None
+        if self._other_ns(long.sender) >= long.began_ns:
+            took_ns = max(0, now_ns - long.began_ns)
+            self._pause_until_ns = now_ns + min(PAUSE_TIMES * took_ns, self.limits.turn_pause_ns_max)
+
+    def due_ns(self, now_ns: int) -> int | None:
+        """When to look again although nothing happens."""
+        return self._pause_until_ns if self._waiting and self.pauses(now_ns) else None

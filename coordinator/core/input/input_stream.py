@@ -1,0 +1,321 @@
+"""The receiving end of one stream: from one instance to this one.
+
+A batch is taken when it continues where the log ends; what is there already is dropped, a gap is asked for again. What
+has been taken is acknowledged once it is durable. A sender is known by its committer ID and its epoch: another
+committer ID means another log, and frames of an epoch before the newest are from a past life.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from immortal.coordinator.core import formatting
+from immortal.coordinator.core.effects import Report
+from immortal.coordinator.core.formatting import sender_swapped
+from immortal.coordinator.core.interfaces import IMPULSES, LogSummary, SourcePosition
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.notices import OldPeerRefused, PeerRefused
+from immortal.coordinator.core.state import LocalEndpoint
+from immortal.protocol.batch import CallRules, offset_after
+from immortal.protocol.call_permissions import from_peer
+from immortal.protocol.client_frames import CLIENTS
+from immortal.protocol.peer_frames import KNOWN_TO_RECEIVERS, FrameType, PeerFrame, RefusedCode
+
+
+class InputStream:
+    """``received``: the last position taken; ``durable``: the last position in the log on disk."""
+
+    def __init__(self, source: str, known: SourcePosition | None) -> None:
+        self.source = source
+        self.rules = from_peer(source)
+        self.committer_id = known.committer_id if known else 0
+        self.epoch = abs(known.epoch) if known else 0
+        self.durable_epoch = self._logged_epoch = known.epoch if known else 0  # as in the log's row; negative: reset
+        self.epoch_began_ns = 0  # by the sender's clock, from its Hello; two that differ are two lives
+        self.received = self.durable = known.position if known else 0
+        self.reset_pending = known is not None and known.epoch < 0  # the sender may come with another log
+        self.forked = False  # let in by a reset, from an older copy of its log; nothing of it taken yet
+        self.error = ""  # why the last frame was refused
+        self.pending_bytes = 0  # taken, and not durable
+        self.told_beyond = False  # it was said that its sender does not keep within its window
+        self._taken: deque[tuple[int, int]] = deque()  # (last position, bytes) of what makes these up
+        self._greeted_committer_id = 0  # of a sender of which nothing is logged yet
+        self._waiting: list[tuple[int, object]] = []  # (last position, token) of frames to be acknowledged
+
+    def refusal(self, frame: PeerFrame) -> tuple[RefusedCode, str] | None:
+        """Why ``frame`` can't be from the sender that this stream knows; None if it can. Notes a newer epoch."""
+        if self.committer_id and frame.committer_id != self.committer_id:
+            if not (self.reset_pending and frame.frame_type is FrameType.HELLO):
+                return RefusedCode.COMMITTER_CHANGED, sender_swapped(
+                    frame.receiver, self.source, self.committer_id, frame.committer_id, self.received
+                )
+            self._begin_anew(frame.committer_id)
+        is_hello = frame.frame_type is FrameType.HELLO
+        if is_hello and not self.has_greeted(frame.committer_id):
+            self._greeted_committer_id = frame.committer_id  # nothing of the one that was heard before is here
+            self.epoch = self.epoch_began_ns = 0
+        # From a sender that was reset too: it asks what is here before it numbers anything.
+        begins_anew = self.reset_pending and is_hello and frame.position == 0
+        if frame.epoch < self.epoch and not begins_anew:
+            return RefusedCode.STALE_EPOCH, (
+                f"a frame of epoch {frame.epoch} of {self.source!r}, which has since started epoch {self.epoch}"
+            )
+        if is_hello and frame.epoch == self.epoch and not begins_anew and self._is_another_life(frame):
+            return RefusedCode.STALE_EPOCH, (
+                f"epoch {frame.epoch} of {self.source!r} has begun twice: its log was replaced by an older copy"
+            )
+        if begins_anew:
+            self.forked = self.committer_id != 0 and self.received > 0 and frame.epoch <= self.epoch
+        if frame.epoch != self.epoch:
+            self.epoch_began_ns = 0  # a Batch that has overtaken its Hello does not say it
+        self.epoch = frame.epoch
+        if is_hello:
+            self.epoch_began_ns = frame.time_ns
+            self.reset_pending = False
+        return None
+
+    def has_greeted(self, committer_id: int) -> bool:
+        """Whether its batches may be taken: without a Hello they may be meant for a log that was here before."""
+        return committer_id in (self.committer_id, self._greeted_committer_id)
+
+    def _is_another_life(self, hello: PeerFrame) -> bool:
+        return self.epoch_began_ns != 0 and hello.time_ns != 0 and hello.time_ns != self.epoch_began_ns
+
+    def reset(self) -> SourcePosition:
+        """Let in a sender with another log, or with an older copy of the one that it had; what the log is to know."""
+        self.reset_pending = True
+        self.error = ""
+        return self._known(self.epoch)
+
+    def _known(self, epoch: int) -> SourcePosition:
+        """What the log is to know; taken as on its way there."""
+        self._logged_epoch = -max(epoch, 1) if self.reset_pending else epoch
+        return SourcePosition(self.committer_id, self._logged_epoch, self.received)
+
+    def new_epoch(self) -> SourcePosition | None:
+        """What the log is to know before a Hello is answered; None if it does, or will.
+
+        Forgotten in a crash, an older epoch would be taken again, behind what its sender believes is its own.
+        """
+        return self._known(self.epoch) if self.received and 0 <= self._logged_epoch < self.epoch else None
+
+    @property
+    def was_reset(self) -> bool:
+        """By an operator, and nothing was taken since: a sender that had more acknowledged is let in as well."""
+        return self._logged_epoch < 0
+
+    @property
+    def settled(self) -> bool:
+        """All that is taken, and the epoch, are durable."""
+        return self.received <= self.durable and self.durable_epoch >= self._logged_epoch
+
+    def _begin_anew(self, committer_id: int) -> None:
+        self.committer_id = committer_id
+        self.epoch = self.epoch_began_ns = self.received = self.durable = 0
+        self.durable_epoch = self._logged_epoch  # nobody waits for what is on its way of the log before
+        self._waiting.clear()
+        self._taken.clear()
+        self.pending_bytes = 0
+
+    def new_part(self, frame: PeerFrame, rules: CallRules) -> tuple[int, int, bytes, list[int]] | None:
+        """What of a Batch is new: (first position, count, payload, indices of calls of methods that are reserved for
+        the app itself); None if nothing, or if there is a gap.
+
+        Taking it is up to :meth:`take`. Raises RemoteProtocolError for a payload that is not ``count`` calls that this
+        sender may send: logged, one of them could stop the app or speak for somebody else.
+        """
+        known = self.received - frame.position + 1  # messages of it that are here already
+        if known < 0 or known >= frame.count:
+            return None
+        reserved = rules.check(frame.payload, frame.count)
+        if known == 0:
+            return frame.position, frame.count, frame.payload, reserved
+        offset = offset_after(frame.payload, known, frame.count)
+        reserved = [index - known for index in reserved if index >= known]
+        return self.received + 1, frame.count - known, frame.payload[offset:], reserved
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing was ever taken, and nobody waits: it can be forgotten."""
+        return not (self.committer_id or self._waiting or self.reset_pending)
+
+    @property
+    def waiting_count(self) -> int:
+        """Frames that will be acknowledged."""
+        return len(self._waiting)
+
+    def take(self, frame: PeerFrame, last_position: int, size_bytes: int) -> SourcePosition:
+        """The messages up to ``last_position`` go into the log; what the log is to know of it."""
+        self._taken.append((last_position, size_bytes))
+        self.pending_bytes += size_bytes
+        self.committer_id = frame.committer_id
+        self.received = last_position
+        self.forked = False
+        return self._known(frame.epoch)
+
+    def wait_for(self, last_position: int, token: object) -> None:
+        """The frame behind ``token`` is to be acknowledged once ``last_position`` is durable."""
+        self._waiting.append((last_position, token))
+
+    def became_durable(self, position: int, epoch: int) -> list[object]:
+        """The log is durable up to ``position``, with ``epoch``; the tokens of the frames to acknowledge now."""
+        self.durable, self.durable_epoch = position, epoch
+        while self._taken and self._taken[0][0] <= position:
+            self.pending_bytes -= self._taken.popleft()[1]
+        done = [token for last_position, token in self._waiting if last_position <= position]
+        if done:
+            self._waiting = [entry for entry in self._waiting if entry[0] > position]
+        return done
+
+
+# The windows that a receiver grants: how many bytes each peer may have on their way here, unacknowledged.
+#
+# All peers that send share one budget, less what waits for the disk already: so a disk that falls behind, or more peers,
+# make the windows smaller, and one that floods can't fill the memory that others need. Who sends more is refused: a
+# window that shrinks takes nothing back, so the largest one counts that may still be known there.
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _Granted:
+    """To one peer. What was said in a period counts until the end of the next."""
+
+    began_ns: int  # of this period
+    peak_bytes: int  # said in it, or last before it
+    before_bytes: int = 0  # of the period before
+
+
+class WindowGrants:
+    """``now_ns``: the time, as last told."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._sent_ns: dict[str, int] = {}  # peers that send: when they did last
+        self._looked_ns = 0
+        self._granted: dict[str, _Granted] = {}
+        self._began_ns: int | None = None  # when the first peer of this life was heard
+        self.now_ns = 0
+        self.granted_bytes: dict[str, int] = {}  # as last said
+
+    def sent(self, peer: str, now_ns: int) -> None:
+        """``peer`` has sent a Batch."""
+        self._sent_ns[peer] = now_ns
+        active_ns = self._limits.active_ns
+        if now_ns - self._looked_ns >= active_ns // 10:
+            self._looked_ns = now_ns
+            self._sent_ns = {name: at_ns for name, at_ns in self._sent_ns.items() if now_ns - at_ns < active_ns}
+
+    def window_bytes(self, peer: str, pending_bytes: int) -> int:
+        """What to grant ``peer`` now, while ``pending_bytes`` wait for the disk."""
+        limits = self._limits
+        sharing = len(self._sent_ns) + (peer not in self._sent_ns)
+        share_bytes = (limits.receive_budget_bytes - pending_bytes) // sharing
+        granted_bytes = min(max(share_bytes, limits.grant_bytes_min), limits.peer_window_bytes)
+        self.granted_bytes[peer] = granted_bytes
+        known = self._granted.get(peer)
+        if known is None:
+            self._granted[peer] = _Granted(self.now_ns, granted_bytes)
+        elif self._is_over(known):
+            self._granted[peer] = _Granted(self.now_ns, granted_bytes, known.peak_bytes)
+        else:
+            known.peak_bytes = max(known.peak_bytes, granted_bytes)
+        return granted_bytes
+
+    def allowed_bytes(self, peer: str) -> int:
+        """What ``peer`` may have on its way here by what it was told; in a life before this one perhaps."""
+        if self._began_ns is None:
+            self._began_ns = self.now_ns
+        known = self._granted.get(peer)
+        if known is None:
+            return max(self._limits.peer_window_bytes, self._limits.unsaid_window_bytes)
+        if self.now_ns - self._began_ns < self._limits.active_ns:
+            # What a life before this one has said may have reached the peer after what this one did.
+            return max(self._limits.peer_window_bytes, known.peak_bytes)
+        return known.peak_bytes if self._is_over(known) else max(known.peak_bytes, known.before_bytes)
+
+    def _is_over(self, known: _Granted) -> bool:
+        return self.now_ns - known.began_ns >= self._limits.active_ns
+
+    def forget(self, peer: str) -> None:
+        for known in (self._sent_ns, self._granted, self.granted_bytes):
+            known.pop(peer, None)
+
+
+# Who may send: a frame is of the sender that is known by that name here, or it is refused.
+
+
+class Senders:
+    """``streams``: the input streams, by sender. Names that only say Hello, or are refused, leave little for long."""
+
+    def __init__(self, end: LocalEndpoint, grants: WindowGrants) -> None:
+        self.streams: dict[str, InputStream] = {}
+        self.refused: OrderedDict[str, str] = OrderedDict()  # why, of senders without a stream
+        self._greeted: OrderedDict[str, None] = OrderedDict()  # those of which nothing was taken yet
+        self._end = end
+        self._grants = grants
+
+    def load(self, summary: LogSummary) -> None:
+        """What the log says."""
+        for source, known in summary.sources.items():
+            if source != IMPULSES:
+                self.streams[source] = InputStream(source, known)
+
+    def stream(self, source: str) -> InputStream:
+        """Of ``source``, new if there is none."""
+        stream = self.streams.get(source)
+        if stream is None:
+            stream = self.streams[source] = InputStream(source, None)
+        return stream
+
+    def refusal(self, frame: PeerFrame) -> tuple[RefusedCode, str] | None:
+        """Why ``frame`` is not taken or answered; None if it is. A Hello makes its sender known."""
+        name, sender, is_hello = self._end.name, frame.sender, frame.frame_type is FrameType.HELLO
+        if frame.frame_type is FrameType.UNKNOWN:
+            return RefusedCode.UNKNOWN, f"{frame.reason} is not known here: {KNOWN_TO_RECEIVERS}"
+        if frame.receiver != name:
+            return RefusedCode.NOT_ME, f"this is {name!r}, the message is for {frame.receiver!r}"
+        if sender in ("", IMPULSES, name) or sender.startswith(CLIENTS):
+            return RefusedCode.MALFORMED, f"no peer can be called {sender!r}"
+        known = self.streams.get(sender)
+        stream = known or InputStream(sender, None)  # kept if it is accepted
+        refused = stream.refusal(frame)
+        if refused is None and is_hello and frame.position > stream.durable and not stream.was_reset:
+            reason = formatting.has_less_than_once(name, sender, stream.durable, frame.position)
+            refused = RefusedCode.ROLLED_BACK, reason
+        if refused is None and self._end.log_full:
+            refused = RefusedCode.LOG_FULL, self._end.log_full
+        if refused is not None:
+            self._note_refused(frame, stream, *refused, is_known=known is not None)
+            return refused
+        stream.error = ""
+        if known is None and is_hello:
+            self._add(stream)
+        return None
+
+    def _note_refused(
+        self, frame: PeerFrame, stream: InputStream, code: RefusedCode, reason: str, *, is_known: bool
+    ) -> None:
+        """The same reason is told once."""
+        sender, effects = frame.sender, self._end.effects
+        told, stream.error = stream.error == reason, reason
+        if not is_known:
+            told = self.refused.pop(sender, "") == reason
+            self.refused[sender] = reason
+            if len(self.refused) > self._end.limits.refused_senders_max:
+                self.refused.popitem(last=False)
+        if code is RefusedCode.LOG_FULL or told:
+            return  # that the log is full is told once, for all peers
+        if code is not RefusedCode.STALE_EPOCH:
+            effects.append(Report(PeerRefused(sender, reason)))
+        elif frame.frame_type is FrameType.HELLO:  # one that was late is no error: its sender knows
+            effects.append(Report(OldPeerRefused(sender, formatting.perhaps_older(self._end.name, sender, reason))))
+
+    def _add(self, stream: InputStream) -> None:
+        self.streams[stream.source] = stream
+        self.refused.pop(stream.source, None)
+        self._greeted[stream.source] = None
+        while len(self._greeted) > self._end.limits.greeted_senders_max:
+            name, _ = self._greeted.popitem(last=False)
+            if self.streams[name].is_empty:
+                del self.streams[name]
+                self._grants.forget(name)

@@ -1,0 +1,122 @@
+"""A pause that an operator asks for: input is logged, and the app gets none of it until somebody resumes.
+
+It is kept in memory, so it ends with this process. To the rest of the machine the app is one that is slow.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.effects import CloseApp, OperatorAnswered
+from immortal.coordinator.core.life_cycle.session import WORKS, AppSession
+from immortal.coordinator.core.state import AppOutbox, Turn
+from immortal.protocol.messages import MessageType
+
+
+class Pausing:
+    """``by``: who has paused it, "" while nobody has; ``since_ns``: when, the instance's time."""
+
+    def __init__(self, name: str, session: AppSession, turn: Turn) -> None:
+        self.is_paused = False
+        self.by = ""
+        self.since_ns = 0
+        self._name = name
+        self._session = session
+        self._turn = turn
+
+    def pause(self, event: ev.InstancePaused) -> None:
+        """An app that recovers is not paused: it would be neither of before nor of now, and is not primary yet."""
+        session, turn = self._session, self._turn
+        changed = not self.is_paused
+        if changed and session.phase not in WORKS:
+            problem = (
+                f"the app of {self._name!r} does not work now (phase: {session.phase.value}), and only one that does "
+                f"can be paused: try again once it does"
+            )
+            turn.effects.append(OperatorAnswered(event.token, {"refused": problem}))
+            return
+        if changed:
+            self.is_paused, self.by, self.since_ns = True, event.who, turn.now_ns
+            turn.report(notices.InstancePaused(event.who))
+        turn.effects.append(OperatorAnswered(event.token, {"changed": changed, **self.describe()}))
+
+    def resume(self, event: ev.InstanceResumed) -> None:
+        turn, before = self._turn, self.describe()
+        changed = self.is_paused
+        if changed:
+            paused_s = round(max(0, turn.now_ns - self.since_ns) / 1e9, 3)
+            turn.report(notices.InstanceResumed(event.who, self.by, paused_s))
+            self.is_paused, self.by, self.since_ns = False, "", 0
+        turn.effects.append(OperatorAnswered(event.token, {"changed": changed, **before}))
+
+    def describe(self) -> dict[str, object]:
+        return {"paused": {"by": self.by, "since_ns": self.since_ns} if self.is_paused else None}
+
+
+# A stop that an operator asks for: the app has its time for a last checkpoint, and is said goodbye to.
+#
+# NOT_ASKED --StopRequested--> ASKED --TakeCheckpoint sent--> LAST_CHECKPOINT --durable, or there is none--> GOODBYE
+#    '------StopRequested, another one follows--> HANDING_OVER --all input that was taken is durable--> the end
+#
+# Who hands over needs no checkpoint: who follows has the state. To the app it is as if its coordinator had died, but for
+# the word; what it was at is done by the one that follows, which has the same records.
+
+
+class StopStage(IntEnum):
+    NOT_ASKED = 0
+    ASKED = 1  # no input is taken any more
+    LAST_CHECKPOINT = 2  # the app was asked for its last one: it gets no more records
+    GOODBYE = 3  # it was told that this is the end
+    HANDING_OVER = 4  # it gets no more records, and is not read any more
+
+
+class Stopping:
+    """``stage``: it only ever rises; an app that is lost on the way ends the stop. What it means for the rest of the
+    machine are plain values, since each turn asks for them. ``feeds_no_more``: the app gets no more records."""
+
+    def __init__(self, outbox: AppOutbox, turn: Turn) -> None:
+        self.asked = self.takes_last_checkpoint = self.said_goodbye = self.hands_over = self.feeds_no_more = False
+        self.stage = StopStage.NOT_ASKED
+        self._last_checkpoint_id = 0
+        self._outbox = outbox
+        self._turn = turn
+
+    def _reach(self, stage: StopStage) -> None:
+        self.stage = stage
+        self.asked = stage >= StopStage.ASKED
+        self.feeds_no_more = stage >= StopStage.LAST_CHECKPOINT
+        self.hands_over = stage is StopStage.HANDING_OVER
+        self.takes_last_checkpoint = self.feeds_no_more and not self.hands_over
+        self.said_goodbye = stage is StopStage.GOODBYE
+
+    def ask(self, *, hands_over: bool) -> None:
+        self._reach(StopStage.HANDING_OVER if hands_over else StopStage.ASKED)
+
+    def checkpoint_asked(self) -> None:
+        """A checkpoint is asked for now: it is the last one if a stop is asked for."""
+        if self.stage is StopStage.ASKED:
+            self._reach(StopStage.LAST_CHECKPOINT)
+
+    def checkpoint_began(self, checkpoint_id: int) -> None:
+        if self.takes_last_checkpoint:
+            self._last_checkpoint_id = checkpoint_id
+
+    def checkpoint_durable(self, checkpoint_id: int) -> None:
+        if checkpoint_id == self._last_checkpoint_id:
+            self._say_goodbye()
+
+    def checkpoint_failed(self) -> None:
+        """The app has none to give; the one before is there."""
+        if self.takes_last_checkpoint:
+            self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        self._reach(StopStage.GOODBYE)
+        self.report_stop_reason()
+        self._turn.effects.append(CloseApp())
+
+    def report_stop_reason(self) -> None:
+        """To the app, that it is the end."""
+        self._outbox.say(MessageType.GOODBYE, "the coordinator was asked to stop")

@@ -1,0 +1,440 @@
+"""An app's way from its connection to being primary: it starts anew, or recovers from a checkpoint and a replay.
+
+The session's phases say how far it is (`session.py`). A recovery is a replay of a log that has ended; to follow is the
+same of one that another writes, and ends when this coordinator is given the right to write (`failover.py`). What the
+replay still owes when its last record is handled is here: a log that was cut by hand waits for the receivers, and an
+app that is primary may have to make more of what the log knows of before anything later may come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.availability.write_lease import Right
+from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy, Recovery
+from immortal.coordinator.core.client.requests import Clients
+from immortal.coordinator.core.clock import AppClock
+from immortal.coordinator.core.effects import CloseApp, LoadLog, UpgradeEnded
+from immortal.coordinator.core.errors import AppProtocolError, DivergenceError, FencedError, FollowerError
+from immortal.coordinator.core.failures.call_failure import Failing
+from immortal.coordinator.core.failures.dead_letters import OperatorActions
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.input.admission import Admission
+from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary, Transaction, VersionStart
+from immortal.coordinator.core.life_cycle.session import REPLAYS, UPGRADES, AppSession, Phase, Step
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.output.replay_check import ReplayPolicy
+from immortal.coordinator.core.peers import Peers
+from immortal.coordinator.core.state import AppOutbox, Epoch, Turn, Versions
+from immortal.protocol.extensions import encode_version
+from immortal.protocol.messages import MessageType, encode_checkpoint, encode_message
+from immortal.protocol.readers import Message
+from immortal.protocol.record import CHECKPOINT_SEQUENCE_ID, encode_record
+
+
+class Proof(Enum):
+    """Whether an app that is primary has made all that the log knows of."""
+
+    COMPLETE = "all is made, or not primary yet"
+    AT_CHECKPOINT = "promoted: its next checkpoint shows it"
+    BEHIND = "it holds something back, which is still to come"
+
+
+BEHIND = Proof.BEHIND  # each turn asks
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Lifecycle:
+    """``promote``: a recovered app begins to work without a checkpoint first."""
+
+    turn: Turn
+    right: Right
+    outbox: AppOutbox
+    session: AppSession
+    app_clock: AppClock
+    log: GroupCommit
+    epoch: Epoch
+    peers: Peers
+    clients: Clients
+    admission: Admission
+    policy: ReplayPolicy
+    failing: Failing
+    recovery: Recovery
+    checkpoints: CheckpointPolicy
+    upgrades: Upgrades
+    load: Callable[[LogSummary], None]  # into all parts of the machine
+    limits: Limits
+    promote: bool
+    is_cut: bool = False  # the log that is replayed was cut by hand
+    proof: Proof = Proof.COMPLETE
+    _healing: Transaction | None = None  # what heals the cut, until a checkpoint takes it along
+    took_over: bool = False  # the session has followed the log of another
+    _waiting_told: bool = False  # the operator knows that receivers are waited for
+    _load_ticket: int = 0  # the commit to wait for before the log is loaded for a new session; 0: none
+    _load_due: bool = False  # the log is to be loaded for a new session
+    _loading: bool = False  # that was asked for, and is not answered
+    _look_ns: int = 0  # when a follower may look again at what the log says
+    _looked_again: int = 0  # the checkpoint of a log that is followed that was no good when it was last looked at
+
+    # --- the app connects, and is gone -------------------------------------------------------------------------------
+
+    def connected(self, event: ev.AppConnected) -> None:
+        self.session.connect()
+        self.session.advance(Step.APP_CONNECTED)
+        self.app_clock.connected()
+        self.begin()
+
+    def begin(self) -> None:
+        """The app that is connected may be told what the log has, now or as soon as that is known."""
+        if self.right.writes:
+            # The new epoch's commit is behind all that the last app has sent: once it is durable, so is that.
+            self._load_ticket = self.epoch.begin()
+        self._load_due = self.right.may_read
+
+    def app_lost(self) -> None:
+        self.recovery.forget()
+        self._load_due = False
+        self.took_over = False
+
+    def load_if_due(self) -> None:
+        is_due = self._load_due and not self._loading and self.right.may_read
+        if is_due and self.log.durable_ticket >= self._load_ticket:
+            self._load_due = False
+            self._loading = True
+            self.turn.effects.append(LoadLog())
+
+    def reload_if_due(self) -> None:
+        """What its writer has spilled by now, and what is acknowledged, need not stay in memory here: once in a while,
+        for a follower whose app has to wait for room, and so gets no record that would tell."""
+        if not self._loading and self.turn.now_ns >= self._look_ns:
+            self._look_ns = self.turn.now_ns + self.limits.recent_ns
+            self._loading = True
+            self.turn.effects.append(LoadLog())
+
+    @property
+    def may_restart_recovery(self) -> bool:
+        """Nothing that was asked of the log for this session is still to be answered."""
+        return not self._loading and not self.recovery.is_choosing
+
+    def introduce(self) -> None:
+        """What the app is to know before its first record."""
+        self.failing.introduce()
+        self.app_clock.introduce()
+
+    # --- the log is loaded: a first start, or a checkpoint to restore ------------------------------------------------
+
+    def log_loaded(self, event: ev.LogLoaded) -> None:
+        session, epoch = self.session, self.epoch
+        self._loading = False
+        self.peers.following = self.right.follows
+        if session.phase in REPLAYS and self.right.follows and self.log_grew(event.summary):
+            return
+        if session.phase is not Phase.LOADING or self._load_due:
+            return  # of a session that has ended
+        if self.right.writes and event.summary.epoch > epoch.number:
+            raise FencedError(
+                "another coordinator",
+                f"fenced by another coordinator at epoch {epoch.number}: its log has {event.summary.epoch} by now",
+            )
+        if self.right.follows and not event.summary.checkpoints:
+            return  # the first start has not come to its end, and its writer is gone: it is ours to begin
+        if self.peers.ready:
+            self.turn.effects.append(self.recovery.choose(event.summary))
+            return
+        self.peers.restore(None, event.summary, epoch.number, epoch.began_ns)
+        self.failing.begin(event.summary, -1)
+        if session.heard:  # else as soon as its Hello is here
+            self.introduce()
+        session.advance(Step.LOG_IS_NEW)
+        self.outbox.control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+
+    def checkpoint_checked(self, event: ev.CheckpointChecked) -> None:
+        if self.session.phase is not Phase.LOADING:
+            return
+        if self.right.is_granted:  # the log is about to be loaded anew, by its writer: this is of what was before
+            self.recovery.forget()
+        elif event.problem is not None and self.right.follows and event.checkpoint_id != self._looked_again:
+            self._looked_again = event.checkpoint_id  # its writer may have removed it since
+            self.recovery.forget()
+            self._load_due = True
+        elif event.problem is not None:
+            self.turn.report(notices.CheckpointDamaged(event.checkpoint_id, event.problem))
+            if (check := self.recovery.choose_another(event.checkpoint_id)) is not None:
+                self.turn.effects.append(check)
+        elif (chosen := self.recovery.chosen(event.checkpoint_id)) is not None:
+            self._restore(*chosen)
+
+    def _restore(self, header: CheckpointHeader, summary: LogSummary) -> None:
+        session, epoch = self.session, self.epoch
+        session.advance(Step.CHECKPOINT_CHOSEN)
+        session.fed_sequence_id = header.sequence_id
+        session.replay_target = self.log.durable_sequence_id
+        self.checkpoints.asked(self.log.logged_bytes)
+        self.upgrades.versions.begin_at(header)
+        self.is_cut = summary.cut_sequence_id is not None
+        self.proof = Proof.COMPLETE
+        self._healing = None
+        self._waiting_told = False
+        self.peers.restore(header, summary, epoch.number, epoch.began_ns)
+        self.admission.open_calls.restore(header.open_calls, header.sequence_id)
+        self.failing.begin(summary, header.sequence_id)
+        size = encode_checkpoint(header.size_bytes)
+        self.outbox.send(encode_record(self.peers.committer_id, CHECKPOINT_SEQUENCE_ID, size))
+        to_replay = session.replay_target - header.sequence_id
+        self.turn.report(notices.Recovering(header.checkpoint_id, header.sequence_id, to_replay, epoch.number))
+
+    # --- a log that another writes -----------------------------------------------------------------------------------
+
+    def check_writer(self) -> None:
+        if self.session.phase is Phase.REPLAYING and self.peers.following:
+            self.session.advance(Step.FOLLOWS)
+
+    def log_grew(self, summary: LogSummary) -> bool:
+        """The log that the session follows is as ``summary`` says now. False where it has to begin anew, which it does.
+
+        Raises FollowerError.
+        """
+        session = self.session
+        problem = self._why_anew(summary)
+        if problem:
+            self.begin_anew(f"the app that follows has the records up to {session.fed_sequence_id}: {problem}")
+            return False
+        self.load(summary)
+        session.replay_target = summary.last_sequence_id
+        self.peers.log_grew(summary)
+        return True
+
+    def _why_anew(self, summary: LogSummary) -> str:
+        """Why the app that follows can't go on with the log, in words; "": it can. Raises FollowerError."""
+        session, versions = self.session, self.upgrades.versions
+        if len(summary.versions) > len(versions.starts):
+            started, had = summary.versions[-1], versions.current
+            if started.version != versions.upgrade_to or len(summary.versions) > len(versions.starts) + 1:
+                raise FollowerError(
+                    f"the log goes on with version {started.version} of the app behind record {started.sequence_id}, "
+                    f"and this follower runs version {had}: start it again with the new code"
+                )
+            if not versions.continues_with(started, session.fed_sequence_id):
+                self.load(summary)
+                return f"record {started.sequence_id} was the last one of the old version, the next have the new one"
+        if summary.last_sequence_id < session.fed_sequence_id:
+            return f"the log ends with record {summary.last_sequence_id}, it was cut or replaced"
+        if summary.first_sequence_id > session.fed_sequence_id + 1:
+            return f"the log begins with record {summary.first_sequence_id} by now, what is before is trimmed away"
+        if not self.failing.log_grew(summary):
+            return "a message that it has handled is passed over by now"
+        return ""
+
+    def begin_anew(self, why: str) -> None:
+        """The app's state is of no use any more: the next one begins at a checkpoint."""
+        self.turn.report(notices.FollowerBeginsAnew(problem=why))
+        self.session.refused = True
+        self.turn.effects.append(CloseApp())
+
+    def take_over(self) -> None:
+        """The session has followed the log, which is ours to write by now; our epoch is durable."""
+        if not self.failing.is_at_one:
+            self.failing.forget_unlogged()
+            self.begin_anew("messages have failed for the app that follows, or for the one before it, and not for both")
+            return
+        self.took_over = True
+        self.session.advance(Step.RIGHT_TAKEN)
+        self.peers.take_over(self.epoch.number, self.epoch.began_ns)
+
+    # --- the end of the replay ---------------------------------------------------------------------------------------
+
+    def end_replay_if_due(self) -> None:
+        """At the start of another version, and at the end of the replay, the app is told what it is to become."""
+        session, versions = self.session, self.upgrades.versions
+        fed = session.fed_sequence_id
+        if versions.version_starts_after(fed):
+            if not session.hello_is_due:
+                self.upgrades.repeat_next()
+        elif session.phase is Phase.FOLLOWING:
+            return  # there may be more at any time
+        elif fed < session.replay_target or (self.is_cut and self._waits_for_receivers()):
+            return
+        elif versions.upgrade_to is not None:
+            if not session.hello_is_due:  # it says whether the app wants to know the version
+                self.upgrades.ask_for_new()
+        elif (self.promote or self._was_promoted) and not self.is_cut:
+            self._promote_if_due()
+        else:
+            session.advance(Step.CAUGHT_UP)
+            session.checkpoint_sequence_id = fed
+            self.outbox.control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+
+    @property
+    def _was_promoted(self) -> bool:
+        """The app followed another writer's log, and may go on without a checkpoint. A client of the base protocol
+        expects TakeBecomingPrimaryCheckpoint there."""
+        return self.took_over and self.session.hello is not None
+
+    def _promote_if_due(self) -> None:
+        """The app may work once all is made again that the log knows of; its next checkpoint proves the rest."""
+        if self.peers.replay_is_behind():
+            return
+        self.session.advance(Step.PROMOTED)
+        self.proof = Proof.AT_CHECKPOINT
+        self._replay_is_known()  # but for what the last calls come to: for a moment, more may count as open than are
+        self.outbox.control(MessageType.BECOMING_PRIMARY)
+        self.report_recovered()
+
+    def report_recovered(self) -> None:
+        self.turn.report(notices.Recovered(self.epoch.number, self.session.fed_sequence_id))
+
+    def _waits_for_receivers(self) -> bool:
+        """What receivers have of a lost part is theirs to say: an acknowledgement may have been lost with it."""
+        unheard = self.peers.unheard()
+        if unheard and not self._waiting_told:
+            self._waiting_told = True
+            self.turn.report(notices.WaitsForReceivers(", ".join(map(repr, unheard))))
+        return bool(unheard)
+
+    # --- the proof: all is made that the log knows of ----------------------------------------------------------------
+
+    def check_replay_complete(self) -> None:
+        """Whether what was behind has come."""
+        if not self.peers.replay_is_behind():
+            self.proof = Proof.COMPLETE
+
+    def prove_promotion(self) -> None:
+        """A checkpoint of the app has begun: all that it has made by then is sent."""
+        if self.proof is Proof.AT_CHECKPOINT:
+            self.finish_replay()
+
+    def finish_replay(self) -> None:
+        """The app has made what the replay was to make, but for what it holds back. Raises DivergenceError."""
+        self._replay_is_known()
+        if self.is_cut:
+            self._healing = self.peers.heal_cut()
+            self.clients.lose_open()
+            return
+        # What was held back at one checkpoint comes behind it, so before the next.
+        all_sent = self.session.flushes or self.proof is Proof.BEHIND
+        self.peers.finish_replay(all_sent=all_sent)
+        behind = not all_sent and self.policy.compares and self.peers.replay_is_behind()
+        self.proof = Proof.BEHIND if behind else Proof.COMPLETE
+
+    def _replay_is_known(self) -> None:
+        """A recovery has made all answers once more that there were."""
+        if not self.admission.open_calls.is_known:
+            self.admission.open_calls.is_known = True
+            if self.peers.ready:
+                self.peers.answer_parked(self.turn.now_ns)
+
+    def take_healing(self, transaction: Transaction) -> None:
+        """What heals a cut becomes durable with the checkpoint behind it."""
+        if self._healing is not None:
+            transaction.absorb(self._healing)
+            self._healing = None
+
+    def cut_healed(self) -> None:
+        self.is_cut = self.peers.held = False
+
+
+# Upgrades of the app: those of the log's past, which each replay repeats, and the one that an operator has asked for.
+#
+# Both are asked for behind a record of the replay, and begin with a checkpoint of the app. Of the past that is all. The
+# new version is the log's once another checkpoint, which confirms it, is durable; until then the old one is whole.
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Upgrades:
+    versions: Versions
+    session: AppSession
+    outbox: AppOutbox
+    operator: OperatorActions
+    epoch: Epoch
+    turn: Turn
+    _repeated: VersionStart | None = None  # the version of the log's past that the app is being upgraded to
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    def repeat_next(self) -> None:
+        """The replay has come to where the next version of the log's past begins."""
+        self._repeated = self.versions.take_next()
+        self._ask(self._repeated.version)
+
+    def ask_for_new(self) -> None:
+        """The replay is complete: the app is to become what the operator has asked for."""
+        self.session.checkpoint_sequence_id = self.session.fed_sequence_id
+        self._ask(self.versions.upgrade_to)
+
+    def _ask(self, version: int | None) -> None:
+        self.session.advance(Step.UPGRADE_ASKED)
+        messages = encode_message(MessageType.UPGRADE_TAKE_CHECKPOINT)
+        if version is not None and MessageType.VERSION in self.session.extensions:
+            messages = encode_version(version) + messages
+        self.outbox.control(MessageType.UPGRADE_TAKE_CHECKPOINT, messages)
+
+    # --- the app's answer --------------------------------------------------------------------------------------------
+
+    def is_new(self) -> bool:
+        """The checkpoint that comes begins the new version, not one of the past. Raises AppProtocolError where the app
+        names another version than was asked for."""
+        if self._repeated is not None:
+            return False
+        session, wanted = self.session, self.versions.upgrade_to
+        if MessageType.APP_DESCRIPTION in session.extensions and session.description.version != wanted:
+            problem = f"the app is of version {session.description.version}, the upgrade is to version {wanted}"
+            self._give_up(problem)
+            raise AppProtocolError(problem)
+        return True
+
+    def upgraded(self) -> None:
+        """The app has sent the checkpoint that an upgrade begins with."""
+        session = self.session
+        session.upgraded = True
+        session.upgraded_sequence_id = session.fed_sequence_id
+        if self._repeated is not None:
+            self._repeated = None
+            session.advance(Step.UPGRADE_REPLAYED)
+            return
+        session.advance(Step.CHECKPOINT_RECEIVED)
+        self.outbox.control(MessageType.TAKE_CHECKPOINT)
+
+    def failed(self, message: Message) -> None:
+        """The app's UpgradeFailed. Raises DivergenceError where it is one of the log's past."""
+        session = self.session
+        reason = message.data.decode("utf-8", "replace")
+        if session.phase not in UPGRADES:
+            raise AppProtocolError("the app says that an upgrade failed, none was asked for")
+        if self._repeated is not None:
+            raise DivergenceError(
+                f"the app can't repeat the upgrade to version {self._repeated.version} that the log has behind record "
+                f"{self._repeated.sequence_id}: {reason}"
+            )
+        session.refused = True
+        self._give_up(reason)
+        self.turn.effects.append(CloseApp())
+
+    def _give_up(self, reason: str) -> None:
+        version, self.versions.upgrade_to = self.versions.upgrade_to, None
+        if version is not None:
+            self.turn.report(notices.UpgradeFailed(version, reason, self.versions.current))
+            self.turn.effects.append(UpgradeEnded(version, reason))
+
+    def app_lost(self) -> None:
+        if self.session.phase in UPGRADES and self.versions.upgrade_to is not None:
+            self.turn.report(notices.UpgradeInterrupted(self.versions.upgrade_to))
+
+    # --- durable -----------------------------------------------------------------------------------------------------
+
+    def began(self, start: VersionStart) -> None:
+        """A version is durable: of the first start, or behind an upgrade."""
+        before = self.versions.current
+        self.versions.began(start)
+        if start.sequence_id < 0:
+            return
+        session = self.session
+        if session.phase is Phase.COMPLETING_UPGRADE:
+            session.advance(Step.UPGRADE_DURABLE)
+            self.turn.report(notices.Recovered(self.epoch.number, session.fed_sequence_id))
+        self.turn.report(notices.Upgraded(before, start.version, start.sequence_id))
+        self.turn.effects.append(UpgradeEnded(start.version))
+        self.operator.upgraded()

@@ -1,0 +1,272 @@
+"""One app's connection: its phase, what it has been given, what it has said of itself.
+
+    WAITING --first start--> FIRST_START --its checkpoint--------------------------------> NORMAL
+            --recovery-----> LOADING --> RESTORING --> REPLAYING --> BECOMING_PRIMARY ----> NORMAL
+                                          |                            (its checkpoint, or that there is none)
+                                          '--promoted, BecomingPrimary sent-----------> NORMAL
+    REPLAYING --another writes the log--> FOLLOWING --this one does from now on--> REPLAYING
+    NORMAL --TakeCheckpoint sent--> CHECKPOINTING --its checkpoint, or that there is none--> NORMAL
+    REPLAYING --UpgradeTakeCheckpoint sent--> UPGRADING --its checkpoint--> REPLAYING        a version of the log's past
+    REPLAYING --UpgradeTakeCheckpoint sent--> UPGRADING --its checkpoint, TakeCheckpoint sent--> CONFIRMING_UPGRADE
+              --its checkpoint--> COMPLETING_UPGRADE --durable--> NORMAL                     the upgrade asked for
+    any --connection lost--> WAITING, under a new epoch
+
+The table below is the whole of it; anything else is an internal error.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+
+from immortal.coordinator.core.errors import require
+from immortal.coordinator.core.interfaces import ONESELF
+from immortal.protocol.batch import CallRules
+from immortal.protocol.call_permissions import from_app
+from immortal.protocol.extensions import ALL_EXTENSIONS, AppDescription, Hello, decode_hello, encode_sources
+from immortal.protocol.limits import RPC_SIZE_BYTES_MAX
+from immortal.protocol.messages import MessageType, encode_message
+from immortal.protocol.readers import Message, MessageReader
+from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
+from immortal.protocol.trailer import BatchKind, BatchSource
+
+INTRODUCED = frozenset({MessageType.RECORD_TIME, MessageType.VERDICTS})
+"""Who has asked for these always says Hello, and its calls that wait for an answer say who waits (WIRE.md, 4.1)."""
+
+
+class Phase(Enum):
+    WAITING = "waiting for the app"
+    LOADING = "loading"
+    FIRST_START = "first start"
+    RESTORING = "restoring the checkpoint"
+    REPLAYING = "replaying"
+    FOLLOWING = "following"
+    BECOMING_PRIMARY = "becoming primary"
+    NORMAL = "normal"
+    CHECKPOINTING = "taking a checkpoint"
+    UPGRADING = "upgrading"
+    CONFIRMING_UPGRADE = "confirming the upgrade"
+    COMPLETING_UPGRADE = "completing the upgrade"
+    STOPPED = "stopped"
+
+    __hash__ = object.__hash__  # there is one of each; an enum's own would be a call for each look into a set
+
+
+NORMAL = Phase.NORMAL
+"""For who asks in each turn: to look a member up in its class takes ten times as long on Python 3.11 as a name does."""
+
+
+class Step(Enum):
+    APP_CONNECTED = "an app connected"
+    LOG_IS_NEW = "the log is new"
+    CHECKPOINT_CHOSEN = "a checkpoint was chosen"
+    BLOB_SENT = "the blob was sent"
+    FOLLOWS = "another writes the log"
+    RIGHT_TAKEN = "the log is ours to write"
+    CAUGHT_UP = "the replay is complete"
+    CHECKPOINT_ASKED = "a checkpoint was asked for"
+    CHECKPOINT_RECEIVED = "the checkpoint was received"
+    CHECKPOINT_ABANDONED = "there will be no checkpoint"
+    PROMOTED = "the app is primary without a checkpoint"
+    UPGRADE_ASKED = "an upgrade was asked for"
+    UPGRADE_REPLAYED = "an upgrade of the past was repeated"
+    UPGRADE_CONFIRMED = "the upgraded app has sent its checkpoint"
+    UPGRADE_DURABLE = "the upgrade is durable"
+    APP_LOST = "the app is gone"
+    STOP = "stop"
+
+
+TRANSITIONS: dict[tuple[Phase, Step], Phase] = {
+    (Phase.WAITING, Step.APP_CONNECTED): Phase.LOADING,
+    (Phase.LOADING, Step.LOG_IS_NEW): Phase.FIRST_START,
+    (Phase.LOADING, Step.CHECKPOINT_CHOSEN): Phase.RESTORING,
+    (Phase.RESTORING, Step.BLOB_SENT): Phase.REPLAYING,
+    (Phase.REPLAYING, Step.FOLLOWS): Phase.FOLLOWING,
+    (Phase.FOLLOWING, Step.RIGHT_TAKEN): Phase.REPLAYING,
+    (Phase.REPLAYING, Step.CAUGHT_UP): Phase.BECOMING_PRIMARY,
+    (Phase.REPLAYING, Step.PROMOTED): Phase.NORMAL,
+    (Phase.FIRST_START, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
+    (Phase.BECOMING_PRIMARY, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
+    (Phase.BECOMING_PRIMARY, Step.CHECKPOINT_ABANDONED): Phase.NORMAL,
+    (Phase.NORMAL, Step.CHECKPOINT_ASKED): Phase.CHECKPOINTING,
+    (Phase.CHECKPOINTING, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
+    (Phase.CHECKPOINTING, Step.CHECKPOINT_ABANDONED): Phase.NORMAL,
+    (Phase.REPLAYING, Step.UPGRADE_ASKED): Phase.UPGRADING,
+    (Phase.FOLLOWING, Step.UPGRADE_ASKED): Phase.UPGRADING,
+    (Phase.UPGRADING, Step.UPGRADE_REPLAYED): Phase.REPLAYING,
+    (Phase.UPGRADING, Step.CHECKPOINT_RECEIVED): Phase.CONFIRMING_UPGRADE,
+    (Phase.CONFIRMING_UPGRADE, Step.UPGRADE_CONFIRMED): Phase.COMPLETING_UPGRADE,
+    (Phase.COMPLETING_UPGRADE, Step.UPGRADE_DURABLE): Phase.NORMAL,
+    **{(phase, Step.APP_LOST): Phase.WAITING for phase in Phase if phase is not Phase.STOPPED},
+    **{(phase, Step.STOP): Phase.STOPPED for phase in Phase},
+}
+
+UPGRADES = frozenset({Phase.UPGRADING, Phase.CONFIRMING_UPGRADE, Phase.COMPLETING_UPGRADE})
+
+AWAITING_CHECKPOINT = frozenset(
+    {Phase.FIRST_START, Phase.BECOMING_PRIMARY, Phase.CHECKPOINTING, Phase.UPGRADING, Phase.CONFIRMING_UPGRADE}
+)
+"""The phases in which the app owes a checkpoint, and may send one."""
+
+REPLAYS = frozenset({Phase.REPLAYING, Phase.FOLLOWING})
+"""The phases in which the app does again what was done before, or elsewhere."""
+
+GETS_RECORDS = REPLAYS | {Phase.BECOMING_PRIMARY, Phase.NORMAL, Phase.CHECKPOINTING}
+"""The phases in which logged records go to the app."""
+
+RECOVERING = REPLAYS | {Phase.LOADING, Phase.RESTORING}
+"""The phases in which each turn may bring the app a step further."""
+
+RECOVERED = GETS_RECORDS - REPLAYS
+"""Those of them behind the replay: new records go to the app as soon as they are durable."""
+
+WORKS = frozenset({Phase.NORMAL, Phase.CHECKPOINTING})
+"""The phases in which what the app makes is new, and marks of it go to the log."""
+
+SENDS_CALLS = GETS_RECORDS | UPGRADES
+"""The phases in which the app may call: whenever it has got records or may have impulses."""
+
+SENDS_IMPULSES = frozenset({Phase.NORMAL, Phase.CHECKPOINTING, Phase.COMPLETING_UPGRADE})
+"""The phases in which the app is primary. One that has upgraded takes itself for it: its impulses wait for these."""
+
+
+class AppSession:
+    """The state of the connection with the app; without one, that of the next.
+
+    ``logged_extensions``: those of the app that the log was begun with; None if the log is new.
+    """
+
+    def __init__(self, rpc_size_bytes_max: int = RPC_SIZE_BYTES_MAX) -> None:
+        self.logged_extensions: frozenset[int] | None = None
+        self._rpc_size_bytes_max = rpc_size_bytes_max
+        self.phase = Phase.WAITING
+        self._committer_id = 0
+        self.number = 0  # of this connection
+        self.connect()
+
+    def load(self, committer_id: int, logged_extensions: frozenset[int] | None) -> None:
+        """What the log says of itself and of its app."""
+        self._committer_id = committer_id
+        self.logged_extensions = logged_extensions
+
+    def connect(self) -> None:
+        """Forget all about the last connection."""
+        self.number += 1
+        self.reader = MessageReader(rpc_size_bytes_max=self._rpc_size_bytes_max)
+        self.hello: Hello | None = None
+        self._extensions_of: Hello | None = None
+        self._extensions: frozenset[int] = frozenset()
+        self.description = AppDescription()
+        self.heard = False  # the app has said something
+        self.refused = False  # it broke the protocol; nothing more is read
+        self.attached: set[str] = set()
+        self.upgraded = False  # it has answered an UpgradeTakeCheckpoint: it may take itself for primary
+        self.upgraded_sequence_id = -2  # ... behind this record; -2: it has not
+        self.fed_sequence_id = -1  # the last record given to the app
+        self.replay_target = -1  # the last record it gets before it is primary
+        self.checkpoint_sequence_id = -1  # the last record it got before it was asked for a checkpoint
+        self.unsent_bytes = 0  # given to the runtime, not yet taken by the socket
+        self.reading = False  # records asked of the log
+        self.initial_message: bytes | None = None
+        self.impulses_accepted = 0
+        self.acceptances: deque[tuple[int, int]] = deque()  # to be told: (behind this record, accepted by then)
+        self._rules: dict[str, CallRules] = {}  # by destination
+        self._sources: list[tuple[int, str]] | None = None  # as the app was told last
+
+    @property
+    def is_loaded(self) -> bool:
+        """It is known whose log this is, and of which kind of app."""
+        return self._committer_id != 0
+
+    def advance(self, step: Step) -> None:
+        following = TRANSITIONS.get((self.phase, step))
+        require(following is not None, f"{step.value!r} in phase {self.phase.value!r}")
+        if following is not None:
+            self.phase = following
+
+    @property
+    def extensions(self) -> frozenset[int]:
+        """What the app asked for and this coordinator has."""
+        if self._extensions_of is not self.hello:  # asked for with each batch
+            self._extensions_of = self.hello
+            self._extensions = self.hello.extensions & ALL_EXTENSIONS if self.hello else frozenset()
+        return self._extensions
+
+    @property
+    def speaks(self) -> bool:
+        """The app knows more than the base protocol: calls of it that wait for an answer say who waits."""
+        return not INTRODUCED.isdisjoint(self.extensions)
+
+    @property
+    def label(self) -> str:
+        """What the app calls itself."""
+        return self.hello.label if self.hello else ""
+
+    @property
+    def flushes(self) -> bool:
+        """Before a checkpoint the app sends all that it has made; one of the base protocol may do so behind it."""
+        return MessageType.STREAM_BATCH in self.extensions
+
+    @property
+    def hello_is_due(self) -> bool:
+        """The app has not said anything yet, and the one that the log was begun with said Hello."""
+        return bool(self.logged_extensions) and not self.heard
+
+    @property
+    def waits_for_hello(self) -> bool:
+        """... and the Hello says what the app is to be told before its first record."""
+        return not self.heard and not INTRODUCED.isdisjoint(self.logged_extensions or ())
+
+    def hear(self, message: Message | None) -> None:
+        """The app's first message (None: a blob), of which a Hello is nothing but the first. Raises
+        RemoteProtocolError."""
+        self.heard = True
+        if message is not None and message.message_type == MessageType.HELLO:
+            self.hello = decode_hello(message.data)
+
+    def rules(self, own_name: str, destination: str) -> CallRules:
+        """What the app may send there."""
+        rules = self._rules.get(destination)
+        if rules is None:
+            rules = self._rules[destination] = from_app(own_name, destination, speaks=self.speaks)
+        return rules
+
+    def sources_record(self, batches: Sequence[BatchSource]) -> bytes | None:
+        """What tells the app who sent the batches of the next record; None if it was told the same before."""
+        if MessageType.SOURCES not in self.extensions:
+            return None
+        runs: list[tuple[int, str]] = []
+        is_own = True
+        for batch in batches:
+            name = batch.name if batch.kind == BatchKind.STREAM else ONESELF
+            is_own = is_own and name == ONESELF
+            if runs and runs[-1][1] == name:
+                runs[-1] = runs[-1][0] + 1, name
+            else:
+                runs.append((1, name))
+        if is_own:
+            runs.clear()
+        if runs == self._sources:
+            return None
+        self._sources = runs
+        return self.control_record(MessageType.SOURCES, encode_sources(runs))
+
+    def control_record(self, message_type: MessageType, message: bytes | None = None) -> bytes:
+        """A record that is not logged, with one message; counted as unsent."""
+        record = encode_record(self._committer_id, CONTROL_SEQUENCE_ID, message or encode_message(message_type))
+        self.unsent_bytes += len(record)
+        return record
+
+    # --- impulses: accepted in the order of the records that hold them, and told behind them ------------------------
+
+    def note_accepted(self, count: int, durable_sequence_id: int) -> None:
+        self.impulses_accepted += count
+        self.acceptances.append((durable_sequence_id, self.impulses_accepted))
+
+    def acceptance_to_send(self) -> int | None:
+        """How many impulses of this connection are accepted, if there is news that the app may have now."""
+        accepted = None
+        while self.acceptances and self.acceptances[0][0] <= self.fed_sequence_id:
+            accepted = self.acceptances.popleft()[1]
+        return accepted

@@ -1,0 +1,140 @@
+"""Handlers that wait: what an operator asks of them is passed on to the app, what he orders goes into the log.
+
+An order is an impulse of the instance to itself. It is answered once the app has obeyed it: what it has come to is
+asked behind the record that has it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.effects import OperatorAnswered
+from immortal.coordinator.core.errors import AppProtocolError
+from immortal.coordinator.core.input.back_pressure import Impulses, LogCapacity
+from immortal.coordinator.core.interfaces import AuditEntry, Token
+from immortal.coordinator.core.life_cycle.pause_stop import Pausing
+from immortal.coordinator.core.life_cycle.session import WORKS, AppSession
+from immortal.coordinator.core.state import AppOutbox, Turn
+from immortal.protocol.messages import MessageType
+from immortal.protocol.readers import Message
+from immortal.protocol.system_methods import HandlersQuestion, decode_answer, encode_handlers_question, encode_order
+
+OPEN_MAX = 64  # questions and orders that are not answered: an app that is busy for long is asked no more
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _Ordered:
+    """An order in the log."""
+
+    token: Token
+    sequence_id: int
+    message_index: int
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Handlers:
+    """``name``: of the instance."""
+
+    name: str
+    session: AppSession
+    outbox: AppOutbox
+    impulses: Impulses
+    room: LogCapacity
+    pausing: Pausing
+    turn: Turn
+    _ticket: int = 0
+    _asked: dict[int, tuple[Token, _Ordered | None]] = field(default_factory=dict)  # by ticket
+    _ordered: deque[_Ordered] = field(default_factory=deque)  # what they have come to is not asked yet
+
+    @property
+    def waits(self) -> bool:
+        """There may be something for :meth:`go_on`."""
+        return bool(self._ordered)
+
+    def ask(self, event: ev.HandlersAsked) -> None:
+        if problem := self._problem():
+            self._answer(event.token, {"refused": problem})
+        else:
+            self._send(event.token, None, event.task, event.retries)
+
+    def order(self, event: ev.HandlerOrdered) -> None:
+        problem = self._problem() or self.room.full or self._paused()
+        if problem:
+            self._answer(event.token, {"refused": problem})
+            return
+        order = event.order
+        group = self.impulses.log_own(1, encode_order(order))
+        index = sum([batch.count for batch in group.batches[:-1]])
+        group.transaction.audit.append(AuditEntry(self.turn.now_ns, order.who, order.in_words()))
+        self._ordered.append(_Ordered(event.token, self.impulses.open_sequence_id, index))
+
+    def _problem(self) -> str:
+        session = self.session
+        if session.phase not in WORKS:
+            return (
+                f"the app of {self.name!r} does not work now (phase: {session.phase.value}), and only it knows what "
+                f"its handlers wait for: try again once it does"
+            )
+        if MessageType.HANDLERS_ASKED not in session.extensions:
+            return f"the app of {self.name!r} has an SDK that does not tell of its handlers: restart it with this one"
+        if len(self._asked) + len(self._ordered) >= OPEN_MAX:
+            return f"the app of {self.name!r} has not answered {OPEN_MAX} questions yet: it is busy"
+        return ""
+
+    def _paused(self) -> str:
+        """An order would be answered only once somebody resumes."""
+        if not self.pausing.is_paused:
+            return ""
+        return (
+            f"{self.name!r} is paused by {self.pausing.by}, and its handlers get no order until 'immortal resume "
+            f"{self.name}'"
+        )
+
+    def go_on(self) -> None:
+        """The app may have been given the record of an order."""
+        while self._ordered and self._ordered[0].sequence_id <= self.session.fed_sequence_id:
+            one = self._ordered.popleft()
+            self._send(one.token, one)
+
+    def _send(self, token: Token, ordered: _Ordered | None, task: int = 0, retries: bool = False) -> None:
+        self._ticket += 1
+        self._asked[self._ticket] = token, ordered
+        place = (-1, 0) if ordered is None else (ordered.sequence_id, ordered.message_index)
+        question = HandlersQuestion(self._ticket, task, *place, retries)
+        self.outbox.control(MessageType.HANDLERS_ASKED, encode_handlers_question(question))
+
+    def told(self, message: Message) -> None:
+        """The app has answered. Raises RemoteProtocolError."""
+        answer = decode_answer(message.data)
+        asked = self._asked.pop(answer.ticket, None)
+        if asked is None:
+            raise AppProtocolError(
+                f"the app sent Handlers (92) for the question {answer.ticket}, which it was not asked, or has answered"
+            )
+        token, ordered = asked
+        place = {} if ordered is None else {"record": ordered.sequence_id, "message": ordered.message_index}
+        self._answer(token, {**answer.value, **place})
+
+    def app_lost(self) -> None:
+        """Nobody is there to answer. What is in the log the next app obeys."""
+        asked, ordered = self._asked, self._ordered
+        self._asked, self._ordered = {}, deque()
+        for token, one in asked.values():
+            if one is None:
+                self._answer(token, {"refused": "the app has ended before it could answer: try again"})
+            else:
+                ordered.append(one)
+        for one in ordered:
+            text = (
+                f"the order is in the log, as record {one.sequence_id}, or about to be, and the app has ended before "
+                f"it said what that came to: the next one obeys it ('immortal handlers {self.name}')"
+            )
+            self._answer(
+                one.token, {"done": None, "text": text, "record": one.sequence_id, "message": one.message_index}
+            )
+
+    def _answer(self, token: Token, answer: Mapping[str, object]) -> None:
+        self.turn.effects.append(OperatorAnswered(token, answer))

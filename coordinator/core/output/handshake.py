@@ -1,0 +1,223 @@
+"""What is said with the receiver of one output stream: Hello, Welcome, and what else it answers.
+
+A stream is greeted before anything is sent, and again whenever it is not known what has arrived. One whose receiver
+refuses it, or is not what it was, stops alone: its messages are kept, and it is greeted again after a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from immortal.coordinator.core import formatting
+from immortal.coordinator.core.effects import Report, ResetPeer, SendToPeer
+from immortal.coordinator.core.group_commit import Group
+from immortal.coordinator.core.interfaces import StreamStart
+from immortal.coordinator.core.notices import StreamReset, StreamStopped, StreamWaits
+from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
+from immortal.coordinator.core.state import LocalEndpoint
+from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
+
+
+class Handshake:
+    """With any receiver. ``some_failed``: a stream has stopped since the start; most of the time none has."""
+
+    def __init__(self, end: LocalEndpoint, receivers: Receivers) -> None:
+        self.some_failed = False
+        self._end = end
+        self._receivers = receivers
+
+    def greet(self, stream: OutputStream) -> None:
+        """Ask how much the receiver has."""
+        end = self._end
+        stream.state = StreamState.GREETING
+        pending = self._receivers.start(stream.destination).pending
+        stream.greeted_position = 0 if pending else stream.acknowledged - stream.offset
+        frame = end.frame(
+            FrameType.HELLO, stream.destination, position=stream.greeted_position, time_ns=end.epoch_began_ns
+        )
+        end.effects.append(SendToPeer(stream.destination, stream.attempt, frame))
+
+    def replied(self, stream: OutputStream, tag: int, frame: PeerFrame) -> None:
+        """The receiver has answered what was sent as the attempt ``tag``."""
+        if stream.state in (StreamState.CLOSED, StreamState.FAILED) or tag < stream.first_tag:
+            return
+        destination = stream.destination
+        pending = self._receivers.start(destination).pending
+        if frame.frame_type is FrameType.REFUSED:
+            if tag == stream.attempt and (
+                pending or frame.code == RefusedCode.NOT_ME or self._is_same_receiver(stream, frame)
+            ):
+                self._refused(stream, frame)
+            return
+        if pending:
+            if tag == stream.attempt and frame.frame_type is FrameType.WELCOME:
+                self._note_window(stream, frame)
+                self._begin_anew(stream, frame)
+            return
+        if not self._is_same_receiver(stream, frame):
+            return
+        position = frame.position + stream.offset
+        if position > stream.sent_through and not self._end.catching_up:
+            self.fail_forked(stream, frame.position)
+            return
+        if frame.frame_type in (FrameType.TRIM_TO, FrameType.WELCOME):
+            self._note_window(stream, frame)
+        if frame.frame_type is FrameType.TRIM_TO:
+            self._receivers.acknowledge(stream, position)
+        elif tag != stream.attempt:
+            return
+        elif frame.frame_type is FrameType.RESEND:
+            stream.give_up_in_flight()
+            # Late, or from an older copy of its log, or from one that has not heard of this stream: it will say.
+            if position < stream.acknowledged or frame.position == 0:
+                self.greet(stream)
+        elif frame.frame_type is FrameType.WELCOME and stream.state is StreamState.GREETING:
+            self._welcomed(stream, frame, position)
+
+    def _welcomed(self, stream: OutputStream, frame: PeerFrame, position: int) -> None:
+        # Compared with what Hello said: an acknowledgement may have overtaken the Welcome since.
+        once = stream.greeted_position
+        if frame.position < once and frame.code == RefusedCode.ROLLED_BACK:
+            stream.reset()  # by the word of its operator, to whom alone the rest is lost
+            self._begin_anew(stream, frame)
+        elif frame.position < once:
+            self._fail(stream, formatting.receiver_older(self._end.name, stream.destination, frame.position, once))
+        else:
+            stream.open()
+            self._receivers.acknowledge(stream, position)
+
+    def _note_window(self, stream: OutputStream, frame: PeerFrame) -> None:
+        limits = self._end.limits
+        stream.window_bytes = frame.count or min(limits.peer_window_bytes, limits.unsaid_window_bytes)
+
+    def _begin_anew(self, stream: OutputStream, frame: PeerFrame) -> None:
+        """The receiver of a stream that was reset says how much it has: what it never acknowledged goes on behind that.
+
+        Where it is the log that it was, with all that it had, and so is this one, nothing changes. Where this one is an
+        older copy, what the receiver has beyond the acknowledged may be something else: all of it is sent.
+        """
+        end, receivers, destination = self._end, self._receivers, stream.destination
+        position = frame.position + stream.offset
+        # By numbers of which nothing was ever acknowledged, what a new log has is what late frames brought it.
+        is_known = receivers.committer_ids.get(destination) == frame.committer_id
+        same = stream.acknowledged == stream.offset or is_known
+        forked = receivers.start(destination).forked or frame.code == RefusedCode.STALE_EPOCH
+        all_sent = position <= stream.sent_through or end.catching_up
+        group = end.log.append_outside_record(0)
+        if forked or not same or position < stream.acknowledged or not all_sent:
+            position = stream.acknowledged
+            stream.offset = position - frame.position
+            receivers.acknowledged[destination] = group.transaction.acknowledged[destination] = position
+        stream.forked = False
+        receivers.set_start(destination, StreamStart(stream.offset), group)
+        receivers.set_committer(destination, frame.committer_id, group)
+        stream.open(group.ticket)
+        receivers.acknowledge(stream, position)
+        end.effects.append(Report(StreamReset(destination, stream.acknowledged, frame.position)))
+
+    # --- what stops a stream -----------------------------------------------------------------------------------------
+
+    def _is_same_receiver(self, stream: OutputStream, frame: PeerFrame) -> bool:
+        destination = stream.destination
+        known = self._receivers.committer_ids.get(destination)
+        if known is None:
+            group = self._end.log.append_outside_record(0)
+            self._receivers.set_committer(destination, frame.committer_id, group)
+        elif known != frame.committer_id:
+            reason = formatting.receiver_swapped(
+                self._end.name, destination, known, frame.committer_id, stream.acknowledged, stream.position
+            )
+            self._fail(stream, reason, failure=f"committer {frame.committer_id}")
+            return False
+        return True
+
+    def _refused(self, stream: OutputStream, frame: PeerFrame) -> None:
+        stream.forked = stream.forked or frame.code == RefusedCode.STALE_EPOCH
+        full = frame.code == RefusedCode.LOG_FULL
+        reason = formatting.refused(self._end.name, stream.destination, frame)
+        self._fail(stream, reason, failure="log full" if full else "", notice=StreamWaits if full else StreamStopped)
+
+    def fail_forked(self, stream: OutputStream, received: int) -> None:
+        """The receiver has ``received`` messages, by its numbers, and this log never sent so many."""
+        sent = stream.sent_through - stream.offset
+        stream.forked = True
+        reason = formatting.own_log_older(self._end.name, stream.destination, received, sent)
+        self._fail(stream, reason, failure="own log older")
+
+    def _fail(
+        self, stream: OutputStream, reason: str, *, failure: str = "", notice: type[StreamStopped] = StreamStopped
+    ) -> None:
+        """``failure``: what it is about, where the reason has figures that change. The same one is told once."""
+        told = stream.failure == (failure or reason)
+        stream.failure = failure or reason
+        stream.fail(reason)
+        self.some_failed = True
+        self._end.effects.append(ResetPeer(stream.destination))
+        if not told:
+            self._end.effects.append(Report(notice(stream.destination, reason)))
+
+    def moved(self, stream: OutputStream) -> None:
+        """Nothing of what is on its way will arrive: ask how much has. A stopped stream waits for its turn."""
+        if stream.state in (StreamState.OPEN, StreamState.GREETING):
+            stream.give_up_in_flight()
+            self.greet(stream)
+
+
+# What is known of the instances at the receiving ends, in here and in the log.
+
+
+class Receivers:
+    """By name: ``committer_ids``, once seen; ``starts``, of the streams that were reset; ``acknowledged``, positions.
+
+    A stream of a replay may be acknowledged beyond what is made of it again; in ``acknowledged`` are only positions
+    that were made.
+    """
+
+    def __init__(self, end: LocalEndpoint, committer_ids: dict[str, int], starts: dict[str, StreamStart]) -> None:
+        self.committer_ids = committer_ids
+        self.starts = starts
+        self.acknowledged: dict[str, int] = {}
+        self._end = end
+        self._freed_bytes = 0  # spilled and acknowledged since the end's trim_ticket
+
+    def load(self, acknowledged: Mapping[str, int]) -> None:
+        """What the log says."""
+        for receiver, position in acknowledged.items():
+            self.heard_of(receiver, position)
+
+    def heard_of(self, receiver: str, position: int) -> None:
+        """The log has it that ``position`` is acknowledged."""
+        self.acknowledged[receiver] = max(position, self.acknowledged.get(receiver, 0))
+
+    def start(self, receiver: str) -> StreamStart:
+        return self.starts.get(receiver, StreamStart())
+
+    def set_start(self, receiver: str, start: StreamStart, group: Group) -> None:
+        """How its stream goes on from the commit of ``group``."""
+        self.starts[receiver] = group.transaction.stream_starts[receiver] = start
+
+    def set_committer(self, receiver: str, committer_id: int, group: Group) -> None:
+        """Its log is that one from the commit of ``group`` on."""
+        self.committer_ids[receiver] = group.transaction.peers[receiver] = committer_id
+
+    def acknowledge(self, stream: OutputStream, position: int) -> None:
+        """The receiver of ``stream`` has all up to ``position`` on disk."""
+        freed_bytes = stream.acknowledge(position)
+        if position <= stream.position:  # else the replay has not got there: whether it will is not known yet
+            self.note_acknowledged(stream)
+        if freed_bytes:
+            self._freed(stream, freed_bytes)
+
+    def note_acknowledged(self, stream: OutputStream) -> None:
+        receiver, position = stream.destination, stream.acknowledged
+        if position > self.acknowledged.get(receiver, -1):
+            self.acknowledged[receiver] = position
+            self._end.log.open.transaction.acknowledged[receiver] = position
+
+    def _freed(self, stream: OutputStream, size_bytes: int) -> None:
+        """Let what was spilled and is acknowledged be removed from the log, a step's worth at a time."""
+        end = self._end
+        self._freed_bytes += size_bytes
+        if self._freed_bytes >= end.limits.spill_trim_bytes or not stream.spill.kept_bytes:
+            self._freed_bytes = 0
+            end.trim_ticket = end.log.append_outside_record(0).ticket

@@ -1,0 +1,395 @@
+"""The output streams: what the app sends goes in, frames to the receivers come out.
+
+A stream to oneself is one of them, whose receiver is the own log. The answers to clients are another, which goes to the
+log as well.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from immortal.coordinator.core.effects import OpenPeer, ReadSpilled, ResetPeer, SendToPeer
+from immortal.coordinator.core.input.admission import Admission
+from immortal.coordinator.core.input.inbound import Inbound
+from immortal.coordinator.core.interfaces import ONESELF, OutputBatch, OutputMark, SpilledBatch
+from immortal.coordinator.core.output.handshake import Handshake, Receivers
+from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
+from immortal.coordinator.core.output.replay_check import Expected, FollowerOutputs
+from immortal.coordinator.core.state import LocalEndpoint
+from immortal.protocol.client_frames import CLIENTS
+from immortal.protocol.peer_frames import FrameType, PeerFrame
+from immortal.protocol.trailer import OutputMarkEntry
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Outbound:
+    """``streams``: all of them, by destination; ``busy``: those that are not idle, and perhaps others."""
+
+    end: LocalEndpoint
+    receivers: Receivers
+    handshake: Handshake
+    expected: Expected
+    inbound: Inbound
+    admission: Admission
+    followed: FollowerOutputs
+    streams: dict[str, OutputStream] = field(default_factory=dict)
+    busy: dict[str, OutputStream] = field(default_factory=dict)
+    spilling: SpillPolicy = field(init=False)
+    barriers: Barriers = field(init=False)
+    _moved: set[str] = field(default_factory=set)  # those that may have a new mark
+
+    def __post_init__(self) -> None:
+        self.spilling = SpillPolicy(self.end, self.streams, self.busy)
+        self.barriers = Barriers(self.end.limits.barrier_ns)
+
+    # --- which there are ---------------------------------------------------------------------------------------------
+
+    def stream(self, destination: str) -> OutputStream:
+        """The stream to ``destination``, opened if it is new; the next :meth:`send` looks at it."""
+        stream = self.touched(destination)
+        if stream is not None:
+            return stream
+        return self.add(
+            OutputStream(
+                destination,
+                self.end.limits,
+                acknowledged=self.acknowledged(destination),
+                attempt=self.end.epoch << 32,
+                check=self.expected.check(destination),
+                spilled=self.expected.take_spilled(destination),
+                begins_now=not self.end.catching_up,
+            ),
+        )
+
+    def touched(self, destination: str) -> OutputStream | None:
+        """The stream to ``destination``, if there is one, of which something is about to change."""
+        stream = self.streams.get(destination)
+        if stream is not None:
+            self.busy[destination] = stream
+        return stream
+
+    def acknowledged(self, destination: str) -> int:
+        """The position up to which the receiver is known to have the stream."""
+        if destination == ONESELF:
+            return self.inbound.stream(ONESELF).durable
+        return self.receivers.acknowledged.get(destination, 0)
+
+    def add(self, stream: OutputStream) -> OutputStream:
+        destination = stream.destination
+        self.streams[destination] = self.busy[destination] = stream
+        if destination in (ONESELF, CLIENTS):
+            stream.state = StreamState.OPEN
+        elif not self.end.following:
+            self.begin(stream)
+        return stream
+
+    def begin(self, stream: OutputStream) -> None:
+        """Reach for the receiver: the stream is one of an app that works, or is to."""
+        stream.offset = self.receivers.start(stream.destination).offset
+        self.end.effects.append(OpenPeer(stream.destination))
+        self.handshake.greet(stream)
+
+    def forget(self) -> None:
+        """The app is gone: its outputs will come again, by replay."""
+        for destination, stream in self.streams.items():
+            if destination not in (ONESELF, CLIENTS) and stream.state is not StreamState.CLOSED:
+                self.end.effects.append(ResetPeer(destination))
+        self.forget_streams()
+
+    def forget_streams(self) -> None:
+        for known in (self.streams, self.busy, self._moved):
+            known.clear()
+        self.barriers.forget()
+        self.followed.forget()
+
+    # --- from the app ------------------------------------------------------------------------------------------------
+
+    def append(self, destination: str, count: int, payload: bytes) -> None:
+        """The app's next ``count`` messages to ``destination``."""
+        self.admission.open_calls.answered(destination, payload)
+        self._moved.add(destination)
+        stream = self.stream(destination)
+        if self.end.following:
+            self.followed.made(stream, count, payload)
+        else:
+            if self.barriers.is_open:
+                self.barriers.stop(stream)
+            stream.append(count, payload, self.end.held_ticket)
+
+    def put_barrier(self, destination: str, now_ns: int) -> None:
+        """What the app sends behind this to others leaves once ``destination`` has what was sent there so far."""
+        stream = self.streams.get(destination)
+        if stream is not None and destination not in (ONESELF, CLIENTS) and not self.end.following:
+            self.barriers.add(stream, now_ns)
+
+    def place(self, marks: Iterable[OutputMarkEntry]) -> None:
+        """The log that is followed has these ``marks``: what the app has made up to them takes its place."""
+        for mark in marks:
+            self.followed.reached(self.stream(mark.destination), mark.position)
+
+    def place_all(self) -> None:
+        """There is nobody any more whose marks are to be waited for."""
+        self.followed.place_all(self.streams)
+
+    def new_marks(self, ticket: int) -> dict[str, OutputMark]:
+        """The marks of the streams that have moved since this was last asked, for the commit ``ticket``.
+
+        None from behind a verdict that only a later commit holds: without it a replay would make something else. Nor of
+        what is held for a checkpoint that changes what a replay makes.
+        """
+        marks: dict[str, OutputMark] = {}
+        if self.end.held_ticket > ticket or self.end.held:
+            return marks
+        for destination in sorted(self._moved):
+            mark = self.streams[destination].take_new_mark(ticket)
+            if mark is not None:
+                marks[destination] = mark
+                self._moved.discard(destination)
+        return marks
+
+    @property
+    def any_unmarked(self) -> bool:
+        """The app has made something of which no record has a mark."""
+        return any(self.streams[destination].is_unmarked for destination in self._moved)
+
+    # --- to the receivers --------------------------------------------------------------------------------------------
+
+    def send(self, now_ns: int) -> None:
+        """Put on their way all batches that may go now; none before the first checkpoint is durable: they follow it."""
+        end, busy, spilling = self.end, self.busy, self.spilling
+        if not end.ready or end.held or end.following:
+            return
+        durable_ticket = end.log.durable_ticket
+        end.wants_replies = spilling.waits_for_receiver = False
+        if self.barriers.is_open:
+            self.barriers.look(self.streams, now_ns)
+        if not busy:
+            return
+        for stream in busy.values():
+            if stream.called:
+                stream.called, stream.called_ns = False, now_ns
+            if stream.moved_on:
+                stream.moved_on, stream.moved_on_ns = False, now_ns
+        for destination, stream in busy.items():
+            if destination == CLIENTS:
+                continue
+            if stream.spill.active:
+                spilling.look(stream, now_ns)
+            last_position = stream.open_up_to(self.barriers.passed)
+            while (batch := stream.next_batch(durable_ticket, last_position)) is not None:
+                if destination == ONESELF:
+                    self.inbound.take_own(batch, now_ns)
+                    continue
+                frame = end.frame(
+                    FrameType.BATCH,
+                    destination,
+                    batch.first_position - stream.offset,
+                    count=batch.count,
+                    time_ns=now_ns,
+                    payload=batch.payload,
+                )
+                end.effects.append(SendToPeer(destination, stream.attempt, frame))
+            if destination != ONESELF and stream.wants_reply:
+                end.wants_replies = True
+        for destination in [destination for destination, stream in busy.items() if stream.is_idle]:
+            del busy[destination]
+
+    def take_answers(self) -> list[OutputBatch]:
+        """The app's new answers to clients; under the same conditions as :meth:`send`."""
+        stream = self.streams.get(CLIENTS)
+        if stream is None or not self.end.ready or self.end.held or self.end.following:
+            return []
+        return stream.buffer.take_all(self.end.log.durable_ticket, stream.open_up_to(self.barriers.passed))
+
+    def spilled_read(self, destination: str, first_position: int, batches: Sequence[OutputBatch]) -> None:
+        """What was asked for by ReadSpilled."""
+        stream = self.touched(destination)
+        if stream is not None:
+            stream.spilled_read(first_position, batches)
+
+    # --- from the receivers ------------------------------------------------------------------------------------------
+
+    def replied(self, destination: str, tag: int, frame: PeerFrame) -> None:
+        """A receiver has answered."""
+        stream = self.touched(destination)
+        if stream is not None:
+            self.handshake.replied(stream, tag, frame)
+
+    def moved(self, destination: str) -> None:
+        """Nothing of what is on its way there will arrive."""
+        stream = self.touched(destination)
+        if stream is not None:
+            self.handshake.moved(stream)
+
+    def own_became_durable(self) -> None:
+        """Of the stream to oneself, perhaps: its receiver is the own log."""
+        source, stream = self.inbound.streams.get(ONESELF), self.streams.get(ONESELF)
+        if source is not None and stream is not None and source.durable > stream.acknowledged:
+            self.busy[ONESELF] = stream
+            stream.acknowledge(source.durable)
+
+    def answers_durable(self, position: int) -> None:
+        """The replies up to this position of the stream to CLIENTS are in the log."""
+        self.receivers.heard_of(CLIENTS, position)
+        if (stream := self.touched(CLIENTS)) is not None:
+            stream.acknowledge(position)
+
+    @property
+    def any_failed(self) -> bool:
+        return self.handshake.some_failed and any(stream.state is StreamState.FAILED for stream in self.busy.values())
+
+    def retry_failed(self) -> None:
+        """What stopped them may have been mended at the other end: ask again."""
+        for stream in self.busy.values():
+            if stream.state is StreamState.FAILED:
+                self.handshake.greet(stream)
+
+
+# What leaves only once calls to another instance are durable there: for apps that take part in ordered traffic.
+#
+# Such an app says, between two batches, what it has called: whatever it sends behind that, to others, waits. So nothing
+# that follows from a call, by whatever way, is anywhere before the call is in its receiver's log. A receiver that does
+# not answer is waited for no longer than ``barrier_ns``, and not again before it answers.
+
+
+BARRIERS_MAX = 4096  # with so many on their way there is nothing to be told apart
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _Barrier:
+    number: int
+    destination: str
+    position: int
+    since_ns: int
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Barriers:
+    """Of all streams of one connection. ``passed``: the number of the last one behind which all may leave."""
+
+    barrier_ns: int
+    passed: int = 0
+    _last: int = 0
+    _open: deque[_Barrier] = field(default_factory=deque)
+    _waived: dict[str, int] = field(default_factory=dict)  # what was acknowledged, where nobody waits for more
+
+    @property
+    def is_open(self) -> bool:
+        """Something may have to wait."""
+        return bool(self._open)
+
+    @property
+    def due_ns(self) -> int | None:
+        """When it is waited for no longer."""
+        return self._open[0].since_ns + self.barrier_ns if self._open else None
+
+    def add(self, stream: OutputStream, now_ns: int) -> None:
+        """What is sent from here on waits for what ``stream`` has by now."""
+        destination = stream.destination
+        if stream.acknowledged >= stream.position or len(self._open) >= BARRIERS_MAX:
+            return
+        if destination in self._waived:
+            if stream.acknowledged <= self._waived[destination]:
+                return
+            del self._waived[destination]
+        self._last += 1
+        self._open.append(_Barrier(self._last, destination, stream.position, now_ns))
+
+    def stop(self, stream: OutputStream) -> None:
+        """Messages are about to be added to ``stream``: they wait for all that is open, but for what it has itself."""
+        if stream.destination == ONESELF:
+            return
+        for barrier in reversed(self._open):
+            if barrier.destination != stream.destination:
+                stream.wait_for(barrier.number)
+                return
+
+    def look(self, streams: dict[str, OutputStream], now_ns: int) -> None:
+        """Receivers may have answered, or time has gone by."""
+        waiting = self._open
+        while waiting:
+            first = waiting[0]
+            stream = streams.get(first.destination)
+            if stream is not None and stream.acknowledged < first.position and first.destination not in self._waived:
+                if now_ns < first.since_ns + self.barrier_ns:
+                    return
+                self._waived[first.destination] = stream.acknowledged
+            self.passed = first.number
+            waiting.popleft()
+
+    def forget(self) -> None:
+        self.passed = self._last
+        self._open.clear()
+        self._waived.clear()
+
+
+# What memory has no room for: when it goes to the log, and how much of it there is.
+
+
+class SpillPolicy:
+    """Of all output ``streams``; ``busy`` are those that are not idle.
+
+    ``waits_for_receiver``: one waits instead of spilling; to be looked at again after a while.
+    """
+
+    def __init__(
+        self, end: LocalEndpoint, streams: Mapping[str, OutputStream], busy: Mapping[str, OutputStream]
+    ) -> None:
+        self.waits_for_receiver = False
+        self._end = end
+        self._streams = streams
+        self._busy = busy
+
+    def look(self, stream: OutputStream, now_ns: int) -> None:
+        """To the log what has gathered, and back what there is room for again."""
+        log, limits, spill = self._end.log, self._end.limits, stream.spill
+        read = stream.next_read(log.durable_ticket)
+        if read is not None:
+            self._end.effects.append(ReadSpilled(stream.destination, *read))
+        size_bytes = spill.gathered_bytes
+        if size_bytes < limits.spill_row_bytes or self.kept_bytes + size_bytes > limits.spill_limit_bytes:
+            return
+        if self._slows_nobody(stream, now_ns) and stream.spill_credit_bytes < size_bytes:
+            self.waits_for_receiver = True
+            return
+        stream.spill_credit_bytes = 0
+        group = log.append_outside_record(size_bytes, from_app=True)
+        group.transaction.spilled += [
+            SpilledBatch(row.first_position, row.count, row.payload, stream.destination)
+            for row in spill.store(group.ticket)
+        ]
+
+    def _slows_nobody(self, stream: OutputStream, now_ns: int) -> bool:
+        """The app may as well wait for that receiver: it takes what it can, and nobody else could be sent to meanwhile.
+
+        To spill would only make the disk slower, for both. What was spilled before goes on to shrink: half as much as
+        was sent may be spilled anew.
+        """
+        recent_ns = self._end.limits.recent_ns
+        if stream.state is not StreamState.OPEN or now_ns - stream.moved_on_ns >= recent_ns:
+            return False
+        if stream.spill.stored_bytes == 0:
+            stream.spill_credit_bytes = 0
+        return not any(
+            other.destination not in (ONESELF, CLIENTS, stream.destination)
+            and now_ns - other.called_ns < recent_ns
+            and not other.spill.active
+            for other in self._streams.values()
+        )
+
+    @property
+    def kept_bytes(self) -> int:
+        """Spilled to the log and not acknowledged, all streams together."""
+        return sum([stream.spill.kept_bytes for stream in self._busy.values()])
+
+    @property
+    def full(self) -> list[str]:
+        """The destinations for which memory holds more than it may: what is spilled has reached its limit too."""
+        return [destination for destination, stream in self._busy.items() if stream.memory_is_full]
+
+    @property
+    def is_full(self) -> bool:
+        limits = self._end.limits
+        return self.kept_bytes + limits.spill_row_bytes > limits.spill_limit_bytes

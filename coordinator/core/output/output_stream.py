@@ -1,0 +1,396 @@
+"""The sending end of one stream: from this instance to one other.
+
+Every message of the app to that instance takes the stream's next position, from 1. A message is kept until the receiver
+has said that it is durable there: the oldest in memory, up to a limit, those behind them in the log. After a crash the
+app's replay makes the same messages again, at the same positions: those at or below the acknowledged one are dropped,
+the rest are sent. Impulses, which no replay makes, are put back at the positions that they had.
+
+    CLOSED --open--> GREETING --Welcome--> OPEN          Hello asks how much the receiver has; batches follow it
+                        |                    |
+                        +----- Refused ------+--> FAILED   this stream alone stops; its messages are kept, and it is
+                        <--- after a while, or reset ---+  tried again
+
+Positions are those of this instance, for the life of its log. The receiver's differ from them by an offset once the
+stream was reset, since its log was wiped or replaced.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+from immortal.coordinator.core.errors import DivergenceError
+from immortal.coordinator.core.interfaces import ONESELF, ImpulseBatch, OutputBatch, OutputMark, SpilledExtent
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.output.output_check import OutputCheck
+from immortal.coordinator.core.output.send_buffer import KeptImpulses, SendBuffer, Spill, behind
+from immortal.protocol.batch import offset_after
+from immortal.protocol.checksum import crc64
+from immortal.protocol.client_frames import CLIENTS
+
+
+class StreamState(Enum):
+    CLOSED = "closed"
+    GREETING = "greeting"
+    OPEN = "open"
+    FAILED = "failed"
+
+
+class OutputStream:
+    """What one destination is still to get. Messages go in by ``append*``; frames come out of :meth:`next_batch`."""
+
+    def __init__(
+        self,
+        destination: str,
+        limits: Limits,
+        *,
+        mark: OutputMark | None = None,
+        unacknowledged: Sequence[OutputBatch] = (),
+        acknowledged: int = 0,
+        impulses: Iterable[ImpulseBatch] = (),
+        attempt: int = 0,
+        check: OutputCheck | None = None,
+        spilled: Sequence[SpilledExtent] = (),
+        begins_now: bool = False,
+    ) -> None:
+        self.destination = destination
+        self.state = StreamState.CLOSED
+        self.error = ""
+        self.failure = ""  # what the last failure was about, until the stream is open again
+        self.attempt = attempt  # grows when frames on their way are given up; tags what is sent
+        self.position = mark.position if mark else 0
+        self.checksum = mark.checksum if mark else 0
+        self.acknowledged = acknowledged
+        self.first_tag = 0  # answers to attempts before it are from before a reset
+        self.forked = False  # this log is an older copy of one that has sent more
+        self.offset = 0  # the receiver's position p is p + offset here
+        self.greeted_position = 0  # what Hello said, in the receiver's positions
+        self.window_bytes = limits.peer_window_bytes  # what the receiver grants
+        self.buffer = SendBuffer(limits)
+        self.spill = Spill(limits.spill_row_bytes, spilled)  # behind the buffer
+        self.called = self.moved_on = False  # since Outbound last looked: by the app, by the receiver
+        self.called_ns = self.moved_on_ns = 0  # when it last saw that
+        self.spill_credit_bytes = 0  # what may be spilled because as much was sent: while the app is to be slowed
+        self._may_spill = destination not in (ONESELF, CLIENTS)  # those go to the log as they are
+        # Since the replay is complete: the last one sent, by it or before it; a stream that no replay made sent none.
+        self._sent_through: int | None = 0 if begins_now else None
+        self._limits = limits
+        self._marked_position = self.position
+        self._impulse_ticket = 0  # of the last impulse's commit
+        self._opening_ticket = 0  # of the commit without which nothing is sent
+        self._check = check  # while a replay makes messages again
+        self._gates: deque[tuple[int, int]] = deque()  # behind this position, all waits for the barrier of that number
+        self._kept_impulses = KeptImpulses(destination)
+        self._kept_impulses.keep(impulses, self.position)
+        self._restore(unacknowledged)
+
+    def _restore(self, unacknowledged: Sequence[OutputBatch]) -> None:
+        """A checkpoint holds what was in memory; what it lacks is in the log."""
+        position = self.acknowledged
+        for batch in unacknowledged:
+            self._restore_stored(position + 1, batch.first_position - 1)
+            self._enqueue(batch, 0)
+            position = max(position, batch.last_position)
+        self._restore_stored(position + 1, self.position)
+
+    def _restore_stored(self, first_position: int, last_position: int) -> None:
+        if first_position <= last_position and self._may_spill:
+            size_bytes = self.spill.size_known(first_position, last_position)
+            self.spill.add_stored(first_position, last_position, size_bytes)
+
+    # --- messages in ---------------------------------------------------------------------------------------------
+
+    def append(self, count: int, payload: bytes, ticket: int = 0) -> None:
+        """The app's next ``count`` messages (checked before); not sent before the commit ``ticket`` is durable.
+
+        On replay, kept impulses take their places between them. Raises DivergenceError.
+        """
+        self.called = True
+        while (room := self._kept_impulses.room(self.position, count)) < count:
+            if room:
+                offset = offset_after(payload, room, count)
+                self._add(room, payload[:offset], ticket)
+                payload, count = payload[offset:], count - room
+            self._add_impulses_that_follow()
+        self._add(count, payload, ticket)
+        self._add_impulses_that_follow()
+
+    def keep_impulses(self, impulses: Sequence[ImpulseBatch]) -> None:
+        """The log has these impulses, in the order of their positions: the new ones among them get theirs."""
+        self._kept_impulses.keep(impulses, self.position)
+
+    def room_up_to(self, position: int) -> int:
+        """How many messages of the app, impulses left out, the stream takes until it has ``position``."""
+        return max(0, position - self.position - self._kept_impulses.count_up_to(position))
+
+    def append_impulses(self, count: int, payload: bytes, ticket: int) -> ImpulseBatch:
+        """New impulses; not sent, nor anything behind them, before the commit ``ticket`` is durable."""
+        if len(self._kept_impulses):  # an app that had held calls back sends something new before them
+            raise self._kept_impulses.misplaced(self.position)
+        batch = ImpulseBatch(self.position + 1, count, payload, self.destination)
+        self._impulse_ticket = ticket
+        self._add(count, payload, ticket, made_by_replay=False)
+        return batch
+
+    @property
+    def end_of_replay(self) -> int:
+        """The position that the stream has at the end of the replay, when this is it."""
+        return self._kept_impulses.end_behind(self.position)
+
+    def finish_replay(self, *, all_sent: bool = True) -> None:
+        """The replay is complete: impulses that came after the last replayed message go behind it.
+
+        ``all_sent``: the app holds nothing back that its replay made; a base app may, and sends it later. Raises
+        DivergenceError where the app has sent less than it once did.
+        """
+        self._add_impulses_that_follow()
+        if all_sent and self._check is not None:
+            self._check.finish()
+            self._check = None
+        self._sent_through = self.position if all_sent else None
+        if all_sent and len(self._kept_impulses):
+            raise self._kept_impulses.misplaced(self.position)
+        if all_sent and self.spill.known_position > self.position:
+            raise DivergenceError(
+                f"the log holds {self.spill.known_position} messages for {self.destination!r}, the replay made only "
+                f"{self.position}: the handlers did not do what they did before"
+            )
+        if all_sent and self.acknowledged > self.position:
+            raise DivergenceError(
+                f"{self.destination!r} has {self.acknowledged} messages of this instance, the replay made only "
+                f"{self.position}: the handlers did not do what they did before, "
+                f"or this log was replaced by an older copy"
+            )
+
+    @property
+    def has_kept_impulses(self) -> bool:
+        """Impulses whose places the replay has not reached; those right behind what it made take theirs now."""
+        self._add_impulses_that_follow()
+        return len(self._kept_impulses) > 0
+
+    def heal_cut(self) -> tuple[list[ImpulseBatch], list[int]]:
+        """The log was cut: what its lost part had sent is never made again. Go on behind what the receiver has.
+
+        In place of :meth:`finish_replay`. Impulses that the receiver has not are put behind, at new positions. Returns
+        the rows that say so from now on, and the first positions of those that they replace. What was spilled behind
+        the position that the stream has before this must go.
+        """
+        self._check = None
+        self.spill.end_at(self.position)
+        kept = self._kept_impulses.take_all()
+        rows = []
+        if self.acknowledged > self.position:
+            gap = self.acknowledged - self.position
+            rows.append(ImpulseBatch(self.position + 1, gap, b"", self.destination))
+            self.position = self._marked_position = self.acknowledged
+        for impulses in kept:
+            batch = OutputBatch(impulses.first_position, impulses.count, impulses.payload)
+            rest = behind(batch, self.acknowledged)
+            if rest is not None:
+                rows.append(self.append_impulses(rest.count, rest.payload, 0))
+        self._sent_through = self.position
+        return rows, [impulses.first_position for impulses in kept]
+
+    def _add_impulses_that_follow(self) -> None:
+        """Kept impulses whose place is right behind what was made."""
+        while (impulses := self._kept_impulses.take_following(self.position)) is not None:
+            self._add_kept(impulses)
+
+    def _add_kept(self, impulses: ImpulseBatch) -> None:
+        if impulses.payload:
+            self._add(impulses.count, impulses.payload, 0, made_by_replay=False)
+        else:  # acknowledged long ago, or left in the log: its place matters
+            self.position = impulses.last_position
+            if impulses.left_size_bytes and impulses.last_position > self.acknowledged:
+                first_position = max(impulses.first_position, self.acknowledged + 1)
+                self.spill.add_stored(first_position, impulses.last_position, impulses.left_size_bytes)
+            if self._check is not None:
+                empty = OutputBatch(impulses.first_position, impulses.count, b"")
+                self._check.made(empty, self.checksum, self.checksum)
+
+    def _add(self, count: int, payload: bytes, ticket: int, *, made_by_replay: bool = True) -> None:
+        batch = OutputBatch(self.position + 1, count, payload)
+        self.position = batch.last_position
+        before = self.checksum
+        if made_by_replay:  # only these can be compared with what a replay makes
+            self.checksum = crc64(payload, before)
+        if self._check is not None:
+            self._check.made(batch, before, self.checksum)
+        self._enqueue(batch, ticket, logged=not made_by_replay)
+
+    def _enqueue(self, batch: OutputBatch, ticket: int, *, logged: bool = False) -> None:
+        rest = behind(batch, self.acknowledged)
+        if rest is None:
+            return
+        if self.spill.active or (self._may_spill and len(rest.payload) > self.buffer.room_bytes):
+            self.spill.add(rest, ticket, logged=logged)
+        else:
+            self.buffer.put(rest, ticket)
+
+    # --- memory and the log --------------------------------------------------------------------------------------
+
+    @property
+    def memory_bytes(self) -> int:
+        """Not acknowledged, and in memory."""
+        return self.buffer.in_flight_bytes + self.buffer.unsent_bytes + self.spill.gathered_bytes
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Not acknowledged, and in the log alone."""
+        return self.spill.stored_bytes
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Not acknowledged, on its way or not."""
+        return self.memory_bytes + self.spilled_bytes
+
+    @property
+    def memory_is_full(self) -> bool:
+        """More is held than may be; one message alone may be larger than that."""
+        return self.memory_bytes > self._limits.output_memory_bytes and (
+            len(self.buffer) > 1 or self.spill.gathered_bytes > 0
+        )
+
+    def spilled_by_writer(self, extents: Sequence[SpilledExtent]) -> None:
+        """Of a stream that follows: the log has these of its messages, which need not stay in memory here."""
+        if self._may_spill and extents:
+            self.spill.know(extents)
+
+    def next_read(self, durable_ticket: int) -> tuple[int, int, int] | None:
+        """Where there is room again: what gathered goes back to the others; (first, last position, size) to read."""
+        buffer, spill = self.buffer, self.spill
+        if self.state is not StreamState.OPEN:
+            return None
+        while (waiting := spill.take_gathered(buffer.room_bytes, at_least_one=buffer.is_empty)) is not None:
+            buffer.put(*waiting)
+        limits = self._limits
+        # Not all that there is room for: it would only lie in memory until the window lets it go.
+        enough_bytes = min(limits.output_memory_bytes // 2, 2 * self.window_bytes)
+        size_bytes = min(limits.read_size_bytes, limits.output_memory_bytes // 4)
+        has_enough = buffer.unsent_bytes >= enough_bytes or buffer.room_bytes < size_bytes
+        if has_enough and not buffer.is_empty:
+            return None
+        found = spill.next_read(durable_ticket)
+        return None if found is None else (*found, size_bytes)
+
+    def spilled_read(self, first_position: int, batches: Sequence[OutputBatch]) -> None:
+        """What was asked for by :meth:`next_read`."""
+        for batch in self.spill.take_read(first_position, batches):
+            self.buffer.put(batch, 0)
+
+    # --- what waits for other streams: barriers.py --------------------------------------------------------------------
+
+    def wait_for(self, number: int) -> None:
+        """What is added from here on leaves once that barrier is passed."""
+        if not self._gates or self._gates[-1][1] < number:
+            self._gates.append((self.position, number))
+
+    def open_up_to(self, passed: int) -> int | None:
+        """The last position that may leave; None: all may."""
+        gates = self._gates
+        while gates and gates[0][1] <= passed:
+            gates.popleft()
+        return gates[0][0] if gates else None
+
+    # --- frames out ----------------------------------------------------------------------------------------------
+
+    def next_batch(self, durable_ticket: int, last_position: int | None = None) -> OutputBatch | None:
+        """The next batch to send now, if the stream is open, the window too, and enough has gathered; none that begins
+        behind ``last_position``."""
+        if self.state is not StreamState.OPEN or self._opening_ticket > durable_ticket:
+            return None
+        batch = self.buffer.next_batch(durable_ticket, self.window_bytes, last_position)
+        if batch is not None and self._sent_through is not None and batch.last_position > self._sent_through:
+            self._sent_through = batch.last_position
+        return batch
+
+    def acknowledge(self, position: int) -> int:
+        """Everything up to ``position`` is durable at the receiver; how many bytes of the log that frees."""
+        if position <= self.acknowledged:
+            return 0
+        self.acknowledged = position
+        self.spill_credit_bytes += self.buffer.acknowledge(position) // 2
+        self.moved_on = True
+        return self.spill.acknowledge(position)
+
+    def give_up_in_flight(self) -> None:
+        """What is on its way will not arrive, or not in order: it is to be sent again, under a new attempt."""
+        self.attempt += 1
+        self.buffer.give_up_in_flight()
+
+    def reset(self) -> None:
+        """All that was sent or answered so far counts for nothing."""
+        self.give_up_in_flight()
+        self.buffer.acknowledge(self.acknowledged)  # of a frame that was acknowledged in part
+        self.first_tag = self.attempt
+        self.state = StreamState.CLOSED
+        self.error = self.failure = ""
+
+    def open(self, ticket: int = 0) -> None:
+        """The receiver has said how much it has. Nothing is sent before the commit ``ticket`` is durable."""
+        self.state = StreamState.OPEN
+        self.error = self.failure = ""
+        self._opening_ticket = ticket
+
+    def fail(self, reason: str) -> None:
+        self.give_up_in_flight()
+        self.state = StreamState.FAILED
+        self.error = reason
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is to be done for it, or waited for, until something comes from the app or the receiver."""
+        return (
+            self.state is StreamState.OPEN
+            and self.buffer.is_empty
+            and not (self.called or self.moved_on)
+            and not self.spill.active
+            and not self.spill.kept_bytes
+        )
+
+    @property
+    def wants_reply(self) -> bool:
+        """Whether something here is held up until the receiver answers."""
+        return (
+            self.buffer.has_unsent
+            or self.spill.active
+            or self.spill.kept_bytes > 0
+            or self.state is StreamState.GREETING
+            or 2 * self.buffer.in_flight_bytes > self.window_bytes
+        )
+
+    @property
+    def sent_through(self) -> int:
+        """The last position that the receiver can have of this log. With more, it has something else at those."""
+        return self.position if self._sent_through is None else max(self._sent_through, self.acknowledged)
+
+    # --- marks ---------------------------------------------------------------------------------------------------
+
+    @property
+    def mark(self) -> OutputMark:
+        return OutputMark(self.position, self.checksum)
+
+    @property
+    def is_unmarked(self) -> bool:
+        """:meth:`take_new_mark` would give one, sooner or later."""
+        return self.position != self._marked_position
+
+    def has_confirmed(self, mark: OutputMark) -> bool:
+        """While a replay makes it: the log's marks have shown that it is the same up to ``mark``."""
+        return self._check is not None and self._check.has_confirmed(mark)
+
+    def take_new_mark(self, ticket: int) -> OutputMark | None:
+        """The mark, if the stream has moved since this was last asked: for a record that the commit ``ticket`` holds.
+
+        None as well while an impulse is in it that becomes durable only later: a crash in between would lose it.
+        """
+        if self.position == self._marked_position or self._impulse_ticket > ticket:
+            return None
+        self._marked_position = self.position
+        return self.mark
+
+    @property
+    def unacknowledged(self) -> list[OutputBatch]:
+        """What is in memory. What lies between two of these, or behind them, is in the log, or on its way there."""
+        return [*self.buffer.batches, *self.spill.gathered]

@@ -1,0 +1,240 @@
+"""What a recovery does where its replay makes other calls than the log says: it stops, or goes on with a warning.
+
+How many calls are made, and in which order, is strict either way: what a receiver has is known by its position.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
+
+from immortal.coordinator.core.effects import Effect, Report
+from immortal.coordinator.core.errors import DivergenceError
+from immortal.coordinator.core.formatting import format_divergence
+from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader, OutputBatch, OutputMark, SpilledExtent
+from immortal.coordinator.core.life_cycle.session import AppSession
+from immortal.coordinator.core.limits import Limits, ReplayCheck
+from immortal.coordinator.core.notices import Diverged
+from immortal.coordinator.core.output.output_check import Divergence, OutputCheck, OutputDivergenceError
+from immortal.coordinator.core.output.output_stream import OutputStream
+from immortal.coordinator.core.state import LocalEndpoint
+from immortal.protocol.batch import decode_batch, offset_after
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.messages import MessageType, decode_message
+from immortal.protocol.record import HEADER_SIZE_BYTES
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer
+
+_INPUT = (MessageType.RPC, MessageType.RPC_BATCH, MessageType.COUNT_REPLAYABLE_RPC_BATCH, MessageType.INITIAL_MESSAGE)
+
+
+class ReplayPolicy:
+    """That of one instance. ``effects``: where effects go; the machine's."""
+
+    def __init__(self, name: str, limits: Limits, session: AppSession, effects: MutableSequence[Effect]) -> None:
+        self._name = name
+        self._limits = limits
+        self._session = session
+        self._effects = effects
+
+    @property
+    def compares(self) -> bool:
+        return self._limits.replay_check is not ReplayCheck.OFF
+
+    @property
+    def counts(self) -> bool:
+        """Calls are counted, and other arguments are let pass."""
+        if self._limits.replay_check is None:
+            return self._session.hello is None
+        return self._limits.replay_check is ReplayCheck.COUNTS
+
+    def differs(self, divergence: Divergence) -> None:
+        """A mark of the log does not fit. Raises OutputDivergenceError, or warns, once for each stream and recovery."""
+        if not self.counts or divergence.other_calls:
+            raise OutputDivergenceError(divergence)
+        to = divergence.destination
+        holds = f"what {to!r} has already stays as it was sent, the rest is sent as it is now"
+        if to == ONESELF:
+            holds = "what the log has stays as it was, the rest is as it is now"
+        self._effects.append(Report(Diverged(to, self._in_words(divergence), holds)))
+
+    def explained(self, error: ImmortalError) -> ImmortalError:
+        """In the words of an operator, where it is about a replay."""
+        if not isinstance(error, OutputDivergenceError):
+            return error
+        return DivergenceError(
+            f"{self._in_words(error.divergence)}: a handler does what a replay can't repeat, or its code was changed "
+            f"without an upgrade. 'immortal verify {self._name}' finds where (with --peer-log PEER also what was sent "
+            f"then); nothing is lost: mend it so that it does what it did, and start again"
+        )
+
+    def _in_words(self, divergence: Divergence) -> str:
+        return format_divergence(divergence, self._name, self._session.description.methods)
+
+
+def own_calls(record: memoryview, batches: Sequence[BatchSource]) -> Iterator[OutputBatch]:
+    """The calls to oneself in a logged ``record``, whose trailer has ``batches``."""
+    for batch, calls in stream_batches(record, batches, (ONESELF,)):
+        yield OutputBatch(batch.first_position, batch.count, calls)
+
+
+def stream_batches(
+    record: memoryview, batches: Sequence[BatchSource], senders: Container[str]
+) -> Iterator[tuple[BatchSource, bytes]]:
+    """What these instances have sent of a logged ``record``, whose trailer has ``batches``: packed RPC messages."""
+    if not any(batch.kind == BatchKind.STREAM and batch.name in senders for batch in batches):
+        return
+    sources = iter(batches)
+    offset = HEADER_SIZE_BYTES
+    while offset < len(record):
+        message_type, start, end = decode_message(record, offset)
+        if message_type in _INPUT:
+            batch = next(sources)
+            if batch.kind == BatchKind.STREAM and batch.name in senders:
+                single = message_type == MessageType.RPC
+                begin = offset if single else start + decode_batch(record[start:end])[1]
+                yield batch, bytes(record[begin:end])
+        offset = end
+
+
+# What the log says of the messages that a replay is to make: their marks, and those that were spilled.
+
+
+class Expected:
+    """Of the streams that a replay may fill, whether it has begun to or not."""
+
+    def __init__(self, end: LocalEndpoint, policy: ReplayPolicy) -> None:
+        self._end = end
+        self._policy = policy
+        self._checks: dict[str, OutputCheck] = {}  # by destination
+        self._spilled: dict[str, Sequence[SpilledExtent]] = {}  # of streams that there are not yet
+
+    def begin(self, header: CheckpointHeader | None, spilled: Mapping[str, Sequence[SpilledExtent]]) -> None:
+        """A replay begins at that checkpoint; without one nothing is replayed."""
+        self._checks.clear()
+        self._spilled = dict(spilled)
+        if header is not None and self._policy.compares:
+            differs = self._policy.differs
+            self._checks = {name: OutputCheck(name, mark, differs) for name, mark in header.outputs.items()}
+
+    def check(self, destination: str) -> OutputCheck | None:
+        """The check of a stream that the replay may fill."""
+        if not (self._end.catching_up and self._policy.compares):
+            return None
+        return self._checks.setdefault(destination, OutputCheck(destination, differs=self._policy.differs))
+
+    def take_spilled(self, destination: str) -> Sequence[SpilledExtent]:
+        """What the log has of a stream that there is now."""
+        return self._spilled.pop(destination, ())
+
+    def spilled(self, spilled: Mapping[str, Sequence[SpilledExtent]]) -> None:
+        """The log has these now, of what is made by then or is still to be made."""
+        self._spilled = dict(spilled)
+
+    def record(self, sequence_id: int, record: memoryview, trailer: Trailer) -> None:
+        """A ``record`` to be replayed holds these marks. Raises DivergenceError where they do not fit the replay."""
+        own = self.check(ONESELF) if self._policy.counts else None
+        if own is not None:
+            for calls in own_calls(record, trailer.batches):
+                own.logged(calls)
+        for mark in trailer.outputs:
+            check = self.check(mark.destination)
+            if check is not None:
+                check.expect(sequence_id, OutputMark(mark.position, mark.checksum))
+                check.compare()
+
+    @property
+    def destinations(self) -> list[str]:
+        """Of all streams with something to be expected."""
+        return [*self._checks, *self._spilled]
+
+    @property
+    def has_more(self) -> bool:
+        """The replay has not made yet all that the marks say that there was."""
+        return any(check.waits for check in self._checks.values())
+
+
+# What the app of a follower makes, until it is known which positions it has.
+#
+# An impulse of the writer takes its position when the writer's app sends it; in the log it may stand behind the record
+# whose calls come after it. So a follower's message takes its place only once a mark of the log covers it: behind a
+# mark's position, all impulses that are before it are known. The rest waits here, in the order in which it was made.
+
+
+@dataclass(slots=True)
+class Cut:
+    """The output streams between two messages of the app, by destination: each is known once what the app has made
+    before it has its place.
+
+    ``waits_for``: so many of these messages have none yet. ``outputs``, ``unacknowledged``: as a checkpoint's header
+    has them.
+    """
+
+    waits_for: dict[str, int] = field(default_factory=dict)
+    outputs: dict[str, OutputMark] = field(default_factory=dict)
+    unacknowledged: dict[str, list[OutputBatch]] = field(default_factory=dict)
+
+    def reach(self, stream: OutputStream) -> None:
+        self.waits_for.pop(stream.destination, None)
+        self.outputs[stream.destination] = stream.mark
+        if stream.memory_bytes:
+            self.unacknowledged[stream.destination] = stream.unacknowledged
+
+
+class FollowerOutputs:
+    """Of all output streams, by destination."""
+
+    def __init__(self, end: LocalEndpoint) -> None:
+        self._end = end
+        self._cut: Cut | None = None
+        self._made: dict[str, deque[tuple[int, bytes]]] = {}  # (count, payload)
+        self._marked: dict[str, int] = {}  # the last position that a mark of the log has
+
+    def forget(self) -> None:
+        self._made.clear()
+        self._marked.clear()
+        self._cut = None
+
+    def cut(self, streams: Mapping[str, OutputStream]) -> Cut:
+        """What the app has made so far, and nothing that it makes from now on. One at a time."""
+        cut = self._cut = Cut()
+        for destination, stream in streams.items():
+            if waiting := sum([count for count, _ in self._made.get(destination, ())]):
+                cut.waits_for[destination] = waiting
+            else:
+                cut.reach(stream)
+        return cut
+
+    def made(self, stream: OutputStream, count: int, payload: bytes) -> None:
+        """The app's next ``count`` messages, packed. Raises DivergenceError."""
+        self._made.setdefault(stream.destination, deque()).append((count, payload))
+        self._place(stream)
+
+    def reached(self, stream: OutputStream, position: int) -> None:
+        """The log says that ``stream`` had this position, and all impulses up to it are known. Raises
+        DivergenceError."""
+        self._marked[stream.destination] = max(position, self._marked.get(stream.destination, 0))
+        self._place(stream)
+
+    def _place(self, stream: OutputStream) -> None:
+        made, marked = self._made.get(stream.destination), self._marked.get(stream.destination, 0)
+        while made and (room := stream.room_up_to(marked)):
+            count, payload = made.popleft()
+            if count > room:
+                offset = offset_after(payload, room, count)
+                made.appendleft((count - room, payload[offset:]))
+                count, payload = room, payload[:offset]
+            stream.append(count, payload)
+            if self._cut is not None and stream.destination in self._cut.waits_for:
+                self._cut.waits_for[stream.destination] -= count
+                if not self._cut.waits_for[stream.destination]:
+                    self._cut.reach(stream)
+
+    def place_all(self, streams: Mapping[str, OutputStream]) -> None:
+        """All that was made takes its place, and no mark is waited for. Raises DivergenceError."""
+        waiting, self._made = self._made, {}
+        self._marked.clear()
+        self._cut = None
+        for destination, made in waiting.items():
+            for count, payload in made:
+                streams[destination].append(count, payload, self._end.held_ticket)

@@ -1,0 +1,375 @@
+"""All streams of one instance: to others, from others, and to itself; what the machine asks, and which part does it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+from msgspec.structs import replace
+
+from immortal.coordinator.core import events as ev
+from immortal.coordinator.core import notices
+from immortal.coordinator.core.effects import PeerResetDone, ResetPeer
+from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.input.admission import Admission, Delivery
+from immortal.coordinator.core.input.inbound import Inbound
+from immortal.coordinator.core.interfaces import (
+    IMPULSES,
+    ONESELF,
+    CheckpointHeader,
+    LogSummary,
+    OutputMark,
+    SourcePosition,
+    StreamStart,
+    Token,
+    Transaction,
+)
+from immortal.coordinator.core.life_cycle.session import INTRODUCED
+from immortal.coordinator.core.output.handshake import Handshake, Receivers
+from immortal.coordinator.core.output.outbound import Outbound
+from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
+from immortal.coordinator.core.output.replay_check import Expected, FollowerOutputs, ReplayPolicy
+from immortal.coordinator.core.state import Epoch, LocalEndpoint, Turn
+from immortal.protocol.client_frames import CLIENTS
+from immortal.protocol.messages import MessageType
+
+if TYPE_CHECKING:
+    from immortal.coordinator.core.group_commit import Group
+    from immortal.coordinator.core.input.admission import OpenCalls
+
+
+@dataclass(eq=False, repr=False)
+class Peers(LocalEndpoint):
+    """Made of its parts, of which each knows only those above it."""
+
+    policy: ReplayPolicy = field(kw_only=True)  # for what a replay makes
+    admission: Admission = field(kw_only=True)
+    committer_ids: dict[str, int] = field(init=False, default_factory=dict)  # of receivers, once seen
+    starts: dict[str, StreamStart] = field(init=False, default_factory=dict)  # of the streams that were reset
+
+    def __post_init__(self) -> None:
+        self.delivery = Delivery(self.log, self.admission)
+        self.inbound = inbound = Inbound(self, self.delivery)
+        receivers = Receivers(self, self.committer_ids, self.starts)
+        handshake = Handshake(self, receivers)
+        expected = Expected(self, self.policy)
+        self.followed = followed = FollowerOutputs(self)
+        self.outbound = outbound = Outbound(self, receivers, handshake, expected, inbound, self.admission, followed)
+        replay = OutboundReplay(self, receivers, handshake, expected, inbound, outbound)
+        reset = Reset(self, receivers, handshake, inbound, outbound, self.admission.open_calls)
+
+        self.senders, self.grants, self.turns = inbound.senders, inbound.grants, inbound.turns
+        self.inputs, self.input = inbound.streams, inbound.stream
+        self.received = inbound.received
+        self.take_turns = inbound.take_turns
+        self.became_ready = inbound.became_ready
+        self.answer_parked = inbound.answer_parked
+
+        self.spilling = outbound.spilling
+        self.outputs, self.output, self.busy = outbound.streams, outbound.stream, outbound.busy
+        self.append, self.put_barrier = outbound.append, outbound.put_barrier
+        self.place = outbound.place
+        self.new_marks = outbound.new_marks
+        self.send = outbound.send
+        self.take_answers = outbound.take_answers
+        self.answers_durable = outbound.answers_durable
+        self.spilled_read = outbound.spilled_read
+        self.replied = outbound.replied
+        self.moved = outbound.moved
+        self.retry_failed = outbound.retry_failed
+        self.forget_outputs = outbound.forget
+
+        self.restore = replay.restore
+        self.expect = expected.record
+        self.log_grew = replay.log_grew
+        self.take_over = replay.take_over
+        self.replay_is_behind = replay.is_behind
+        self.unheard = replay.unheard
+        self.finish_replay = replay.finish
+        self.heal_cut = replay.heal_cut
+
+        self.known = reset.known
+        self.reset = reset.reset
+
+    def load(self, summary: LogSummary) -> None:
+        """What the log says of other instances, and of this one."""
+        self.committer_id, self.epoch = summary.committer_id, summary.epoch
+        self.ready = summary.extensions is not None
+        self.app_asked_for(summary.extensions or frozenset())
+        self.committer_ids.clear()
+        self.committer_ids.update(summary.peers)
+        self.starts.clear()
+        self.starts.update(summary.stream_starts)
+        self.senders.load(summary)
+
+    def app_asked_for(self, extensions: Set[int]) -> None:
+        """The log was begun with an app that asked for these ``extensions``."""
+        self.app_speaks = not INTRODUCED.isdisjoint(extensions)
+        self.app_takes_verdicts = MessageType.VERDICTS in extensions
+
+    def became_durable(self, sources: Iterable[tuple[str, SourcePosition]], now_ns: int) -> None:
+        """Records up to these positions are on disk: acknowledge them."""
+        self.inbound.became_durable(sources, now_ns)
+        self.outbound.own_became_durable()
+
+
+# The output streams while a replay makes their messages again: from what a checkpoint has of them to the end.
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class OutboundReplay:
+    """A replay begins with :meth:`restore`, and ends with :meth:`finish` or :meth:`heal_cut`.
+
+    Of a log that another writes :meth:`log_grew` tells what is new, and :meth:`take_over` that it is ours now.
+    """
+
+    end: LocalEndpoint
+    receivers: Receivers
+    handshake: Handshake
+    expected: Expected
+    inbound: Inbound
+    outbound: Outbound
+
+    def restore(
+        self, header: CheckpointHeader | None, summary: LogSummary, epoch: int, epoch_began_ns: int = 0
+    ) -> None:
+        """Output streams as they were at a checkpoint; replay and kept impulses continue them."""
+        end, outbound, expected = self.end, self.outbound, self.expected
+        end.epoch = epoch
+        end.epoch_began_ns = epoch_began_ns
+        end.catching_up = header is not None
+        end.held = False
+        self.receivers.load(summary.acknowledged)
+        outbound.forget_streams()
+        expected.begin(header, summary.spilled)
+        outputs: Mapping[str, OutputMark] = header.outputs if header else {}
+        impulses = summary.impulses_by_destination()
+        for destination in sorted({*outputs, *impulses}):
+            outbound.add(
+                OutputStream(
+                    destination,
+                    end.limits,
+                    mark=outputs.get(destination),
+                    unacknowledged=header.unacknowledged.get(destination, ()) if header else (),
+                    acknowledged=outbound.acknowledged(destination),
+                    impulses=impulses.get(destination, ()),
+                    attempt=epoch << 32,
+                    check=expected.check(destination),
+                    spilled=expected.take_spilled(destination),
+                ),
+            )
+
+    def log_grew(self, summary: LogSummary) -> None:
+        """The log that is followed is as ``summary`` says now: what is acknowledged there, or spilled, goes from memory
+        here, and impulses have their places."""
+        outbound = self.outbound
+        self.receivers.load(summary.acknowledged)
+        self.expected.spilled(summary.spilled)
+        for destination, impulses in summary.impulses_by_destination().items():
+            outbound.stream(destination).keep_impulses(impulses)
+        for destination, stream in outbound.streams.items():
+            stream.acknowledge(outbound.acknowledged(destination))
+            stream.spilled_by_writer(summary.spilled.get(destination, ()))
+
+    def take_over(self, epoch: int, epoch_began_ns: int) -> None:
+        """The log was read to its end, and this epoch of ours is durable: what the app has made takes its place, and
+        receivers are greeted."""
+        end, outbound = self.end, self.outbound
+        end.epoch, end.epoch_began_ns = epoch, epoch_began_ns
+        end.following = False
+        outbound.place_all()
+        for destination, stream in outbound.streams.items():
+            stream.attempt = epoch << 32
+            if destination not in (ONESELF, CLIENTS):
+                outbound.begin(stream)
+        self._touch_all()
+
+    def finish(self, *, all_sent: bool) -> None:
+        """The app has replayed what it was to; :meth:`OutputStream.finish_replay`. Raises DivergenceError."""
+        for destination, stream in self._all_at_end(catching_up=not all_sent):
+            if all_sent:
+                self._give_back_unmade(stream)
+            stream.finish_replay(all_sent=all_sent)
+            if destination not in (ONESELF, CLIENTS):
+                self.receivers.note_acknowledged(stream)
+
+    def heal_cut(self) -> Transaction:
+        """As :meth:`finish`, where the log was cut; what must become durable before anything is sent."""
+        transaction = Transaction(cut_healed=True)
+        self.end.held = True
+        for destination, stream in self._all_at_end(catching_up=False):
+            end_position = stream.position
+            rows, replaced = stream.heal_cut()
+            transaction.impulses += rows
+            transaction.impulses_removed += [(destination, position) for position in replaced]
+            if destination not in (ONESELF, CLIENTS):
+                transaction.spilled_ends[destination] = end_position
+                self.receivers.note_acknowledged(stream)
+        return transaction
+
+    def _all_at_end(self, *, catching_up: bool) -> list[tuple[str, OutputStream]]:
+        self._open_all_called()
+        self._touch_all()
+        self.end.catching_up = catching_up
+        return [*self.outbound.streams.items()]
+
+    def is_behind(self) -> bool:
+        """The replay has not made yet all that the log's marks and kept impulses say that there was."""
+        self._touch_all()
+        streams = self.outbound.streams.values()
+        kept = [stream.has_kept_impulses for stream in streams]  # all of them: a mark may wait for one
+        return any(kept) or self.expected.has_more
+
+    def unheard(self) -> list[str]:
+        """The receivers that were called before and have not said yet how much they have."""
+        self._open_all_called()
+        streams = self.outbound.streams.items()
+        return [destination for destination, stream in streams if stream.state is StreamState.GREETING]
+
+    def _touch_all(self) -> None:
+        self.outbound.busy.update(self.outbound.streams)
+
+    def _open_all_called(self) -> None:
+        """Streams that were used count as well if the replay does not call there at all."""
+        called = [*self.receivers.acknowledged, *self.expected.destinations]
+        own = self.inbound.streams.get(ONESELF)
+        if own is not None and own.durable:
+            called.append(ONESELF)
+        for destination in called:
+            self.outbound.stream(destination)
+
+    def _give_back_unmade(self, stream: OutputStream) -> None:
+        """The replay is complete, and the receiver has more: then this log is an older copy, and that stream stops."""
+        known = self.receivers.acknowledged.get(stream.destination, 0)
+        if stream.destination != ONESELF and known <= stream.end_of_replay < stream.acknowledged:
+            received = stream.acknowledged - stream.offset
+            stream.acknowledged = stream.end_of_replay
+            self.handshake.fail_forked(stream, received)
+
+
+# A peer with another log, by the operator's word: `peers reset` and `peers reclaim`.
+#
+# A running coordinator does it with its streams; on a log that nobody writes it is one transaction.
+
+
+RECLAIM_EPOCHS = 1 << 20  # more than the starts and sessions of an app that a copy can have had meanwhile
+
+
+def _pending(start: StreamStart, *, forked: bool) -> StreamStart:
+    """That of a stream that is to begin anew."""
+    return replace(start, pending=True, forked=forked or (start.pending and start.forked))
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Reset:
+    """Of the streams of a running instance."""
+
+    end: LocalEndpoint
+    receivers: Receivers
+    handshake: Handshake
+    inbound: Inbound
+    outbound: Outbound
+    open_calls: OpenCalls
+
+    def known(self) -> list[str]:
+        """The peers whose logs are known."""
+        known = {name for name, stream in self.inbound.streams.items() if stream.committer_id}
+        return sorted((known | self.receivers.committer_ids.keys()) - {ONESELF, IMPULSES})
+
+    def reset(self, peer: str, *, forked: bool = False) -> Group | None:
+        """Let the streams from and to ``peer`` begin anew with whatever log it has; the group that makes it durable.
+
+        ``forked``: a copy of this log has sent something else. None if nothing is known of it.
+        """
+        receivers, source = self.receivers, self.inbound.streams.get(peer)
+        known_source = source is not None and source.committer_id != 0
+        if peer in (ONESELF, IMPULSES) or not (known_source or peer in receivers.committer_ids):
+            return None
+        self.open_calls.forget(peer)
+        group = self.end.log.append_outside_record(0)
+        if source is not None and known_source:
+            group.transaction.sources[peer] = source.reset()
+        stream = self.outbound.touched(peer)
+        if peer in receivers.committer_ids:
+            forked = forked or (stream is not None and stream.forked)
+            receivers.set_start(peer, _pending(receivers.start(peer), forked=forked), group)
+        if stream is not None:
+            known = receivers.acknowledged.get(peer, 0)  # more than that counts as far as it is made
+            stream.acknowledged = max(known, min(stream.acknowledged, stream.position))
+            stream.reset()
+            self.end.effects.append(ResetPeer(peer))
+            self.handshake.greet(stream)
+        return group
+
+
+def reset_transaction(summary: LogSummary, peer: str, *, forked: bool = False) -> Transaction | None:
+    """What lets the streams from and to ``peer`` begin anew; None if the log knows nothing of it.
+
+    ``forked``: a copy of this log has sent something else (StreamStart).
+    """
+    transaction = Transaction()
+    source = summary.sources.get(peer)
+    if source is not None:
+        transaction.sources[peer] = structs.replace(source, epoch=-max(abs(source.epoch), 1))
+    if peer in summary.peers:
+        start = summary.stream_starts.get(peer, StreamStart())
+        transaction.stream_starts[peer] = _pending(start, forked=forked)
+    return transaction if transaction.sources or transaction.stream_starts else None
+
+
+def reclaim_transaction(summary: LogSummary) -> Transaction:
+    """What makes this log the one that counts, where a copy of it has run: an epoch ahead of the copy's, and streams
+    that begin anew behind what their receivers have."""
+    transaction = Transaction(epoch=summary.epoch + RECLAIM_EPOCHS)
+    for peer in {*summary.sources, *summary.peers} - {IMPULSES, ONESELF}:
+        one = reset_transaction(summary, peer, forked=True)
+        if one is not None:
+            transaction.sources |= one.sources
+            transaction.stream_starts |= one.stream_starts
+    return transaction
+
+
+# What operators reset while the coordinator runs: the streams of one peer, or of all, where a copy of the log has run.
+#
+# Each is answered once it is durable. `peer_reset.py` does the same to a log that no coordinator writes.
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class PeerResets:
+    log: GroupCommit
+    peers: Peers
+    epoch: Epoch
+    turn: Turn
+    _resets: deque[tuple[int, Token]] = field(default_factory=deque)  # (commit to wait for, token)
+    _reclaims: deque[tuple[int, Token]] = field(default_factory=deque)  # the same, while their epoch is not durable
+
+    def peer_reset(self, event: ev.PeerReset) -> None:
+        group = self.peers.reset(event.peer)
+        if group is None:
+            self.turn.effects.append(PeerResetDone(event.token, False))
+            return
+        self._resets.append((group.ticket, event.token))
+        self.turn.report(notices.PeerForgotten(event.peer))
+
+    def reclaimed(self, event: ev.Reclaimed) -> None:
+        """First an epoch ahead of the copy's: the greetings with it follow once it is durable."""
+        self._reclaims.append((self.epoch.begin(ahead=RECLAIM_EPOCHS), event.token))
+
+    def committed(self, ticket: int) -> None:
+        """Everything up to this commit is durable."""
+        while self._reclaims and self._reclaims[0][0] <= ticket:
+            self._reset_all(self._reclaims.popleft()[1])
+        while self._resets and self._resets[0][0] <= ticket:
+            self.turn.effects.append(PeerResetDone(self._resets.popleft()[1], True))
+
+    def _reset_all(self, token: Token) -> None:
+        peers = self.peers
+        peers.epoch, peers.epoch_began_ns = self.epoch.number, self.epoch.began_ns
+        group = self.log.append_outside_record(0)
+        for peer in peers.known():
+            group = peers.reset(peer, forked=True) or group
+        self._resets.append((group.ticket, token))
+        self.turn.report(notices.LogReclaimed(self.epoch.number))

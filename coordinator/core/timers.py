@@ -1,0 +1,97 @@
+"""When the machine is to look at things although nothing happens: times of the instance (core/clock.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from immortal.coordinator.core.effects import Effect, WakeAt
+from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.peers import Peers
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Wakes:
+    """Times in ns since the Unix epoch; None where nothing is waited for."""
+
+    limits: Limits
+    effects: list[Effect]  # where effects go; the machine's
+    _checkpoint_ns: int | None = None  # one is due by age
+    _retry_ns: int | None = None  # for streams that have stopped
+    _spill_ns: int | None = None  # for streams whose receivers are waited for, or what their writer says of them
+    _held_back_ns: int | None = None  # for senders that have used up their rate
+    _barrier_ns: int | None = None  # for calls whose receiver does not answer
+    _turn_ns: int | None = None  # for batches that wait for their turn
+    _log_ns: int | None = None  # for a log that does not answer
+    _standby_ns: int | None = None  # for a checkpoint of who follows
+
+    def checkpoint_at(self, time_ns: int) -> None:
+        self._checkpoint_ns = time_ns
+        self._plan()
+
+    def standby_at(self, time_ns: int) -> None:
+        if self._standby_ns is None or time_ns < self._standby_ns:
+            self._standby_ns = time_ns
+            self._plan()
+
+    def log_at(self, time_ns: int | None) -> None:
+        self._log_ns = time_ns
+        self._plan()
+
+    def schedule_wakes(self, peers: Peers, now_ns: int) -> None:
+        """Wake for streams that have stopped, and for those that wait for their receivers."""
+        if self._retry_ns is None and peers.outbound.any_failed:
+            self._retry_ns = now_ns + self.limits.stream_retry_ns
+            self._plan()
+        waits_for_writer = peers.following and bool(peers.spilling.full)
+        if self._spill_ns is None and (peers.spilling.waits_for_receiver or waits_for_writer):
+            self._spill_ns = now_ns + self.limits.recent_ns
+            self._plan()
+        if self._held_back_ns is None and peers.inbound.holds_back:
+            self._held_back_ns = now_ns + self.limits.held_back_ns
+            self._plan()
+        if self._barrier_ns is None and (barrier_ns := peers.outbound.barriers.due_ns) is not None:
+            self._barrier_ns = barrier_ns
+            self._plan()
+        if self._turn_ns is None and (turn_ns := peers.turns.due_ns(now_ns)) is not None:
+            self._turn_ns = turn_ns
+            self._plan()
+
+    def tick(self, now_ns: int, retry: Callable[[], None], answer_parked: Callable[[], None]) -> None:
+        """Time has passed. What is to be done about checkpoints, spilling and turns is looked at
+        anyway."""
+        if self._checkpoint_ns is not None and now_ns >= self._checkpoint_ns:
+            self._checkpoint_ns = None
+        if self._spill_ns is not None and now_ns >= self._spill_ns:
+            self._spill_ns = None
+        if self._retry_ns is not None and now_ns >= self._retry_ns:
+            self._retry_ns = None
+            retry()
+        if self._held_back_ns is not None and now_ns >= self._held_back_ns:
+            self._held_back_ns = None
+            answer_parked()
+        if self._barrier_ns is not None and now_ns >= self._barrier_ns:
+            self._barrier_ns = None
+        if self._turn_ns is not None and now_ns >= self._turn_ns:
+            self._turn_ns = None
+        if self._log_ns is not None and now_ns >= self._log_ns:
+            self._log_ns = None
+        if self._standby_ns is not None and now_ns >= self._standby_ns:
+            self._standby_ns = None
+        self._plan()
+
+    def _plan(self) -> None:
+        """One WakeAt takes the place of the one before: the next of all that is waited for."""
+        wishes_ns = (
+            self._checkpoint_ns,
+            self._retry_ns,
+            self._spill_ns,
+            self._held_back_ns,
+            self._barrier_ns,
+            self._turn_ns,
+            self._log_ns,
+            self._standby_ns,
+        )
+        due_ns = [at_ns for at_ns in wishes_ns if at_ns is not None]
+        if due_ns:
+            self.effects.append(WakeAt(min(due_ns)))

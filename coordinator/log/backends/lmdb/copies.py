@@ -1,0 +1,192 @@
+"""Copies of logs into folders: what is cut off by hand, and backups."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+
+import lmdb
+
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.log.backend import Mac, Row, Span, View
+from immortal.coordinator.log.backends.lmdb.environment import (
+    MAP_SIZE_BYTES,
+    READERS_FILE_NAME,
+    failure_of,
+    open_environment,
+    tighten_log,
+)
+from immortal.coordinator.log.backends.lmdb.files import DATA_FILE_NAME, log_exists, sync_folder, sync_names
+from immortal.coordinator.log.backends.lmdb.high_water import HighWaterMark
+from immortal.coordinator.log.backends.lmdb.locks import LOCK_FILE_NAME, FolderLock
+from immortal.coordinator.log.backends.lmdb.tables import LmdbView, Tables, Writing, make_tables, open_tables
+from immortal.coordinator.log.format import ALL_TABLES, CHUNK_KEY, META_JOURNAL, SEQUENCE_KEY
+from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
+from immortal.protocol.files import make_folder
+
+COPIED_SIZE_BYTES_MAX = 32 << 20  # in one transaction
+_PARTIAL_PREFIX = ".cut-"
+_WITH_CHECKPOINTS = ("chunks", "outputs")
+_LEFT_OVER = {DATA_FILE_NAME, LOCK_FILE_NAME, READERS_FILE_NAME}  # by a first backup that was cut off
+_BY_THEMSELVES = ("records", "checkpoints", *_WITH_CHECKPOINTS)
+
+# --- what is cut off --------------------------------------------------------------------------------------------------
+
+
+def export_cut_rows(log: Path, name: str, rows: Iterable[Row]) -> Path:
+    """As Backend.export_cut_rows. The folder has its name only once everything in it is durable. Raises LogError."""
+    for left_over in log.glob(f"{_PARTIAL_PREFIX}*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    number = 1
+    while (final := log / f"{name}-{number}").exists():
+        number += 1
+    partial = log / f".{final.name}"
+    try:
+        make_folder(partial)
+        _write(partial, rows, 2 * (log / DATA_FILE_NAME).stat().st_size + (64 << 20))
+        sync_folder(partial)
+        partial.rename(final)
+        sync_folder(log)
+    except (OSError, lmdb.Error) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise LogError(
+            f"what is to be cut off cannot be kept in {final}, so nothing was cut: {error}; make room first"
+        ) from error
+    return final
+
+
+def _write(folder: Path, rows: Iterable[Row], map_size_bytes: int) -> None:
+    target = open_environment(folder, readonly=False, map_size_bytes=map_size_bytes)
+    try:
+        tables = make_tables(target)
+        for table, of_table in groupby(rows, key=lambda row: row[0]):
+            put_rows(target, tables, table, of_table)
+        target.sync(True)
+    finally:
+        target.close()
+
+
+def put_rows(target: lmdb.Environment, tables: Tables, table: str, rows: Iterable[Row]) -> None:
+    """Put ``rows`` in transactions of a bounded size."""
+    waiting = iter(rows)
+    more = True
+    while more:
+        more = False
+        size_bytes = 0
+        with target.begin(write=True) as transaction:
+            for _, key, value in waiting:
+                if table != "meta" or key != META_JOURNAL:  # what it had is in the tables here
+                    transaction.put(key, value, db=tables[table])
+                size_bytes += len(value)
+                if size_bytes >= COPIED_SIZE_BYTES_MAX:
+                    more = True
+                    break
+
+
+# --- backups ----------------------------------------------------------------------------------------------------------
+
+
+def update_copy(source: View, identity: LogIdentity, mac: Mac | None, target: Path) -> int:
+    """As Storage.copy. All of it changes in one transaction of LMDB, so that one that is cut off leaves the one before.
+
+    Raises ValueError where ``target`` has something else.
+    """
+    make_folder(target)
+    if not log_exists(target) and {path.name for path in target.iterdir()} - _LEFT_OVER:
+        raise ValueError(f"{target} holds something, and no backup: name a new folder, or an empty one")
+    lock = FolderLock(target)
+    try:
+        copied = _bring_up(source, identity, mac, target)
+        tighten_log(target)
+        sync_names(target)
+        return copied
+    finally:
+        lock.release()
+
+
+def _bring_up(source: View, identity: LogIdentity, mac: Mac | None, target: Path) -> int:
+    is_new = not log_exists(target)
+    if is_new:
+        (target / DATA_FILE_NAME).unlink(missing_ok=True)  # of a first backup that was cut off
+    environment = open_environment(target, readonly=False, map_size_bytes=MAP_SIZE_BYTES)
+    try:
+        tables = make_tables(environment) if is_new else open_tables(environment, target)
+        if not is_new:
+            with environment.begin(buffers=True) as transaction:
+                theirs = read_identity(LmdbView(transaction, tables), str(target), None)
+            _check_same_log(identity, theirs, target)
+        try:
+            with environment.begin(write=True, buffers=True) as transaction:
+                writing = Writing(environment, transaction, tables)
+                copied = _bring_up_records(source, writing, target)
+                _bring_up_checkpoints(source, writing)
+                for table in ALL_TABLES:
+                    if table not in _BY_THEMSELVES:
+                        writing.delete(Span(table))
+                        writing.put_rows((table, bytes(key), value) for key, value in source.scan(table))
+                writing.fit_seal_tables()
+                writing.forget_journal()  # what it had is in the tables here
+        except lmdb.Error as error:
+            raise failure_of(target, error) from error
+        last = first_and_last_sequence_id(source)[1]
+        value = source.get("records", SEQUENCE_KEY.pack(max(last, 0)))
+        if value is not None:
+            mark = HighWaterMark(target, identity, mac)
+            mark.put(last, value)
+            mark.close()
+        return copied
+    finally:
+        environment.close()
+
+
+def _check_same_log(ours: LogIdentity, theirs: LogIdentity, target: Path) -> None:
+    names = ("instance_name", "committer_id", "created_ns")
+    if any(getattr(ours, name) != getattr(theirs, name) for name in names):
+        raise ValueError(f"{target} has a backup of another log, of {theirs.instance_name!r}: name another folder")
+
+
+def _bring_up_records(source: View, writing: Writing, target: Path) -> int:
+    first, last = first_and_last_sequence_id(source)
+    target_view = writing.view()
+    _, have = first_and_last_sequence_id(target_view)
+    key = SEQUENCE_KEY.pack(max(have, 0))
+    ours, theirs = target_view.get("records", key), source.get("records", key)
+    if have > last or (ours is not None and theirs is not None and bytes(ours) != bytes(theirs)):
+        raise ValueError(
+            f"the backup in {target} has records that the log has not: the log was cut, or replaced by an older copy,"
+            " since; name another folder"
+        )
+    writing.delete(Span("records", end=SEQUENCE_KEY.pack(first)))
+    begin = max(first, have + 1)
+    writing.put_rows(("records", bytes(key), value) for key, value in source.scan("records", SEQUENCE_KEY.pack(begin)))
+    return last - begin + 1
+
+
+def _bring_up_checkpoints(source: View, writing: Writing) -> None:
+    """Those whose header is the same are: it has the checks of all that belongs to them."""
+    theirs = {bytes(key): bytes(value) for key, value in source.scan("checkpoints")}
+    ours = {bytes(key): bytes(value) for key, value in writing.view().scan("checkpoints")}
+    for key in [key for key, header in ours.items() if theirs.get(key) != header]:
+        writing.delete(Span.of_one("checkpoints", key))
+        for span in _spans(key):
+            writing.delete(span)
+    for key in [key for key, header in theirs.items() if ours.get(key) != header]:
+        writing.put_rows([("checkpoints", key, theirs[key])])
+        for span in _spans(key):
+            writing.put_rows((span.table, row, value) for row, value in _rows_in(source, span))
+
+
+def _spans(checkpoint_key: bytes) -> list[Span]:
+    (checkpoint_id,) = SEQUENCE_KEY.unpack(checkpoint_key)
+    first, end = CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0)
+    return [Span(table, first, end) for table in _WITH_CHECKPOINTS]
+
+
+def _rows_in(view: View, span: Span) -> Iterator[tuple[bytes, bytes]]:
+    for key_view, value in view.scan(span.table, span.first):
+        key = bytes(key_view)
+        if not span.has(key):
+            return
+        yield key, bytes(value)

@@ -1,0 +1,346 @@
+"""A log in LMDB open for writing: small appends go to the journal, and the next transaction of LMDB takes them in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import lmdb
+
+from immortal.coordinator.core.errors import DamagedLogError, LogError, LogFullError, fail
+from immortal.coordinator.fault_points import armed, reach
+from immortal.coordinator.log.backend import Append, Backend, Mac, Options, Row, Space
+from immortal.coordinator.log.backends.lmdb.environment import (
+    MAP_SIZE_BYTES,
+    MappedPages,
+    begin_reading,
+    clear_dead,
+    failure_of,
+    last_transaction_id,
+    open_environment,
+    unreadable,
+)
+from immortal.coordinator.log.backends.lmdb.files import DATA_FILE_NAME, extend_data_file
+from immortal.coordinator.log.backends.lmdb.high_water import HighWaterMark
+from immortal.coordinator.log.backends.lmdb.journal import ENTRY_SIZE_BYTES_MAX, Journal
+from immortal.coordinator.log.backends.lmdb.journal_reader import JournalReader
+from immortal.coordinator.log.backends.lmdb.locks import FolderLock
+from immortal.coordinator.log.backends.lmdb.tables import (
+    JournalRows,
+    LmdbView,
+    Writing,
+    journal_nonce,
+    open_tables,
+    view_of,
+)
+from immortal.coordinator.log.format import (
+    ALL_TABLES,
+    FORMAT_VERSION,
+    META_JOURNAL,
+    META_SEAL,
+    META_SUSPECT,
+    SEQUENCE_KEY,
+)
+from immortal.coordinator.log.identity import first_and_last_sequence_id, meta_row, read_identity
+
+MAP_SIZE_BYTES_MAX = 1 << 40
+# What most appends are made of: records, positions and verdicts. Others have the sync of two that LMDB needs.
+_JOURNALED = frozenset(("sources", "acknowledged", "verdicts", "letters", "record_seals"))
+_JOURNALED_META = frozenset((META_SUSPECT, META_SEAL))
+
+Result = TypeVar("Result")
+
+
+class LmdbBackend(Backend):
+    """The lock keeps other writers off, so there is no term."""
+
+    fence = 0
+
+    def __init__(self, folder: Path, lock: FolderLock | None, instance_name: str, options: Options) -> None:
+        """``lock``: this one's from here on; None: somebody else in this process holds it. Raises as Storage.open."""
+        self.where = str(folder)
+        self.mended: list[str] = []
+        self._folder = folder
+        self._folder_lock = lock
+        self._map_size_bytes_max = options.size_bytes_max or MAP_SIZE_BYTES_MAX
+        self._write_lock = threading.RLock()
+        self._sync_delay_s = sync_delay_s()
+        self._map_lock = threading.Lock()  # held while a read transaction is open: the map must not move then
+        self._mapped_pages = MappedPages(folder / DATA_FILE_NAME)
+        self._has_journal: bool | None = None  # None: the first small append makes it
+        self.environment = open_environment(
+            folder, readonly=False, map_size_bytes=options.size_bytes or MAP_SIZE_BYTES, mended=self.mended
+        )
+        try:
+            self._begin(instance_name)
+        except BaseException:
+            self.environment.close()
+            raise
+
+    def _begin(self, instance_name: str) -> None:
+        """Raises LogFormatError, LogIdentityError, DamagedLogError, LogError."""
+        self.tables = open_tables(self.environment, self._folder)
+        with self.environment.begin(buffers=True) as transaction:
+            identity = read_identity(LmdbView(transaction, self.tables), self.where, instance_name)
+        self.identity = identity
+        journal = JournalReader(self._folder, identity)
+        try:
+            self.environment.sync(True)  # a copy, say: entries of the journal follow what it has
+        except lmdb.Error as error:
+            raise failure_of(self._folder, error) from error
+        transaction_id = last_transaction_id(self.environment)
+        with self.environment.begin(buffers=True) as transaction:
+            nonce = journal_nonce(LmdbView(transaction, self.tables))
+        self._needs_journal = nonce is not None  # as the tables say
+        # What is durable, and in no table yet, behind that transaction: the next write to LMDB takes it in.
+        rows = journal.rows(transaction_id, nonce=lambda: nonce)
+        try:
+            if rows:
+                journal.make_durable()
+        except OSError as error:
+            raise failure_of(self._folder, error) from error
+        self.mended += journal.mended + journal.left_out
+        self.journaled: tuple[int, JournalRows] = transaction_id, {**rows}
+        self._journal = Journal(self._folder, identity)
+        if not rows:
+            self._journal.restart(transaction_id)
+        if identity.format_version < FORMAT_VERSION:
+            self._write(Writing.make_current)
+        self._high_water_mark = HighWaterMark(self._folder, identity)
+        with self.view() as view:
+            self._last_sequence_id = first_and_last_sequence_id(view)[1]
+        extend_data_file(self._folder / DATA_FILE_NAME)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def view(self, *, copies: bool = False) -> Iterator[LmdbView]:
+        with self._map_lock:
+            try:
+                while True:
+                    self.raise_failure()
+                    transaction_id, rows = self.journaled
+                    rows = dict(rows)  # an append in another thread may go on
+                    with begin_reading(self.environment, self._folder, buffers=not copies) as transaction:
+                        if not rows or transaction.id() == transaction_id:
+                            yield view_of(transaction, self.tables, rows)
+                            return
+            except (lmdb.Error, struct.error) as error:
+                raise unreadable(self._folder, error, self.environment) from error
+
+    def is_live(self) -> bool:
+        return True
+
+    def count_bytes_touched(self, size_bytes: int) -> None:
+        with self._map_lock:
+            self._mapped_pages.count_bytes_touched(size_bytes)
+
+    def release(self) -> None:
+        with self._map_lock:
+            self._mapped_pages.release()
+
+    def space(self) -> Space:
+        with self.view() as view:
+            used_bytes = sum(view.size(table).size_bytes for table in ALL_TABLES)
+        state = os.statvfs(self._folder)
+        return Space(used_bytes, state.f_bavail * state.f_frsize)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def append(self, append: Append) -> None:
+        with self._write_lock:
+            records, last = append.records, self._last_sequence_id
+            if append.expected_last_sequence_id != last:
+                fail(f"an append follows record {append.expected_last_sequence_id}, the log ends with {last}")
+            size_bytes = sum([len(value) for _, value in records])
+            is_small = size_bytes <= ENTRY_SIZE_BYTES_MAX and _is_small(append)
+            if not (is_small and self._append_to_journal(append)):
+                self._append_to_tables(append)
+            if records:
+                self._last_sequence_id, value = records[-1]
+                self._high_water_mark.put(self._last_sequence_id, value)
+                self.count_bytes_touched(size_bytes)
+
+    def _append_to_tables(self, append: Append) -> None:
+        removes_much = any(not span.is_one for span in append.deletes)
+        at_end = any(span.table == "records" and span.end is None for span in append.deletes)
+        if removes_much:
+            clear_dead(self.environment, self._folder)
+        if at_end:
+            self._high_water_mark.remove()  # what it says is no longer so, by hand
+        self._write(lambda writing: writing.put(append))
+        if at_end:
+            with self.view() as view:
+                self._last_sequence_id = first_and_last_sequence_id(view)[1]
+        if removes_much:
+            extend_data_file(self._folder / DATA_FILE_NAME)
+
+    def _append_to_journal(self, append: Append) -> bool:
+        """Make it durable without LMDB; False where there is no room, or no journal."""
+        self.raise_failure()
+        if self._has_journal is None:
+            self._make_journal()
+        if armed:
+            for point in append.points:
+                reach(point)
+        rows: list[Row] = [("records", SEQUENCE_KEY.pack(number), value) for number, value in append.records]
+        rows += append.puts
+        began_s = time.perf_counter()
+        try:
+            appended = self._journal.append(rows)
+        except OSError as error:
+            self.failure = failure_of(self._folder, error)
+            raise self.failure from error
+        if appended:
+            self._tell_synced(began_s)
+            journaled = self.journaled[1]
+            for table, key, value in rows:
+                journaled[table, key] = value
+            if self._sync_delay_s:
+                time.sleep(self._sync_delay_s)
+        return appended
+
+    def _make_journal(self) -> None:
+        """There is a file before the tables say so, and until they say so no more."""
+        self.settle()  # the file may hold entries that count
+        made = self._journal.make()
+        if made:
+            self._needs_journal = True  # should that commit fail, the next start may find that it did not
+            row = meta_row(META_JOURNAL, self._journal.nonce)
+            self._write(lambda writing: writing.put_rows((row,)))
+        self._has_journal = made
+
+    def _write(self, operation: Callable[[Writing], None]) -> None:
+        with self._write_lock:
+            self.raise_failure()
+            while True:
+                try:
+                    with self.environment.begin(write=True, buffers=True) as transaction:
+                        writing = Writing(self.environment, transaction, self.tables)
+                        writing.take_in(self.journaled[1])
+                        operation(writing)
+                        began_s = time.perf_counter()
+                    self._tell_synced(began_s)
+                    self.tables = writing.tables
+                    transaction_id = last_transaction_id(self.environment)
+                    self.journaled = transaction_id, {}
+                    self._journal.restart(transaction_id)
+                    if self._sync_delay_s:
+                        time.sleep(self._sync_delay_s)
+                    return
+                except lmdb.MapFullError:
+                    self._grow()  # the transaction was aborted: nothing of it is lost, it is done again
+                except lmdb.Error as error:
+                    self.failure = failure_of(self._folder, error)
+                    raise self.failure from error
+
+    def _tell_synced(self, began_s: float) -> None:
+        if self.synced is not None:
+            self.synced(time.perf_counter() - began_s)
+
+    def _grow(self) -> None:
+        size_bytes = self.environment.info()["map_size"]
+        if size_bytes >= self._map_size_bytes_max:
+            self.failure = LogFullError(
+                f"the log in {self._folder} has reached its limit of {self._map_size_bytes_max} bytes:"
+                " raise the limit, or keep fewer checkpoints"
+            )
+            raise self.failure
+        with self._map_lock:
+            self.environment.set_mapsize(min(size_bytes * 2, self._map_size_bytes_max))
+
+    # --- the end of the log -------------------------------------------------------------------------------------------
+
+    def check_end(self, mac: Mac | None) -> list[str]:
+        self._high_water_mark = HighWaterMark(self._folder, self.identity, mac)
+        try:
+            mark = self._high_water_mark.read()
+        except (OSError, ValueError) as error:
+            return [str(error)]
+        with self.view() as view:
+            lacking = self._high_water_mark.lacking(view, mark)
+        if lacking is not None:
+            raise DamagedLogError(lacking, -1)
+        return []
+
+    def mark_end(self, mac: Mac | None) -> None:
+        self._high_water_mark.remove()
+        self._high_water_mark = HighWaterMark(self._folder, self.identity, mac)
+        with self.view() as view:
+            value = view.get("records", SEQUENCE_KEY.pack(max(self._last_sequence_id, 0)))
+            if value is not None:
+                self._high_water_mark.put(self._last_sequence_id, value)
+
+    def export_cut_rows(self, name: str, rows: Iterable[Row]) -> Path:
+        from immortal.coordinator.log.backends.lmdb.copies import export_cut_rows  # here: no running coordinator does
+
+        return export_cut_rows(self._folder, name, rows)
+
+    # --- closing ------------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        if self.journaled[1]:
+            self._write(lambda writing: None)
+
+    def close(self) -> None:
+        with contextlib.suppress(LogError):  # the next start takes it in
+            if self._needs_journal:
+                self._write(Writing.forget_journal)
+                self._needs_journal = False
+            self.settle()
+        self.abandon()
+
+    def abandon(self) -> None:
+        with self._write_lock, self._map_lock:
+            if self.failure is None:
+                self.failure = LogError(f"the log in {self._folder} is closed")
+            if self._needs_journal or self.journaled[1]:
+                self._journal.close()
+            else:
+                with contextlib.suppress(OSError):  # what is in it does not count
+                    self._journal.remove()
+            self._high_water_mark.close()
+            self.environment.close()
+            if self._folder_lock is not None:
+                self._folder_lock.release()
+
+
+def _is_small(append: Append) -> bool:
+    """Whether it is for the journal: records or verdicts, and else what comes with them."""
+    if append.deletes:
+        return False
+    has_messages = bool(append.records)
+    for table, key, _ in append.puts:
+        if table not in _JOURNALED and not (table == "meta" and key in _JOURNALED_META):
+            return False
+        has_messages = has_messages or table == "verdicts"
+    return has_messages
+
+
+# A slower disk than there is, for benchmarks: each commit of a log takes some milliseconds more.
+#
+# IMMORTAL_BENCH_SYNC_DELAY_MS is looked at when a log is opened for writing. Nothing else knows of it.
+
+
+VARIABLE = "IMMORTAL_BENCH_SYNC_DELAY_MS"
+DELAY_MS_MAX = 10_000.0
+
+
+def sync_delay_s(environment: Mapping[str, str] = os.environ) -> float:
+    """Seconds that each commit is to wait after its sync; 0 where nobody asks. Raises LogError for no such number."""
+    given = environment.get(VARIABLE, "")
+    if not given:
+        return 0.0
+    try:
+        delay_ms = float(given)
+    except ValueError:
+        delay_ms = -1.0
+    if not 0 <= delay_ms <= DELAY_MS_MAX:
+        raise LogError(f"{VARIABLE} is {given!r}: milliseconds from 0 to {DELAY_MS_MAX:,.0f} were expected; unset it")
+    return delay_ms / 1e3

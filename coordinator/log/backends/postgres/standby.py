@@ -1,0 +1,275 @@
+"""A checkpoint that a standby takes, in the database: one row says what is asked of whom, and becomes the answer.
+
+The writer puts the row, with its fence and the standby's name in the key. The standby puts chunks under their own keys,
+each only while that row is there, and at last what it has to say into the row. Whoever takes the log removes the row,
+and with it the right to put chunks. What was put and not adopted has no header: it goes as half-written checkpoints do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.log.backend import Append, Asked, Following, Watching
+from immortal.coordinator.log.backends.postgres import write_lease as leases
+from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads
+from immortal.coordinator.log.backends.postgres.connections import Address, Connections, connect, reaching
+from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
+
+TABLE = "standby_checkpoints"
+_KEY = struct.Struct(">QQQ")
+_HEADER = "checkpoints"
+
+_Connection = psycopg.Connection[tuple[Any, ...]]
+
+_PUT = (
+    "WITH asked AS (SELECT FROM immortal.rows WHERE instance = %(instance)s AND table_name = %(asked_table)s"
+    " AND key = %(asked)s AND value = '' FOR SHARE)"
+    " INSERT INTO immortal.rows (instance, table_name, key, value)"
+    " SELECT %(instance)s, %(table)s, %(key)s, %(value)s FROM asked ON CONFLICT DO NOTHING"
+)
+
+
+def key_of(asked: Asked, standby: str) -> bytes:
+    return _KEY.pack(asked.fence, asked.checkpoint_id, asked.epoch) + standby.encode()
+
+
+# --- the writer -------------------------------------------------------------------------------------------------------
+
+
+def ask(connection: _Connection, instance: str, asked: Asked, standby: str) -> None:
+    """Nothing is asked by who was fenced."""
+    with connection.transaction():
+        forget(connection, instance)
+        connection.execute(
+            "INSERT INTO immortal.rows (instance, table_name, key, value) SELECT instance, %s, %s, ''"
+            " FROM immortal.heads WHERE instance = %s AND is_there AND epoch = %s",
+            [TABLE, key_of(asked, standby), instance, asked.fence],
+        )
+        leases.tell(connection, instance)
+
+
+def forget(connection: _Connection, instance: str) -> None:
+    """Whatever is asked of anybody."""
+    connection.execute("DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, TABLE])
+
+
+def answer(connection: _Connection, instance: str, key: bytes) -> bytes | None:
+    row = connection.execute(
+        "SELECT value FROM immortal.rows WHERE instance = %s AND table_name = %s AND key = %s AND value <> ''",
+        [instance, TABLE, key],
+        binary=True,
+    ).fetchone()
+    return None if row is None else bytes(row[0])
+
+
+# --- the standby ------------------------------------------------------------------------------------------------------
+
+
+def asked_of(connection: _Connection, instance: str, standby: str) -> Asked | None:
+    """What this standby is asked for, and has not answered."""
+    rows = connection.execute(
+        "SELECT key FROM immortal.rows WHERE instance = %s AND table_name = %s AND value = ''",
+        [instance, TABLE],
+        binary=True,
+    ).fetchall()
+    for (key,) in rows:
+        if bytes(key[_KEY.size :]) == standby.encode():
+            return Asked(*_KEY.unpack_from(key))
+    return None
+
+
+class StandbyChunks:
+    """Those that one standby puts. ``checkpoints_to``: as of a writer. One thread."""
+
+    def __init__(self, instance: str, standby: str, checkpoints_to: str) -> None:
+        """Raises LogError for a URL that names no store."""
+        self._instance, self._standby = instance, standby
+        self._uploads = ChunkUploads(checkpoints_to, instance)
+
+    def put(self, connection: _Connection, asked: Asked, index: int, value: bytes) -> None:
+        """Raises LogError where nobody wants it any more."""
+        row = (CHUNKS, CHUNK_KEY.pack(asked.checkpoint_id, index), value)
+        self._insert(connection, asked, self._uploads.outward(Append(-1, puts=[row]), asked.fence))
+
+    def offer(self, connection: _Connection, asked: Asked, offer: bytes) -> None:
+        """Raises LogError."""
+        # At a header the store has taken all objects, or their chunks come as rows.
+        header = (_HEADER, SEQUENCE_KEY.pack(asked.checkpoint_id), b"")
+        with connection.transaction():
+            self._insert(connection, asked, self._uploads.outward(Append(-1, puts=[header]), asked.fence))
+            done = connection.execute(
+                "UPDATE immortal.rows SET value = %s"
+                " WHERE instance = %s AND table_name = %s AND key = %s AND value = ''",
+                [offer, self._instance, TABLE, key_of(asked, self._standby)],
+            )
+            if not done.rowcount:
+                raise LogError("who asked for it does not want it any more")
+
+    def _insert(self, connection: _Connection, asked: Asked, append: Append) -> None:
+        for span in append.deletes:  # of objects that the store has not taken: their chunks come as rows
+            connection.execute(
+                "DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s AND key >= %s AND key < %s",
+                [self._instance, span.table, span.first, span.end],
+            )
+        for table, key, value in append.puts:
+            if table == _HEADER:
+                continue
+            values = {"instance": self._instance, "asked_table": TABLE, "asked": key_of(asked, self._standby)}
+            done = connection.execute(_PUT, {**values, "table": table, "key": bytes(key), "value": bytes(value)})
+            if not done.rowcount:
+                raise LogError("who asked for it does not want it any more")
+
+    def close(self) -> None:
+        self._uploads.close()
+
+
+# Processes that are told at once when the lease of a log has changed: who follows it, and who calls its instance.
+#
+# One thread, on a connection of its own. News are a shortcut: it looks by itself as well, only not as soon.
+
+
+LOOK_S = 1.0  # without news; a standby counts for three of them
+AGAIN_S = 0.5  # until a database that does not answer is tried again
+
+_Connection = psycopg.Connection[tuple[Any, ...]]
+
+
+class LeaseListener:
+    """Calls :meth:`look` at the beginning, at all news, each LOOK_S, and when :meth:`wake` is called."""
+
+    def __init__(self, address: Address) -> None:
+        self._address, self._instance = address, address.named
+        self._is_closed = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="log-news", daemon=True)
+        self._thread.start()
+
+    def __del__(self) -> None:
+        os.close(self._wake)
+
+    def look(self, connection: _Connection, *, is_news: bool) -> None:
+        raise NotImplementedError
+
+    def leave(self, connection: _Connection) -> None:
+        """The last that is done."""
+
+    def wake(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    def close(self, wait_s: float) -> None:
+        """The thread ends by itself; it is waited for as long as is said."""
+        self._is_closed = True
+        self.wake()
+        self._thread.join(wait_s)
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            with contextlib.suppress(LogError), reaching(self._address), connect(self._address) as connection:
+                self._listen(connection)
+            if not self._is_closed:
+                select.select([self._wake], [], [], AGAIN_S)
+
+    def _listen(self, connection: _Connection) -> None:
+        connection.execute("SET synchronous_commit = off")  # nothing is lost with it
+        connection.execute(f"LISTEN {leases.CHANNEL}")
+        is_news = True  # what was told before is not heard
+        while not self._is_closed:
+            self.look(connection, is_news=is_news)
+            is_news = self._wait(connection)
+        self.leave(connection)
+
+    def _wait(self, connection: _Connection) -> bool:
+        """Until it is time to look; whether there are news."""
+        due_s = time.monotonic() + LOOK_S
+        while (rest_s := due_s - time.monotonic()) > 0:
+            if any(news.payload == self._instance for news in list(connection.notifies(timeout=0))):
+                return True
+            if self._wake in select.select([connection.fileno(), self._wake], [], [], rest_s)[0]:
+                os.eventfd_read(self._wake)
+                return False
+        return False
+
+
+class PostgresStandby(LeaseListener, Following):
+    """Known to who writes the log. ``endpoint``: where peers would reach it. ``nudge``: called by the thread when the
+    lease has changed."""
+
+    def __init__(self, address: Address, endpoint: str, nudge: Callable[[], None], checkpoints_to: str = "") -> None:
+        """``checkpoints_to``: as of a writer, for the checkpoints that it asks for."""
+        self.asked: Asked | None = None
+        self._endpoint, self._nudge, self._checkpoints_to = endpoint, nudge, checkpoints_to
+        self._is_ready = False
+        self._connections = Connections(address)
+        self._chunks: StandbyChunks | None = None
+        super().__init__(address)
+
+    def say(self, *, is_ready: bool) -> None:
+        if is_ready != self._is_ready:
+            self._is_ready = is_ready
+            self.wake()
+
+    def look(self, connection: _Connection, *, is_news: bool) -> None:
+        if is_news:
+            self._nudge()
+        asked = asked_of(connection, self._instance, leases.own_name())
+        if asked != self.asked:
+            self.asked = asked
+            self._nudge()
+        connection.execute(
+            "INSERT INTO immortal.standbys VALUES (%s, %s, %s, %s, %s, clock_timestamp())"
+            " ON CONFLICT (instance, name) DO UPDATE SET host = excluded.host, endpoint = excluded.endpoint,"
+            " is_ready = excluded.is_ready, seen = excluded.seen",
+            [self._instance, leases.own_name(), socket.gethostname(), self._endpoint, self._is_ready],
+        )
+
+    def put_chunk(self, asked: Asked, index: int, value: bytes) -> None:
+        """As Following.put_chunk."""
+        with self._connections.borrowed() as connection:
+            self._own_chunks().put(connection, asked, index, value)
+
+    def offer(self, asked: Asked, offer: bytes) -> None:
+        """As Following.offer."""
+        with self._connections.borrowed() as connection:
+            self._own_chunks().offer(connection, asked, offer)
+
+    def _own_chunks(self) -> StandbyChunks:
+        if self._chunks is None:
+            self._chunks = StandbyChunks(self._instance, leases.own_name(), self._checkpoints_to)
+        return self._chunks
+
+    def close(self, wait_s: float) -> None:
+        super().close(wait_s)
+        self._connections.close()
+        if self._chunks is not None:
+            self._chunks.close()
+
+    def leave(self, connection: _Connection) -> None:
+        connection.execute(
+            "DELETE FROM immortal.standbys WHERE instance = %s AND name = %s", [self._instance, leases.own_name()]
+        )
+
+
+class PostgresWatching(LeaseListener, Watching):
+    """``endpoint``: where peers reached the one who had the log when there was one last."""
+
+    def __init__(self, address: Address) -> None:
+        self.endpoint: str | None = None
+        super().__init__(address)
+
+    def look(self, connection: _Connection, *, is_news: bool) -> None:
+        row = connection.execute(
+            "SELECT endpoint FROM immortal.leases WHERE instance = %s", [self._instance]
+        ).fetchone()
+        if row is not None and row[0]:
+            self.endpoint = row[0]

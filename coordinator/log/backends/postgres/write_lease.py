@@ -1,0 +1,207 @@
+"""Who writes a log, as others may know: a lease, which its holder renews. It says when to ask for the right to write,
+and nothing more: whether somebody may write, the log's head says (writing.py).
+
+A lease counts until it has run out by the database's clock, or was given up, or its process is known to be gone: on
+the holder's own machine that is seen at once. Who gives it up may leave it to one of those who follow: nobody else
+takes it for a moment. What becomes of a lease is told on the channel CHANNEL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import psycopg
+
+from immortal.coordinator.core.errors import LogError
+from immortal.coordinator.core.interfaces import Standby
+from immortal.coordinator.log.backends.postgres.connections import Address, connect, is_broken, reaching
+from immortal.protocol import decoding
+from immortal.protocol.files import ProcessFile, is_living, own_fields
+
+CHANNEL = "immortal"
+RENEWALS = 2.5  # in the time of a lease: one may fail. Seldom is good: less is left of it when its holder dies
+HANDOVER_TIMEOUT_S = 2.0  # a log that was left to one standby is not for others
+LEFT = "left"  # in place of a process: the holder is who may take it
+STANDBY_TIMEOUT_S = 3.0  # a standby that says nothing counts for so long
+_OURS: set[str] = set()  # the nonces of this process's leases that are held
+
+
+class Process(ProcessFile, frozen=True, kw_only=True):
+    """Of a holder. ``space``: where its process ID means something: the boot of its machine, and its PID namespace."""
+
+    space: str
+    nonce: str
+
+
+def own_process() -> Process:
+    return Process(space=_space(), nonce=secrets.token_hex(8), **own_fields())
+
+
+def own_name() -> str:
+    """Of this process, in words."""
+    return f"{socket.gethostname()} (process {os.getpid()})"
+
+
+def _space() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return secrets.token_hex(8)  # nobody's: the lease has to run out
+
+
+def is_gone(text: str) -> bool:
+    """Whether the process that a lease names is known not to be there any more."""
+    try:
+        process = decoding.decode_json(text, type=Process)
+    except decoding.DecodeError:
+        return False
+    if process.space != _space():
+        return False
+    if process.pid == os.getpid() and is_living(process):
+        return process.nonce not in _OURS
+    return not is_living(process)
+
+
+class Holder(NamedTuple):
+    """Whose lease counts now."""
+
+    name: str  # in words
+    endpoint: str  # where peers reach it
+    left_s: float  # until the lease runs out
+
+
+def holder(connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lock: bool = False) -> Holder | None:
+    """None: the log is there to be taken by this process. ``lock``: nobody else changes it in this transaction."""
+    row = connection.execute(
+        "SELECT process, holder, endpoint, extract(epoch FROM until - clock_timestamp())::float8"
+        " FROM immortal.leases WHERE instance = %s AND until > clock_timestamp()" + (" FOR UPDATE" if lock else ""),
+        [instance],
+    ).fetchone()
+    if row is None or (row[1] == own_name() if row[0] == LEFT else is_gone(row[0])):
+        return None
+    return Holder(*row[1:])
+
+
+def standbys(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> list[Standby]:
+    """Who else follows the log."""
+    rows = connection.execute(
+        "SELECT name, host, endpoint, is_ready FROM immortal.standbys"
+        " WHERE instance = %s AND name <> %s AND seen > clock_timestamp() - make_interval(secs => %s) ORDER BY name",
+        [instance, own_name(), STANDBY_TIMEOUT_S],
+    ).fetchall()
+    return [Standby(*row) for row in rows]
+
+
+def tell(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> None:
+    """Those who listen, that a lease has changed: once the transaction is done."""
+    connection.execute("SELECT pg_notify(%s, %s)", [CHANNEL, instance])
+
+
+def head(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> tuple[int, str]:
+    """The epoch of a log, and who writes it, in words."""
+    row = connection.execute(
+        "SELECT epoch, holder FROM immortal.heads WHERE instance = %s AND is_there", [instance]
+    ).fetchone()
+    return (0, "whoever has removed it") if row is None else (row[0], row[1])
+
+
+def head_count(
+    connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lock: bool = False
+) -> tuple[int, int]:
+    """The epoch of a log, and how many appends its writer has done in it. ``lock``: as :func:`holder`."""
+    row = connection.execute(
+        "SELECT epoch, appends_count FROM immortal.heads WHERE instance = %s" + (" FOR UPDATE" if lock else ""),
+        [instance],
+    ).fetchone()
+    return (0, 0) if row is None else (row[0], row[1])
+
+
+class Lease:
+    """Held from :meth:`take` on. A thread renews it, on a connection of its own: appends may wait for a standby.
+
+    ``lost_to``: the epoch of who has taken the log since, and who that is. ``standbys``: as of the last renewal.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        length_s: float,
+        endpoint: str,
+        look: Callable[[psycopg.Connection[tuple[Any, ...]]], None] = lambda connection: None,
+    ) -> None:
+        """``look``: called by the thread with its connection, each time that it is renewed."""
+        self.lost_to: tuple[int, str] | None = None
+        self.standbys: Sequence[Standby] = ()
+        self._address, self._length_s, self._endpoint = address, length_s, endpoint
+        self._look = look
+        self._process = own_process()
+        self._text = msgspec.json.encode(self._process).decode()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="log-lease", daemon=True)
+
+    def take(self, connection: psycopg.Connection[tuple[Any, ...]]) -> None:
+        """In the transaction of ``connection`` that takes the log."""
+        connection.execute(
+            "INSERT INTO immortal.leases (instance, process, holder, endpoint, until)"
+            " VALUES (%s, %s, %s, %s, clock_timestamp() + make_interval(secs => %s))"
+            " ON CONFLICT (instance) DO UPDATE SET process = excluded.process, holder = excluded.holder,"
+            " endpoint = excluded.endpoint, until = excluded.until",
+            [self._address.named, self._text, own_name(), self._endpoint, self._length_s],
+        )
+        tell(connection, self._address.named)
+
+    def begin(self) -> None:
+        """The transaction is done: renew it from here on."""
+        _OURS.add(self._process.nonce)
+        self._thread.start()
+
+    def give_up(self, connection: psycopg.Connection[tuple[Any, ...]], successor: str) -> None:
+        """Others need not wait until it has run out; only ``successor`` may take it for HANDOVER_TIMEOUT_S, unless that is "".
+
+        A renewal that is on its way finds that the lease is another one's. Raises as the connection does.
+        """
+        with connection.transaction():
+            connection.execute("SET LOCAL synchronous_commit = off")  # what is lost of it runs out
+            connection.execute(
+                "UPDATE immortal.leases SET process = %s, holder = %s, endpoint = '', until = CASE WHEN %s"
+                " THEN clock_timestamp() + make_interval(secs => %s) ELSE '-infinity' END"
+                " WHERE instance = %s AND process = %s",
+                [LEFT, successor, bool(successor), HANDOVER_TIMEOUT_S, self._address.named, self._text],
+            )
+            tell(connection, self._address.named)
+
+    def end(self) -> None:
+        """Renew it no more."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        _OURS.discard(self._process.nonce)
+
+    def _run(self) -> None:
+        connection: psycopg.Connection[tuple[Any, ...]] | None = None
+        while not self._ended.wait(self._length_s / RENEWALS):
+            # What fails is done the next time, or the lease runs out: no append stands on it.
+            with contextlib.suppress(LogError), reaching(self._address):
+                if connection is None or is_broken(connection):
+                    connection = connect(self._address)
+                    connection.execute("SET synchronous_commit = off")  # nothing is lost with it
+                renewed = connection.execute(
+                    "UPDATE immortal.leases SET until = clock_timestamp() + make_interval(secs => %s)"
+                    " WHERE instance = %s AND process = %s",
+                    [self._length_s, self._address.named, self._text],
+                )
+                if not renewed.rowcount:
+                    self.lost_to = head(connection, self._address.named)
+                self.standbys = standbys(connection, self._address.named)
+                self._look(connection)
+        if connection is not None:
+            connection.close()

@@ -1,0 +1,448 @@
+"""The log open for writing: one append is one round trip, which changes the log's head or nothing.
+
+The head of a log has its epoch, how many appends its writer has done in it, the last record, and who writes. An append
+says what it expects there. Who takes the log over raises the epoch: both change one row, so one of them comes first,
+and no clock has a part in it. Small appends may be under way at the same time: each expects what the one before it
+leaves there, so none is done where that one was not.
+
+A connection that breaks leaves it unknown which of those under way were done; and the server may still be at them. So
+the writer takes the log over from itself: once the epoch is one higher, they were done or never will be, and the count
+of appends says how many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import psycopg
+
+from immortal.coordinator.core.errors import (
+    FencedError,
+    LogError,
+    LogLockedError,
+    LogLostError,
+    LogUnavailableError,
+    fail,
+    require,
+)
+from immortal.coordinator.core.interfaces import Standby
+from immortal.coordinator.fault_points import armed, reach
+from immortal.coordinator.log.backend import Append, Asked, Backend, Options, Space, Span
+from immortal.coordinator.log.backends.postgres import standby as asking
+from immortal.coordinator.log.backends.postgres import write_lease as leases
+from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads, Pointer
+from immortal.coordinator.log.backends.postgres.connections import Address, Connections, connect, is_broken, reaching
+from immortal.coordinator.log.backends.postgres.durability import Guard
+from immortal.coordinator.log.backends.postgres.statements import CHANGE, Answer, Sender, statements
+from immortal.coordinator.log.backends.postgres.view import RECORDS, PostgresView, viewing
+from immortal.coordinator.log.identity import read_identity
+
+APPENDS_MAX = 2
+"""Small ones under way at a time: as many as a server does while the answer to the first comes back from another
+machine. It syncs for each, so that more of them would cost more than they bring."""
+MEASURED_S = 10.0  # the rows of a log are summed up, which takes as long as it has rows
+UNKNOWN_FREE_BYTES = 1 << 60  # a database does not say what its disk has left
+
+_APPEND = "SELECT * FROM immortal.append(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
+_CHECKPOINTS = (CHUNKS, "checkpoints")  # tables of which rows may go to a store, and be waited for
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+
+class _Begun(NamedTuple):
+    """An append that the server has not answered."""
+
+    append: Append
+    begun_s: float
+
+
+class PostgresBackend(Backend):
+    """``synced`` is told what each append took: the round trip, and the server's sync in it."""
+
+    is_remote = True
+    appends_max = APPENDS_MAX
+
+    def __init__(
+        self, address: Address, instance_name: str, options: Options, sequence_id_required_min: int = -1
+    ) -> None:
+        """``sequence_id_required_min``: a record that the log has had.
+
+        Raises LogLockedError, LogLostError, LogFormatError, LogIdentityError, LogUnavailableError, LogError.
+        """
+        self.where = address.where
+        self.mended: list[str] = []
+        self.synced: Callable[[float], None] | None = None
+        self._address = address
+        self._instance = address.named
+        self._lock = threading.Lock()
+        self._readers = Connections(address)
+        self._measured: tuple[float, int] | None = None
+        self._appends_count = 0  # answered as done in this epoch
+        self._begun: deque[_Begun] = deque()
+        self._is_unknown = False  # how many of those were done
+        self._settling: tuple[int, int] | None = None  # the epoch that resolving begins, and how many it found done
+        self._is_warned = False  # since none was under way
+        self._is_given_up = self._is_ended = False
+        self._asked_key = b""  # of what a standby was asked for last; b"": nothing is asked
+        self._guard = Guard(address, allow_data_loss=options.allow_data_loss)
+        self._lease = leases.Lease(address, options.lease_s, options.endpoint, self._look_beside)
+        self._chunks = ChunkUploads(options.checkpoints_to, address.named)
+        self._has_objects = bool(options.checkpoints_to)
+        self._connection = self._connected()
+        try:
+            with reaching(address):
+                self._guard.begin(self._connection)
+                self._sender = self._made_sender()
+                with viewing(self._readers, self._instance) as view:
+                    self.identity = read_identity(view, self.where, instance_name)
+                self.fence = self._take(sequence_id_required_min)
+                with viewing(self._readers, self._instance) as view:
+                    named = {pointer.name for pointer in view.pointers()}
+                self._has_objects = self._has_objects or bool(named)
+                self._chunks.collect(named, self.fence)
+        except BaseException:
+            self._chunks.close()
+            self._connection.close()
+            self._readers.close()
+            raise
+        self._lease.begin()
+
+    def _connected(self) -> Connection:
+        connection = connect(self._address)
+        connection.add_notice_handler(self._take_notice)
+        return connection
+
+    def _made_sender(self) -> Sender:
+        return Sender(self._connection, looks=self._guard.waits_for_standbys)
+
+    def _reconnect(self) -> None:
+        with contextlib.suppress(psycopg.Error):
+            self._connection.close()
+        self._connection = self._connected()
+        with reaching(self._address):
+            self._sender = self._made_sender()
+
+    def _take_notice(self, notice: psycopg.errors.Diagnostic) -> None:
+        """A wait for standbys that somebody has cut off is answered as done, with a warning."""
+        self._is_warned = self._is_warned or notice.severity_nonlocalized == "WARNING"
+
+    def _take(self, sequence_id_required_min: int) -> int:
+        """The log, from whoever had it: whose lease counts no more. Its epoch. Raises LogLostError."""
+        connection = self._connection
+        with self._guard.record_data_loss(connection), connection.transaction():
+            if (held := leases.holder(connection, self._instance, lock=True)) is not None:
+                raise LogLockedError(f"the log {self.where} is in use by {held.name}")
+            self._lease.take(connection)
+            asking.forget(connection, self._instance)
+            head = leases.head_count(connection, self._instance, lock=True)
+            row = connection.execute(
+                "UPDATE immortal.heads SET epoch = epoch + 1, appends_count = 0, holder = %s"
+                " WHERE instance = %s AND is_there RETURNING epoch, last_sequence_id",
+                [leases.own_name(), self._instance],
+            ).fetchone()
+            require(row is not None, f"a log without a head: {self.where}")
+            assert row is not None
+            self._guard.take(connection, head, row[1], sequence_id_required_min)
+        return int(row[0])
+
+    def _look_beside(self, connection: Connection) -> None:
+        """By the thread of the lease, each time that it is renewed: nothing may be appended for a long time."""
+        done: tuple[int, int] | None = None
+        if self._lock.acquire(blocking=False):
+            done = self.fence, self._appends_count
+            self._lock.release()
+        self._guard.check_in_background(connection, done)
+
+    def view(self, *, copies: bool = False) -> AbstractContextManager[PostgresView]:
+        self.raise_failure()
+        return viewing(self._readers, self._instance)
+
+    def is_live(self) -> bool:
+        return True
+
+    @property
+    def problem(self) -> str:  # type: ignore[override]  # as the next one
+        return self._guard.doubt or self._chunks.problem
+
+    @property
+    def standbys(self) -> Sequence[Standby]:  # type: ignore[override]  # it only ever is read
+        return self._lease.standbys
+
+    @property
+    def lost(self) -> FencedError | None:
+        lost_to = self._lease.lost_to
+        if lost_to is None or lost_to[0] < self.fence:  # of an older copy of the log: the next append finds out
+            return None
+        return fenced(self.where, *lost_to)
+
+    def require_write_lease(self) -> None:
+        with self._readers.borrowed() as connection:
+            epoch, holder = leases.head(connection, self._instance)
+        settling = self._settling
+        if epoch != self.fence and (settling is None or epoch != settling[0]):
+            raise fenced(self.where, epoch, holder)
+
+    # --- appending ----------------------------------------------------------------------------------------------------
+
+    def append(self, append: Append) -> None:
+        with self._lock:
+            self._require_known()
+            require(not self._begun, f"{len(self._begun)} appends are under way, and one is to be waited for")
+            gone = self._objects_of(append.deletes)
+            append = self._chunks.outward(append, self.fence)
+            parts = list(statements(append))
+            if len(parts) == 1 and not armed:
+                self._send(append, parts[0])
+                while not self._finish():
+                    self._sender.wait()
+            else:
+                self._send_parts(append, parts)
+            self._chunks.remove(gone)
+
+    def begin(self, append: Append) -> bool:
+        with self._lock:
+            self._require_known()
+            if any(row[0] in _CHECKPOINTS for row in (*append.puts, *append.deletes)):
+                return False
+            first, *more = statements(append)
+            if more:
+                return False
+            self._send(append, first)
+            return True
+
+    def finish(self, *, wait: bool) -> bool:
+        with self._lock:
+            self._require_known()
+            while not self._finish():
+                if not wait:
+                    return False
+                self._sender.wait()
+            return True
+
+    def waits_for(self) -> tuple[int, int]:
+        return self._connection.fileno(), self._sender.events
+
+    def _require_known(self) -> None:
+        self.raise_failure()
+        if self._guard.doubt and not self._is_unknown:
+            self._is_unknown = True  # also what was sent before
+            raise LogUnavailableError(self._guard.doubt)
+        if self._is_unknown:
+            raise LogUnavailableError(f"what became of the last append to {self.where} is not known yet")
+
+    def _objects_of(self, spans: Sequence[Span]) -> list[Pointer]:
+        """Of the chunks that go."""
+        chunks = [span for span in spans if span.table == CHUNKS] if self._has_objects else []
+        if not chunks:
+            return []
+        with viewing(self._readers, self._instance) as view:
+            return [pointer for span in chunks for pointer in view.pointers(span.first, span.end)]
+
+    def _send(self, append: Append, part: list[object]) -> None:
+        head = self._head(append)
+        with self._open():
+            self._sender.send([*head, *part])
+
+    def _head(self, append: Append) -> list[object]:
+        """The first arguments of immortal.append. From here on it counts as begun."""
+        last = append.records[-1][0] if append.records else append.expected_last_sequence_id
+        for span in append.deletes:
+            if span.table == RECORDS and span.end is None:  # by hand: the log ends before it
+                last = min(last, int.from_bytes(span.first.ljust(8, b"\0"), "big") - 1)
+        if not self._begun:
+            self._is_warned = False
+        self._begun.append(_Begun(append, time.perf_counter()))
+        number = self._appends_count + len(self._begun)
+        return [self._instance, append.fence, number, append.expected_last_sequence_id, last]
+
+    def _finish(self) -> bool:
+        """Whether the oldest append under way is answered, and done: all its duties."""
+        with self._open():
+            answer = self._sender.answer()
+        if answer is not None:
+            self._done(answer)
+        return answer is not None
+
+    def _send_parts(self, append: Append, parts: list[list[object]]) -> None:
+        """In one transaction, and wait for its end."""
+        connection, head = self._connection, self._head(append)
+        with self._open(), connection.transaction():
+            row = connection.execute(_APPEND, [*head, *parts[0]], binary=True).fetchone()
+            assert row is not None
+            if row[0]:
+                for part in parts[1:]:
+                    connection.execute(CHANGE, [self._instance, *part])
+            for point in append.points:
+                reach(point)
+        if self._guard.waits_for_standbys:
+            with self._open():
+                self._sender.look()
+        self._done(Answer(*row))
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        """What fails in here leaves those under way open, or keeps them from ever being done."""
+        try:
+            with reaching(self._address):
+                yield
+        except LogUnavailableError:
+            self._is_unknown = True
+            raise
+        except LogError as error:  # the server has refused one: nothing of it is there, nor of those behind it
+            self.failure = error
+            raise
+
+    def _done(self, answer: Answer) -> None:
+        if self._is_warned:
+            self._is_unknown = True
+            raise LogUnavailableError(f"the database {self.where} has not waited for its standbys")
+        append, begun_s = self._begun[0]
+        self._check(append, answer)
+        if self._guard.waits_for_standbys:
+            try:
+                self._guard.check_after_commit(self._sender.settings)
+            except LogUnavailableError:
+                self._is_unknown = True
+                raise
+        self._begun.popleft()
+        self._appends_count += 1
+        if self.synced is not None:
+            self.synced(time.perf_counter() - begun_s)
+
+    def _check(self, append: Append, answer: Answer) -> None:
+        """Raises FencedError, InvariantError."""
+        if answer.is_done:
+            return
+        if answer.epoch != append.fence:
+            self.failure = fenced(self.where, answer.epoch, answer.holder)
+            raise self.failure
+        if answer.appends_count != self._appends_count:
+            fail(f"append {self._appends_count + 1} of an epoch that has {answer.appends_count}")
+        last = answer.last_sequence_id
+        fail(f"an append follows record {append.expected_last_sequence_id}, the log ends with {last}")
+
+    def resolve(self) -> int:
+        with self._lock:
+            self.raise_failure()
+            if not self._is_unknown:
+                return 0
+            self._reconnect()  # answers may still be on their way to the old one
+            self._is_warned = False
+            self._guard.look_again(self._connection)
+            with (
+                self._guard.record_data_loss(self._connection),
+                reaching(self._address),
+                self._connection.transaction(),
+            ):
+                # Waits for an append that the server is still at; one behind it comes before this, or finds another
+                # epoch. The change is durable with all that was before it.
+                row = self._connection.execute(
+                    "SELECT epoch, appends_count, holder, is_there FROM immortal.heads WHERE instance = %s FOR UPDATE",
+                    [self._instance],
+                ).fetchone()
+                epoch, count, holder, is_there = row or (0, 0, "", True)
+                if not is_there:
+                    self.failure = fenced(self.where, epoch, "whoever has removed it")
+                    raise self.failure
+                done = self._done_until(epoch, count, holder)
+                self._settling = epoch + 1, done
+                self._connection.execute(
+                    "UPDATE immortal.heads SET epoch = epoch + 1, appends_count = 0 WHERE instance = %s",
+                    [self._instance],
+                )
+            if self._is_warned:
+                raise LogUnavailableError(f"the database {self.where} has not waited for its standbys")
+            self._guard.look_again(self._connection)  # that commit, too, has waited for what it was to wait for
+            self.fence, self._appends_count, self._is_unknown, self._settling = epoch + 1, 0, False, None
+            self._begun.clear()
+            self._guard.doubt = ""
+            return done
+
+    def _done_until(self, epoch: int, count: int, holder: str) -> int:
+        """How many of those that were begun are done, by what the head says. Raises FencedError, LogError."""
+        if self._settling is not None and (epoch, count, holder) == (self._settling[0], 0, leases.own_name()):
+            return self._settling[1]  # it was resolved, and that was not heard, or not waited for
+        try:
+            self._guard.require_whole(self._connection, (self.fence, self._appends_count))
+        except LogLostError as error:
+            self.failure = error
+            raise
+        if epoch > self.fence or (epoch == self.fence and holder != leases.own_name()):
+            self.failure = fenced(self.where, epoch, holder)
+            raise self.failure
+        done: int = count - self._appends_count
+        if epoch < self.fence or not 0 <= done <= len(self._begun):
+            acknowledged = f"{self._appends_count} were acknowledged in epoch {self.fence}"
+            self.failure = self._guard.lost(f"it has {count} appends of epoch {epoch}, and {acknowledged}")
+            raise self.failure
+        return done
+
+    # --- checkpoints of standbys --------------------------------------------------------------------------------------
+
+    def request_standby_checkpoint(self, name: str, checkpoint_id: int, epoch: int) -> None:
+        asked = Asked(self.fence, checkpoint_id, epoch)
+        self._asked_key = asking.key_of(asked, name)
+        with self._readers.borrowed() as connection:
+            asking.ask(connection, self._instance, asked, name)
+
+    def cancel_standby_request(self) -> None:
+        if self._asked_key and self.lost is None:
+            self._asked_key = b""
+            with self._readers.borrowed() as connection:
+                asking.forget(connection, self._instance)
+
+    def take_offer(self) -> bytes | None:
+        if not self._asked_key:
+            return None
+        with self._readers.borrowed() as connection:
+            offer = asking.answer(connection, self._instance, self._asked_key)
+        if offer is not None:
+            self._asked_key = b""
+        return offer
+
+    # --- what else ----------------------------------------------------------------------------------------------------
+
+    def space(self) -> Space:
+        now_s = time.monotonic()
+        if self._measured is None or now_s - self._measured[0] > MEASURED_S:
+            with self.view() as view:
+                self._measured = now_s, view.used_bytes()
+        return Space(self._measured[1], UNKNOWN_FREE_BYTES)
+
+    def close(self) -> None:
+        self._end(give_up=True)
+
+    def abandon(self) -> None:
+        self._end(give_up=False)
+
+    def _end(self, *, give_up: bool) -> None:
+        if self._is_ended:
+            return
+        self._is_ended = True
+        if give_up:
+            self.give_up()
+        self.failure = self.failure or LogError(f"the log {self.where} is closed")
+        self._lease.end()
+        self._chunks.close()
+        self._connection.close()
+        self._readers.close()
+
+    def give_up(self) -> None:
+        """What fails leaves the lease to run out."""
+        if self._is_given_up or isinstance(self.failure, FencedError):
+            return
+        self._is_given_up = True
+        with contextlib.suppress(LogError), self._lock, reaching(self._address):
+            if is_broken(self._connection) or self._begun:
+                self._reconnect()
+            self._lease.give_up(self._connection, self.successor)
+
+
+def fenced(where: str, epoch: int, holder: str) -> FencedError:
+    return FencedError(holder, f"fenced by {holder} at epoch {epoch}: it writes the log {where} now")

@@ -1,0 +1,245 @@
+"""Writing checkpoints: chunks as they come, then the header that makes them count; and what a crash left of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+import msgspec
+from msgspec import Struct
+
+from immortal.coordinator.core.errors import DamagedLogError, LogError, require
+from immortal.coordinator.core.interfaces import CheckpointHeader, Offer
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log import spilled, view_queries
+from immortal.coordinator.log.backend import RemovalBudget, Span, View
+from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
+from immortal.coordinator.log.identity import meta_row
+from immortal.coordinator.log.rows import Changes
+from immortal.coordinator.log.view_queries import acknowledged_positions
+from immortal.protocol import decoding
+from immortal.protocol.checksum import crc64
+from immortal.protocol.varint import Readable
+
+
+class PendingBlob(Struct):
+    """What has been written of a blob whose header is not committed yet."""
+
+    checkpoint_id: int
+    chunk_count: int = 0
+    size_bytes: int = 0
+    check: int = 0
+
+    def add(self, data: Readable) -> None:
+        self.chunk_count += 1
+        self.size_bytes += len(data)
+        self.check = crc64(data, self.check)
+
+    def require_complete(self, header: CheckpointHeader) -> None:
+        """The blob must be there with the size and CRC that its header says; a memory fault shows here as well."""
+        require(
+            (self.size_bytes, self.check) == (header.size_bytes, header.check),
+            f"checkpoint {header.checkpoint_id} has {self.size_bytes} bytes with CRC {self.check:016x},"
+            f" its header says {header.size_bytes} with {header.check:016x}",
+        )
+
+
+class CheckpointWriter:
+    """Keeps track of the one blob that is on its way, so that only a whole and right one can get its header."""
+
+    def __init__(self) -> None:
+        self._pending: PendingBlob | None = None
+
+    def put_chunk(self, view: View, checkpoint_id: int, index: int, data: Readable) -> Changes:
+        """For one chunk; index 0 begins the blob anew. Call :meth:`chunk_committed` once it is durable."""
+        changes = Changes()
+        if index == 0:
+            changes.deletes += _attempt(view, checkpoint_id)
+        else:
+            pending = self._pending
+            require(
+                pending is not None and (pending.checkpoint_id, pending.chunk_count) == (checkpoint_id, index),
+                f"chunk {index} of checkpoint {checkpoint_id} does not follow the chunk before it: {pending}",
+            )
+        key = CHUNK_KEY.pack(checkpoint_id, index)
+        changes.puts.append(("chunks", key, log_format.seal_chunk(key, data)))
+        return changes
+
+    def chunk_committed(self, checkpoint_id: int, index: int, data: Readable) -> None:
+        if index == 0 or self._pending is None:
+            self._pending = PendingBlob(checkpoint_id)
+        self._pending.add(data)
+
+    def put_header(self, view: View, header: CheckpointHeader, changes: Changes, *, adopts: bool = False) -> None:
+        """Header and outputs go into ``changes``; the blob must be there, with the header's size and CRC.
+
+        ``adopts``: somebody else has written it, and it was read and compared with its CRC since.
+        """
+        pending = _written_by_another(view, header) if adopts else self._pending
+        if pending is None or pending.checkpoint_id != header.checkpoint_id:
+            pending = PendingBlob(header.checkpoint_id)
+        pending.require_complete(header)
+        if not pending.chunk_count:
+            changes.deletes += _attempt(view, header.checkpoint_id)
+        outputs = log_format.encode_outputs(header.unacknowledged)
+        for index, offset in enumerate(range(0, len(outputs), log_format.OUTPUTS_PIECE_SIZE_BYTES)):
+            key = CHUNK_KEY.pack(header.checkpoint_id, index)
+            piece = outputs[offset : offset + log_format.OUTPUTS_PIECE_SIZE_BYTES]
+            changes.puts.append(("outputs", key, log_format.seal_chunk(key, piece)))
+        value = log_format.encode_header(header, pending.chunk_count, outputs)
+        changes.puts.append(("checkpoints", SEQUENCE_KEY.pack(header.checkpoint_id), value))
+
+    def header_committed(self) -> None:
+        self._pending = None
+
+
+def _written_by_another(view: View, header: CheckpointHeader) -> PendingBlob:
+    pending = PendingBlob(header.checkpoint_id, check=header.check)
+    for key, size_bytes in view.sizes("chunks", CHUNK_KEY.pack(header.checkpoint_id, 0)):
+        checkpoint_id, index = CHUNK_KEY.unpack(key)
+        if checkpoint_id != header.checkpoint_id:
+            break
+        require(index == pending.chunk_count, f"chunk {pending.chunk_count} of checkpoint {checkpoint_id} is missing")
+        pending.chunk_count += 1
+        pending.size_bytes += size_bytes - log_format.CRC_SIZE_BYTES
+    return pending
+
+
+def checkpoint_spans(checkpoint_id: int) -> list[Span]:
+    """All of a checkpoint but its header."""
+    first, end = CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0)
+    return [Span(table, first, end) for table in ("chunks", "outputs")]
+
+
+def _attempt(view: View, checkpoint_id: int) -> list[Span]:
+    """What an earlier attempt under the same ID has left: it may have had more chunks than this one.
+
+    So is a complete one that is damaged: the core was not told of it, and gives its ID away again.
+    """
+    require(
+        not view_queries.has_readable_header(view, checkpoint_id),
+        f"checkpoint {checkpoint_id} is complete already",
+    )
+    return [Span.of_one("checkpoints", SEQUENCE_KEY.pack(checkpoint_id)), *checkpoint_spans(checkpoint_id)]
+
+
+def half_written(view: View) -> Changes:
+    """One bounded step of the chunks that have no header; none: there are no more."""
+    budget, changes = RemovalBudget.step(), Changes()
+    for table in ("chunks", "outputs"):
+        checkpoint_id = 0
+        while not budget.exhausted:
+            first = next(view.sizes(table, CHUNK_KEY.pack(checkpoint_id, 0)), None)
+            if first is None:
+                break
+            checkpoint_id = CHUNK_KEY.unpack(first[0])[0]
+            if view.get("checkpoints", SEQUENCE_KEY.pack(checkpoint_id)) is None:
+                begin, end = CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0)
+                changes.deletes += budget.spend_span(view, table, end, begin)
+            checkpoint_id += 1
+    return changes
+
+
+# Removing what no kept checkpoint needs, in bounded steps (docs/decisions/0002-trim-in-steps.md).
+
+
+class Retention(Struct, frozen=True):
+    """What is to be kept: the newest ``keep_checkpoints`` (None: what ``keep_since_ns`` asks for alone counts), and
+    all that a replay from ``keep_since_ns`` on needs (ns since the Unix epoch; None: no more than that)."""
+
+    keep_checkpoints: int | None
+    keep_since_ns: int | None
+
+    def __post_init__(self) -> None:
+        require(
+            self.keep_checkpoints is None or self.keep_checkpoints >= 1,
+            f"{self.keep_checkpoints} checkpoints cannot be kept, it must be at least one",
+        )
+
+    def oldest_kept(self, newest_first: Iterable[CheckpointHeader]) -> CheckpointHeader | None:
+        """The oldest checkpoint to keep; None where there is none at all."""
+        oldest = None
+        for kept, header in enumerate(newest_first, start=1):
+            oldest = header
+            enough = self.keep_checkpoints is None or kept >= self.keep_checkpoints
+            if enough and (self.keep_since_ns is None or header.time_ns <= self.keep_since_ns):
+                break
+        return oldest
+
+
+def trim_step(
+    view: View, keep: Retention | None, damaged_ids: Collection[int], budget: RemovalBudget
+) -> tuple[Changes, bool]:
+    """What goes in one step, and whether some of it was spilled; the budget is exhausted if more may remain."""
+    acknowledged = acknowledged_positions(view)
+    changes = Changes()
+    for destination, position in acknowledged.items():
+        if not budget.exhausted:
+            changes.deletes += spilled.trim(view, "spilled", destination, position, budget)
+    from_spilled = bool(changes.deletes)
+    if keep is not None and not budget.exhausted:
+        _trim_history(view, changes, keep, damaged_ids, acknowledged, budget)
+    return changes, from_spilled
+
+
+def _trim_history(
+    view: View,
+    changes: Changes,
+    keep: Retention,
+    damaged_ids: Collection[int],
+    acknowledged: Mapping[str, int],
+    budget: RemovalBudget,
+) -> None:
+    """The order matters: a header goes before its chunks, and headers before the records that they need, so that a
+    crash between two steps never leaves a checkpoint that looks whole and is not.
+    """
+    oldest = keep.oldest_kept(_valid_headers(view, damaged_ids))
+    if oldest is None:
+        return
+    changes.deletes += budget.spend_span(view, "checkpoints", SEQUENCE_KEY.pack(oldest.checkpoint_id))
+    for table in ("chunks", "outputs"):
+        changes.deletes += budget.spend_span(view, table, CHUNK_KEY.pack(oldest.checkpoint_id, 0))
+    for span in budget.spend_span(view, "records", SEQUENCE_KEY.pack(oldest.sequence_id + 1)):
+        (end,) = SEQUENCE_KEY.unpack(span.end or b"")
+        changes.deletes.append(span)
+        changes.puts.append(meta_row(log_format.META_TRIMMED, end - 1))
+    changes.deletes += budget.spend_span(view, "verdicts", log_format.record_key(oldest.sequence_id + 1))
+    for destination, mark in oldest.outputs.items():
+        if not budget.exhausted:
+            # Also those before the checkpoint, while they wait: it may have left them where they are.
+            position = min(mark.position, acknowledged.get(destination, 0))
+            changes.deletes += spilled.trim(view, "impulses", destination, position, budget)
+
+
+def _valid_headers(view: View, damaged_ids: Collection[int]) -> Iterator[CheckpointHeader]:
+    """The headers of all checkpoints, newest first; those that are known to be damaged do not count."""
+    for key, value in view.scan_back("checkpoints"):
+        with contextlib.suppress(DamagedLogError):
+            header = log_format.decode_header(bytes(key), bytes(value)).header
+            if header.checkpoint_id not in damaged_ids:
+                yield header
+
+
+# What a standby says of a checkpoint whose chunks it has written for the one that writes the log.
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = decoding.Decoder(Offer).decode
+
+
+def sealed_chunk(checkpoint_id: int, index: int, data: Readable) -> bytes:
+    """As it stands in the table of chunks."""
+    return log_format.seal_chunk(CHUNK_KEY.pack(checkpoint_id, index), data)
+
+
+def encode_offer(offer: Offer) -> bytes:
+    """It is read by the writer alone, soon: no part of the log's format."""
+    return _encode(offer)
+
+
+def decode_offer(data: bytes) -> Offer:
+    """Raises LogError."""
+    try:
+        return _decode(data)
+    except decoding.DecodeError as error:
+        raise LogError(f"what a standby says of its checkpoint can't be read: {error}") from None

@@ -1,0 +1,177 @@
+"""What everybody has to know of a log first: whose it is, in which format, and where it begins and ends."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Protocol
+
+from msgspec import Struct
+
+from immortal.coordinator.core.errors import DamagedLogError, LogFormatError, LogIdentityError
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.protocol import decoding
+from immortal.protocol.checksum import crc64
+from immortal.protocol.errors import DamagedRecordError, RemoteProtocolError
+from immortal.protocol.record import RecordHeader, verify_record
+from immortal.protocol.trailer import Trailer, check_trailer, decode_trailer
+from immortal.protocol.varint import Readable
+
+_IDENTITY = struct.Struct("<QQ")  # committer ID, when the log was made
+
+
+class Tables(Protocol):
+    """As much of a View as is needed here."""
+
+    def get(self, table: str, key: bytes) -> Readable | None: ...
+    def scan(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, Readable]]: ...
+    def scan_back(self, table: str, last: bytes | None = None) -> Iterator[tuple[Readable, Readable]]: ...
+
+
+class LogIdentity(Struct, frozen=True):
+    """Whose log it is."""
+
+    format_version: int
+    instance_name: str
+    committer_id: int
+    created_ns: int
+
+    @property
+    def check(self) -> int:
+        """With what the CRCs of files beside the tables begin: nothing of another log counts."""
+        return crc64(_IDENTITY.pack(self.committer_id, self.created_ns))
+
+    def rows(self) -> list[tuple[str, bytes, bytes]]:
+        """Of a new log."""
+        values: dict[bytes, object] = {
+            log_format.META_FORMAT: self.format_version,
+            log_format.META_INSTANCE: self.instance_name,
+            log_format.META_COMMITTER_ID: self.committer_id,
+            log_format.META_CREATED: self.created_ns,
+        }
+        return [meta_row(key, payload) for key, payload in values.items()]
+
+
+def meta_row(key: bytes, payload: object) -> tuple[str, bytes, bytes]:
+    return "meta", key, log_format.seal(b"meta", key, payload)
+
+
+def meta_value(view: Tables, key: bytes, decoder: decoding.Decoder[log_format.Decoded]) -> log_format.Decoded | None:
+    """A value of the meta table, None when absent. Raises DamagedLogError."""
+    value = view.get("meta", key)
+    return None if value is None else log_format.unseal(b"meta", key, bytes(value), decoder)
+
+
+def first_and_last_sequence_id(view: Tables) -> tuple[int, int]:
+    """The first and last kept record; first is last + 1 when there is none. Raises DamagedLogError."""
+    for key, _ in view.scan("records"):
+        (first,) = SEQUENCE_KEY.unpack(key)
+        return first, SEQUENCE_KEY.unpack(next(view.scan_back("records"))[0])[0]
+    trimmed = meta_value(view, log_format.META_TRIMMED, log_format.INT)
+    last = -1 if trimmed is None else trimmed
+    return last + 1, last
+
+
+def read_identity(view: Tables, where: str, instance_name: str | None) -> LogIdentity:
+    """Whose log this is. Raises LogFormatError (none, or a newer version), LogIdentityError, DamagedLogError."""
+    version = check_format(view, where)
+    name = _required(view, where, log_format.META_INSTANCE, log_format.TEXT)
+    if instance_name is not None and name != instance_name:
+        raise LogIdentityError(
+            f"the log in {where} belongs to instance {name!r}, not to {instance_name!r}: check the log folder's path"
+        )
+    committer_id = _required(view, where, log_format.META_COMMITTER_ID, log_format.INT)
+    created_ns = _required(view, where, log_format.META_CREATED, log_format.INT)
+    return LogIdentity(version, name, committer_id, created_ns)
+
+
+def check_format(view: Tables, where: str) -> int:
+    """The format version, one that this program reads. Raises LogFormatError for another one, DamagedLogError."""
+    version = _required(view, where, log_format.META_FORMAT, log_format.INT)
+    if version in log_format.FORMAT_VERSIONS_READ:
+        return version
+    if version > log_format.AUTHENTICATED_VERSION:
+        remedy = "use the newer version of the program that wrote it"
+    else:
+        remedy = "no release wrote it, and none reads it; move that folder away to start with a new, empty log"
+    raise LogFormatError(
+        f"the log in {where} has format version {version}, this program reads version"
+        f" {log_format.AUTHENTICATED_VERSION}: {remedy}"
+    )
+
+
+def _required(
+    view: Tables, where: str, key: bytes, decoder: decoding.Decoder[log_format.Decoded]
+) -> log_format.Decoded:
+    value = meta_value(view, key, decoder)
+    if value is None:
+        raise LogFormatError(f"there is no complete log in {where}: its meta table has no {key.decode()!r}")
+    return value
+
+
+# Checks of a log value: the record, its trailer, and that both are where they belong.
+
+
+def verify_value(value: Readable, expected_sequence_id: int, committer_id: int) -> tuple[RecordHeader, Trailer]:
+    """Check and decode a value of the log. Raises DamagedLogError, which says what is damaged."""
+    header = _verify_record(value, expected_sequence_id, committer_id)
+    try:
+        return header, decode_trailer(value[header.size_bytes :], header.check)
+    except RemoteProtocolError as error:
+        raise _trailer_error(error, expected_sequence_id) from None
+
+
+def check_value(value: Readable, expected_sequence_id: int, committer_id: int) -> RecordHeader:
+    """As :func:`verify_value`, but the trailer's CRC is checked without decoding it: for the way to the app."""
+    header = _verify_record(value, expected_sequence_id, committer_id)
+    try:
+        check_trailer(memoryview(value)[header.size_bytes :], header.check)
+    except RemoteProtocolError as error:
+        raise _trailer_error(error, expected_sequence_id) from None
+    return header
+
+
+def logged_time_ns(value: Readable, sequence_id: int, committer_id: int) -> int:
+    """The time of a record; 0 where it is damaged, which whoever reads it will find."""
+    try:
+        return verify_value(value, sequence_id, committer_id)[1].time_ns
+    except DamagedLogError:
+        return 0
+
+
+def _verify_record(value: Readable, expected_sequence_id: int, committer_id: int) -> RecordHeader:
+    try:
+        header = verify_record(value)
+    except RemoteProtocolError as error:
+        raise DamagedLogError(f"record {expected_sequence_id} is damaged: {error}", expected_sequence_id) from None
+    if header.sequence_id != expected_sequence_id:
+        raise DamagedLogError(
+            f"record {expected_sequence_id} is in the wrong place: the log holds record {header.sequence_id} there",
+            expected_sequence_id,
+        )
+    if header.committer_id != committer_id:
+        raise DamagedLogError(
+            f"record {expected_sequence_id} is in the wrong place: it was written by committer"
+            f" {header.committer_id}, this log belongs to committer {committer_id}",
+            expected_sequence_id,
+        )
+    return header
+
+
+def _trailer_error(error: RemoteProtocolError, sequence_id: int) -> DamagedLogError:
+    if isinstance(error, DamagedRecordError):
+        return DamagedLogError(f"the trailer of record {sequence_id} is damaged: {error}", sequence_id)
+    return DamagedLogError(f"the trailer of record {sequence_id} cannot be read: {error}", sequence_id)
+
+
+def checked_prefix(values: list[bytes], first_sequence_id: int, committer_id: int) -> list[bytes]:
+    """Those of ``values`` before the first damaged one. Raises DamagedLogError if that is the first."""
+    for index, value in enumerate(values):
+        try:
+            check_value(value, first_sequence_id + index, committer_id)
+        except DamagedLogError:
+            if index == 0:
+                raise
+            return values[:index]
+    return values

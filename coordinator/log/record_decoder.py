@@ -1,0 +1,143 @@
+"""One record at a time, in plain Python: for those that pipeline.decode leaves, and for saying what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from immortal.coordinator.log import LogReader, verify_value
+from immortal.protocol.batch import decode_batch, decode_replayable_batch
+from immortal.protocol.errors import ImmortalError, RemoteProtocolError
+from immortal.protocol.extensions import decode_record_time
+from immortal.protocol.messages import IncomingRpc, MessageType, decode_incoming_rpc, decode_message, decode_messages
+from immortal.protocol.record import HEADER_SIZE_BYTES, RecordHeader
+from immortal.protocol.trailer import BatchKind, BatchSource, Trailer
+
+KIND_NAMES = ("stream", "impulse", "initial", "client")  # by BatchKind
+RPC_TYPE_NAMES = ("async", "fork", "impulse")  # by RpcType
+RPC_KIND_NAMES = ("call", "returned_value", "returned_nothing", "raised")  # by RpcKind
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedMessage:
+    """One message of a record; an initial message that wraps no RPC has neither method ID nor RPC type."""
+
+    source: BatchSource
+    position: int
+    rpc: IncomingRpc | None
+    arguments: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedRecord:
+    header: RecordHeader
+    trailer: Trailer
+    messages: list[DecodedMessage]
+
+
+def read_record(value: bytes | memoryview, sequence_id: int, committer_id: int, *, whole: bool) -> DecodedRecord | str:
+    """The record, or in words what is wrong with it. Unless it is to be ``whole``, its content is only checked."""
+    try:
+        header, trailer = verify_value(value, sequence_id, committer_id)
+        content = bytes(value[HEADER_SIZE_BYTES : header.size_bytes]) if whole else b""
+        messages = list(_messages(content, trailer)) if whole else []
+    except RemoteProtocolError as error:
+        return f"record {sequence_id} cannot be decoded: {error}"
+    except ImmortalError as error:
+        return str(error)
+    return DecodedRecord(header, trailer, messages)
+
+
+def _messages(content: bytes, trailer: Trailer) -> Iterator[DecodedMessage]:
+    sources = iter(trailer.batches)
+    for number, (message_type, start, end) in enumerate(decode_messages(content)):
+        if message_type == MessageType.RECORD_TIME and number == 0:
+            decode_record_time(content, start, end)
+            continue
+        if message_type == MessageType.INSTANCE_NAME:  # in record 0, in front of the initial message; no input
+            continue
+        source = next(sources, None)
+        if source is None:
+            raise RemoteProtocolError(f"its trailer names {len(trailer.batches)} batches, it has more")
+        data = content[start:end]
+        is_initial = source.kind == BatchKind.INITIAL
+        if is_initial != (message_type == MessageType.INITIAL_MESSAGE):
+            raise RemoteProtocolError(f"a message of type {message_type} where the trailer has a batch of {source}")
+        count = 0
+        for message in _initial(data, source) if is_initial else _rpcs(message_type, data, source):
+            yield message
+            count += 1
+        if count != source.count:
+            raise RemoteProtocolError(f"a batch of {count} messages where the trailer has {source}")
+    if next(sources, None) is not None:
+        raise RemoteProtocolError(f"its trailer names {len(trailer.batches)} batches, it has fewer")
+
+
+def _rpcs(message_type: int, data: bytes, source: BatchSource) -> Iterator[DecodedMessage]:
+    if message_type == MessageType.RPC:
+        yield _message(data, source, 0)
+        return
+    if message_type == MessageType.RPC_BATCH:
+        count, offset = decode_batch(data)
+    elif message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
+        count, _, offset = decode_replayable_batch(data)
+    else:
+        raise RemoteProtocolError(f"a message of type {message_type}, which no record holds")
+    if count != source.count:
+        raise RemoteProtocolError(f"a batch gives its count as {count} where the trailer has {source}")
+    inner = data[offset:]
+    for index, (inner_type, start, end) in enumerate(decode_messages(inner)):
+        if inner_type != MessageType.RPC:
+            raise RemoteProtocolError(f"a batch holds a message of type {inner_type}, only RPCs (0) are allowed")
+        yield _message(inner[start:end], source, index)
+
+
+def _message(data: bytes, source: BatchSource, index: int) -> DecodedMessage:
+    rpc = decode_incoming_rpc(data)
+    return DecodedMessage(source, source.first_position + index, rpc, rpc.arguments)
+
+
+def _initial(data: bytes, source: BatchSource) -> Iterator[DecodedMessage]:
+    """By custom it wraps one RPC; but it may be any bytes, and is never decoded as something that it is not."""
+    rpc = None
+    try:
+        message_type, start, end = decode_message(data)
+        if message_type == MessageType.RPC and end == len(data):
+            rpc = decode_incoming_rpc(data, start, end)
+    except RemoteProtocolError:
+        rpc = None
+    yield DecodedMessage(source, source.first_position, rpc, data if rpc is None else rpc.arguments)
+
+
+# Where in a log a moment is. Needs neither Arrow nor Spark.
+
+
+def first_record_at(reader: LogReader, time_ns: int, first: int | None = None, end: int | None = None) -> int:
+    """The first of the records ``first`` to ``end`` - 1 (None: all) that may be from ``time_ns`` or later; ``end``, or
+    the one behind the last, where all are earlier.
+
+    The time of records never goes back. One that is damaged counts as the next sound one.
+    """
+    first_kept, last = reader.ends()
+    first = first_kept if first is None else first
+    end = last + 1 if end is None else end
+    while first < end:
+        middle = (first + end) // 2
+        found = _time_from(reader, middle, end)
+        if found is None:  # nothing sound from there on: what is left may be of any time
+            end = middle
+        elif found[1] < time_ns:
+            first = found[0] + 1
+        else:
+            end = middle
+    return first
+
+
+def _time_from(reader: LogReader, first: int, end: int) -> tuple[int, int] | None:
+    """(sequence ID, time) of the first sound record from ``first`` on."""
+    for sequence_id in range(first, end):
+        for logged in reader.records(sequence_id, sequence_id):
+            record = logged.problem or read_record(logged.value, sequence_id, reader.identity.committer_id, whole=False)
+            if not isinstance(record, str):
+                return sequence_id, record.trailer.time_ns
+    return None

@@ -1,0 +1,126 @@
+"""Rows of the table `sources` that are damaged, made anew from what else the log knows.
+
+A row with one flipped bit is put right. Another is made from the last record that holds a batch of that stream, where
+the log of its sender is known as well: only then can a sender with another log not be taken for the one that it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from msgspec import Struct
+
+from immortal.coordinator.core.errors import DamagedLogError
+from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, SourcePosition
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log import view_queries
+from immortal.coordinator.log.backend import Span, View
+from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.coordinator.log.identity import meta_value, verify_value
+from immortal.coordinator.log.rows import Changes
+from immortal.protocol.trailer import BatchKind
+
+_TABLE = b"sources"
+
+
+class RepairedSource(Struct, frozen=True):
+    """A row to be put in the place of the damaged one at ``damaged_key``; ``how`` it is known, in words."""
+
+    damaged_key: bytes
+    key: bytes
+    known: SourcePosition
+    how: str
+
+
+def plan_source_repair(view: View, committer_id: int) -> list[RepairedSource]:
+    """What is to be put in the place of each damaged row. Raises DamagedLogError where that cannot be known."""
+    plan = []
+    from_records: dict[str, tuple[bytes, str]] = {}
+    for key, value, problem in _damaged_rows(view):
+        mended = _with_one_bit_flipped(key, value)
+        if mended is not None:
+            plan.append(RepairedSource(key, *mended, f"{problem}: one flipped bit was put right"))
+        else:
+            from_records[log_format.name_of_key(key)] = (key, problem)
+    if from_records:
+        committers = _committers(view, committer_id)
+        for name, (_, problem) in from_records.items():
+            if name not in committers:
+                raise DamagedLogError(f"{problem}, and nothing else says which log {name!r} had", -1)
+        found = _last_positions(view, committer_id, from_records)
+        for name, (key, problem) in from_records.items():
+            if name not in found:
+                raise DamagedLogError(f"{problem}, and no record that is kept says how far that stream was", -1)
+            sequence_id, position = found[name]
+            known = SourcePosition(committers[name], 0, position)
+            plan.append(
+                RepairedSource(key, key, known, f"{problem}: position {position} is taken from record {sequence_id}")
+            )
+    return plan
+
+
+def repair_sources(view: View, committer_id: int) -> tuple[Changes, list[str]]:
+    """To put damaged rows right; what that does, in words. Raises DamagedLogError where that cannot be."""
+    plan = plan_source_repair(view, committer_id)
+    changes = Changes()
+    if plan:  # the whole table is written anew: where keys are damaged they are not found by their order
+        damaged = {row.damaged_key for row in plan}
+        changes.deletes.append(Span("sources"))
+        rows = ((bytes(key), bytes(value)) for key, value in view.scan("sources"))
+        changes.puts += [("sources", key, value) for key, value in rows if key not in damaged]
+    for row in plan:
+        payload = (row.known.committer_id, row.known.epoch, row.known.position)
+        changes.puts.append(("sources", row.key, log_format.seal(_TABLE, row.key, payload)))
+    return changes, [row.how for row in plan]
+
+
+def _damaged_rows(view: View) -> Iterator[tuple[bytes, bytes, str]]:
+    for key_view, value_view in view.scan("sources"):
+        key, value = bytes(key_view), bytes(value_view)
+        try:
+            log_format.unseal(_TABLE, key, value, log_format.SOURCE)
+        except DamagedLogError as error:
+            yield key, value, str(error)
+
+
+def _with_one_bit_flipped(key: bytes, value: bytes) -> tuple[bytes, SourcePosition] | None:
+    """The row of which this one differs by one bit, of key or value; at most one has its CRC right."""
+    row = bytearray(key + value)
+    for bit in range(8 * len(row)):
+        row[bit // 8] ^= 1 << bit % 8
+        try:
+            right_key = bytes(row[: len(key)])
+            fields = log_format.unseal(_TABLE, right_key, bytes(row[len(key) :]), log_format.SOURCE)
+            return right_key, SourcePosition(*fields)
+        except DamagedLogError:
+            row[bit // 8] ^= 1 << bit % 8
+    return None
+
+
+def _committers(view: View, committer_id: int) -> dict[str, int]:
+    """By name, whose log the streams that are still as they began come from."""
+    receivers = view_queries.named_rows(view, "peers", log_format.INT)
+    began_anew = view_queries.stream_starts(view)  # the last record may be from before that
+    known = {name: receiver for name, receiver in receivers.items() if name not in began_anew}
+    return {**known, ONESELF: committer_id, IMPULSES: committer_id}
+
+
+def _last_positions(view: View, committer_id: int, names: Collection[str]) -> dict[str, tuple[int, int]]:
+    """By source, the last record with a batch of it, and that batch's last position; without those not found.
+
+    Raises DamagedLogError for a record that cannot be read: it may hold one of them.
+    """
+    cuts = meta_value(view, log_format.META_CUTS, log_format.INTS) or [0]
+    found: dict[str, tuple[int, int]] = {}
+    for key, value in view.scan_back("records"):
+        (sequence_id,) = SEQUENCE_KEY.unpack(key)
+        if sequence_id < cuts[-1] or len(found) == len(names):
+            break  # what was cut off there counts as received, and is not here
+        _, trailer = verify_value(bytes(value), sequence_id, committer_id)
+        for batch in trailer.batches:
+            source = IMPULSES if batch.kind == BatchKind.IMPULSES else batch.name
+            if source in names and batch.kind != BatchKind.INITIAL:
+                before = found.get(source, (sequence_id, 0))
+                if before[0] == sequence_id:
+                    found[source] = (sequence_id, batch.last_position)
+    return found

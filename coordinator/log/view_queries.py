@@ -1,0 +1,314 @@
+"""From rows back to the core's words, each function in a view of the caller: for writer and reader alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from immortal.coordinator.core.errors import DamagedCheckpointError, DamagedLogError
+from immortal.coordinator.core.interfaces import (
+    CheckpointHeader,
+    ClientPosition,
+    ImpulseBatch,
+    LogSummary,
+    OutputBatch,
+    SourcePosition,
+    StoredClients,
+    StreamStart,
+    VersionStart,
+)
+from immortal.coordinator.log import format as log_format
+from immortal.coordinator.log import spilled, verdicts
+from immortal.coordinator.log.backend import View
+from immortal.coordinator.log.format import CHUNK_KEY, IMPULSES_TABLE, SEQUENCE_KEY, StoredHeader
+from immortal.coordinator.log.identity import first_and_last_sequence_id, logged_time_ns, meta_value
+from immortal.protocol import decoding
+from immortal.protocol.checksum import crc64
+from immortal.protocol.client_frames import ReplyKind
+
+IMPULSES_LOADED_SIZE_BYTES_MAX = 16 << 20  # for each destination; memory has room for that
+LoadOutputs = Callable[[StoredHeader], dict[str, list[OutputBatch]]]
+
+
+class StoredOutputs(Mapping[str, Sequence[OutputBatch]]):
+    """The unacknowledged outputs of a checkpoint, read from the log when they are first looked at.
+
+    They may be tens of MiB, and only the one checkpoint that recovery starts from is ever asked for its own.
+    Their CRC was checked when the log's summary was made. Reading may raise DamagedCheckpointError.
+    """
+
+    def __init__(self, stored: StoredHeader, load: LoadOutputs) -> None:
+        self._stored = stored
+        self._load = load
+        self._loaded: dict[str, list[OutputBatch]] | None = None
+
+    def _outputs(self) -> dict[str, list[OutputBatch]]:
+        if self._loaded is None:
+            self._loaded = self._load(self._stored)
+        return self._loaded
+
+    def __getitem__(self, destination: str) -> Sequence[OutputBatch]:
+        return self._outputs()[destination]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._outputs())
+
+    def __len__(self) -> int:
+        return len(self._outputs())
+
+    def __repr__(self) -> str:
+        return f"<unacknowledged outputs of {self._stored.outputs_size_bytes} bytes>"
+
+
+def named_rows(view: View, table: str, decoder: decoding.Decoder[log_format.Decoded]) -> dict[str, log_format.Decoded]:
+    """All rows of a table of small values by name. Raises DamagedLogError."""
+    rows = {}
+    for key_view, value in view.scan(table):
+        key = bytes(key_view)
+        rows[log_format.name_of_key(key)] = log_format.unseal(table.encode(), key, bytes(value), decoder)
+    return rows
+
+
+def stored_headers(view: View) -> Iterator[tuple[int, StoredHeader | DamagedLogError]]:
+    """(checkpoint ID, header or what is wrong with it), oldest first."""
+    for key_view, value in view.scan("checkpoints"):
+        key = bytes(key_view)
+        checkpoint_id = SEQUENCE_KEY.unpack(key)[0]
+        try:
+            yield checkpoint_id, log_format.decode_header(key, bytes(value))
+        except DamagedLogError as error:
+            yield checkpoint_id, error
+
+
+def has_readable_header(view: View, checkpoint_id: int) -> bool:
+    """Whether there is a checkpoint of that ID with an undamaged header and undamaged outputs: one for a summary."""
+    key = SEQUENCE_KEY.pack(checkpoint_id)
+    value = view.get("checkpoints", key)
+    if value is None:
+        return False
+    try:
+        check_outputs(view, log_format.decode_header(key, bytes(value)))
+    except (DamagedLogError, DamagedCheckpointError):
+        return False
+    return True
+
+
+def outputs_pieces(view: View, checkpoint_id: int) -> Iterator[bytes]:
+    """The pieces of a checkpoint's unacknowledged outputs. Raises DamagedCheckpointError."""
+    index = 0
+    while (value := view.get("outputs", key := CHUNK_KEY.pack(checkpoint_id, index))) is not None:
+        data = log_format.unseal_chunk(key, value)
+        if data is None:
+            raise DamagedCheckpointError(
+                f"piece {index} of the unacknowledged outputs of checkpoint {checkpoint_id} is damaged", checkpoint_id
+            )
+        yield data
+        index += 1
+
+
+def check_outputs(view: View, stored: StoredHeader) -> None:
+    """Check a checkpoint's unacknowledged outputs without keeping them. Raises DamagedCheckpointError."""
+    size_bytes = check = 0
+    for data in outputs_pieces(view, stored.header.checkpoint_id):
+        size_bytes += len(data)
+        check = crc64(data, check)
+    _require_outputs(stored, size_bytes, check)
+
+
+def load_outputs(view: View, stored: StoredHeader) -> dict[str, list[OutputBatch]]:
+    """A checkpoint's unacknowledged outputs. Raises DamagedCheckpointError."""
+    data = b"".join(outputs_pieces(view, stored.header.checkpoint_id))
+    _require_outputs(stored, len(data), crc64(data))
+    try:
+        return log_format.decode_outputs(data)
+    except decoding.DecodeError as error:
+        checkpoint_id = stored.header.checkpoint_id
+        raise DamagedCheckpointError(f"the outputs of checkpoint {checkpoint_id}: {error}", checkpoint_id) from None
+
+
+def _require_outputs(stored: StoredHeader, size_bytes: int, check: int) -> None:
+    if (size_bytes, check) != (stored.outputs_size_bytes, stored.outputs_check):
+        checkpoint_id = stored.header.checkpoint_id
+        raise DamagedCheckpointError(
+            f"the unacknowledged outputs of checkpoint {checkpoint_id} are not what was written:"
+            f" {size_bytes} bytes with CRC {check:016x}, its header says {stored.outputs_size_bytes} with"
+            f" {stored.outputs_check:016x}",
+            checkpoint_id,
+        )
+
+
+def load_summary(
+    view: View,
+    committer_id: int,
+    load: LoadOutputs,
+    problems: list[str],
+    impulses_size_bytes_max: int = IMPULSES_LOADED_SIZE_BYTES_MAX,
+) -> LogSummary:
+    """The log's summary; a damaged checkpoint is left out and told in ``problems``. Raises DamagedLogError."""
+    first, last = first_and_last_sequence_id(view)
+    checkpoints: list[CheckpointHeader] = []
+    for checkpoint_id, stored in stored_headers(view):
+        if isinstance(stored, DamagedLogError):
+            problems.append(f"checkpoint {checkpoint_id} is left out: its header is damaged ({stored})")
+            continue
+        try:
+            check_outputs(view, stored)
+        except DamagedCheckpointError as error:
+            problems.append(f"checkpoint {checkpoint_id} is left out: {error}")
+            continue
+        checkpoints.append(with_outputs(stored, load))
+    acknowledged = acknowledged_positions(view)
+    sources = named_rows(view, "sources", log_format.SOURCE)
+    extensions = meta_value(view, log_format.META_EXTENSIONS, log_format.INTS)
+    cut = meta_value(view, log_format.META_CUT, log_format.INT)
+    return LogSummary(
+        committer_id=committer_id,
+        epoch=meta_value(view, log_format.META_EPOCH, log_format.INT) or 0,
+        first_sequence_id=first,
+        last_sequence_id=last,
+        checkpoints=checkpoints,
+        sources={name: SourcePosition(*row) for name, row in sources.items()},
+        acknowledged=acknowledged,
+        peers=named_rows(view, "peers", log_format.INT),
+        impulses=load_impulses(
+            view, acknowledged, None if cut is not None else impulses_size_bytes_max
+        ),  # they may move then
+        extensions=None if extensions is None else frozenset(extensions),
+        last_time_ns=_record_time_ns(view, last, committer_id),
+        versions=version_starts(view),
+        cut_sequence_id=cut,
+        stream_starts=stream_starts(view),
+        spilled=spilled.extents(view, acknowledged),
+        verdicts=verdicts.load_verdicts(view, first),
+        letters=verdicts.dead_letter_sizes(view),
+        suspect=verdicts.load_suspect(view),
+    )
+
+
+def acknowledged_positions(view: View) -> dict[str, int]:
+    """By destination: the last position that is durable there. Raises DamagedLogError."""
+    return named_rows(view, "acknowledged", log_format.INT)
+
+
+def stream_starts(view: View) -> dict[str, StreamStart]:
+    """Of the output streams that were reset. Raises DamagedLogError."""
+    rows = meta_value(view, log_format.META_STREAM_STARTS, log_format.STREAM_STARTS)
+    return {name: StreamStart(*row) for name, row in (rows or {}).items()}
+
+
+def _record_time_ns(view: View, sequence_id: int, committer_id: int) -> int:
+    value = view.get("records", SEQUENCE_KEY.pack(sequence_id)) if sequence_id >= 0 else None
+    return 0 if value is None else logged_time_ns(value, sequence_id, committer_id)
+
+
+def version_starts(view: View) -> list[VersionStart]:
+    """In the order in which they began. Raises DamagedLogError."""
+    return [log_format.decode_version_start(bytes(key), bytes(value)) for key, value in view.scan("versions")]
+
+
+def with_outputs(stored: StoredHeader, load: LoadOutputs) -> CheckpointHeader:
+    """The header as the core knows it."""
+    if not stored.outputs_size_bytes:
+        return stored.header
+    return replace(stored.header, unacknowledged=StoredOutputs(stored, load))
+
+
+def load_impulses(view: View, acknowledged: Mapping[str, int], size_bytes_max: int | None) -> list[ImpulseBatch]:
+    """All impulses by destination and position; the payload of those that are acknowledged whole is b"".
+
+    Their positions still count, but nobody needs their bytes: the table may be far larger than what is unacknowledged.
+    Of what is not acknowledged, only so much is loaded for each destination; the rest is read when it is sent.
+    ``size_bytes_max``: at most so much, None: all of it.
+    """
+    batches = []
+    loaded: dict[str, int] = {}
+    for key_view, value in view.scan("impulses"):
+        key = bytes(key_view)
+        destination, first_position = log_format.batch_of_key(IMPULSES_TABLE, key)
+        count = log_format.decode_batch_count(IMPULSES_TABLE, key, value)
+        payload, left_bytes = b"", 0
+        if first_position + count - 1 > acknowledged.get(destination, 0):
+            size_bytes = log_format.batch_payload_size(value)
+            loaded[destination] = loaded.get(destination, 0) + size_bytes
+            if size_bytes_max is None or loaded[destination] <= size_bytes_max:
+                payload = log_format.decode_batch_payload(IMPULSES_TABLE, key, value)
+            else:
+                left_bytes = size_bytes
+        batches.append(ImpulseBatch(first_position, count, payload, destination, left_bytes))
+    return batches
+
+
+def client_positions(view: View) -> dict[str, ClientPosition]:
+    """Raises DamagedLogError."""
+    rows = ((bytes(key), bytes(value)) for key, value in view.scan("clients"))
+    return {log_format.name_of_key(key): log_format.decode_client(key, value) for key, value in rows}
+
+
+def load_clients(view: View, problems: list[str]) -> StoredClients:
+    """What is known of clients; a damaged reply is told in ``problems``. Raises DamagedLogError."""
+    replies = {}
+    for key_view, value in view.scan("replies"):
+        key = bytes(key_view)
+        client_id, number = log_format.reply_of_key(key)
+        data = log_format.unseal_chunk(key, value)
+        if data is None:
+            problems.append(f"the reply to request {number} of client {client_id!r} is damaged: it is left out")
+        replies[client_id, number] = data or bytes((ReplyKind.GONE,))
+    forgotten_ns = meta_value(view, log_format.META_CLIENTS_FORGOTTEN, log_format.INT)
+    return StoredClients(client_positions(view), replies, forgotten_ns or 0)
+
+
+def collect_values(
+    view: View, first_sequence_id: int, size_bytes_max: int
+) -> tuple[list[bytes], DamagedLogError | None]:
+    """Copies of the values from ``first_sequence_id`` on, unchecked, and the gap that ended them, if one did."""
+    values: list[bytes] = []
+    rest_bytes = size_bytes_max
+    expected = first_sequence_id
+    for key, value in view.scan("records", SEQUENCE_KEY.pack(max(first_sequence_id, 0))):
+        (sequence_id,) = SEQUENCE_KEY.unpack(key)
+        if sequence_id != expected:
+            return values, DamagedLogError(
+                f"record {expected} is missing: the next one in the log is record {sequence_id}", expected
+            )
+        rest_bytes -= len(value)
+        if values and rest_bytes < 0:
+            break
+        values.append(bytes(value))
+        expected += 1
+    return values, None
+
+
+def read_chunk(view: View, checkpoint_id: int, index: int) -> bytes:
+    """Chunk ``index`` of a blob; b"" behind the last. Raises DamagedCheckpointError."""
+    key = CHUNK_KEY.pack(checkpoint_id, index)
+    value = view.get("chunks", key)
+    if value is not None:
+        data = log_format.unseal_chunk(key, value)
+        if data is None:
+            raise DamagedCheckpointError(
+                f"chunk {index} of checkpoint {checkpoint_id} is damaged: its CRC does not match", checkpoint_id
+            )
+        return data
+    header_key = SEQUENCE_KEY.pack(checkpoint_id)
+    header = view.get("checkpoints", header_key)
+    if header is None:
+        raise DamagedCheckpointError(f"checkpoint {checkpoint_id} is not in the log", checkpoint_id)
+    try:
+        stored = log_format.decode_header(header_key, bytes(header))
+    except DamagedLogError as error:
+        raise DamagedCheckpointError(f"checkpoint {checkpoint_id}: {error}", checkpoint_id) from None
+    if index < stored.chunk_count:
+        raise DamagedCheckpointError(
+            f"chunk {index} of checkpoint {checkpoint_id} is missing; it has {stored.chunk_count}", checkpoint_id
+        )
+    return b""
+
+
+def check_impulses(view: View) -> None:
+    """Check every impulse row, its payload too. Raises DamagedLogError."""
+    for key_view, value in view.scan("impulses"):
+        key = bytes(key_view)
+        log_format.decode_batch_count(IMPULSES_TABLE, key, value)
+        log_format.decode_batch_payload(IMPULSES_TABLE, key, value)

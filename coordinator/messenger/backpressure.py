@@ -1,0 +1,195 @@
+"""How much may be pending for each destination, and who waits for room."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+from msgspec import Struct, field
+
+from immortal.coordinator.messenger.errors import MessengerError, PendingFullError
+from immortal.coordinator.messenger.limits import (
+    CLIENT_QUEUED_SIZE_BYTES_MAX,
+    CLIENT_SHARE_SIZE_BYTES,
+    CLIENTS_QUEUED_SIZE_BYTES_MAX,
+    LARGE_PART_SIZE_BYTES,
+    PENDING_MAX,
+    PENDING_SIZE_BYTES_MAX,
+)
+from immortal.coordinator.messenger.sockets import NOBLOCK
+
+
+class PendingLimits(Struct, frozen=True):
+    """What may be pending, sent or not, for one destination; one message always may, however large.
+
+    ``wait_s``: how long a send waits for room before it is refused; 0: not at all, None: as long as it takes. It waits
+    only in other threads than the messenger's, and only while that runs.
+    """
+
+    count_max: int = PENDING_MAX
+    size_bytes_max: int = PENDING_SIZE_BYTES_MAX
+    wait_s: float | None = 0.0
+
+    def __post_init__(self) -> None:
+        if self.count_max < 1 or self.size_bytes_max < 1 or (self.wait_s is not None and not self.wait_s >= 0):
+            raise MessengerError(f"{self}; expected limits of 1 at least, and a wait of 0 s at least or None")
+
+
+PENDING_LIMITS = PendingLimits()
+
+
+class _Pending(Struct, eq=False):
+    """To one destination, ever: what was taken, by any thread under the lock, and what of it is pending no more, which
+    only the messenger's owner writes."""
+
+    taken_count: int = 0
+    taken_size_bytes: int = 0
+    done_count: int = 0
+    done_size_bytes: int = 0
+
+
+class Room:
+    """What is pending for each destination. ``may_wait``: whether the calling thread may wait, as there is another that
+    can make room."""
+
+    def __init__(self, limits: PendingLimits, may_wait: Callable[[], bool]) -> None:
+        self.refused_count = 0
+        self.waited_count = 0
+        self._limits = limits
+        self._may_wait = may_wait
+        self._by_destination: dict[str, _Pending] = {}
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting_count = 0
+
+    def take(self, destination: str, size_bytes: int) -> None:
+        """Count one more message. Raises PendingFullError. For any thread."""
+        with self._lock:
+            pending = self._by_destination.get(destination)
+            if pending is None:
+                pending = self._by_destination[destination] = _Pending()
+            elif not self._has_room(pending, size_bytes):
+                self._wait(pending, destination, size_bytes)
+            pending.taken_count += 1
+            pending.taken_size_bytes += size_bytes
+
+    def _has_room(self, pending: _Pending, size_bytes: int) -> bool:
+        count = pending.taken_count - pending.done_count
+        if not count:
+            return True
+        limits = self._limits
+        taken_size_bytes = pending.taken_size_bytes - pending.done_size_bytes
+        return count < limits.count_max and taken_size_bytes + size_bytes <= limits.size_bytes_max
+
+    def _wait(self, pending: _Pending, destination: str, size_bytes: int) -> None:
+        wait_s = self._limits.wait_s
+        if wait_s != 0 and self._may_wait():
+            self.waited_count += 1
+            self._waiting_count += 1
+            try:
+                self._changed.wait_for(
+                    lambda: self._has_room(pending, size_bytes) or not self._may_wait(), timeout=wait_s
+                )
+            finally:
+                self._waiting_count -= 1
+        if not self._has_room(pending, size_bytes):
+            self.refused_count += 1
+            raise PendingFullError(
+                f"{pending.taken_count - pending.done_count} messages with "
+                f"{pending.taken_size_bytes - pending.done_size_bytes} bytes are pending for {destination}, one with "
+                f"{size_bytes} bytes came, expected at most {self._limits.count_max} and "
+                f"{self._limits.size_bytes_max} bytes: send later, or give the messenger other PendingLimits"
+            )
+
+    def give_back(self, destination: str, size_bytes: int, count: int = 1) -> None:
+        """``count`` messages are not pending any more. For the messenger's owner."""
+        pending = self._by_destination[destination]
+        pending.done_count += count
+        pending.done_size_bytes += size_bytes
+        if self._waiting_count:
+            self.wake()
+
+    def forget(self, destination: str, size_bytes: int, count: int) -> None:
+        """``count`` messages are not pending any more, and no more are to come. For the messenger's owner."""
+        if count:
+            self.give_back(destination, size_bytes, count)
+        with self._lock:
+            pending = self._by_destination.get(destination)
+            if pending is not None and pending.taken_count == pending.done_count and not self._waiting_count:
+                del self._by_destination[destination]
+
+    def wake(self) -> None:
+        """Let those that wait look again: there is room, or nobody to make any."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+# What lies in ZeroMQ for clients that do not read: counted in bytes, which ZeroMQ's own limits do not.
+#
+# ZeroMQ gives a message's memory back once its connection has taken the bytes, and in order. So each time that enough has
+# gone out, one message is a marker: when that one is given back, so are those before it.
+
+
+class _Queue(Struct, eq=False):
+    """Of one connection. ``size_bytes``: all that is not known to be gone."""
+
+    size_bytes: int = 0
+    unmarked_bytes: int = 0
+    markers: deque[tuple[zmq.MessageTracker, int]] = field(default_factory=deque)  # (of the marker, bytes up to it)
+
+
+class ClientSendQueues:
+    """By routing ID; one that is empty is forgotten."""
+
+    def __init__(self) -> None:
+        self._queues: dict[bytes, _Queue] = {}
+        self._size_bytes = 0
+
+    def has_room(self, route: bytes, size_bytes: int) -> bool:
+        """Whether ``size_bytes`` may be sent to ``route`` now. One message always may, unless all together have too
+        much: then only small ones."""
+        queued_bytes = self._take_gone(route) + size_bytes
+        if queued_bytes > max(CLIENT_QUEUED_SIZE_BYTES_MAX, size_bytes):
+            return False
+        if self._size_bytes + size_bytes <= CLIENTS_QUEUED_SIZE_BYTES_MAX:
+            return True
+        for other in list(self._queues):
+            self._take_gone(other)
+        others_bytes = self._size_bytes
+        return (
+            not others_bytes
+            or others_bytes + size_bytes <= CLIENTS_QUEUED_SIZE_BYTES_MAX
+            or (queued_bytes <= CLIENT_SHARE_SIZE_BYTES)
+        )
+
+    def send(self, send: Callable[..., object], route: bytes, data: bytes) -> None:
+        """``data`` as the last part of a message to ``route``, whose beginning was taken."""
+        queue = self._queues.setdefault(route, _Queue())
+        size_bytes = len(data)
+        queue.size_bytes += size_bytes
+        queue.unmarked_bytes += size_bytes
+        self._size_bytes += size_bytes
+        if queue.unmarked_bytes < LARGE_PART_SIZE_BYTES:
+            send(data, NOBLOCK)
+            return
+        frame = zmq.Frame(data, track=True, copy=False, copy_threshold=0)
+        queue.markers.append((frame.tracker, queue.unmarked_bytes))
+        queue.unmarked_bytes = 0
+        send(frame, NOBLOCK, copy=False)
+
+    def _take_gone(self, route: bytes) -> int:
+        """What is still queued for ``route``, in bytes."""
+        queue = self._queues.get(route)
+        if queue is None:
+            return 0
+        while queue.markers and queue.markers[0][0].done:
+            gone_bytes = queue.markers.popleft()[1]
+            queue.size_bytes -= gone_bytes
+            self._size_bytes -= gone_bytes
+        if not queue.markers:  # the rest is less than a marker's worth
+            self._size_bytes -= queue.size_bytes
+            del self._queues[route]
+            return 0
+        return queue.size_bytes

@@ -1,0 +1,376 @@
+"""Which sockets have news, behind one descriptor.
+
+ZeroMQ's descriptors tell of news once, and any call on a socket may take the news in. The rule that keeps
+wake-ups from being lost: a socket is in ``ready`` from the moment its descriptor, or a look at its events
+after sending, says that there is something, until a receive has found nothing.
+
+Links' descriptors are behind an epoll of their own, ``link_epoll``: replies need not wake a patient owner.
+"""
+
+from __future__ import annotations
+
+import itertools
+import select
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from msgspec.structs import replace
+
+from immortal.coordinator.messenger.backpressure import Room
+from immortal.coordinator.messenger.envelope import NOOP
+from immortal.coordinator.messenger.limits import REPLY_DELAY_NS_MAX
+from immortal.coordinator.messenger.link import Link
+from immortal.coordinator.messenger.listener import ClientLoop, ClientReply, Listener, Reply, ServerLoop
+from immortal.coordinator.messenger.mailbox import MessengerMailbox
+from immortal.coordinator.messenger.outbox import Outbox, ReplyCallback, Turn
+from immortal.coordinator.messenger.security import Security, ZapAuthenticator
+from immortal.coordinator.messenger.sockets import Counters, Shared, WakeupEvent
+
+Source = Link | Listener
+
+
+class Poller:
+    """Of the sockets of one messenger, and of its ``wake``. For its owner's thread."""
+
+    def __init__(self, wake: WakeupEvent) -> None:
+        self.ready: dict[Source, None] = {}  # have something to receive, or may have
+        self.unread: dict[Link, None] = {}  # have replies, or may have, that nobody waits for before they are due
+        self.replies_due_ns: int | None = None  # when links are listened to again; None: they are
+        self.link_epoll = select.epoll()
+        self._epoll = select.epoll()
+        self._epoll.register(self.link_epoll.fileno(), select.EPOLLIN)
+        self._wake = wake
+        self._epoll.register(wake.descriptor, select.EPOLLIN)
+        self._sources: dict[int, Source] = {}  # by descriptor
+        self._monitors: dict[int, Link] = {}  # by their monitor's descriptor
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def watch(self, source: Source) -> None:
+        self._sources[source.descriptor] = source
+        self._epoll_of(source).register(source.descriptor, select.EPOLLIN)
+        if isinstance(source, Link) and source.monitor_descriptor is not None:
+            self._monitors[source.monitor_descriptor] = source
+            self._epoll.register(source.monitor_descriptor, select.EPOLLIN)
+
+    def unwatch(self, source: Source) -> None:
+        del self._sources[source.descriptor]
+        self._epoll_of(source).unregister(source.descriptor)
+        if isinstance(source, Link) and source.monitor_descriptor is not None:
+            del self._monitors[source.monitor_descriptor]
+            self._epoll.unregister(source.monitor_descriptor)
+
+    def _epoll_of(self, source: Source) -> select.epoll:
+        return self.link_epoll if isinstance(source, Link) else self._epoll
+
+    def forget(self, link: Link) -> None:
+        """It is about to be closed."""
+        self.ready.pop(link, None)
+        self.unread.pop(link, None)
+        self.unwatch(link)
+
+    def collect(self, now_ns: int, *, with_replies: bool) -> Sequence[Link]:
+        """Look at what the descriptors tell; the links whose monitors have news."""
+        monitored: list[Link] = []
+        for descriptor, _ in self._epoll.poll(0):
+            if descriptor == self._wake.descriptor:
+                self._wake.clear()
+            elif descriptor == self.link_epoll.fileno():
+                pass  # looked at below
+            elif descriptor in self._monitors:
+                monitored.append(self._monitors[descriptor])
+            else:
+                self.ready[self._sources[descriptor]] = None
+        if with_replies:
+            for descriptor, _ in self.link_epoll.poll(0):
+                self.ready[self._sources[descriptor]] = None
+            if self.replies_due_ns is not None and self.replies_due_ns <= now_ns:
+                self._listen_to_replies()
+            self._take_unread()
+        return monitored
+
+    # --- replies to a patient owner ---------------------------------------------------------------------------------
+
+    @property
+    def replies_wait(self) -> bool:
+        return self.replies_due_ns is not None and bool(self.unread or self.link_epoll.poll(0))
+
+    def put_replies_off(self, now_ns: int) -> None:
+        """Until REPLY_DELAY_NS_MAX from now they wake nobody."""
+        if self.replies_due_ns is None:
+            self._epoll.modify(self.link_epoll.fileno(), 0)
+        self.replies_due_ns = now_ns + REPLY_DELAY_NS_MAX
+
+    def expect_replies(self) -> None:
+        """They are waited for: they wake, and what came unread is to be received."""
+        if self.replies_due_ns is not None:
+            self._listen_to_replies()
+        self._take_unread()
+
+    def _listen_to_replies(self) -> None:
+        self.replies_due_ns = None
+        self._epoll.modify(self.link_epoll.fileno(), select.EPOLLIN)
+
+    def _take_unread(self) -> None:
+        for link in self.unread:
+            self.ready[link] = None
+        self.unread.clear()
+
+    def close(self) -> None:
+        """All sources are unwatched."""
+        self.ready.clear()
+        self.unread.clear()
+        self.link_epoll.close()
+        self._epoll.close()
+
+
+# The links of a messenger, one to each destination: opened at the first message, and again after each failure.
+
+
+class Links:
+    """``make_outbox`` makes that of a new link, ``wake`` wakes the owner where a listener over inproc comes or goes.
+
+    ``room``: what is acknowledged is given back to it; None: nothing bounds what is pending.
+    """
+
+    def __init__(
+        self, shared: Shared, readiness: Poller, make_outbox: Callable[[], Outbox], wake: WakeupEvent, room: Room | None
+    ) -> None:
+        self.sending: dict[Link, None] = {}  # have something to send, or may send again
+        self.listener_news: deque[tuple[Link, bool]] = deque()  # of inproc links; appended to by any thread
+        self._security: Security | None = None  # of connections that are made from now on; None: they are in plain
+        self._shared = shared
+        self._readiness = readiness
+        self._make_outbox = make_outbox
+        self._wake = wake
+        self._room = room
+        self._by_destination: dict[str, Link] = {}
+        self._link_ids = itertools.count(1)
+        self._callback_ids = itertools.count(NOOP + 1)
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(self._by_destination.values())
+
+    def __contains__(self, destination: object) -> bool:
+        return destination in self._by_destination
+
+    def __getitem__(self, destination: str) -> Link:
+        return self._by_destination[destination]
+
+    def get(self, destination: str) -> Link | None:
+        return self._by_destination.get(destination)
+
+    def outbox(self, destination: str) -> Outbox:
+        """That of the link, or an empty one."""
+        link = self._by_destination.get(destination)
+        return self._make_outbox() if link is None else link.outbox
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def add(
+        self, destination: str, parts: tuple[bytes, ...], callback: ReplyCallback | None, turn: Turn | None
+    ) -> None:
+        """A message for ``destination``, to be sent by :meth:`transmit`."""
+        link = self._by_destination.get(destination)
+        if link is None:
+            link = self._connect(destination, next(self._link_ids), self._make_outbox(), None)
+        waits = callback is not None or (turn is not None and turn.callback is not None)
+        link.outbox.add(parts, callback, next(self._callback_ids) if waits else NOOP, turn)
+        self.sending[link] = None
+
+    def transmit(self, now_ns: int, *, patient: bool) -> None:
+        """Send what may be sent, where there is something. ``patient``: nobody waits for the replies to it."""
+        for link in self.sending:
+            if link.transmit(now_ns):
+                self._readiness.unread[link] = None
+        self.sending.clear()
+        # What could not be sent waits for news of its link, be it room or a reply.
+        if patient and all(link.outbox.all_sent for link in self):
+            self._readiness.put_replies_off(now_ns)
+        else:
+            self._readiness.expect_replies()
+
+    def retry_due(self, now_ns: int) -> None:
+        """Queue what is to be sent again, and give up connections on which nothing is heard."""
+        for link in list(self):
+            silent_ns = link.silent_ns
+            if silent_ns is not None and silent_ns <= now_ns:
+                link.give_up()
+                self.reopen(link)
+            elif link.connected and link.outbox.requeue_due(now_ns):
+                self.sending[link] = None
+
+    # --- connections -------------------------------------------------------------------------------------------------
+
+    def reopen_due(self, now_ns: int) -> None:
+        """Take up again what failed for reasons that may be over."""
+        for link in list(self):
+            if link.reopen_due_ns is not None and link.reopen_due_ns <= now_ns:
+                self.reopen(link)
+
+    def reopen(self, link: Link) -> Link:
+        """The same link over a new socket, with the next of the keys that its destination may have."""
+        self._close(link)
+        return self._connect(link.endpoint, link.link_id, link.outbox, link.server_key)
+
+    def drop(self, destination: str) -> int:
+        """Close the link to ``destination`` and forget it, with so many messages."""
+        link = self._by_destination.pop(destination, None)
+        if link is None:
+            return 0
+        self._close(link)
+        count = len(link.outbox)
+        if self._room is not None:
+            self._room.forget(destination, link.outbox.size_bytes, count)
+        return count
+
+    def _close(self, link: Link) -> None:
+        self.sending.pop(link, None)
+        self._readiness.forget(link)
+        link.close()
+
+    def secure(self, security: Security) -> None:
+        """Make connections anew that have other keys than ``security`` wants."""
+        self._security = security
+        for link in list(self):
+            keys = security.servers(link.endpoint)
+            expected = link.server_key in keys if keys else link.server_key is None
+            if link.pair != (security.own if keys else None) or not expected:
+                self.reopen(link)
+
+    def _connect(self, destination: str, link_id: int, outbox: Outbox, tried_key: str | None) -> Link:
+        keys = () if self._security is None else self._security.servers(destination)
+        following = (keys.index(tried_key) + 1) % len(keys) if tried_key in keys else 0
+        link = Link(
+            self._shared,
+            destination,
+            link_id,
+            outbox,
+            self._security.own if self._security is not None and keys else None,
+            keys[following] if keys else None,
+            self._listener_changed,
+            self._room,
+        )
+        self._by_destination[destination] = link
+        self._readiness.watch(link)
+        return link
+
+    def _listener_changed(self, link: Link, listening: bool) -> None:
+        self.listener_news.append((link, listening))
+        self._wake.signal()
+
+    def take_listener_news(self) -> None:
+        """Make anew what inproc itself does not."""
+        while self.listener_news:
+            link, listening = self.listener_news.popleft()
+            if link.closed:
+                continue
+            if not listening:
+                link.connected = False
+            elif not link.connected:
+                reopened = self.reopen(link)
+                reopened.outbox.requeue_all()
+                self.sending[reopened] = None
+
+    def close(self) -> None:
+        for link in self:
+            self._readiness.unwatch(link)
+            link.close()
+        self._by_destination.clear()
+        self.sending.clear()
+
+
+# The listeners of a messenger, one for each endpoint, and the gate before those that go by keys.
+
+
+CALLBACK_ID_MAX = 2**64 - 1
+
+
+class Listeners:
+    """For the messenger's owner, but for counted(). ``posted`` takes what is replied."""
+
+    def __init__(
+        self, shared: Shared, readiness: Poller, posted: MessengerMailbox, clock_ns: Callable[[], int]
+    ) -> None:
+        self.all: list[Listener] = []
+        self._shared = shared
+        self._readiness = readiness
+        self._posted = posted
+        self._clock_ns = clock_ns
+        self._gate: ZapAuthenticator | None = None
+        self._security: Security | None = None
+        self._given_ids = itertools.count(shared.incarnation)  # so no other messenger has given them
+
+    def open(
+        self, endpoint: str, server_loop: ServerLoop, ordered: bool, secured: bool, client_loop: ClientLoop | None
+    ) -> Listener:
+        """See Messenger.listen(). Raises EndpointInUseError, EndpointError."""
+        listener = Listener(
+            self._shared,
+            endpoint,
+            server_loop,
+            self._posted.reply,
+            self._security if secured else None,
+            secured,
+            client_loop,
+            ordered=ordered,
+            new_callback_id=self._new_callback_id,
+        )
+        self.all.append(listener)
+        self._readiness.watch(listener)
+        # Over inproc, what was sent before comes in with the binding, unannounced.
+        self._readiness.ready[listener] = None
+        return listener
+
+    def _new_callback_id(self) -> int:
+        """For a callback that is given with a reply; never NOOP."""
+        return next(self._given_ids) % CALLBACK_ID_MAX + 1
+
+    def secure(self, security: Security) -> None:
+        """Go by ``security`` from now on."""
+        if self._gate is None:
+            self._gate = ZapAuthenticator(self._shared.context, security.callers, self._clock_ns)
+        self._gate.callers = security.callers
+        self._security = security
+        for listener in self.all:
+            if listener.secured:
+                self._readiness.unwatch(listener)
+                listener.secure(security, self._clock_ns())
+                self._readiness.watch(listener)
+
+    def reopen_due(self, now_ns: int) -> None:
+        for listener in self.all:
+            if listener.reopen_due_ns is not None and listener.reopen_due_ns <= now_ns:
+                listener.reopen(now_ns)
+
+    def transmit(self, replies: deque[Reply | ClientReply]) -> None:
+        """Send ``replies``."""
+        replied: dict[Listener, None] = {}
+        for _ in range(len(replies)):
+            reply = replies.popleft()
+            listener = reply.listener
+            if not listener.closed:
+                listener.reply(reply)
+                replied[listener] = None
+        for listener in replied:
+            if listener.has_unread():
+                self._readiness.ready[listener] = None
+
+    def counted(self) -> Counters:
+        """A copy of what the messenger has counted, with those who were not let in. For any thread."""
+        counters, gate = self._shared.counters, self._gate
+        refused = counters.strangers_refused + sum(one.refused for one in list(self.all))
+        counters = replace(counters, strangers_refused=refused, refused_by=counters.refused_by.copy())
+        if gate is not None:
+            counters.strangers_refused += gate.refused
+            counters.let_in_by, counters.last_refused = gate.let_in.copy(), gate.last_refused
+        return counters
+
+    def close(self) -> None:
+        for listener in self.all:
+            self._readiness.unwatch(listener)
+            listener.close()
+        if self._gate is not None:
+            self._gate.close()
+        self.all.clear()

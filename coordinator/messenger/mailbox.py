@@ -1,0 +1,204 @@
+"""An own thread for a messenger: waits, processes, and runs what other threads ask of the owner."""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from immortal.coordinator.messenger.backpressure import Room
+from immortal.coordinator.messenger.errors import MessengerClosedError, MessengerError
+from immortal.coordinator.messenger.listener import ClientReply, Reply
+from immortal.coordinator.messenger.outbox import ReplyCallback, Turn
+from immortal.coordinator.messenger.sockets import WakeupEvent, check_destination, message_parts
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+
+logger = logging.getLogger("immortal.coordinator.messenger")
+Result = TypeVar("Result")
+
+
+class Processed(Protocol):
+    """What the thread drives."""
+
+    def fileno(self) -> int: ...
+    def process(self) -> None: ...
+    def next_deadline_ns(self) -> int | None: ...
+
+
+class OwnerThread:
+    """Drives ``messenger`` between start() and stop(); without it, calls run where they are made.
+
+    ``ended`` is called as the thread ends.
+    """
+
+    def __init__(
+        self, messenger: Processed, wake: WakeupEvent, clock_ns: Callable[[], int], ended: Callable[[], None]
+    ) -> None:
+        self._messenger = messenger
+        self._wake = wake
+        self._clock_ns = clock_ns
+        self._ended = ended
+        self._runs = False
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._error: BaseException | None = None
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+
+    @property
+    def failed(self) -> bool:
+        """Whether something raised in the thread, and stop() has not told yet."""
+        return self._error is not None
+
+    def others_may_wait(self) -> bool:
+        """Whether the thread runs, and is another than the calling one, which may so wait for it."""
+        return self._runs and self._thread is not threading.current_thread()
+
+    def start(self) -> None:
+        if self._thread is not None:
+            raise MessengerError("the messenger's thread runs already")
+        self._stopping = False
+        self._error = None
+        self._runs = True
+        self._thread = threading.Thread(target=self._run, name="messenger", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; raises what ended it before."""
+        self.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def join(self) -> None:
+        """End the thread, if there is one."""
+        thread = self._thread
+        if thread is None:
+            return
+        if thread is threading.current_thread():
+            raise MessengerError("a callback can't stop the thread that it runs in: call stop() or close() outside")
+        self._stopping = True
+        self._wake.signal()
+        thread.join()
+        self._thread = None
+
+    def left(self) -> None:
+        """In a child of the process that has it: it is not here."""
+        self._thread, self._runs = None, False
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Run ``function`` where the sockets are owned; returns or raises what it does."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return function()
+        from concurrent.futures import Future  # here: a coordinator, which asks no other thread, has no use for it
+
+        future: Future[Result] = Future()
+        self._calls.append((function, future))
+        self._wake.signal()
+        while True:
+            thread.join(0)
+            if not thread.is_alive():
+                self._refuse_calls()
+            try:
+                return future.result(timeout=0.1)
+            except TimeoutError:
+                if future.done():
+                    raise
+
+    def _run(self) -> None:
+        try:
+            poller = select.poll()
+            poller.register(self._messenger.fileno(), select.POLLIN)
+            while not self._stopping:
+                self._messenger.process()
+                self._run_calls()
+                deadline_ns = self._messenger.next_deadline_ns()
+                timeout_ms = None
+                if deadline_ns is not None:
+                    timeout_ms = max(0, -((self._clock_ns() - deadline_ns) // 1_000_000))
+                if not (self._stopping or self._calls):
+                    poller.poll(timeout_ms)
+        except BaseException as error:
+            logger.exception(
+                "a callback or server loop raised: the messenger's thread ends, nothing is sent or received"
+            )
+            self._error = error
+        finally:
+            self._runs = False
+            self._ended()
+            self._refuse_calls()
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            function, future = self._calls.popleft()
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+    def _refuse_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()[1].set_exception(MessengerClosedError("the messenger's thread has ended"))
+
+
+# What any thread has given to a messenger, messages and replies, until its owner takes it.
+
+
+class MessengerMailbox:
+    """The deques are appended to by any thread, and emptied by the owner, whom ``wake`` tells of it.
+
+    ``known``: destinations that need no check; ``room``: what bounds all that is pending, None: nothing.
+    """
+
+    def __init__(self, known: Container[str], room: Room | None, thread: OwnerThread, wake: WakeupEvent) -> None:
+        self.closed = False
+        self.why_closed = ""
+        self.messages: deque[tuple[str, tuple[bytes, ...], ReplyCallback | None, Turn | None]] = deque()
+        self.replies: deque[Reply | ClientReply] = deque()
+        self._known = known
+        self._room = room
+        self._thread = thread
+        self._wake = wake
+
+    @property
+    def waits(self) -> bool:
+        """There is something to take."""
+        return bool(self.messages or self.replies)
+
+    def send(
+        self,
+        destination: str,
+        message: bytes | Sequence[bytes],
+        callback: ReplyCallback | None,
+        turn: Turn | None = None,
+    ) -> None:
+        """Raises EndpointError, MessageTooLargeError, PendingFullError, MessengerClosedError."""
+        if destination not in self._known:
+            check_destination(destination)
+        parts = message_parts(message)
+        if self.closed or self._thread.failed:
+            why = self.why_closed or "the messenger is closed, or its thread has failed: nothing is sent"
+            raise MessengerClosedError(why)
+        if self._room is not None:
+            self._room.take(destination, sum(map(len, parts)))
+        self.messages.append((destination, parts, callback, turn))
+        self._wake.signal()
+
+    def reply(self, reply: Reply | ClientReply) -> None:
+        if not self.closed:
+            self.replies.append(reply)
+            self._wake.signal()
+
+    def close(self, why: str) -> None:
+        """Nothing is sent any more."""
+        self.closed, self.why_closed = True, why
+
+    def clear(self) -> None:
+        self.messages.clear()
+        self.replies.clear()

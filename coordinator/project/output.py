@@ -1,0 +1,290 @@
+"""What many services say, on one screen: each line with its name in its color, a line of states below, and questions.
+
+Lines wait while somebody is asked, so that a debugger's prompt stays where it is; what is typed goes to the question
+that is shown. Colors and the line of states are for terminals; elsewhere, and with NO_COLOR, it is plain text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import os
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from logging import LogRecord
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import IO, TextIO
+
+from immortal.coordinator.core.notices import Level
+from immortal.protocol.files import make_folder, opener
+from immortal.protocol.safe_output import printable
+
+LINES_HELD_MAX = 10_000  # while a question is open; then the oldest go
+_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+_LEVEL_COLORS = {"warning": 33, "error": 31, "debug": 2}
+_DIM = 2
+_ERASE = "\r\x1b[2K"
+_READ_SIZE_BYTES = 4096
+
+Answer = Callable[[str], None]
+
+
+class Console:
+    """``names``: of those that will say something, for the width of their column. ``states``: the line below."""
+
+    def __init__(self, names: list[str], stream: TextIO, states: Callable[[], str] = lambda: "") -> None:
+        self._stream = stream
+        self._states = states
+        self._is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._colored = self._is_terminal and not os.environ.get("NO_COLOR")
+        self._width = max(map(len, names), default=0)
+        self._known = list(names)
+        self._questions: deque[tuple[str, str, Answer]] = deque()  # whose, its text, and who takes the answer
+        self._held: deque[tuple[str, str, Level | None, str]] = deque()
+        self._lost_count = 0
+        self._drawn = False  # the line of states
+        self._typed = b""
+
+    # --- what is said -------------------------------------------------------------------------------------------------
+
+    def line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
+        if self._questions:
+            self._held.append((name, text, level, clock))
+            if len(self._held) > LINES_HELD_MAX:
+                self._held.popleft()
+                self._lost_count += 1
+        else:
+            self._write(self._whole(name, text, level, clock))
+
+    def interrupt(self, name: str, text: str) -> None:
+        """As :meth:`line`, also while somebody is asked, who is asked again behind it."""
+        if self._questions:
+            self._write(f"\n{self._whole(name, text, None, '')}")
+            self._show_question()
+        else:
+            self.line(name, text)
+
+    def changed(self) -> None:
+        if not self._questions and self._is_terminal:
+            self._write("")
+
+    def _whole(self, name: str, text: str, level: Level | None, clock: str) -> str:
+        shown = printable(text)
+        if level is not None:
+            front = f"{clock} {level:<7} " if clock else "" if level == "info" else f"{level}: "
+            shown = self._color(f"{front}{shown}", _LEVEL_COLORS[level]) if level in _LEVEL_COLORS else front + shown
+        return f"{self._named(name)} {shown}\n"
+
+    def _named(self, name: str) -> str:
+        if name not in self._known:
+            self._known.append(name)
+        return self._color(f"{name:<{self._width}} |", _COLORS[self._known.index(name) % len(_COLORS)])
+
+    def _color(self, text: str, color: int) -> str:
+        return f"\x1b[{color}m{text}\x1b[0m" if self._colored else text
+
+    def _write(self, text: str) -> None:
+        erased = _ERASE if self._drawn else ""
+        states = self._states() if self._is_terminal and not self._questions else ""
+        if states:
+            states = self._color(states[: max(1, shutil.get_terminal_size().columns - 1)], _DIM)
+        self._drawn = bool(states)
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            self._stream.write(f"{erased}{text}{states}")
+            self._stream.flush()
+
+    # --- what is asked ------------------------------------------------------------------------------------------------
+
+    def asks(self, name: str, text: str, answer: Answer) -> None:
+        self._questions.append((name, text, answer))
+        if len(self._questions) == 1:
+            self._show_question()
+
+    def ended(self, name: str) -> None:
+        """Questions of ``name`` are open no more."""
+        self._drop(lambda question: question[0] == name)
+
+    async def ask(self, name: str, text: str, choices: str) -> str:
+        """One of the letters ``choices``, which somebody types behind ``text``. Cancelled, it is asked no more."""
+        answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def take(line: str) -> None:
+            letter = line.strip().lower()[:1]
+            if letter and letter in choices:
+                answered.set_result(letter)
+            else:
+                self.asks(name, text, take)
+
+        self.asks(name, text, take)
+        try:
+            return await answered
+        finally:
+            self._drop(lambda question: question[2] is take)
+
+    def _drop(self, which: Callable[[tuple[str, str, Answer]], bool]) -> None:
+        if not self._questions:
+            return
+        shown = self._questions[0]
+        self._questions = deque(one for one in self._questions if not which(one))
+        if not self._questions or self._questions[0] is not shown:
+            self._write("\n")
+            self._next()
+
+    def _show_question(self) -> None:
+        name, text, _ = self._questions[0]
+        self._write(f"{self._named(name)} {printable(text)}")
+
+    def _next(self) -> None:
+        if self._questions:
+            self._show_question()
+            return
+        if self._lost_count:
+            self._write(f"... {self._lost_count} lines are left out\n")
+            self._lost_count = 0
+        while self._held and not self._questions:
+            self._write(self._whole(*self._held.popleft()))
+        self.changed()
+
+    # --- what is typed ------------------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Take what is typed at stdin, until :meth:`close`."""
+        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._read)
+
+    def close(self) -> None:
+        """The screen ends with a whole line."""
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        self._states = lambda: ""
+        self._questions.clear()
+        self._next()
+        self._write("")
+
+    def _read(self) -> None:
+        try:
+            data = os.read(sys.stdin.fileno(), _READ_SIZE_BYTES)
+        except OSError:  # the terminal is gone
+            data = b""
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        *lines, self._typed = (self._typed + data).split(b"\n")
+        for line in lines:
+            self._drawn = False  # the terminal has gone to the next line
+            if self._questions:
+                answer = self._questions.popleft()[2]
+                answer(line.decode("utf-8", "replace").rstrip("\r"))
+                self._next()
+
+
+# What the services of a project say, in files: <home>/NAME/output.log, and what was before in output.log.1 and on.
+#
+# Each line begins with its time and level; "-" is the app's. The files are their owner's alone.
+#
+#     2026-11-22T23:59:59.123Z info ready
+#     2026-11-22T23:59:59.250Z - till has 100
+
+
+FILE_NAME = "output.log"
+SIZE_BYTES_MAX = 10 << 20  # of one file
+OLD_COUNT = 3  # files before it
+
+
+class _Rotating(RotatingFileHandler):
+    def _open(self) -> IO[str]:  # type: ignore[override]
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=opener)
+
+
+class LogFiles:
+    """Writes them. ``size_bytes_max``: of one file, after which the next begins."""
+
+    def __init__(self, home: Path, changed: Callable[[], None], size_bytes_max: int = SIZE_BYTES_MAX) -> None:
+        self._home = home
+        self._changed = changed
+        self._size_bytes_max = size_bytes_max
+        self._files: dict[str, _Rotating] = {}
+
+    def line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
+        if name not in self._files:
+            make_folder(self._home / name)
+            path = self._home / name / FILE_NAME
+            self._files[name] = _Rotating(
+                path, maxBytes=self._size_bytes_max, backupCount=OLD_COUNT, encoding="utf-8", errors="replace"
+            )
+        now_s = time.time()
+        at = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now_s))}.{int(now_s % 1 * 1000):03d}Z"
+        whole = f"{at} {level or '-'} {printable(text)}"
+        self._files[name].emit(LogRecord(name, 0, "", 0, whole, None, None))
+
+    def asks(self, name: str, text: str, answer: Callable[[str], None]) -> None:
+        """Nobody is here who could answer."""
+        self.line(name, text)
+
+    def ended(self, name: str) -> None:
+        pass
+
+    def changed(self) -> None:
+        self._changed()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+# --- reading them -----------------------------------------------------------------------------------------------------
+
+
+class Tail:
+    """The lines of one service as they come, from the oldest that is kept."""
+
+    def __init__(self, home: Path, name: str) -> None:
+        self.name = name
+        self._path = home / name / FILE_NAME
+        self._file: IO[bytes] | None = None
+        self._rest = b""
+
+    def kept(self) -> Iterator[str]:
+        """All that there is now; :meth:`more` goes on behind it."""
+        for number in range(OLD_COUNT, 0, -1):
+            old = self._path.with_name(f"{FILE_NAME}.{number}")
+            if old.exists():
+                yield from old.read_text("utf-8", "replace").splitlines()
+        yield from self.more()
+
+    def more(self) -> Iterator[str]:
+        """What has come since, also across the end of a file."""
+        while True:
+            if self._file is None:
+                try:
+                    self._file = self._path.open("rb")
+                except FileNotFoundError:
+                    return
+            *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+            yield from (line.decode("utf-8", "replace") for line in lines)
+            if not self._is_old():
+                return
+            self._file.close()
+            self._file = None
+
+    def _is_old(self) -> bool:
+        """Whether it was put aside. What was written before that has been read or is still to be."""
+        assert self._file is not None
+        try:
+            now = self._path.stat()
+        except FileNotFoundError:
+            return False  # it is being put aside
+        here = os.fstat(self._file.fileno())
+        return (now.st_dev, now.st_ino) != (here.st_dev, here.st_ino) and self._file.tell() == here.st_size
+
+
+def in_order(tails: Iterable[Tail], count: int | None = None) -> Iterator[tuple[str, str]]:
+    """(name, line) of all that is kept, by time; the last ``count`` of each."""
+
+    def of(tail: Tail) -> Iterator[tuple[str, str, str]]:
+        lines = tail.kept()
+        for line in lines if count is None else deque(lines, count):
+            yield line.partition(" ")[0], tail.name, line
+
+    return ((name, line) for _, name, line in heapq.merge(*(of(tail) for tail in tails), key=lambda one: one[0]))

@@ -1,0 +1,287 @@
+"""What `immortal run` runs: a coordinator and its app, each as a command."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from msgspec import Struct, field
+
+from immortal.coordinator.app import secret as app_secret
+from immortal.coordinator.config import AppAuth, InstanceSettings, override
+from immortal.coordinator.service.process import die_with_parent
+from immortal.protocol.limits import NESTING_MAX_DEFAULT
+from immortal.protocol.timings import FOLDER_NAME
+
+NESTING_VARIABLE = "IMMORTAL_NESTING_MAX"  # for handlers, which send nothing that is nested more deeply
+APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
+APP_LOG_FORMAT_VARIABLE = "IMMORTAL_LOG_FORMAT"
+APP_LOG_LEVEL_VARIABLE = "IMMORTAL_LOG_LEVEL"
+APP_TIMINGS_VARIABLE = "IMMORTAL_TIMINGS"
+PYTHON = (sys.executable, "-P")  # no file in the current folder takes the place of a module of Python's or ours
+
+
+class Role(enum.Enum):
+    COORDINATOR = "coordinator"
+    APP = "app"
+
+    @property
+    def other(self) -> Role:
+        return Role.APP if self is Role.COORDINATOR else Role.COORDINATOR
+
+
+class Command(Struct, frozen=True):
+    """How to start one of the two: ``environment`` is set in addition to the supervisor's own."""
+
+    argv: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def supervised(settings: InstanceSettings) -> InstanceSettings:
+    """``settings`` as they are under `immortal run`: its app knows the secret.
+
+    Raises ConfigError.
+    """
+    return override(settings, app_auth=AppAuth.CHALLENGE)
+
+
+def coordinator_command(
+    settings: InstanceSettings,
+    *,
+    log_format: str,
+    log_level: str,
+    promote: bool = False,
+    trust_pickle: bool = False,
+    place: Path | None = None,
+) -> Command:
+    """``place``: the folder of a follower; None: it is none."""
+    home = str(settings.folder.parent)
+    argv = [*PYTHON, "-m", "immortal.coordinator", "--home", home, "coordinator", settings.name]
+    argv += ["--peer", settings.peer, "--app-auth", settings.app_auth.value]
+    if settings.insecure:
+        argv.append("--insecure")
+    if settings.allow_data_loss:
+        argv.append("--allow-data-loss")
+    if settings.app_socket is not None:
+        argv += ["--app-socket", settings.app_socket]
+    if settings.replay_check is not None:
+        argv += ["--replay-check", settings.replay_check.value]
+    if settings.metrics is not None:
+        argv += ["--metrics", settings.metrics]
+    if trust_pickle:
+        argv.append("--trust-pickle")
+    if place is not None:
+        argv += ["--follow", "--place", str(place)]
+    options = ["--log-format", log_format, "--log-level", log_level, *(["--promote"] if promote else [])]
+    return Command([*argv, *options])
+
+
+def app_command(
+    settings: InstanceSettings, app: str, *, strict: bool = False, log_format: str | None = None, log_level: str = ""
+) -> Command:
+    """``log_format``, ``log_level``: of the lines of its handlers; None, "": as the environment has it."""
+    # The SDK wants a fixed hash seed, and would start itself over to get one.
+    hash_seed = os.environ.get("PYTHONHASHSEED", "0")
+    environment = {APP_ADDRESS_VARIABLE: settings.app_addresses[0], "PYTHONHASHSEED": hash_seed}
+    if settings.nesting_max != NESTING_MAX_DEFAULT:
+        environment[NESTING_VARIABLE] = str(settings.nesting_max)
+    if log_format is not None:
+        environment[APP_LOG_FORMAT_VARIABLE] = log_format
+    if log_level:
+        environment[APP_LOG_LEVEL_VARIABLE] = log_level
+    if settings.timings_limit_mb:
+        environment[APP_TIMINGS_VARIABLE] = f"{settings.timings_limit_mb << 19}:{settings.folder / FOLDER_NAME}"
+    if settings.app_auth is not AppAuth.NONE:
+        environment[app_secret.SECRET_FILE_VARIABLE] = str(app_secret.path(settings.folder))
+    return Command([*PYTHON, "-m", "immortal.appsdk", app, *(["--strict"] if strict else [])], environment)
+
+
+# The app's input under `immortal run`: none, what its supervisor has, or the terminal at which somebody debugs it.
+#
+# At a terminal the app stays in the supervisor's process group, so that it may read there, in front and behind as the
+# shell's jobs go: Ctrl-Z stops both, `fg` brings both back, and an app that asks from behind stops the job until `fg`.
+# The coordinator has a group of its own and goes on meanwhile. Ctrl-C goes to that whole group; the app has it blocked,
+# whatever a debugger makes of it, so that the supervisor alone stops them.
+
+
+class SpawnOptions(TypedDict):
+    """Arguments of Popen."""
+
+    stdin: int | None
+    process_group: int
+    preexec_fn: Callable[[], None]
+
+
+class Background:
+    """No input: what asks for some meets its end at once. In a group of its own, which Ctrl-C does not reach."""
+
+    def placing(self) -> SpawnOptions:
+        # preexec_fn is unsafe in a process with threads (a lock held by another thread stays locked in the child): the
+        # supervisor has none, and nothing but system calls is made there.
+        return SpawnOptions(stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent(os.getpid()))
+
+    def left(self) -> None:
+        """Whoever had it is gone."""
+
+
+class Piped(Background):
+    """What the supervisor is given on stdin, by another program."""
+
+    def placing(self) -> SpawnOptions:
+        return SpawnOptions(stdin=None, process_group=0, preexec_fn=die_with_parent(os.getpid()))
+
+
+class Terminal(Background):
+    """The supervisor's own, on stdin."""
+
+    def __init__(self) -> None:
+        self._descriptor = sys.stdin.fileno()
+        self._mode: list[Any] = termios.tcgetattr(self._descriptor)
+
+    def placing(self) -> SpawnOptions:
+        with_parent = die_with_parent(os.getpid())
+
+        def arrange() -> None:
+            with_parent()
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+
+        return SpawnOptions(stdin=None, process_group=-1, preexec_fn=arrange)
+
+    def left(self) -> None:
+        """One that was ended at its prompt leaves the terminal as its line editor had it, without echo."""
+        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # also from behind
+        try:
+            with contextlib.suppress(termios.error):  # it may be gone
+                if termios.tcgetattr(self._descriptor) != self._mode:
+                    termios.tcsetattr(self._descriptor, termios.TCSANOW, self._mode)
+        finally:
+            signal.signal(signal.SIGTTOU, before)
+
+
+def app_stdin(interactive: bool | None) -> Background:
+    """``interactive``: whether the app gets this process's stdin; None: where that is a terminal."""
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if interactive is False or (interactive is None and not is_terminal):
+        return Background()
+    return Terminal() if is_terminal else Piped()
+
+
+# What it means that a coordinator and its app have died, and how long to wait before they are started again.
+#
+# - status 70 of the app: a handler failed. A replay would run it again, so nothing is started again.
+# - status 71 of the app: an upgrade failed. Both are started again, with the version before.
+# - status 75 of the app: it left to be recovered. It is started again at once, with restart or without.
+# - status 2 of either: it was called wrongly; the next start would be, too.
+# - status 3 of the coordinator: its log can't be replayed as it is, and could not be the next time.
+# - status 4 of the coordinator: another process writes its log by now. One that is to follow is started again, and does;
+#   any other is not.
+# - status 0 of the coordinator: somebody else asked it to stop. It is a clean end once the app has ended with 0 as well;
+#   with restart both come back, since it was not the supervisor that was asked.
+# - status 0 of the app: it was said goodbye to, if the coordinator ends by itself with 0 as well; else a death like any.
+# - anything else: a death. When both are found dead at once it is the coordinator that died, unless a signal killed the
+#   app and not the coordinator: an app that loses its coordinator leaves by itself.
+
+
+STATUS_HANDLER_FAILED = 70
+STATUS_UPGRADE_FAILED = 71
+STATUS_RECOVER_ME = 75
+STATUS_TERMINATED = 128 + signal.SIGTERM  # of an app
+STATUS_CALLED_WRONGLY = 2
+STATUS_NO_RECOVERY = 3
+STATUS_FENCED = 4
+APP_FAULT_STATUSES = (STATUS_HANDLER_FAILED, STATUS_UPGRADE_FAILED, STATUS_CALLED_WRONGLY)
+RESTART_BACKOFF_S_MIN = 0.1
+RESTART_BACKOFF_S_MAX = 5.0
+RESTART_BACKOFF_RESET_S = 10.0  # who lived this long did not die of how it was started
+
+
+class Exit(Struct, frozen=True):
+    """How a process ended: ``returncode`` as subprocess gives it, negative for a signal."""
+
+    role: Role
+    pid: int
+    returncode: int
+
+    def __str__(self) -> str:
+        if self.returncode >= 0:
+            return f"status {self.returncode}"
+        try:
+            return signal.Signals(-self.returncode).name
+        except ValueError:
+            return f"signal {-self.returncode}"
+
+
+class Verdict(enum.Enum):
+    """What follows from the death of the two, in words."""
+
+    DIED = "died"
+    STOPPED = "stopped"
+    HANDLER_FAILED = (
+        "a handler failed, and a replay would only repeat it; nothing is lost: mend the handler, then start"
+        " 'immortal run' again"
+    )
+    UPGRADE_FAILED = "the upgrade failed; the old version is whole"
+    CALLED_WRONGLY = "it was called wrongly, a restart would not help; its own line says why"
+    NO_RECOVERY = "its log can't be replayed as it is, a restart would not help; its own line says why"
+    FENCED = "another process writes the log"
+
+
+def judge(first: Exit, second: Exit, second_was_told: bool) -> Verdict:
+    """What it means that ``first`` died by itself, and ``second`` then, by itself or because it was told to."""
+    if first.role is Role.APP and first.returncode == STATUS_HANDLER_FAILED:
+        return Verdict.HANDLER_FAILED
+    if first.role is Role.APP and first.returncode == STATUS_UPGRADE_FAILED:
+        return Verdict.UPGRADE_FAILED
+    coordinator = first if first.role is Role.COORDINATOR else second
+    if coordinator.returncode == STATUS_NO_RECOVERY:  # the app may be found dead first: it leaves when it hears of it
+        return Verdict.NO_RECOVERY
+    if coordinator.returncode == STATUS_FENCED:
+        return Verdict.FENCED
+    if first.returncode == STATUS_CALLED_WRONGLY:
+        return Verdict.CALLED_WRONGLY
+    if first.returncode == 0 and second.returncode == 0 and not second_was_told:
+        return Verdict.STOPPED
+    return Verdict.DIED
+
+
+def first_to_die(exits: Sequence[Exit]) -> Exit:
+    """Of those that were found dead at once, the one that the other died of."""
+    by_role = {one.role: one for one in exits}
+    app, coordinator = by_role.get(Role.APP), by_role.get(Role.COORDINATOR)
+    if app is None or coordinator is None:
+        return exits[0]
+    own_death = app.returncode < 0 or app.returncode in APP_FAULT_STATUSES
+    return app if own_death and coordinator.returncode >= 0 else coordinator
+
+
+class RestartBackoff:
+    """None after a long life; else 0.1 s, doubling up to 5 s while the two die young and before they have recovered.
+
+    ``at_once``: the first deaths in a row that no pause follows.
+    """
+
+    def __init__(self, at_once: int = 0) -> None:
+        self._next_s = RESTART_BACKOFF_S_MIN
+        self._at_once = at_once
+
+    def after(self, life_s: float, *, recovered: bool) -> float:
+        """The pause after a life of ``life_s``; who had recovered did not die of how it was started."""
+        if life_s >= RESTART_BACKOFF_RESET_S:
+            self._next_s = RESTART_BACKOFF_S_MIN
+            return 0.0
+        if self._at_once:
+            self._at_once -= 1
+            return 0.0
+        if recovered:
+            self._next_s = RESTART_BACKOFF_S_MIN
+        pause_s = self._next_s
+        self._next_s = min(2 * pause_s, RESTART_BACKOFF_S_MAX)
+        return pause_s

@@ -1,0 +1,288 @@
+"""From what each stream came to, and what the logs' tables say, to what is wrong with a fleet."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from immortal.coordinator.core.interfaces import is_outside
+from immortal.pipeline.jobs.audit_report import AuditReport, LogReport, StreamReport, Violation
+from immortal.pipeline.jobs.ordering import ORDERED, OrderingAudit
+from immortal.pipeline.jobs.sources import LogState
+from immortal.pipeline.jobs.stream_audit import KINDS, Finding, Needs, StreamFigures, in_words
+from immortal.protocol import decoding
+
+_BY_MARKS = ("content", "causality")
+"""What is found with the sender's marks: their numbers are others where the stream was reset."""
+
+VIOLATIONS_MAX = 100_000
+"""Of these each is kept; of more only the count."""
+
+Result = tuple[str, str, str, int, int, str]
+"""What a worker says of a stream: what ("log", "finding", "needs", "ordered", "stream"), sender, receiver, first, last,
+JSON. (Of "ordered" the numbers are the record and the batch.)"""
+
+
+def judge(results: Iterable[Result], states: Mapping[str, LogState]) -> AuditReport:
+    """Results of all streams, and what the logs' tables say, into a report."""
+    return _Judge(states).judge(results)
+
+
+class _Judge:
+    def __init__(self, states: Mapping[str, LogState]) -> None:
+        self._states = states
+        self._logs: dict[str, LogReport] = {}
+        self._figures: dict[tuple[str, str], StreamFigures] = {}
+        self._findings: dict[tuple[str, str], list[Finding]] = defaultdict(list)
+        self._needs: dict[tuple[str, str], list[Needs]] = defaultdict(list)
+        self._violations: list[Violation] = []
+        self._counts: Counter[str] = Counter()
+        self._notes: list[str] = []
+        self._ordering = OrderingAudit()
+        self._last_mark_ns: dict[str, int] = defaultdict(int)
+
+    def judge(self, results: Iterable[Result]) -> AuditReport:
+        self._sort(results)
+        for name, log in sorted(self._logs.items()):
+            for first, last, what in log.damages:
+                self._add(Violation("damage", "", name, first, last, first, f"the log of {name!r}: {what}"))
+            self._counts["damage"] += log.damaged - len(log.damages)
+        for key in self._expected_streams():
+            self._figures.setdefault(key, StreamFigures())
+        streams = [self._judge_stream(*key) for key in sorted(self._figures)]
+        self._judge_identities()
+        needs = {
+            (sender, receiver): each
+            for (sender, receiver), each in self._needs.items()
+            if not self._offset(sender, receiver)
+        }
+        for violation in impossible_orders(needs, set(self._states)):
+            self._add(violation)
+        for violation in self._ordering.violations({name: log.first for name, log in self._logs.items()}):
+            self._add(violation)
+        self._note_resets()
+        self._note_logs()
+        rank = {kind: index for index, kind in enumerate(KINDS)}
+        self._violations.sort(key=lambda each: (rank[each.kind], each.receiver, each.sender, each.first, each.record))
+        counts = {kind: self._counts[kind] for kind in KINDS if self._counts[kind]}
+        logs = [self._logs[name] for name in sorted(self._logs)]
+        return AuditReport(logs, streams, self._violations, sum(counts.values()), counts, self._notes)
+
+    def _sort(self, results: Iterable[Result]) -> None:
+        for what, sender, receiver, first, last, body in results:
+            key = (sender, receiver)
+            if what == "log":
+                values = decoding.load_json(body)
+                values["damages"] = [tuple(damage) for damage in values["damages"]]
+                self._logs[receiver] = LogReport(**values)
+            elif what == ORDERED:
+                self._ordering.take(sender, receiver, first, last, body)
+            elif what == "finding":
+                self._findings[key].append(Finding(**decoding.load_json(body)))
+            elif what == "needs":
+                self._needs[key].append(Needs(first, last))
+            else:
+                self._figures[key] = figures = StreamFigures(**decoding.load_json(body))
+                self._last_mark_ns[sender] = max(self._last_mark_ns[sender], figures.last_mark_ns)
+        for name in self._states:
+            self._logs.setdefault(name, LogReport(name))
+
+    def _expected_streams(self) -> Iterator[tuple[str, str]]:
+        """Streams of which the tables know, whatever the records say."""
+        for name, state in self._states.items():
+            for sender, (_, position) in state.sources.items():
+                if position:
+                    yield sender, name
+            for receiver, position in state.acknowledged.items():
+                if position:
+                    yield name, receiver
+
+    def _add(self, violation: Violation) -> None:
+        self._counts[violation.kind] += 1
+        if len(self._violations) < VIOLATIONS_MAX:
+            self._violations.append(violation)
+
+    def _judge_stream(self, sender: str, receiver: str) -> StreamReport:
+        figures = self._figures[sender, receiver]
+        sender_state, receiver_state = self._states.get(sender), self._states.get(receiver)
+        renumbered = sender_state is not None and receiver in sender_state.offsets
+        report = StreamReport(
+            sender,
+            receiver,
+            figures.messages,
+            figures.impulses,
+            figures.size_bytes,
+            figures.first,
+            figures.last,
+            figures.made,
+            compared=0 if renumbered else figures.compared,
+            shifted_marks=figures.shifted_marks,
+            restarts=figures.restarts,
+            sender_given=sender_state is not None or is_outside(sender),
+            receiver_given=receiver_state is not None or is_outside(receiver),
+        )
+        before = Counter(self._counts)
+        kept: Counter[str] = Counter()
+        for finding in self._findings[sender, receiver]:
+            kept[finding.kind] += 1
+            if renumbered and finding.kind in _BY_MARKS:
+                continue
+            if finding.kind == "lost" and self._explain(report, finding):
+                continue
+            self._add(_violation(finding, sender, receiver))
+        self._counts += Counter(figures.counts) - kept  # those of which only the number is known
+        if receiver_state is not None:
+            self._judge_end(report, figures, sender_state, receiver_state)
+        if sender_state is not None and not sender_state.live and receiver not in sender_state.offsets:
+            self._judge_unmarked(report, figures, sender_state)
+        report.violations = dict(self._counts - before)
+        return report
+
+    def _explain(self, report: StreamReport, finding: Finding) -> bool:
+        """Whether the messages may well have been executed, in records that are trimmed away or damaged."""
+        log = self._logs[report.receiver]
+        if finding.behind_record < 0 and log.first > 0:
+            return True
+        if any(first < finding.record and last > finding.behind_record for first, last, _ in log.damages):
+            report.unknown += finding.last - finding.first + 1
+            return True
+        return False
+
+    def _judge_end(
+        self, report: StreamReport, figures: StreamFigures, sender_state: LogState | None, receiver_state: LogState
+    ) -> None:
+        """What is behind the last executed message: on its way, or lost."""
+        sender, receiver = report.sender, report.receiver
+        log = self._logs[receiver]
+        by_receiver = receiver_state.sources.get(sender, (0, 0))[1]
+        offset = self._offset(sender, receiver)
+        by_sender = sender_state.acknowledged.get(receiver, 0) - offset if sender_state is not None else 0
+        known = max(by_receiver, by_sender)
+        if known > figures.last:
+            is_kept = figures.last_record >= 0 or log.first == 0
+            if any(last > figures.last_record for _, last, _ in log.damages):
+                report.unknown += known - figures.last
+            elif is_kept:
+                who = f"{receiver!r} has acknowledged" if by_sender >= by_receiver else "its own table says it has"
+                text = (
+                    f"{in_words(sender)} sent messages {figures.last + 1} to {known}, which {who}:"
+                    f" they are not in the log of {receiver!r}, which ends with record {log.last}"
+                )
+                self._add(Violation("lost", sender, receiver, figures.last + 1, known, -1, text))
+        report.in_flight = max(0, figures.made - offset - max(known, figures.last))
+
+    def _judge_unmarked(self, report: StreamReport, figures: StreamFigures, sender_state: LogState) -> None:
+        """Calls behind the last mark that were sent before the sender last said how far its streams were."""
+        known = max(figures.made, sender_state.checkpointed.get(report.receiver, 0))
+        last_said_ns = self._last_mark_ns[report.sender]
+        for first, last, sent_ns, record in figures.unmarked:
+            if last > known and sent_ns < last_said_ns:
+                text = (
+                    f"{report.receiver!r} executed messages {max(first, known + 1)} to {last} of {report.sender!r},"
+                    f" which had made only {known} when they were sent"
+                )
+                violation = Violation("invented", report.sender, report.receiver, first, last, record, text)
+                self._add(violation)
+
+    def _judge_identities(self) -> None:
+        """Each log knows the others by their committer IDs."""
+        for name, state in sorted(self._states.items()):
+            known = [(sender, committer, "sender") for sender, (committer, _) in state.sources.items() if committer]
+            known += [(receiver, committer, "receiver") for receiver, committer in state.peers.items()]
+            for other, committer_id, role in sorted(known):
+                actual = self._states.get(other)
+                if actual is None or actual.committer_id == committer_id:
+                    continue
+                text = (
+                    f"the log of {name!r} knows its {role} {other!r} as committer {committer_id}, the log of"
+                    f" {other!r} given here is committer {actual.committer_id}'s: it was wiped or swapped"
+                )
+                sender, receiver = (other, name) if role == "sender" else (name, other)
+                self._add(Violation("identity", sender, receiver, 0, 0, -1, text))
+
+    def _offset(self, sender: str, receiver: str) -> int:
+        state = self._states.get(sender)
+        return state.offsets.get(receiver, 0) if state is not None else 0
+
+    def _note_resets(self) -> None:
+        for (sender, receiver), figures in sorted(self._figures.items()):
+            if figures.restarts:
+                self._notes.append(
+                    f"the stream from {sender!r} to {receiver!r} began anew, since the log of {sender!r} was replaced:"
+                    f" only the last one is compared"
+                )
+            if self._offset(sender, receiver):
+                self._notes.append(
+                    f"the stream from {sender!r} to {receiver!r} was reset, since the log of {receiver!r} was replaced:"
+                    f" its contents are not compared"
+                )
+
+    def _note_logs(self) -> None:
+        for name, state in sorted(self._states.items()):
+            if state.cut:
+                self._notes.append(
+                    f"the log of {name!r} was cut by hand: what its peers had of it then has no cause any more"
+                )
+        missing = sorted(
+            {sender for sender, _ in self._figures if not is_outside(sender) and sender not in self._states}
+            | {receiver for _, receiver in self._figures if not is_outside(receiver) and receiver not in self._states}
+        )
+        if missing:
+            names = ", ".join(missing[:20]) + (", ..." if len(missing) > 20 else "")
+            self._notes.append(f"no log was given of {names}: of their streams only one end is checked")
+
+
+def _violation(finding: Finding, sender: str, receiver: str) -> Violation:
+    return Violation(finding.kind, sender, receiver, finding.first, finding.last, finding.record, finding.text)
+
+
+# Whether the records of several logs can have been written in any order at all.
+
+
+def impossible_orders(needs: Mapping[tuple[str, str], list[Needs]], known: set[str]) -> list[Violation]:
+    """Records that cannot have been written in any order: each waits for another one to come first.
+
+    ``needs``: by (sender, receiver), the receiver's record and the sender's record that lies before it; ``known``: the
+    instances whose logs are there. Every log is advanced as far as what its next record needs is there.
+    """
+    waiting_for: dict[str, list[tuple[int, str, int]]] = defaultdict(list)  # receiver: (record, sender, its record)
+    for (sender, receiver), each in needs.items():
+        if sender in known and receiver in known:
+            waiting_for[receiver] += [(one.record, sender, one.sender_record) for one in each]
+    everything = 1 << 63
+    done = dict.fromkeys(known, everything)
+    next_index: dict[str, int] = {}
+    for receiver, records in waiting_for.items():
+        records.sort()
+        next_index[receiver] = 0
+        done[receiver] = records[0][0] - 1
+    sleepers: dict[str, list[tuple[int, str]]] = defaultdict(list)  # sender: (record waited for, receiver)
+    ready = list(waiting_for)
+    while ready:
+        receiver = ready.pop()
+        records = waiting_for[receiver]
+        index = next_index[receiver]
+        while True:
+            done[receiver] = records[index][0] - 1 if index < len(records) else everything
+            if index == len(records):
+                break
+            _, sender, sender_record = records[index]
+            if done[sender] < sender_record:
+                heapq.heappush(sleepers[sender], (sender_record, receiver))
+                break
+            index += 1
+        next_index[receiver] = index
+        asleep = sleepers[receiver]
+        while asleep and asleep[0][0] <= done[receiver]:
+            ready.append(heapq.heappop(asleep)[1])
+    stuck = []
+    for receiver, records in sorted(waiting_for.items()):
+        if next_index[receiver] < len(records):
+            record, sender, sender_record = records[next_index[receiver]]
+            text = (
+                f"record {record} of {receiver!r} holds a message made behind record {sender_record} of {sender!r},"
+                f" which itself lies behind what follows record {record} of {receiver!r}: an effect before its cause"
+            )
+            stuck.append(Violation("causality", sender, receiver, 0, 0, record, text))
+    return stuck

@@ -1,0 +1,379 @@
+"""A DuckDB in memory, with the tables that one query asks for: nothing else is read or replayed.
+
+messages, records, outputs           by the Parquet files of :mod:`.extract`; the columns of `immortal pipeline`
+instances, clients                   by the logs
+waiting, timers, effects             of all states
+NAME, NAME.ATTRIBUTE                 of one state: its attributes, and what is in one that is a container
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from msgspec import Struct
+
+from immortal.appsdk.state import tree as state_rows
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.formatting import Methods
+from immortal.coordinator.log import LogReader
+from immortal.pipeline.sql.parquet_cache import TABLES, Range, update
+from immortal.pipeline.sql.states import state_tables, with_instance
+from immortal.replay.errors import LogViewError
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+
+FLEET_STATES = {"waiting": state_rows.WAITING, "timers": state_rows.TIMERS, "effects": state_rows.EFFECTS}
+_EMPTY = {
+    "waiting": "id bigint, handler text, arguments text, since_ns bigint, caller text, call_number bigint,"
+    ' sequence_id bigint, "index" bigint, kind text, waits_for text, step bigint',
+    "timers": "id bigint, handler text, kind text, due_ns bigint",
+    "effects": "id bigint, handler text, effect text, number bigint, step bigint",
+}
+_TIMES = {"waiting": "since_ns", "timers": "due_ns"}
+LOG_TABLES = (*TABLES, "instances", "clients")
+OUR_TABLES = (*LOG_TABLES, *FLEET_STATES)
+_RESERVED = ("main", "temp", "system", "information_schema", "pg_catalog", "memory")
+
+Decode = Callable[[str, str, str, int, bytes], str | None]
+"""(instance, rpc_kind, rpc_type, method_id, arguments) to the arguments as JSON."""
+
+
+class Log(Struct):
+    """One instance. ``methods()``: what its class names. ``last``: the last record that is asked for."""
+
+    settings: InstanceSettings
+    reader: LogReader
+    methods: Callable[[], Methods]
+    last: int
+    ranges: list[Range] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+    def paths(self, table: str) -> list[str]:
+        """Of the Parquet files, once they are made."""
+        return [str(one.path(table)) for one in self.ranges or ()]
+
+
+class Database:
+    """Made by :func:`open_database`. ``cuts``: where each log was cut, once :meth:`prepare` has run."""
+
+    def __init__(self, connection: DuckDBPyConnection, logs: Sequence[Log], decode: Decode) -> None:
+        self.connection = connection
+        self._logs = {log.name: log for log in logs}
+        self._decode = decode
+        self.cuts: dict[str, LogCut] = {}
+
+    def prepare(self, query: str) -> None:
+        """Make the tables that ``query`` names. Raises LogViewError, LogError and what a replay raises."""
+        wanted = self._wanted(query)
+        self._cut()
+        if not self._logs:
+            raise LogViewError("no instance that is asked for has a log")
+        if wanted & {"messages", "records", "outputs", "clients"}:
+            self._make_log_views()
+        if "messages" in wanted:
+            self._make_messages()
+        if "clients" in wanted:
+            self.connection.execute(
+                "create view clients as select instance, source as client, count(*) as requests,"
+                " max(position) as last_request, max(time_ns) as last_time_ns"
+                " from _shown_messages where kind = 'client' group by all"
+            )
+        if "instances" in wanted:
+            self._make_instances()
+        for_all = wanted & FLEET_STATES.keys()
+        states = {
+            name: state_tables(log.settings, log.reader, self.cuts[name].last)
+            for name, log in self._logs.items()
+            if (for_all or name in wanted) and self.cuts[name].last >= 0
+        }
+        for table in for_all:
+            self._make_fleet_table(table, states)
+        for name in wanted & states.keys():
+            self._make_state(name, states[name])
+
+    def seal(self, memory_mb: int | None = None) -> None:
+        """From here on queries reach the tables that were made, and no file.
+
+        ``memory_mb``: how much memory they may have, with nothing on disk beside it; None: as DuckDB has it.
+        """
+        paths = [path for log in self._logs.values() for table in TABLES for path in log.paths(table)]
+        for setting in (
+            f"allowed_paths = {_texts(paths)}",
+            *([] if memory_mb is None else ["temp_directory = ''", f"memory_limit = '{memory_mb}MiB'"]),
+            "enable_external_access = false",
+            "lock_configuration = true",
+        ):
+            self.connection.execute(f"set {setting}")
+
+    def _wanted(self, query: str) -> set[str]:
+        """The tables of ours, and the instances whose state it names."""
+        import duckdb
+
+        try:
+            named = self.connection.get_table_names(query, qualified=True)
+            fronts = {_name_of(found) for name in named if (found := _NAME_IN_QUERY.match(name)) is not None}
+        except duckdb.BinderException:  # it asks for columns, of tables that are not there yet: whatever is named
+            fronts = {_name_of(found) for found in _NAME_IN_QUERY.finditer(query)}
+        except duckdb.Error as error:
+            raise LogViewError(f"this is no query: {error}") from None
+        instances = {name for name in self._logs if {name.lower(), _schema_of(name).lower()} & fronts}
+        return instances | {name for name in OUR_TABLES if name in fronts}
+
+    # --- where logs are cut ------------------------------------------------------------------------------------------
+
+    def _cut(self) -> None:
+        """All ends were read as the database was opened; they are compared with the ends now."""
+        for log in self._logs.values():
+            first, last = log.reader.ends()
+            self.cuts[log.name] = LogCut(log.name, first, min(log.last, last), log.last < last)
+        if len(self.cuts) > 1 and any(cut.goes_on for cut in self.cuts.values()):
+            self._make_log_views()
+            make_consistent(self.connection, list(self.cuts.values()))
+
+    def _make_log_views(self) -> None:
+        """``_logged_TABLE``: all of the files; and what of them lies before the cuts, as these are by now."""
+        for log in self._logs.values():
+            if log.ranges is None:
+                log.ranges = update(log.reader, log.settings.folder)
+        for table, schema in TABLES.items():
+            self.connection.register(f"_no_{table}", schema.empty_table())
+            every = [path for log in self._logs.values() for path in log.paths(table)]
+            files = f"read_parquet({_texts(every)})" if every else f"_no_{table}"
+            self.connection.execute(f"create or replace view _logged_{table} as select * from {files}")
+            shown = " union all ".join(self._shown(table, name) for name in self._logs) or f"select * from _no_{table}"
+            self.connection.execute(f"create or replace view _shown_{table} as {shown}")
+        self.connection.execute("create or replace view records as select * from _shown_records")
+        self.connection.execute("create or replace view outputs as select * from _shown_outputs")
+
+    def _shown(self, table: str, name: str) -> str:
+        paths, cut = self._logs[name].paths(table), self.cuts[name]
+        files = f"read_parquet({_texts(paths)})" if paths else f"_no_{table}"
+        return f"select * from {files} where sequence_id between {cut.first} and {cut.last}"
+
+    # --- tables ------------------------------------------------------------------------------------------------------
+
+    def _make_messages(self) -> None:
+        from duckdb.func import FunctionNullHandling
+
+        rows = [row for log in self._logs.values() for row in _method_rows(log.name, log.methods())]
+        self.connection.execute("create table _methods (instance text, key bigint, method text)")
+        if rows:
+            columns = {name: [row[index] for row in rows] for index, name in enumerate(_METHODS)}
+            self.connection.register("_made_methods", pa.table(columns))
+            self.connection.execute("insert into _methods select * from _made_methods")
+        self.connection.create_function(  # called for a row only where a query asks for its column
+            "decode_arguments",
+            self._decoded,
+            ["varchar", "varchar", "varchar", "integer", "blob"],
+            "varchar",
+            null_handling=FunctionNullHandling.SPECIAL,
+        )
+        # A join for each log, by a number: one for all, by names, takes ten times as long.
+        selects = [
+            f"""
+            select m.instance, sequence_id, "index", time_ns, kind, source, position, sent_ns, rpc_kind, rpc_type,
+                   method_id, n.method, arguments,
+                   decode_arguments(m.instance, rpc_kind, rpc_type, method_id, arguments) as arguments_json, ok, reason
+            from ({self._shown("messages", name)}) m
+            left join (select key, method from _methods where instance = {_text(name)}) n
+              on n.key = if(kind <> 'initial', method_id::bigint * 2 + (rpc_kind = 'call')::integer, null)
+            """
+            for name in self._logs
+        ]
+        self.connection.execute(f"create view messages as {' union all '.join(selects)}")
+
+    def _decoded(
+        self, instance: str, rpc_kind: str | None, rpc_type: str | None, method_id: int | None, arguments: bytes | None
+    ) -> str | None:
+        if rpc_kind is None or rpc_type is None or method_id is None or arguments is None:
+            return None
+        return self._decode(instance, rpc_kind, rpc_type, method_id, arguments)
+
+    def _make_instances(self) -> None:
+        rows = [_instance_row(log, self.cuts[log.name]) for log in self._logs.values()]
+        self.connection.register("_made_instances", pa.Table.from_pylist(rows, schema=_INSTANCES))
+        self.connection.execute("create view instances as select * from _made_instances")
+
+    def _make_fleet_table(self, table: str, states: Mapping[str, Mapping[str, pa.Table]]) -> None:
+        self.connection.execute(f"create table {table} (instance text, {_EMPTY[table]})")
+        for made in with_instance(states, FLEET_STATES[table]):
+            self.connection.register("_made_rows", made)
+            self.connection.execute(f"insert into {table} by name select * from _made_rows")
+        if (column := _TIMES.get(table)) is not None:
+            name = column.removesuffix("_ns")
+            self.connection.execute(f"alter table {table} add column {name} timestamp")
+            self.connection.execute(f"update {table} set {name} = make_timestamp({column} // 1000)")
+
+    def _make_state(self, name: str, tables: Mapping[str, pa.Table]) -> None:
+        schema = _schema_of(name)
+        self.connection.execute(f"create schema if not exists {_quoted(schema)}")
+        for table, rows in tables.items():
+            if not table.startswith("$"):
+                made = f"made {name} {table}"
+                self.connection.register(made, rows)
+                place = f"{_quoted(schema)}.{_quoted(table)}"
+                self.connection.execute(f"create view {place} as select * from {_quoted(made)}")
+        if name not in OUR_TABLES:
+            place = f"{_quoted(schema)}.{state_rows.STATE}"
+            self.connection.execute(f"create view main.{_quoted(name)} as select * from {place}")
+
+
+_INSTANCES = pa.schema(
+    [
+        ("instance", pa.string()),
+        ("app", pa.string()),
+        ("version", pa.int64()),
+        ("committer_id", pa.int64()),
+        ("epoch", pa.int64()),  # the log's, now
+        ("first_sequence_id", pa.int64()),
+        ("last_sequence_id", pa.int64()),
+        ("last_time_ns", pa.int64()),
+        ("checkpoint_id", pa.int64()),  # the newest that is not behind it
+        ("checkpoint_sequence_id", pa.int64()),
+    ]
+)
+
+
+def _instance_row(log: Log, cut: LogCut) -> dict[str, Any]:
+    from immortal.coordinator.log.record_decoder import read_record
+
+    summary = log.reader.summary()
+    versions = [start.version for start in summary.versions if start.sequence_id < cut.last]
+    checkpoints = [header for header in summary.checkpoints if header.sequence_id <= cut.last]
+    time_ns = None
+    for logged in log.reader.records(cut.last, cut.last) if cut.last >= cut.first else ():
+        record = logged.problem or read_record(logged.value, logged.sequence_id, summary.committer_id, whole=False)
+        time_ns = None if isinstance(record, str) else record.trailer.time_ns
+    return {
+        "instance": log.name,
+        "app": log.settings.app,
+        "version": versions[-1] if versions else None,
+        "committer_id": summary.committer_id,
+        "epoch": summary.epoch,
+        "first_sequence_id": cut.first,
+        "last_sequence_id": cut.last,
+        "last_time_ns": time_ns,
+        "checkpoint_id": checkpoints[-1].checkpoint_id if checkpoints else None,
+        "checkpoint_sequence_id": checkpoints[-1].sequence_id if checkpoints else None,
+    }
+
+
+_METHODS = ("instance", "key", "method")
+
+
+def _method_rows(instance: str, methods: Methods) -> Iterator[tuple[str, int, str]]:
+    """A call is of a method of its own; an answer, of one of whom it has called. The key: see the view of messages."""
+    answers: dict[int, str] = {}
+    for (destination, method_id), name in methods.items():
+        short = name.rpartition(".")[2]
+        if destination:
+            answers[method_id] = short
+        else:
+            yield instance, method_id * 2 + 1, short
+    for method_id, short in answers.items():
+        yield instance, method_id * 2, short
+
+
+@contextmanager
+def open_database(logs: Sequence[Log], decode: Decode) -> Iterator[Database]:
+    """``logs`` as their ends were read: all before any is read again."""
+    import duckdb
+
+    connection = duckdb.connect(
+        config={"autoinstall_known_extensions": False, "autoload_known_extensions": False}
+    )  # it asks no other host
+    try:
+        yield Database(connection, logs, decode)
+    finally:
+        connection.close()
+
+
+_NAME_IN_QUERY = re.compile(r'"((?:[^"]|"")*)"|(\w+)')  # the first of ``counter.words AS w``, ``"service-0".words``
+
+
+def _name_of(found: re.Match[str]) -> str:
+    """In lower case, as names in SQL are compared."""
+    return (found[2] or found[1].replace('""', '"')).lower()
+
+
+def _schema_of(instance: str) -> str:
+    return f"{instance}_" if instance.lower() in _RESERVED else instance
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _text(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _texts(texts: Sequence[str]) -> str:
+    return f"[{', '.join(map(_text, texts))}]"
+
+
+# Where each log of a fleet is cut, so that no effect is shown without its cause.
+#
+# A call that B has logged was made by A before. A's mark in its record r + 1 says how many calls to B the records up to r
+# had made by then, at least. So, with A cut behind r, B is cut in front of the first call from A with a higher position;
+# this goes on until nothing changes, since a shorter log of B may lack the causes of others' calls.
+#
+# A log whose end was the same before and after all other ends were read needs no mark: what others have of it by then was
+# durable in it, as nothing leaves an instance before its cause is durable.
+
+
+class LogCut(Struct):
+    """``last``: the last record that is shown. ``goes_on``: the log has more, or had as the others were looked at."""
+
+    instance: str
+    first: int
+    last: int
+    goes_on: bool
+
+
+def make_consistent(database: DuckDBPyConnection, cuts: list[LogCut]) -> None:
+    """Cut the logs where they need it. ``database`` has the tables "_logged_messages" and "_logged_outputs", uncut."""
+    if len(cuts) < 2 or not any(cut.goes_on for cut in cuts):
+        return
+    by_name = {cut.instance: cut for cut in cuts}
+    while found := _too_late(database, cuts):
+        for instance, first_without_cause in found:
+            by_name[instance].last = first_without_cause - 1
+            by_name[instance].goes_on = True
+
+
+def _too_late(database: DuckDBPyConnection, cuts: list[LogCut]) -> list[tuple[str, int]]:
+    """(instance, its first record with a call whose cause is behind its sender's cut)."""
+    database.execute("create or replace temp table _cuts (instance text, first bigint, last bigint, goes_on boolean)")
+    database.executemany(
+        "insert into _cuts values (?, ?, ?, ?)", [[cut.instance, cut.first, cut.last, cut.goes_on] for cut in cuts]
+    )
+    # Without a mark in the kept log all was made before that; without one in a whole log, nothing.
+    found: list[tuple[str, int]] = database.execute(
+        """
+        with made as (
+            select o.instance as sender, o.destination as receiver, max(o.position) as position
+            from _logged_outputs o join _cuts c on c.instance = o.instance
+            where o.sequence_id <= c.last + 1
+            group by all
+        )
+        select m.instance, min(m.sequence_id)
+        from _logged_messages m
+        join _cuts r on r.instance = m.instance and m.sequence_id <= r.last
+        join _cuts s on s.instance = m.source and s.goes_on
+        left join made on made.sender = m.source and made.receiver = m.instance
+        where m.kind = 'stream' and m.source <> m.instance
+          and m.position > coalesce(made.position, if(s.first = 0, 0, 9223372036854775807))
+        group by m.instance
+        """
+    ).fetchall()
+    return found

@@ -1,0 +1,182 @@
+"""A log as Parquet files beside it, so that queries read columns and not records.
+
+    HOME/NAME/columns/COMMITTER_ID-CREATED_NS/messages-FIRST-LAST.parquet      also records-..., outputs-...
+
+The files of a range are made together. A range is never changed; the last one is replaced by a longer one while it is
+small. Each file knows the check bytes of its last record: where the log has another record there now (it was cut, and
+went on), or a file is from another version of this module, the range and all behind it are made again. So each record
+that is shown is the log's; what the log has trimmed away is not shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from msgspec import Struct
+
+from immortal.coordinator.instances.own_logs import COLUMNS_FOLDER_NAME
+from immortal.coordinator.log import LogReader
+from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.pipeline import columns
+from immortal.pipeline.reading import Gap, LogRange, read_open
+from immortal.pipeline.tables import TableReader
+from immortal.protocol.files import make_folder, open_lock, take
+from immortal.protocol.record import decode_header
+from immortal.replay.errors import LogViewError
+
+RANGE_MESSAGES_MAX = 1_000_000
+RANGE_MESSAGES_MIN = 100_000  # a last range with fewer is made again with what comes
+LOCK_TIMEOUT_S = 300.0  # another query may be making it, of a large log
+SUPERSEDED_S = 3600.0  # a query that is under way may read a replaced file for so long
+
+_FORMAT = b"1"
+_NAME = re.compile(r"messages-(\d+)-(\d+)\.parquet")
+_COMPUTED = ("method", "arguments_json")  # by today's code, as they are asked for
+TABLES = {
+    "messages": pa.schema([field for field in columns.MESSAGES if field.name not in _COMPUTED]),
+    "records": columns.RECORDS,
+    "outputs": columns.OUTPUTS,
+}
+
+
+class Range(Struct, frozen=True):
+    folder: Path
+    first: int
+    last: int
+
+    def path(self, table: str) -> Path:
+        return self.folder / f"{table}-{self.first}-{self.last}.parquet"
+
+
+def update(reader: LogReader, home_folder: Path) -> list[Range]:
+    """The ranges of all that the log holds, made where they are missing. ``home_folder``: the instance's.
+
+    Raises LogError, LogViewError, OSError.
+    """
+    folder = home_folder / COLUMNS_FOLDER_NAME / f"{reader.identity.committer_id}-{reader.identity.created_ns}"
+    make_folder(folder)
+    lock = open_lock(folder / "lock")
+    try:
+        take(lock, LOCK_TIMEOUT_S)
+        return _updated(reader, folder)
+    except BlockingIOError:
+        raise LogViewError(f"another process has been making {folder} for {LOCK_TIMEOUT_S:.0f} s: try again") from None
+    finally:
+        os.close(lock)
+
+
+def _updated(reader: LogReader, folder: Path) -> list[Range]:
+    first, last = reader.ends()
+    ranges = _sound(reader, folder, first)
+    if ranges and ranges[-1].last < last and _rows(ranges[-1]) < RANGE_MESSAGES_MIN:
+        ranges.pop()
+    begin = ranges[-1].last + 1 if ranges else first
+    ranges += _extract(reader, folder, begin, last + 1)
+    _tidy(folder, ranges)
+    return ranges
+
+
+def _sound(reader: LogReader, folder: Path, first_kept: int) -> list[Range]:
+    """Those of the files that continue one another from the log's first record on, and are the log's."""
+    there: dict[int, int] = {}  # the longest from each first record on
+    for name in os.listdir(folder):
+        if (found := _NAME.fullmatch(name)) is not None:
+            there[int(found[1])] = max(int(found[2]), there.get(int(found[1]), -1))
+    ranges: list[Range] = []
+    for first, last in sorted(there.items()):
+        if last < first_kept:
+            continue  # all of it is trimmed
+        found_range = Range(folder, first, last)
+        follows = first == ranges[-1].last + 1 if ranges else first <= first_kept
+        if not follows or _check_of(reader, last) != _known_check(found_range):
+            break
+        ranges.append(found_range)
+    return ranges
+
+
+def _check_of(reader: LogReader, sequence_id: int) -> bytes | None:
+    with reader.view() as view:
+        value = view.get("records", SEQUENCE_KEY.pack(sequence_id))
+        return None if value is None else _hex(bytes(value))
+
+
+def _hex(value: bytes) -> bytes:
+    return f"{decode_header(value).check:016x}".encode()
+
+
+def _known_check(one: Range) -> bytes | None:
+    try:
+        said = pq.read_metadata(one.path("messages")).metadata or {}
+        complete = all(one.path(table).exists() for table in TABLES)
+    except (OSError, pa.ArrowException):
+        return None
+    return said.get(b"immortal.check") if complete and said.get(b"immortal.format") == _FORMAT else None
+
+
+def _rows(one: Range) -> int:
+    return int(pq.read_metadata(one.path("messages")).num_rows)
+
+
+def _extract(reader: LogReader, folder: Path, first: int, end: int) -> Iterator[Range]:
+    while first < end:
+        made = _extract_range(reader, folder, first, end)
+        yield made
+        first = made.last + 1
+
+
+def _extract_range(reader: LogReader, folder: Path, first: int, end: int) -> Range:
+    """The records from ``first`` on, up to ``end`` - 1 or RANGE_MESSAGES_MAX."""
+    identity = reader.identity
+    tables = {
+        name: TableReader(name, schema, identity.instance_name, identity.committer_id, True, None)
+        for name, schema in TABLES.items()
+    }
+    made = [folder / f"new-{os.getpid()}-{name}" for name in TABLES]
+    rows, last, check = 0, end - 1, b""
+    with contextlib.ExitStack() as stack:
+        for path in made:
+            stack.callback(path.unlink, missing_ok=True)
+        with contextlib.ExitStack() as open_files:
+            writers = {
+                name: open_files.enter_context(pq.ParquetWriter(path, TABLES[name], compression="zstd"))
+                for name, path in zip(TABLES, made, strict=True)
+            }
+            wanted = LogRange(reader.where, identity.instance_name, identity.committer_id, first, end)
+            for values in read_open(reader, wanted):
+                for name, table in tables.items():
+                    if isinstance(values, Gap):
+                        batches = table.damaged(values.first, values.reason)
+                    else:
+                        batches = table.batches(values)
+                    for batch in batches:
+                        writers[name].write_batch(batch)
+                        rows += len(batch) if name == "messages" else 0
+                if not isinstance(values, Gap):
+                    last = int(values.sequence_ids[-1])
+                    check = _hex(bytes(values.value(len(values.sequence_ids) - 1)))
+                    if rows >= RANGE_MESSAGES_MAX:
+                        break
+            else:
+                last = end - 1
+            writers["messages"].add_key_value_metadata({"immortal.check": check, "immortal.format": _FORMAT})
+        reader.release()
+        done = Range(folder, first, last)
+        for name, path in reversed([*zip(TABLES, made, strict=True)]):  # "messages" last: it counts
+            path.rename(done.path(name))
+    return done
+
+
+def _tidy(folder: Path, ranges: list[Range]) -> None:
+    """Remove what is of use for nobody, once no query can be reading it."""
+    used = {one.path(table).name for one in ranges for table in TABLES}
+    for name in os.listdir(folder):
+        path = folder / name
+        if path.suffix == ".parquet" and name not in used and time.time() - path.stat().st_mtime > SUPERSEDED_S:
+            path.unlink(missing_ok=True)

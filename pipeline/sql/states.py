@@ -1,0 +1,160 @@
+"""The states of instances as tables: each log is replayed to its cut, in a process beside the instance."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from immortal.appsdk.state.tree import STATE
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.log import LogReader
+from immortal.protocol import decoding
+from immortal.replay import AppCommand, ReplayPlan, Sink, plan_route, run_replay
+from immortal.replay.app_process import default_app, write_rows
+from immortal.replay.errors import LogViewError
+
+AS_OF = "as_of_record"  # the first column of a state
+ROWS_AT_ONCE = 50_000
+
+Row = dict[str, Any]
+
+_NULL = type(None)
+_JSON = dict  # as a kind: what no column has
+_FLOAT_INT_MAX = 1 << 53  # integers up to this are floats as well, with nothing lost
+
+
+class _WideInt:
+    """As a kind: a larger one. No column has it beside floats."""
+
+
+_TYPES = {
+    bool: pa.bool_(),
+    int: pa.int64(),
+    _WideInt: pa.int64(),
+    float: pa.float64(),
+    str: pa.string(),
+    bytes: pa.binary(),
+}
+
+
+def state_tables(settings: InstanceSettings, reader: LogReader, last_sequence_id: int) -> dict[str, pa.Table]:
+    """The tables of :mod:`immortal.appsdk.state.tree`, by name, as of right behind that record.
+
+    Raises LogViewError, ReplayError and what else a replay raises.
+    """
+    name = settings.name
+    summary = reader.summary()
+    route = plan_route(ReplayPlan(last_sequence_id=last_sequence_id), reader, summary)
+    app = default_app(name, settings.app, summary, route.last_version)
+    with tempfile.TemporaryDirectory(prefix="immortal-sql-") as folder:
+        blob, rows = Path(folder) / "state", Path(folder) / "rows"
+        result = run_replay(reader, route, AppCommand.of(app, settings=settings), Sink(), blob_path=blob)
+        if result.failure is not None:
+            raise LogViewError(
+                f"the state of {name} can't be had: its replay ends at record {result.failure.sequence_id}, message"
+                f" {result.failure.message_index}: {result.failure.text}"
+            )
+        write_rows(app, blob, rows)
+        tables = read_tables(rows)
+    as_of = pa.array([last_sequence_id])
+    state = tables.get(STATE)
+    tables[STATE] = pa.table({AS_OF: as_of}) if state is None else state.add_column(0, AS_OF, as_of)
+    return tables
+
+
+def read_tables(file: Path) -> dict[str, pa.Table]:
+    """Twice: first for the types of columns, so that a large state is never held as rows."""
+    empty: set[str] = set()
+    kinds: dict[str, dict[str, set[type]]] = defaultdict(lambda: defaultdict(set))
+    for table, row in _lines(file):
+        if isinstance(row, str):  # the first column of a container, which may be empty
+            kinds[table] |= {row: {int if row == "index" else _NULL}, "value": {_NULL}}
+            empty.add(table)
+            continue
+        if table in empty:
+            empty.remove(table)
+            kinds[table].clear()
+        for name, value in row.items():
+            kinds[table][name].add(_kind(value))
+    schemas = {
+        table: pa.schema([(name, _type(found)) for name, found in columns.items()]) for table, columns in kinds.items()
+    }
+    batches: dict[str, list[pa.RecordBatch]] = defaultdict(list)
+    rows: dict[str, list[Row]] = defaultdict(list)
+    for table, row in _lines(file):
+        if isinstance(row, str):
+            continue
+        rows[table].append(row)
+        if len(rows[table]) == ROWS_AT_ONCE:
+            batches[table].append(_batch(rows.pop(table), schemas[table], kinds[table]))
+    for table, rest in rows.items():
+        if table in schemas:  # else a state without an attribute that is shown
+            batches[table].append(_batch(rest, schemas[table], kinds[table]))
+    return {table: pa.Table.from_batches(batches[table], schema) for table, schema in schemas.items()}
+
+
+def _lines(file: Path) -> Iterator[tuple[str, Row | str]]:
+    with file.open(encoding="utf-8") as lines:
+        yield from map(decoding.load_json, lines)
+
+
+def _batch(rows: Sequence[Row], schema: pa.Schema, kinds: Mapping[str, set[type]]) -> pa.RecordBatch:
+    arrays = []
+    for field in schema:
+        made = _json_text if _is_json(kinds[field.name]) else _plain
+        values = [row.get(field.name) for row in rows]
+        arrays.append(pa.array([None if value is None else made(value) for value in values], field.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _kind(value: Any) -> type:
+    plain = _plain(value)
+    if type(plain) is int and not -(1 << 63) <= plain < 1 << 63:
+        return _JSON
+    if type(plain) is int and abs(plain) > _FLOAT_INT_MAX:
+        return _WideInt
+    if type(plain) is str and not plain.isascii():
+        try:
+            plain.encode()
+        except UnicodeEncodeError:  # half a surrogate pair
+            return _JSON
+    return type(plain) if plain is None or type(plain) in _TYPES else _JSON
+
+
+def _is_json(kinds: set[type]) -> bool:
+    found = kinds - {_NULL}
+    return found not in ({int, float}, {int, _WideInt}) and (len(found) > 1 or _JSON in found)
+
+
+def _type(kinds: set[type]) -> pa.DataType:
+    found = kinds - {_NULL}
+    if not found or _is_json(kinds):
+        return pa.string()
+    return pa.float64() if found == {int, float} else _TYPES[found.pop()]
+
+
+_json_text = json.dumps  # ASCII
+
+
+def _plain(value: Any) -> Any:
+    """What JSON lacks, as :func:`immortal.appsdk.state.tree.to_json` writes it, is itself again."""
+    match value:
+        case {"$bytes": str(digits), **rest} if not rest:
+            return bytes.fromhex(digits)
+        case {"$float": str(text), **rest} if not rest:
+            return float(text)
+    return value
+
+
+def with_instance(tables: Mapping[str, Mapping[str, pa.Table]], name: str) -> Iterator[pa.Table]:
+    """The table ``name`` of each instance that has one, with the instance in front."""
+    for instance, of_instance in tables.items():
+        table = of_instance.get(name)
+        if table is not None:
+            yield table.add_column(0, "instance", pa.repeat(instance, len(table)))

@@ -1,0 +1,185 @@
+"""Files and folders for their owner alone, whatever the umask."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from immortal.protocol import decoding
+
+FILE_MODE = 0o600
+FOLDER_MODE = 0o700
+PUBLIC_FILE_MODE = 0o644  # what peers and clients of other users may read, where they can search the folder
+_OTHERS_WRITE = 0o022
+
+
+def make_folder(folder: Path) -> None:
+    """Make ``folder`` where it is missing, and those above it; what is there stays as it is. Raises OSError."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    try:
+        folder.mkdir(mode=FOLDER_MODE)
+    except FileExistsError:
+        if not folder.is_dir():  # made by somebody else just now, else
+            raise
+
+
+def opener(path: str, flags: int) -> int:
+    """For ``open(..., opener=opener)``: a file that is written, new or not, is its owner's alone. Raises OSError."""
+    descriptor = os.open(path, flags, FILE_MODE)
+    try:
+        tighten(descriptor, FILE_MODE)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_beside(path: Path) -> tuple[int, Path]:
+    """A new file in the folder of ``path``, open for writing, that is to take its place. Raises OSError.
+
+    (tempfile, with all that it imports, is a MiB of each coordinator.)
+    """
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE), temporary
+
+
+def openness(folder: Path) -> str | None:
+    """What is wrong with a folder in which others can make and replace files, in words; None where nothing is."""
+    try:
+        mode = folder.stat().st_mode & 0o777
+    except OSError:
+        return None  # whoever reads in it says so
+    if not mode & _OTHERS_WRITE:
+        return None
+    return (
+        f"{folder} has mode {mode:04o}: others could put their own keys, addresses and settings there; "
+        f"'chmod go-w {folder}' ends that, once you have looked at what is in it"
+    )
+
+
+def tighten(place: Path | int, mode: int) -> str | None:
+    """Take from an own file or folder what ``mode`` does not have; its mode before, as in "0644", where that was more.
+
+    Devices, links, what belongs to another user, and folders that are open to all on purpose (the sticky bit) stay as
+    they are. Raises OSError.
+    """
+    status = os.fstat(place) if isinstance(place, int) else os.lstat(place)
+    is_ours = stat.S_ISREG(status.st_mode) or (stat.S_ISDIR(status.st_mode) and not status.st_mode & stat.S_ISVTX)
+    if not is_ours or status.st_uid != os.geteuid() or not status.st_mode & 0o777 & ~mode:
+        return None
+    os.chmod(place, status.st_mode & 0o7777 & ~(0o777 & ~mode))
+    return f"{status.st_mode & 0o777:04o}"
+
+
+# Locks on files, by flock: waiting for one has an end, and who holds it is what the kernel says.
+#
+# A stranger who can open a file can hold its lock for ever: lock files are for their owner alone.
+
+
+_PAUSE_S = 0.01
+
+
+def open_lock(path: Path) -> int:
+    """A descriptor of the lock file, which is made where it is missing. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    try:
+        tighten(descriptor, FILE_MODE)
+    except PermissionError:
+        pass  # some file systems have no modes
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def take(descriptor: int, timeout_s: float) -> None:
+    """Raises BlockingIOError where another process has it for all of that time, OSError."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(_PAUSE_S)
+
+
+def describe_lock_holder(descriptor: int) -> str:
+    """Who holds the lock, in words: "process 1815", of which user where that is another one.
+
+    The text of a lock file may be old, or of somebody who has not got it: it is not asked.
+    """
+    status = os.fstat(descriptor)
+    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    try:
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        # 1: FLOCK  ADVISORY  WRITE 1815 fe:00:5424377 0 EOF
+        found = next(int(lock[4]) for lock in locks if lock[1] == "FLOCK" and lock[5] == place)
+        uid = Path(f"/proc/{found}").stat().st_uid
+    except (OSError, StopIteration, ValueError, IndexError):
+        return "a process that can't be named here"  # of another container; or on btrfs, whose numbers differ
+    return f"process {found}" if uid == os.geteuid() else f"process {found} of user {uid}"
+
+
+# What a running process says about itself, in a file of its instance's folder: its ID, and since when it runs.
+#
+# It writes the file when it is up, and removes it when it ends in an orderly way. After a crash the file stays: it counts
+# only while the process that wrote it lives.
+
+
+COORDINATOR_FILE_NAME = "coordinator.json"
+SUPERVISOR_FILE_NAME = "supervisor.json"
+
+
+class ProcessFile(msgspec.Struct, frozen=True, kw_only=True):
+    """``process_start_ticks``: the kernel's start time of the process, which tells it from a later one with its ID."""
+
+    pid: int
+    started_ns: int
+    process_start_ticks: int = 0
+
+
+P = TypeVar("P", bound=ProcessFile)
+
+
+def own_fields() -> dict[str, Any]:
+    """Of this process."""
+    pid = os.getpid()
+    return {"pid": pid, "started_ns": time.time_ns(), "process_start_ticks": _start_ticks(pid) or 0}
+
+
+def read(path: Path, kind: type[P]) -> P | None:
+    """What the file says; None if there is none, or none that makes sense."""
+    try:
+        return decoding.decode_json(path.read_bytes(), type=kind)
+    except (decoding.DecodeError, OSError):
+        return None
+
+
+def read_living(path: Path, kind: type[P]) -> P | None:
+    """As :func:`read`, if the process that wrote it lives."""
+    found = read(path, kind)
+    return found if found is not None and is_living(found) else None
+
+
+def is_living(process: ProcessFile) -> bool:
+    ticks = _start_ticks(process.pid)
+    return ticks is not None and process.process_start_ticks in (0, ticks)
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When the process started, in the kernel's ticks since boot; None if there is none, or only its remains."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])

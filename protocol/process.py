@@ -1,0 +1,91 @@
+"""What becomes, in a child made by ``os.fork()``, of objects that have threads and connections: these are its parent's.
+
+The child has none of its parent's threads, a lock that one of them held stays held in it, and what it sent through one
+of its parent's sockets would disturb the parent. So such an object lets go of all of them in the child, at the fork,
+and makes its own when it is used there; or it says that it can't be used there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+
+class Owner(Protocol):
+    """Somebody who has threads or connections."""
+
+    def forked(self) -> None:
+        """This is the child. Takes no lock, sends nothing, closes nothing."""
+
+
+_owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()  # by their IDs: not all have a hash
+_parents: list[object] = []  # in a child: closed there by nobody, not even as the last reference to it goes
+
+
+def watch(owner: Owner) -> None:
+    """Tell it of each fork, in the child."""
+    _owners[id(owner)] = owner
+
+
+def disown_in_child(*parts: object) -> None:
+    """In a child: these are the parent's, and are not touched again."""
+    _parents.extend(parts)
+
+
+def after_fork_message(what: str, process_id: int, advice: str) -> str:
+    """Why something that was made in the process ``process_id`` does not go on in this one."""
+    return f"{what} was made in process {process_id}, of which this one is a fork: {advice}"
+
+
+def _in_child() -> None:
+    owners = list(_owners.values())
+    _parents.extend(owners)
+    for owner in owners:
+        owner.forked()
+
+
+def at_fork(forked: Callable[[], None]) -> None:
+    """Call it in each child, whoever is there."""
+    os.register_at_fork(after_in_child=forked)
+
+
+at_fork(_in_child)
+
+
+# glibc's malloc, told what an app and its coordinator do with it.
+#
+# Both hold many buffers of up to a few MiB for milliseconds. By default glibc gives such memory back to the kernel at
+# once and asks for it again, zeroed, page by page: without this, the coordinators take a seventh more for calls of
+# 64 KiB, and an app takes 32 µs to send one in place of 5. The limits are those that glibc comes to by itself, later.
+#
+# What the start freed goes back, first when the modules are loaded, then when all is up: it would lie idle for good.
+
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+
+KEPT_SIZE_BYTES = 64 << 20  # free memory at the top of the heap that is not given back
+MAPPED_SIZE_BYTES = 32 << 20  # from this size on a buffer is a mapping of its own, given back when freed
+GROWTH_SIZE_BYTES = 4 << 20
+
+
+def retain_freed_memory() -> None:
+    """Set this process's malloc up, once, when its modules are loaded. Does nothing where malloc is not glibc's."""
+    trim_heap()
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in (
+            (_M_TRIM_THRESHOLD, KEPT_SIZE_BYTES),
+            (_M_TOP_PAD, GROWTH_SIZE_BYTES),
+            (_M_MMAP_THRESHOLD, MAPPED_SIZE_BYTES),
+        ):
+            mallopt(parameter, value)
+
+
+def trim_heap() -> None:
+    """To the kernel, once: a millisecond. Does nothing where malloc is not glibc's."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,139 @@
+"""Text that came from outside, where it is shown: a terminal obeys nothing in it, and it forges no line of a log.
+
+Everything that shows something goes through here: lines of logs, what commands print, what an app says, pages of HTML.
+Escaped, as Python writes it, is what ``str.isprintable`` refuses: control characters (C0, DEL, C1), what turns the
+direction of writing, separators of lines and paragraphs, what is invisible, and lone surrogates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterable
+
+from msgspec import Struct
+
+
+def printable(text: str) -> str:
+    r"""``text`` as a part of one line.
+
+    >>> printable("a\x1b]0;title\x07\nb")
+    'a\\x1b]0;title\\x07\\nb'
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def shown(value: object) -> str:
+    """As Python writes it, but for integers of more digits than Python writes."""
+    try:
+        return repr(value)
+    except ValueError:
+        return hex(value) if isinstance(value, int) else f"<a {type(value).__name__} with an integer of many digits>"
+
+
+def is_encodable(text: str) -> bool:
+    """Without lone surrogates, which are half a character: what is sent or kept has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def printable_lines(text: str, indent: str = "  ") -> list[str]:
+    """The lines of ``text``, each of them indented, so that none can be taken for one of somebody else's."""
+    lines = map(printable, text.split("\n"))
+    return [line if line[:1] in ("", " ") else f"{indent}{line}" for line in lines]
+
+
+def printable_message(text: str) -> str:
+    """``text`` with its line ends; lines behind the first are indented."""
+    first, *rest = text.split("\n")
+    return "\n".join([printable(first), *(printable_lines("\n".join(rest)) if rest else ())])
+
+
+def printable_json(
+    value: object, *, indent: int | None = None, default: Callable[[object], object] | None = None
+) -> str:
+    """As JSON, which stays the same for who reads it: on one line, unless there is an ``indent``."""
+    return printable_json_text(json.dumps(value, ensure_ascii=False, indent=indent, default=default))
+
+
+def printable_json_text(text: str) -> str:
+    """``text``, which is JSON."""
+    return text if text.isprintable() else "".join(map(_json_character, text))
+
+
+def _json_character(character: str) -> str:
+    if character.isprintable() or character == "\n":  # such a line end is one between values
+        return character
+    return json.dumps(character)[1:-1]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ ": did you mean 'x'?" when ``word`` looks like a known one, else nothing."""
+    import difflib  # here: few words are wrong
+
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f": did you mean {close[0]!r}?" if close else ""
+
+
+# How often lines of one kind are written, where somebody else decides how often there is something to write.
+
+
+INTERVAL_NS = 5_000_000_000  # between two lines of one kind
+BURST = 5  # lines of one kind that come at once before that: enough to see what is going on
+KINDS_MAX = 256  # that are told apart: who makes up names must not fill the memory, nor the log
+
+OTHERS = "others"  # what is not told apart: one kind
+
+
+class _Kind(Struct):
+    due_ns: int = 0  # when all that it was let is paid for, at one line per interval
+    left_out: int = 0  # since the last line
+
+
+class RateLimit:
+    """Lets ``burst`` lines of each kind pass, then one per interval, and counts what it leaves out.
+
+    Beyond ``KINDS_MAX`` kinds that are in use, all new ones are OTHERS. ``now_ns`` is on the monotonic clock.
+    """
+
+    def __init__(self, burst: int = BURST, interval_ns: int = INTERVAL_NS) -> None:
+        self._interval_ns = interval_ns
+        self._credit_ns = (burst - 1) * interval_ns
+        self._kinds: dict[Hashable, _Kind] = {OTHERS: _Kind()}
+
+    def admit(self, kind: Hashable, now_ns: int) -> int | None:
+        """How many of this ``kind`` were left out since the last line; None: leave this one out, too."""
+        known = self._known(kind, now_ns)
+        if known.due_ns - self._credit_ns > now_ns:
+            known.left_out += 1
+            return None
+        known.due_ns = max(known.due_ns, now_ns) + self._interval_ns
+        left_out, known.left_out = known.left_out, 0
+        return left_out
+
+    def next_ns(self, kind: Hashable) -> int:
+        """When a line of this kind passes."""
+        return self._kinds[self.counted_as(kind)].due_ns - self._credit_ns
+
+    def counted_as(self, kind: Hashable) -> Hashable:
+        """``kind`` itself, or OTHERS."""
+        return kind if kind in self._kinds else OTHERS
+
+    def _known(self, kind: Hashable, now_ns: int) -> _Kind:
+        known = self._kinds.get(kind)
+        if known is None:
+            if len(self._kinds) > KINDS_MAX:
+                self._forget(now_ns)
+            if len(self._kinds) > KINDS_MAX:
+                return self._kinds[OTHERS]
+            known = self._kinds[kind] = _Kind()
+        return known
+
+    def _forget(self, now_ns: int) -> None:
+        """Those that might never have been; what was left out of them is told with the others."""
+        for kind in [kind for kind, known in self._kinds.items() if known.due_ns <= now_ns and kind != OTHERS]:
+            self._kinds[OTHERS].left_out += self._kinds.pop(kind).left_out

@@ -1,0 +1,522 @@
+"""A registry that many machines share: rows of a database, and on each machine a folder that is kept like them.
+
+Who reads a registry reads files. Where ``IMMORTAL_HOME`` is a URL, they are those of the folder that ``IMMORTAL_LOCAL``
+names (".immortal"), a copy that knows of what: its file ORIGIN_FILE_NAME says so. These are shared, all else in the
+folder (private keys, sockets, logs in folders) is of its machine alone:
+
+NAME.toml             the settings
+NAME/public_keys      the public keys of all machines that have some for NAME; first those of who has its lease: who is
+                      reached where the lease says, and of those at one address the one on the holder's host
+NAME/upgrade.json     the upgrade that is asked for
+NAME/endpoint         where the lease of its log says that it is, and whose lease that is, in words, a line each; the
+                      database alone writes it
+
+A change goes to the database, and comes from there. Without the database the copy is read as it was last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.files import PUBLIC_FILE_MODE, make_folder, open_beside, open_lock, take
+from immortal.protocol.process import at_fork, disown_in_child
+
+if TYPE_CHECKING:
+    from psycopg import Connection
+
+HOME_VARIABLE = "IMMORTAL_HOME"
+HOME_DEFAULT = ".immortal"
+LOCAL_VARIABLE = "IMMORTAL_LOCAL"
+ORIGIN_FILE_NAME = ".origin"
+SETTINGS, PUBLIC_KEYS, UPGRADE, ENDPOINT = "settings", "public_keys", "upgrade", "endpoint"
+LEASES_CHANNEL = "immortal"  # of immortal.coordinator.log.backends.postgres.write_lease
+CHANNEL = "immortal_registry"
+LOOK_S = 1.0  # without news
+AGAIN_S = 0.5  # until a database that does not answer is tried again
+LOCK_TIMEOUT_S = 10.0  # a change takes milliseconds
+_CHANGES = 0x72656769  # the advisory lock of those who change it
+_FILE_NAMES = {PUBLIC_KEYS: "public_keys", UPGRADE: "upgrade.json", ENDPOINT: "endpoint"}
+PARTS = {file_name: part for part, file_name in _FILE_NAMES.items()}
+_LOCK_FILE_NAME = ".copy_lock"
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # whoever wrote the row: it becomes the name of a file
+_SEEN = """
+SELECT (SELECT coalesce(max(revision), 0) FROM immortal.registry), (SELECT count(*) FROM immortal.registry),
+    (SELECT md5(string_agg(concat_ws(' ', instance, endpoint, holder), chr(10) ORDER BY instance)) FROM immortal.leases)
+"""
+_ROWS = """
+SELECT r.instance, r.part, r.content FROM immortal.registry r LEFT JOIN immortal.leases l USING (instance)
+    ORDER BY r.instance, r.part, (r.endpoint <> '' AND r.endpoint = l.endpoint) IS NOT TRUE,
+        starts_with(l.holder, r.host || ' (process ') IS NOT TRUE, r.machine
+"""
+_LEASES = "SELECT instance, endpoint, holder FROM immortal.leases WHERE endpoint <> ''"
+_PUT = """
+INSERT INTO immortal.registry AS r (instance, part, machine, host, content) VALUES (%s, %s, %s, %s, %s)
+    ON CONFLICT (instance, part, machine) DO UPDATE SET content = excluded.content, host = excluded.host,
+    revision = nextval('immortal.registry_revisions'), changed = clock_timestamp()
+"""
+
+
+class SharedHomeError(ImmortalError):
+    """The registry of a database can't be read or changed, or its copy can't be kept here."""
+
+
+def is_url(home: object) -> bool:
+    return isinstance(home, str) and _URL.match(home) is not None
+
+
+def folder_of(home: str | os.PathLike[str] | None) -> Path:
+    """The folder of the registry ``home`` (None: IMMORTAL_HOME, .immortal): of a URL this machine's copy, as of now.
+
+    Raises SharedHomeError where there is no copy yet and the database does not answer.
+    """
+    home = home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT
+    if not isinstance(home, str) or not is_url(home):
+        return Path(home).absolute()
+    copy = _begun(home, Path(os.environ.get(LOCAL_VARIABLE) or HOME_DEFAULT).absolute())
+    copy.refresh()
+    return copy.folder
+
+
+def copy_of(folder: Path) -> Copy | None:
+    """None: ``folder`` is a registry of its own. Raises SharedHomeError."""
+    folder = folder.absolute()
+    try:
+        url, machine = (folder / ORIGIN_FILE_NAME).read_text("utf-8").split()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise SharedHomeError(f"{folder / ORIGIN_FILE_NAME} can't be read ({error}): restore it") from None
+    with _GUARD:
+        known = _COPIES.get(folder)  # one in a process: it knows what change is under way
+        if known is None or (_database(known.url), known.machine) != (_database(url), machine):
+            known = _COPIES[folder] = Copy(url, folder, machine)
+        return known
+
+
+def share(url: str, folder: Path, files: dict[tuple[str, str], str]) -> Copy:
+    """Bring ``files``, by (name, part), into the database, and make ``folder`` its copy. Raises SharedHomeError."""
+    copy = Copy(url, folder, secrets.token_hex(8))
+    names = {name for name, _ in files}
+    with copy._connected() as connection, connection.transaction():
+        connection.execute("SELECT pg_advisory_xact_lock(%s)", [_CHANGES])
+        there = connection.execute("SELECT DISTINCT instance FROM immortal.registry").fetchall()
+        if both := sorted(names & {name for (name,) in there}):
+            raise SharedHomeError(f"{url} has {', '.join(both[:5])} already: nothing was brought there")
+        for (name, part), text in files.items():
+            copy._insert(connection, name, part, text)
+    copy.refresh()
+    return copy_of(folder) or copy
+
+
+def path_in(folder: Path, name: str, part: str) -> Path:
+    """Where ``part`` of ``name`` is."""
+    return folder / (f"{name}.toml" if part == SETTINGS else f"{name}/{_FILE_NAMES[part]}")
+
+
+def _begun(url: str, folder: Path) -> Copy:
+    """The copy of ``url`` in ``folder``. Raises SharedHomeError where something else is there."""
+    if not url.startswith("postgresql://"):
+        raise SharedHomeError(f"{url!r} is no place of a registry: a folder was expected, or postgresql://...")
+    copy = copy_of(folder)
+    if copy is None:
+        own = sorted(file.stem for file in folder.glob("*.toml")) if folder.is_dir() else []
+        if own:
+            raise SharedHomeError(
+                f"{folder} is a registry of its own, with {', '.join(own[:5])}: 'immortal --home {folder} registry copy"
+                f" --to URL' brings it into the database; or let {LOCAL_VARIABLE} name another folder for this machine"
+            )
+        return Copy(url, folder, secrets.token_hex(8))
+    if _database(copy.url) != _database(url):
+        raise SharedHomeError(
+            f"{folder} is this machine's part of the registry {copy.url}, not of {url}: let {LOCAL_VARIABLE} name"
+            " another folder"
+        )
+    if copy.url != url:  # by another role
+        copy.url = url
+        copy.begin()
+    return copy
+
+
+class Copy:
+    """The folder of this machine, and the database ``url`` that it is a copy of. ``machine``: an ID of the folder.
+
+    ``problem``: why the copy is as it was last; "" where it is up to date. Methods raise SharedHomeError.
+    """
+
+    def __init__(self, url: str, folder: Path, machine: str) -> None:
+        self.url, self.folder, self.machine = url, folder, machine
+        self.problem = ""
+        self.changes = 0  # how often this process has found something new
+        self._lock = threading.RLock()
+        self._connection: Connection[tuple[Any, ...]] | None = None  # of the change that is under way
+        self._seen: tuple[object, ...] | None = None
+        self._keeping: _Keeping | None = None
+        self._keepers = 0
+
+    def path(self, name: str, part: str) -> Path:
+        return path_in(self.folder, name, part)
+
+    def log_of(self, name: str) -> str:
+        """The URL of a log in the same database."""
+        return f"{self.url}#{name}"
+
+    def has_log(self, name: str, log: str) -> bool:
+        """Whether ``log`` is in the same database, by whatever role."""
+        return _database(log) == _database(self.log_of(name))
+
+    def endpoint(self, name: str, log: str) -> str | None:
+        """Where the lease of ``log`` says that ``name`` is; None where it says nothing, or is of another database."""
+        if not self.has_log(name, log):
+            return None
+        return next(iter(_lease(self.path(name, ENDPOINT))), None)
+
+    def begin(self) -> None:
+        """The folder is a copy from here on. Raises OSError."""
+        _replace(self.folder / ORIGIN_FILE_NAME, f"{self.url}\n{self.machine}\n")
+
+    # --- from the database -------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """As of now; where the database does not answer, and there is a copy, that says so in ``problem``."""
+        if self._keeping is not None:
+            return
+        try:
+            with self._connected() as connection:
+                self.pull(connection)
+        except SharedHomeError as error:
+            if not (self.folder / ORIGIN_FILE_NAME).exists():
+                raise
+            self.problem = str(error)
+
+    def pull(self, connection: Connection[tuple[Any, ...]]) -> None:
+        """One process of the machine at a time, so that a later state never makes room for an earlier one."""
+        with self._lock, self._files_locked():
+            seen, rows, leases = self._read(connection)
+            self.problem = ""
+            if seen is not None and seen == self._seen:
+                return
+            wanted: dict[Path, str] = {}
+            for name, part, content in rows:
+                if _NAME.fullmatch(name) and not name.endswith(".toml") and part in (SETTINGS, *_FILE_NAMES):
+                    path = self.path(name, part)
+                    wanted[path] = wanted.get(path, "") + content
+            names = {name for name, part, _ in rows if part == SETTINGS}
+            # Where an instance is goes last: who sees that it has moved finds the keys in the order that goes with it.
+            wanted |= {self.path(name, ENDPOINT): f"{at}\n{holder}\n" for name, at, holder in leases if name in names}
+            self._write(wanted, {self.path(name, ENDPOINT) for name in names})
+            self._seen = seen
+            self.changes += 1  # also where another process of this machine was first to write it
+
+    def _read(self, connection: Connection[tuple[Any, ...]]) -> tuple[tuple[object, ...] | None, list[Any], list[Any]]:
+        from psycopg import IsolationLevel, errors
+
+        try:
+            connection.isolation_level = IsolationLevel.REPEATABLE_READ
+            with connection.transaction():
+                seen = connection.execute(_SEEN).fetchone()
+                if seen == self._seen:
+                    return seen, [], []
+                return seen, connection.execute(_ROWS).fetchall(), connection.execute(_LEASES).fetchall()
+        except (errors.UndefinedTable, errors.InvalidSchemaName):
+            return None, [], []  # nothing is registered there yet
+        finally:
+            if not connection.closed:
+                connection.isolation_level = None
+
+    def _write(self, wanted: dict[Path, str], kept: set[Path]) -> None:
+        """``kept``: what stays though nothing is known of it now."""
+        there = {self.path(file.stem, SETTINGS) for file in self.folder.glob("*.toml")}
+        for file_name in _FILE_NAMES.values():
+            there.update(self.folder.glob(f"*/{file_name}"))
+        has_changed = False
+        try:
+            for path, text in wanted.items():
+                if path not in there or path.read_text("utf-8") != text:
+                    make_folder(path.parent)
+                    _replace(path, text)
+                    has_changed = True
+            for path in there - wanted.keys() - kept:
+                path.unlink(missing_ok=True)
+                has_changed = True
+            if has_changed:
+                os.utime(self.folder)  # at its time all coordinators of this machine look
+        except (OSError, UnicodeDecodeError) as error:
+            raise SharedHomeError(f"the copy of the registry in {self.folder} can't be written: {error}") from None
+
+    @contextlib.contextmanager
+    def _files_locked(self) -> Iterator[None]:
+        try:
+            make_folder(self.folder)
+            if not (self.folder / ORIGIN_FILE_NAME).exists():
+                self.begin()
+            descriptor = open_lock(self.folder / _LOCK_FILE_NAME)
+        except OSError as error:
+            raise SharedHomeError(f"{self.folder} can't hold a copy of the registry: {error}") from None
+        try:
+            take(descriptor, LOCK_TIMEOUT_S)
+            yield
+        except BlockingIOError:
+            raise SharedHomeError(f"another process keeps {self.folder} locked: end it") from None
+        finally:
+            os.close(descriptor)
+
+    # --- to the database ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[Connection[tuple[Any, ...]]]:
+        """One change of the registry at a time, of all machines; it begins with a copy as of now."""
+        with self._lock:
+            if self._connection is not None:
+                yield self._connection
+                return
+            with self._connected() as connection:
+                connection.execute(f"SET lock_timeout = '{LOCK_TIMEOUT_S:g}s'")
+                connection.execute("SELECT pg_advisory_lock(%s)", [_CHANGES])
+                self.pull(connection)
+                self._connection = connection
+                try:
+                    yield connection
+                finally:
+                    self._connection = None
+
+    def put(self, name: str, part: str, text: str | None) -> None:
+        """One file, in the database and here; None: it goes. Of public keys: those of this machine; None: all."""
+        with self.changing() as connection:
+            with connection.transaction():
+                if text is None:
+                    connection.execute("DELETE FROM immortal.registry WHERE instance = %s AND part = %s", [name, part])
+                else:
+                    self._insert(connection, name, part, text)
+                connection.execute("SELECT pg_notify(%s, %s)", [CHANNEL, name])
+            self.pull(connection)
+
+    def _insert(self, connection: Connection[tuple[Any, ...]], name: str, part: str, text: str) -> None:
+        machine = self.machine if part == PUBLIC_KEYS else ""
+        connection.execute(_PUT, [name, part, machine, socket.gethostname(), text])
+
+    def announce(self, name: str, endpoint: str) -> None:
+        """Where peers reach ``name`` when this machine has it: so they show the right one of its keys first."""
+        with self._connected() as connection:
+            connection.execute(
+                "UPDATE immortal.registry SET endpoint = %s, host = %s,"
+                " revision = nextval('immortal.registry_revisions')"
+                " WHERE instance = %s AND part = %s AND machine = %s AND endpoint <> %s",
+                [endpoint, socket.gethostname(), name, PUBLIC_KEYS, self.machine, endpoint],
+            )
+            connection.execute("SELECT pg_notify(%s, %s)", [CHANNEL, name])
+
+    def machines(self, name: str) -> list[tuple[str, str, str]]:
+        """Those that have keys for ``name``: ID, host, and where peers reached it there last."""
+        with self._connected() as connection:
+            return connection.execute(
+                "SELECT machine, host, endpoint FROM immortal.registry WHERE instance = %s AND part = %s"
+                " ORDER BY host, machine",
+                [name, PUBLIC_KEYS],
+            ).fetchall()
+
+    def forget(self, name: str, machine: str) -> bool:
+        """The keys of ``name`` on that machine let nobody in any more; whether there were some."""
+        with self.changing() as connection:
+            gone = connection.execute(
+                "DELETE FROM immortal.registry WHERE instance = %s AND part = %s AND machine = %s",
+                [name, PUBLIC_KEYS, machine],
+            )
+            connection.execute("SELECT pg_notify(%s, %s)", [CHANNEL, name])
+            self.pull(connection)
+            return bool(gone.rowcount)
+
+    # --- over and over -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within it the copy follows the database, by news and by looking."""
+        self.keep()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def keep(self) -> None:
+        with _GUARD:
+            self._keepers += 1
+            if self._keeping is None:
+                self._keeping = _Keeping(self)
+
+    def leave(self) -> None:
+        with _GUARD:
+            self._keepers -= 1
+            if not self._keepers and self._keeping is not None:
+                self._keeping.close()
+                self._keeping = None
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[Connection[tuple[Any, ...]]]:
+        with self._failing(), _connect(self.url) as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Failures of the database, in our words."""
+        import_driver()
+        import psycopg
+        from psycopg import errors
+
+        try:
+            yield
+        except (errors.UndefinedTable, errors.InvalidSchemaName, errors.UndefinedColumn):
+            raise SharedHomeError(
+                f"the database {self.url} has no registry yet: 'immortal register NAME' begins one in an empty"
+                " database, 'immortal --home FOLDER log migrate NAME' brings an older schema there"
+            ) from None
+        except errors.LockNotAvailable:
+            raise SharedHomeError(
+                f"the registry {self.url} is being changed, for more than {LOCK_TIMEOUT_S:g} s: try again"
+            ) from None
+        except errors.InsufficientPrivilege as error:
+            raise SharedHomeError(
+                f"the database {self.url} refuses it: {error.diag.message_primary}; to read the registry a role needs"
+                " immortal_reader, to change it immortal_writer"
+            ) from None
+        except psycopg.Error as error:
+            lines = "; ".join(dict.fromkeys(filter(None, map(str.strip, str(error).splitlines()[:3]))))
+            raise SharedHomeError(f"the registry {self.url} does not answer: {lines or type(error).__name__}") from None
+
+
+class _Keeping:
+    """The thread of :meth:`Copy.kept`, with a connection of its own."""
+
+    def __init__(self, copy: Copy) -> None:
+        self._copy = copy
+        self._is_closed = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="registry", daemon=True)
+        self._thread.start()
+
+    def __del__(self) -> None:
+        os.close(self._wake)
+
+    def close(self) -> None:
+        """It ends by itself, within what a connection may take."""
+        self._is_closed = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            try:
+                with self._copy._connected() as connection:
+                    self._follow(connection)
+            except SharedHomeError as error:
+                self._copy.problem = str(error)
+            if not self._is_closed:
+                select.select([self._wake], [], [], AGAIN_S)
+
+    def _follow(self, connection: Connection[tuple[Any, ...]]) -> None:
+        connection.execute(f"LISTEN {LEASES_CHANNEL}")
+        connection.execute(f"LISTEN {CHANNEL}")
+        while not self._is_closed:
+            due_s = time.monotonic() + LOOK_S
+            self._copy.pull(connection)
+            while not self._is_closed and (rest_s := due_s - time.monotonic()) > 0:
+                if list(connection.notifies(timeout=0)):
+                    break
+                select.select([connection.fileno(), self._wake], [], [], rest_s)
+
+
+_COPIES: dict[Path, Copy] = {}
+_GUARD = threading.Lock()
+
+
+def _in_child() -> None:
+    """Connections and threads of copies are the parent's: here they are found anew."""
+    global _GUARD
+    _GUARD = threading.Lock()
+    disown_in_child(*_COPIES.values())
+    _COPIES.clear()
+
+
+at_fork(_in_child)
+
+
+def _database(url: str) -> str:
+    """Without the role."""
+    return re.sub("//[^/@]*@", "//", url, count=1)
+
+
+def last_holder(folder: Path) -> str:
+    """Who had the instance of ``folder`` last, and where, in words; "" where that is not known here."""
+    match _lease(folder / _FILE_NAMES[ENDPOINT]):
+        case [endpoint, holder]:
+            return f"{holder} had it last, at {endpoint}"
+    return ""
+
+
+def _lease(path: Path) -> list[str]:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text("utf-8").splitlines()
+    return []
+
+
+def import_driver() -> None:
+    """Raises SharedHomeError where the extra is missing."""
+    try:
+        import psycopg  # noqa: F401
+    except ImportError:
+        raise SharedHomeError("a registry in PostgreSQL needs psycopg: pip install 'immortal[postgres]'") from None
+
+
+def _connect(url: str) -> Connection[tuple[Any, ...]]:
+    """To the server that takes writes. Raises as psycopg does, SharedHomeError."""
+    import psycopg
+    from psycopg import conninfo
+
+    try:
+        given: dict[str, Any] = conninfo.conninfo_to_dict(url)
+    except psycopg.ProgrammingError as error:
+        raise SharedHomeError(f"{url!r} is no URL of a database: {error}") from None
+    if given.get("password") or "#" in url:
+        raise SharedHomeError(
+            "the URL of a registry is one of a database, without a password and without '#NAME': passwords are written"
+            " into ~/.pgpass (or the file that PGPASSFILE names)"
+        )
+    given = {"connect_timeout": 5, **given} | {
+        "application_name": "immortal registry",
+        "target_session_attrs": "read-write",
+        "keepalives_idle": 5,
+        "keepalives_interval": 2,
+        "keepalives_count": 3,
+        "tcp_user_timeout": 10_000,
+        "client_encoding": "UTF8",
+    }
+    connection: Connection[tuple[Any, ...]] = psycopg.connect(**given, autocommit=True)
+    try:
+        connection.execute("SET synchronous_commit = on")  # what is said to be registered stays, whatever its settings
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whole or not at all; it need not survive a crash of the machine. Raises OSError."""
+    descriptor, temporary = open_beside(path)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), PUBLIC_FILE_MODE)
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,132 @@
+"""Handlers that wait, as an operator sees them: what is asked of the app, what it says, and what an operator orders.
+
+A question is answered out of the app's memory, and is not logged. An order is input: an impulse of the instance to
+itself, with ORDER_METHOD_ID, so that each replay obeys it at the same place. `docs/WIRE.md`, part 7.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from immortal.protocol import decoding
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import MessageType, RpcType, decode_incoming_rpc, encode_incoming_rpc, encode_message
+
+ORDER_METHOD_ID = -4  # the impulse that brings an operator's order
+CANCEL_CALL_METHOD_ID = 1 << 20
+"""A call that cancels an earlier one of the same caller: [number of that, reason]. One above the largest of users, and
+not negative: who does not know it refuses it in words, as any method that there is not."""
+TIMES_TASK = (1 << 63) - 1
+"""A question for this handler, which there can't be, asks how long handlers took: [method, ns] in "times"."""
+OTHER_MESSAGES = "other"  # as a method there: answers, results of effects, the clock
+HANDLERS_COUNT_MAX = 1000  # that one answer tells of, the oldest: some MiB, as their arguments are shortened
+REASON_CHARACTERS_MAX = 4096
+
+Verb = Literal["cancel", "signal", "expel"]
+NIL = msgspec.Raw(b"\xc0")
+
+
+class HandlersQuestion(msgspec.Struct, array_like=True, frozen=True):
+    """``ticket``: the coordinator's, for the answer. ``task``: the handler that is to be told of whole; 0: all of them,
+    HANDLERS_COUNT_MAX at most.
+
+    With ``sequence_id``: what the order in that message has come to. With ``retries``: effects of ``task`` that wait
+    for their next attempt are to be tried at once. No log knows of attempts, so this is a question and no order.
+    """
+
+    ticket: int
+    task: int = 0
+    sequence_id: int = -1
+    message_index: int = 0
+    retries: bool = False
+
+
+class HandlersAnswer(msgspec.Struct, array_like=True, frozen=True):
+    """``value``: plain values, for people and scripts."""
+
+    ticket: int
+    value: dict[str, Any]
+
+
+class Order(msgspec.Struct, array_like=True, frozen=True):
+    """To the handler ``task``. ``text``: the reason of a "cancel", the name of the event of a "signal", whose ``value``
+    is MessagePack. An "expel" is to no handler, 0: ``text`` is the member, and ``value`` the name of its group."""
+
+    verb: str
+    task: int
+    text: str
+    who: str = ""
+    value: msgspec.Raw = NIL
+
+    def in_words(self) -> str:
+        return f"{self.verb} {self.text}" if not self.task else f"{self.verb} of the handler {self.task}: {self.text}"
+
+
+_decode_question = decoding.Decoder(HandlersQuestion).decode
+_decode_answer = decoding.Decoder(HandlersAnswer).decode
+
+
+def encode_handlers_question(question: HandlersQuestion) -> bytes:
+    """A whole HandlersAsked message."""
+    return encode_message(MessageType.HANDLERS_ASKED, msgspec.msgpack.encode(question))
+
+
+def decode_handlers_question(data: bytes) -> HandlersQuestion:
+    """Raises RemoteProtocolError."""
+    try:
+        return _decode_question(data)
+    except decoding.DecodeError as error:
+        raise RemoteProtocolError(f"a HandlersAsked can't be read: {error}") from None
+
+
+def encode_answer(answer: HandlersAnswer) -> bytes:
+    """A whole Handlers message."""
+    return encode_message(MessageType.HANDLERS, msgspec.msgpack.encode(answer))
+
+
+def decode_answer(data: bytes) -> HandlersAnswer:
+    """Raises RemoteProtocolError."""
+    try:
+        return _decode_answer(data)
+    except decoding.DecodeError as error:
+        raise RemoteProtocolError(f"a Handlers can't be read: {error}") from None
+
+
+def encode_order(order: Order) -> bytes:
+    """As a logged call, from its size on."""
+    return encode_incoming_rpc(ORDER_METHOD_ID, RpcType.IMPULSE, msgspec.msgpack.encode(order))
+
+
+# Calls by which the SDKs of senders and destinations agree on the order of multicasts (`docs/ORDERING.md`).
+#
+# The method IDs are above those of users, and not negative: who does not know them refuses them in words, as any method
+# that there is not. EXECUTED is an app's to itself.
+
+
+ORDERED_METHOD_ID = (1 << 20) + 1  # calls that are to be ordered: [method ID of all of them, ...]
+ORDERING_METHOD_ID = (1 << 20) + 2  # everything else that is said about them; it calls no method of the user's
+FENCING_METHOD_ID = (1 << 20) + 5  # how a member is expelled from a group
+FENCING_METHODS = frozenset({"group_change", "group_told"})
+"""Handlers of groups. Who may call one of them may expel, as it changes the group in any case."""
+EXECUTED_METHOD_ID = -5  # behind calls that were released to oneself
+
+_first_of = decoding.Decoder(list[msgspec.Raw]).decode
+_number_of = decoding.Decoder(int).decode
+
+
+def ordered_method(data: bytes, start: int, end: int) -> int:
+    """What the RPC ``data[start:end]``, of ORDERED_METHOD_ID, calls in the end; -1 where it does not say so."""
+    rpc = decode_incoming_rpc(data, start, end)
+    try:
+        return _number_of(_first_of(rpc.arguments)[0])
+    except (decoding.DecodeError, IndexError):
+        return -1
+
+
+# Calls by which handles work (`docs/NODES.md`). Their IDs are above users', as those of :mod:`protocol.ordering`.
+
+
+NODE_METHOD_ID = (1 << 20) + 4  # a call of a node: [sender, keys, method ID, arguments]
+HANDLES_METHOD_ID = (1 << 20) + 3  # what owners and holders tell each other: [sender, message]

@@ -1,0 +1,345 @@
+"""The app's process of a replay: started, watched, and gone at the end. What it says is kept, within limits."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import asdict
+
+from immortal.coordinator.app.secret import SECRET_FILE_VARIABLE
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.interfaces import LogSummary
+from immortal.coordinator.service.process import die_with_parent
+from immortal.protocol import decoding
+from immortal.protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT
+from immortal.replay.errors import ReplayError
+
+HEAD_SIZE_BYTES = 64 << 10  # of what the app says: the SDK's warnings come first
+TAIL_SIZE_BYTES = 64 << 10  # ... and what it died of last
+LEAVE_S = 5.0  # for an app that was said goodbye to
+KILL_AFTER_S = 1.0  # between SIGTERM and SIGKILL: it has nothing to lose
+
+_READ_SIZE_BYTES = 64 << 10
+
+
+class AppProcess:
+    """One running app. ``descriptors`` are readable when it has said something (:meth:`take_output`), or has died."""
+
+    def __init__(self, command: AppCommand, address: str, secret_file: Path, code_notes: Path) -> None:
+        """``secret_file``: of the secret that the app is to show at ``address``. ``code_notes``: where it notes what it
+        runs. Raises ReplayError."""
+        files = {SECRET_FILE_VARIABLE: str(secret_file), NOTES_VARIABLE: str(code_notes)}
+        argv = [address if part == "{address}" else part for part in command.argv]
+        behind = not command.foreground
+        captured = behind and not command.shows_output
+        try:
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL if behind else None,
+                stdout=subprocess.PIPE if captured else None,
+                stderr=subprocess.STDOUT if captured else None,
+                env={**os.environ, **command.environment, **files},
+                process_group=0 if behind else None,  # Ctrl-C in a terminal reaches whoever replays alone
+                # Nothing but two system calls, so that a lock held by another thread does no harm. The thread that
+                # starts the app lives as long as the replay: the kernel's parent is a thread.
+                preexec_fn=die_with_parent(os.getpid()),
+            )
+        except OSError as error:
+            raise ReplayError(f"the app {command.name} can't be started: {argv[0]}: {error.strerror}") from None
+        self._death = os.pidfd_open(self._process.pid)
+        self._output: int | None = None  # None: in the foreground, or at its end
+        if self._process.stdout is not None:
+            self._output = self._process.stdout.fileno()
+            os.set_blocking(self._output, False)
+        self._head = bytearray()
+        self._tail: deque[bytes] = deque()
+        self._tail_size_bytes = 0
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [self._death] if self._output is None else [self._death, self._output]
+
+    @property
+    def exit_status(self) -> int | None:
+        """As subprocess gives it; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def head(self) -> str:
+        return bytes(self._head).decode("utf-8", "replace")
+
+    @property
+    def tail(self) -> str:
+        """The end of what it said; all of it if that is short."""
+        said = b"".join(self._tail)
+        if len(said) < TAIL_SIZE_BYTES:
+            said = bytes(self._head[-(TAIL_SIZE_BYTES - len(said)) :]) + said
+        return said[-TAIL_SIZE_BYTES:].decode("utf-8", "replace")
+
+    def take_output(self) -> None:
+        """Take what it has said since."""
+        while self._output is not None:
+            try:
+                data = os.read(self._output, _READ_SIZE_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                self._output = None
+                return
+            room = HEAD_SIZE_BYTES - len(self._head)
+            self._head += data[:room]
+            if data := data[room:]:
+                self._tail.append(data)
+                self._tail_size_bytes += len(data)
+            while self._tail and self._tail_size_bytes - len(self._tail[0]) >= TAIL_SIZE_BYTES:
+                self._tail_size_bytes -= len(self._tail.popleft())
+
+    def send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit status; None if it still runs after that time."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def close(self) -> None:
+        """It is gone behind this, whatever it does."""
+        if self.exit_status is None:
+            self.send(signal.SIGTERM)
+            if self.wait(KILL_AFTER_S) is None:
+                self.send(signal.SIGKILL)
+                self._process.wait()
+        self.take_output()
+        os.close(self._death)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def exit_text(exit_status: int) -> str:
+    if exit_status >= 0:
+        return f"status {exit_status}"
+    try:
+        return signal.Signals(-exit_status).name
+    except ValueError:
+        return f"signal {-exit_status}"
+
+
+# How the app of a replay is started: which command, with which terminal.
+
+
+NOTES_VARIABLE = "IMMORTAL_CODE_NOTES"
+"""Where the app notes which modules it has loaded: :mod:`immortal.appsdk.running.user_modules`."""
+
+BY_HAND = "-"
+"""As an app's name: it is started by whoever replays, and told the address."""
+
+
+class AppCommand(Struct, frozen=True):
+    """How to start the app: ``argv`` with ``{address}`` where the address is to stand; empty: it is started by hand.
+
+    ``environment`` is set in addition to the caller's. ``foreground``: it has the caller's terminal; otherwise its
+    output is captured, and shown when it fails; with ``shows_output`` it is shown as it comes.
+    """
+
+    name: str
+    argv: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    foreground: bool = False
+    shows_output: bool = False
+    rpc_limit_mib: int = ARGUMENTS_SIZE_MIB_DEFAULT  # of its arguments: a larger call is dropped, as it was in service
+    settings: InstanceSettings | None = None  # started by hand, it comes in, and proves who it is, as these have it
+    code: Path | None = None  # a folder or a wheel whose modules come before those of the current folder
+
+    @classmethod
+    def of(
+        cls,
+        app: str,
+        *,
+        strict: bool = False,
+        checks_queries: bool = False,
+        lines: bool = False,
+        break_at: tuple[int, int | None] | None = None,
+        settings: InstanceSettings | None = None,
+        code: Path | None = None,
+    ) -> AppCommand:
+        """An SDK app, "module:Class", in trace mode; BY_HAND: none is started, and it comes in as ``settings`` say.
+
+        ``checks_queries``: the state is compared around each query. ``lines``: those of its handlers' self.log are
+        written as they once were, and shown.
+        ``code``: a folder or a wheel whose modules come before those of the current folder.
+        ``break_at``: (record, message): pdb stops before the handler of that message, in the caller's terminal.
+        """
+        if app == BY_HAND:
+            if code is not None:
+                raise ReplayError(f"{code} is for an app that is started from here: leave it out, or name the class")
+            limit_mib = ARGUMENTS_SIZE_MIB_DEFAULT if settings is None else settings.rpc_limit_mb
+            return cls(BY_HAND, rpc_limit_mib=limit_mib, settings=settings)
+        argv = [sys.executable, "-P", "-m", "immortal.appsdk", app, "--address", "{address}", "--trace"]
+        if strict:
+            argv.append("--strict")
+        if break_at is not None:
+            sequence_id, message = break_at
+            argv += ["--break", f"{sequence_id}" if message is None else f"{sequence_id}:{message}"]
+        # The SDK wants a fixed hash seed, and would start itself over to get one.
+        environment = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
+        # What the caller's environment says is meant for an app in service.
+        environment |= {"IMMORTAL_STRICT": "", "IMMORTAL_BREAK": ""}
+        environment["IMMORTAL_CHECK_QUERIES"] = "1" if checks_queries else ""
+        environment["IMMORTAL_LOG_REPLAYED"] = "1" if lines else ""
+        environment |= code_environment(code)
+        return cls(app, argv, environment, foreground=break_at is not None, shows_output=lines, code=code)
+
+    @property
+    def by_hand(self) -> bool:
+        return not self.argv
+
+
+def code_environment(code: Path | None, notes: Path | str = os.devnull) -> dict[str, str]:
+    """For a process that loads the user's code as :mod:`appsdk.running.user_code` says, that of ``code`` first.
+
+    Raises ReplayError where there is no folder and no wheel.
+    """
+    if code is not None and not (code.is_dir() or (code.is_file() and code.suffix in (".whl", ".zip"))):
+        raise ReplayError(f"{code} is neither a folder nor a wheel: one with the module of the class was expected")
+    return {"IMMORTAL_CODE": "" if code is None else str(code.absolute()), NOTES_VARIABLE: str(notes)}
+
+
+# Which app replays a stretch of a log, where nobody says.
+
+
+def default_app(name: str, registered: str | None, summary: LogSummary, version: int) -> str:
+    """The app ("module:Class") of a replay that ends in ``version``.
+
+    The instance's own, ``registered``, if that is its version now; otherwise what the app called itself in that
+    version. Raises ReplayError where nothing is known.
+    """
+    newest = summary.versions[-1].version if summary.versions else version
+    named = [start.app for start in summary.versions if start.version == version]
+    named = [app for app in named if app and not app.startswith("__main__:")]  # a script's own class has no module
+    if version == newest and registered is not None:
+        return registered
+    if named:
+        return named[-1]
+    if registered is not None:
+        return registered
+    raise ReplayError(
+        f"nothing says which app {name!r} is: give it with --app MODULE:CLASS (or --app - for one of yours)"
+    )
+
+
+# Which code an app has run: the modules that it has loaded of the user's, and their digest.
+
+
+DIGEST_SHOWN_SIZE = 16  # characters
+
+
+class Code(Struct, frozen=True):
+    """``digest``: SHA-256 over names and contents, wherever the files are. ``file``: of the module of the class."""
+
+    digest: str
+    modules: int
+    file: str
+
+    def __str__(self) -> str:
+        count = "1 module" if self.modules == 1 else f"{self.modules} modules"
+        return f"{self.file}, {count} with digest {self.digest[:DIGEST_SHOWN_SIZE]}"
+
+
+def read_code(app: str, notes: Path) -> Code | None:
+    """What ``app`` ("module:Class") has noted so far; None where nothing is known."""
+    try:
+        lines = notes.read_text().splitlines()
+    except FileNotFoundError:
+        return None
+    rows = {row["module"]: row for row in map(decoding.load_json, lines)}
+    main = rows.get(app.partition(":")[0])
+    if main is None:
+        return None
+    contents = "".join(f"{name} {row['sha256']}\n" for name, row in sorted(rows.items()))
+    return Code(hashlib.sha256(contents.encode()).hexdigest(), len(rows), main["file"])
+
+
+def code_values(code: Code | None) -> dict[str, Any] | None:
+    return None if code is None else asdict(code)
+
+
+# What is inside a state: asked of the SDK, in a process of its own, since only the user's class can tell.
+
+
+DIFFERENCES_MAX = 20
+
+
+def show_state(app: str, blob: Path) -> dict[str, Any]:
+    """The state in the file ``blob`` as the class ``app`` ("module:Class") reads it: plain JSON values.
+
+    Raises ReplayError.
+    """
+    shown: dict[str, Any] = _inspect("show", app, str(blob))
+    return shown
+
+
+def diff_states(
+    old_app: str, old: Path, new_app: str, new: Path, *, limit: int = DIFFERENCES_MAX, new_code: Path | None = None
+) -> list[dict[str, Any]]:
+    """Where two states differ: [{"path", "old", "new"}], at most ``limit``; what a side has not is left out.
+
+    ``new_code``: where the modules of the new side are, see :class:`replay.app.AppCommand`. One process can't have two
+    classes of one name, so each side then says what it has; attributes of objects within the state are shown as keys.
+
+    Raises ReplayError.
+    """
+    if new_code is not None:
+        shown = []
+        for app, blob, code in ((old_app, old, None), (new_app, new, new_code)):
+            shown.append(blob.with_name(f"{blob.name}.json"))
+            shown[-1].write_text(json.dumps(_inspect("show", app, str(blob), code=code)))
+        found: list[dict[str, Any]] = _inspect("diff-shown", *map(str, shown), "--limit", str(limit))
+        return found
+    differences: list[dict[str, Any]] = _inspect("diff", old_app, str(old), new_app, str(new), "--limit", str(limit))
+    return differences
+
+
+def write_rows(app: str, blob: Path, out: Path) -> None:
+    """The state as rows of tables: a JSON list [table, row] on each line of the file ``out``. Raises ReplayError."""
+    _inspect("rows", app, str(blob), str(out))
+
+
+def method_names(app: str) -> dict[tuple[str, int], str]:
+    """(destination, method ID) to a name, as the class ``app`` ("module:Class") has them. Raises ReplayError."""
+    found: list[tuple[str, int, str]] = _inspect("methods", app, what="the class")
+    return {(destination, method_id): name for destination, method_id, name in found}
+
+
+def unanswered(app: str, blob: Path, code: Path | None = None) -> list[dict[str, Any]]:
+    """What the handlers of the class ``app`` wait for in the state ``blob`` at the end of a what-if, and the log does
+    not have: [{"handler", "arguments", "waits_for"}]. Raises ReplayError.
+    """
+    found: list[dict[str, Any]] = _inspect("unanswered", app, str(blob), code=code)
+    return found
+
+
+def _inspect(*arguments: str, what: str = "the state", code: Path | None = None) -> Any:
+    environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"), **code_environment(code)}
+    command = [sys.executable, "-P", "-m", "immortal.appsdk.running.inspection", *arguments]
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if done.returncode:
+        said = done.stderr.decode("utf-8", "replace").strip()
+        raise ReplayError(f"{what} can't be looked into: {said or f'status {done.returncode}'}")
+    try:
+        return decoding.load_json(done.stdout)
+    except ValueError as error:
+        raise ReplayError(f"{what} can't be looked into: the answer is no JSON: {error}") from None

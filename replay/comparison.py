@@ -1,0 +1,338 @@
+"""Two runs over the same inputs: which of their outputs differ. A state machine without I/O.
+
+Outputs come from both sides in batches, in any interleaving. For each destination they are aligned by their keys: where
+both sides have something of one key, the messages there are compared in order. A key says which input made a message
+((sequence ID, message index)), or, for apps that do not tell, is the message's own place ((position, 0)). Keys never
+go back within a stream. Equal is what has the same bytes. What is compared is forgotten at once; what one side has made
+and the other has not yet is kept in a queue of the caller's making.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from difflib import SequenceMatcher
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from msgspec import Struct, field
+
+from immortal.protocol.errors import RemoteProtocolError
+from immortal.protocol.messages import decode_incoming_rpc, decode_message
+
+WINDOW_MESSAGES_MAX = 64  # of one key, compared at once: an alignment costs up to the cube of it
+WINDOW_SIZE_BYTES_MAX = 1 << 20
+SINGLE_MESSAGES = 16  # after a difference so many are compared one by one before whole batches are tried again
+KEY_SIZE_BYTES = 100  # about what a key takes in memory
+
+Key = tuple[int, int]
+
+
+class Side(Enum):
+    OLD = "old"
+    NEW = "new"
+
+    @property
+    def other(self) -> Side:
+        return Side.NEW if self is Side.OLD else Side.OLD
+
+
+class Kind(Enum):
+    ADDED = "added"  # only the new side makes it
+    MISSING = "missing"  # only the old side does
+    CHANGED = "changed"  # both make something in that place, but not the same
+
+
+class Difference(Struct, frozen=True):
+    """``old`` and ``new`` are whole RPC messages in incoming form; None where that side has none.
+
+    ``position``: of the old one in its stream, as the log has it; 0 where there is none.
+    """
+
+    kind: Kind
+    destination: str
+    key: Key
+    old: bytes | None
+    new: bytes | None
+    position: int = 0
+
+
+class Outputs(Struct, frozen=True):
+    """Messages of one stream, packed one after the other, and the key of each; their positions are consecutive."""
+
+    keys: list[Key]
+    payload: bytes
+    first_position: int = 1
+
+    @property
+    def size_bytes(self) -> int:
+        """About what it takes in memory."""
+        return len(self.payload) + KEY_SIZE_BYTES * len(self.keys)
+
+
+class OutputsQueue(Protocol):
+    """First in, first out. What a deque does is enough."""
+
+    def append(self, batch: Outputs, /) -> None: ...
+
+    def popleft(self) -> Outputs: ...
+
+    def __len__(self) -> int: ...
+
+
+def _memory_queue() -> OutputsQueue:
+    return deque[Outputs]()
+
+
+class Comparison:
+    """Feed both sides with :meth:`add`, then :meth:`finish` each; ``report`` is called with each difference found.
+
+    ``equal_count`` is the number of messages that both sides made alike.
+    """
+
+    def __init__(
+        self, report: Callable[[Difference], None], make_queue: Callable[[], OutputsQueue] = _memory_queue
+    ) -> None:
+        self.equal_count = 0
+        self.pending_size_bytes = dict.fromkeys(Side, 0)
+        """What each side has made and the other has not: about what it takes in memory."""
+        self._report = report
+        self._make_queue = make_queue
+        self._streams: dict[str, dict[Side, _Stream]] = {}
+        self._ends: dict[Side, _End] = {}
+
+    def add(self, side: Side, destination: str, batch: Outputs) -> None:
+        """The next messages of ``side`` to ``destination``."""
+        if not batch.keys:
+            return
+        streams = self._streams.get(destination)
+        if streams is None:
+            streams = self._streams[destination] = {each: _Stream(self._make_queue()) for each in Side}
+        streams[side].append(batch)
+        self.pending_size_bytes[side] += batch.size_bytes
+        self._advance(destination, streams)
+
+    def finish(self, side: Side, *, complete: bool = True, before: Key | None = None) -> None:
+        """``side`` makes no more. If it is not ``complete``, it was cut short: what the other side has beyond it is no
+        difference, except for keys smaller than ``before``, up to which this side has said everything.
+        """
+        self._ends[side] = _End(complete, before)
+        for destination, streams in self._streams.items():
+            self._advance(destination, streams)
+
+    def _advance(self, destination: str, streams: dict[Side, _Stream]) -> None:
+        """Compare what both sides have by now."""
+        size_bytes = {side: stream.size_bytes for side, stream in streams.items()}
+        old, new = streams[Side.OLD], streams[Side.NEW]
+        singles = 0
+        while True:
+            old_key, new_key = old.head(), new.head()
+            if old_key is None or new_key is None:
+                if not self._drop_surplus(destination, streams):
+                    break
+            elif old_key < new_key:
+                position = old.position
+                self._report(Difference(Kind.MISSING, destination, old_key, old.take(), None, position))
+            elif new_key < old_key:
+                self._report(Difference(Kind.ADDED, destination, new_key, None, new.take()))
+            elif singles == 0 and (count := equal_prefix(old, new)):
+                self.equal_count += count
+            elif old.peek() == new.peek():
+                old.skip(1)
+                new.skip(1)
+                self.equal_count += 1
+                singles = max(0, singles - 1)
+            else:
+                singles = SINGLE_MESSAGES
+                if not self._compare_group(destination, old_key, old, new):
+                    break
+        for side, stream in streams.items():
+            self.pending_size_bytes[side] += stream.size_bytes - size_bytes[side]
+
+    def _drop_surplus(self, destination: str, streams: dict[Side, _Stream]) -> bool:
+        """One side has nothing at the moment: whether it is at its end, and a message of the other was taken."""
+        for side, stream in streams.items():
+            key = stream.head()
+            end = self._ends.get(side.other)
+            if key is None or end is None:
+                continue
+            position, message = stream.position, stream.take()
+            if end.covers(key):
+                if side is Side.OLD:
+                    self._report(Difference(Kind.MISSING, destination, key, message, None, position))
+                else:
+                    self._report(Difference(Kind.ADDED, destination, key, None, message))
+            return True
+        return False
+
+    def _compare_group(self, destination: str, key: Key, old: _Stream, new: _Stream) -> bool:
+        """The first messages of ``key`` differ. False if more of them must come before they can be aligned."""
+        old_window, old_whole = old.window(key, Side.OLD in self._ends)
+        new_window, new_whole = new.window(key, Side.NEW in self._ends)
+        if old_whole is None or new_whole is None:
+            return False
+        old_count = new_count = 0
+        positions = list(old.loose_positions)
+        for kind, old_message, new_message in _aligned(old_window, new_window, whole=old_whole and new_whole):
+            position = 0 if old_message is None else positions[old_count]
+            old_count += old_message is not None
+            new_count += new_message is not None
+            if kind is None:
+                self.equal_count += 1
+            else:
+                self._report(Difference(kind, destination, key, old_message, new_message, position))
+        old.skip(old_count)
+        new.skip(new_count)
+        return True
+
+
+class _End(Struct, frozen=True):
+    complete: bool
+    before: Key | None
+
+    def covers(self, key: Key) -> bool:
+        """Whether that side would have made a message of ``key``, had it had one."""
+        return self.complete or (self.before is not None and key < self.before)
+
+
+class _Stream(Struct):
+    """What one side has made for one destination and is not compared yet."""
+
+    queue: OutputsQueue
+    size_bytes: int = 0
+    batch: Outputs = Outputs([], b"")  # the first one, read up to:
+    index: int = 0
+    offset: int = 0
+    loose: deque[bytes] = field(default_factory=deque)  # messages cut out of it, all of one key; they go first
+    loose_key: Key = (0, 0)
+    loose_positions: deque[int] = field(default_factory=deque)
+
+    def append(self, batch: Outputs) -> None:
+        self.queue.append(batch)
+        self.size_bytes += batch.size_bytes
+
+    def head(self) -> Key | None:
+        """The key of the next message; None if there is none at the moment."""
+        return self.loose_key if self.loose else self._next_key()
+
+    def peek(self) -> bytes:
+        if not self.loose:
+            self._loosen()
+        return self.loose[0]
+
+    @property
+    def position(self) -> int:
+        """Of the next message."""
+        return self.loose_positions[0] if self.loose else self.batch.first_position + self.index
+
+    def take(self) -> bytes:
+        message = self.peek()
+        self.skip(1)
+        return message
+
+    def skip(self, count: int) -> None:
+        """Forget the first ``count`` messages, which were looked at."""
+        for _ in range(count):
+            self.size_bytes -= len(self.loose.popleft()) + KEY_SIZE_BYTES
+            self.loose_positions.popleft()
+
+    def window(self, key: Key, finished: bool) -> tuple[list[bytes], bool | None]:
+        """The first messages of ``key``, and whether they are all of them; None: there may be more to wait for."""
+        size_bytes = sum(map(len, self.loose))
+        while self._next_key() == key:
+            if len(self.loose) >= WINDOW_MESSAGES_MAX or size_bytes >= WINDOW_SIZE_BYTES_MAX:
+                return list(self.loose), False
+            size_bytes += self._loosen()
+        ended = finished or self._next_key() is not None
+        return list(self.loose), True if ended else None
+
+    def _loosen(self) -> int:
+        """Cut the next message out of its batch; its size in bytes. :meth:`_next_key` has said that it is there."""
+        batch = self.batch
+        start, end = self.offset, decode_message(batch.payload, self.offset)[2]
+        self.loose.append(batch.payload[start:end])
+        self.loose_positions.append(batch.first_position + self.index)
+        self.loose_key = batch.keys[self.index]
+        self.index, self.offset = self.index + 1, end
+        return end - start
+
+    def _next_key(self) -> Key | None:
+        """Of the message behind the loose ones."""
+        if self.index < len(self.batch.keys):
+            return self.batch.keys[self.index]
+        if not len(self.queue):
+            return None
+        self.batch, self.index, self.offset = self.queue.popleft(), 0, 0
+        return self.batch.keys[0]
+
+
+def equal_prefix(old: _Stream, new: _Stream) -> int:
+    """Take as many messages from both as the shorter first batch has, if all are the same; how many that are.
+
+    The bytes are compared without looking for the messages in them: each says where it ends.
+    """
+    first, second = old.batch, new.batch
+    if old.loose or new.loose:
+        return 0
+    if len(second.keys) - new.index < len(first.keys) - old.index:
+        old, new, first, second = new, old, second, first
+    count = len(first.keys) - old.index
+    rest = memoryview(first.payload)[old.offset :]
+    if not second.payload.startswith(rest, new.offset):
+        return 0
+    if first.keys[old.index :] != second.keys[new.index : new.index + count]:
+        return 0
+    for stream in (old, new):
+        stream.index += count
+        stream.offset += len(rest)
+        stream.size_bytes -= len(rest) + KEY_SIZE_BYTES * count
+    return count
+
+
+class _Pair(NamedTuple):
+    kind: Kind | None  # None: equal
+    old: bytes | None
+    new: bytes | None
+
+
+def _aligned(old: list[bytes], new: list[bytes], *, whole: bool) -> Iterator[_Pair]:
+    """The messages that the two sides made for one input, side by side.
+
+    If these are not the ``whole`` of them, it ends at a place from which the rest can be aligned.
+    """
+    if len(old) == len(new) == 1:  # by far the most frequent case: they differ, or would not be here
+        yield _Pair(Kind.CHANGED, old[0], new[0])
+        return
+    steps = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    if not whole:
+        anchors = [index for index, step in enumerate(steps) if step[0] == "equal" and step[2] > len(old) // 2]
+        steps = steps[: anchors[-1] + 1] if anchors else steps
+    for tag, old_start, old_end, new_start, new_end in steps:
+        if tag == "equal":
+            for message in old[old_start:old_end]:
+                yield _Pair(None, message, message)
+        else:
+            yield from _unequal(old[old_start:old_end], new[new_start:new_end])
+
+
+def _unequal(old: list[bytes], new: list[bytes]) -> Iterator[_Pair]:
+    """No message of these is equal: calls of the same method are taken to be each other's, then those side by side."""
+    old_methods, new_methods = (list(map(method_of, messages)) for messages in (old, new))
+    steps = SequenceMatcher(None, old_methods, new_methods, autojunk=False).get_opcodes()
+    for _, old_start, old_end, new_start, new_end in steps:
+        paired = min(old_end - old_start, new_end - new_start)
+        for index in range(paired):
+            yield _Pair(Kind.CHANGED, old[old_start + index], new[new_start + index])
+        for message in old[old_start + paired : old_end]:
+            yield _Pair(Kind.MISSING, message, None)
+        for message in new[new_start + paired : new_end]:
+            yield _Pair(Kind.ADDED, None, message)
+
+
+def method_of(message: bytes) -> int | None:
+    """The method ID of a whole RPC message in incoming form; None if it is damaged."""
+    try:
+        _, start, end = decode_message(message)
+        return decode_incoming_rpc(message, start, end).method_id
+    except RemoteProtocolError:
+        return None

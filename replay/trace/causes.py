@@ -1,0 +1,314 @@
+"""Which message made which call: no log says it, but a replay does, call by call.
+
+What it says is kept in files, one for each stream, in the order of positions: a log may have any length.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import sys
+import threading
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Container, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+from msgspec import Struct, field
+
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.log.record_decoder import read_record
+from immortal.protocol import decoding
+from immortal.protocol.extensions import Origin
+from immortal.protocol.trailer import Trailer
+from immortal.replay import AppCommand, ReplayPlan, plan_route, run_replay
+from immortal.replay.app_process import default_app
+from immortal.replay.errors import LogViewError
+from immortal.replay.result import Sink
+from immortal.replay.trace.messages import Executed, Source, executed
+from immortal.replay.trace.spans import DrawCollector, RecordDraws, Waits
+
+_ROW = struct.Struct("<qqi")  # from this position on: record, message; record -1: nobody knows
+_UNKNOWN = -1
+_SIZE = struct.Struct("<I")
+
+
+class ReplayedCauses:
+    """``folder``: for its files. For one thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._committers: dict[str, int] = {}
+        self._streams: dict[tuple[str, str], mmap.mmap] = {}
+        self._waits: dict[str, Waits] = {}
+
+    def learn(self, source: Source, settings: InstanceSettings) -> list[str]:
+        """Replay a log, and keep what its messages made; gives what should be known of it, in words.
+
+        Raises LogViewError, ReplayError and what else a replay raises.
+        """
+        reader, instance = source.reader, source.instance
+        summary = reader.summary()
+        last = None if source.last is None else min(source.last, summary.last_sequence_id)
+        route = plan_route(ReplayPlan(last_sequence_id=last, checkpoint_id=self._start(source)), reader, summary)
+        app = default_app(instance, settings.app, summary, route.last_version)
+        command = AppCommand.of(app, settings=settings)
+        sink = _CausesSink(self._folder, instance)
+        try:
+            result = run_replay(reader, route, command, sink)
+        finally:
+            sink.close()
+        if result.failure is not None:
+            raise LogViewError(
+                f"{instance}: the replay ends at record {result.failure.sequence_id}, message"
+                f" {result.failure.message_index}: {result.failure.text}"
+            )
+        self._committers[instance] = reader.identity.committer_id
+        self._waits[instance] = Waits(partial(next, _drawn_in(sink.drawn), None))
+        for destination, path in sink.paths.items():
+            with path.open("rb") as file:
+                self._streams[instance, destination] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return [f"{instance}: {note}" for note in result.notes]
+
+    def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
+        rows = self._streams.get((caller, receiver))
+        if rows is None:
+            return None
+        count = len(rows) // _ROW.size
+        row = bisect_right(range(count), position, key=lambda index: _ROW.unpack_from(rows, index * _ROW.size)[0]) - 1
+        if row < 0:
+            return None
+        _, record, message = _ROW.unpack_from(rows, row * _ROW.size)
+        return None if record == _UNKNOWN else (self._committers[caller], record, message)
+
+    def made_by(self, caller: str, places: Container[tuple[int, int]]) -> dict[str, list[tuple[int, int]]]:
+        """By receiver, what these messages (record, message) have made: the first and the last of positions."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for (sender, receiver), rows in self._streams.items():
+            if sender == caller:
+                made = found[receiver] = []
+                before: tuple[int, int, int] | None = None
+                for row in _ROW.iter_unpack(rows):
+                    if before is not None and before[1:] in places and row[0] > before[0]:
+                        made.append((before[0], row[0] - 1))
+                    before = row
+        return found
+
+    def waits(self, instance: str) -> Waits | None:
+        return self._waits.get(instance)
+
+    def close(self) -> None:
+        for rows in self._streams.values():
+            rows.close()
+
+    @staticmethod
+    def _start(source: Source) -> int | None:
+        """The newest checkpoint before the first record that is asked for; None: the oldest one of all."""
+        summary = source.reader.summary()
+        usable = [one for one in summary.checkpoints if one.sequence_id + 1 >= summary.first_sequence_id]
+        before = [one for one in usable if source.first is None or one.sequence_id < source.first]
+        if source.first is None:
+            return usable[0].checkpoint_id if usable else None
+        chosen = before or usable[:1]
+        return chosen[-1].checkpoint_id if chosen else None
+
+
+class _CausesSink(Sink):
+    def __init__(self, folder: Path, instance: str) -> None:
+        self._folder = folder
+        self._instance = instance
+        self._files: dict[str, BinaryIO] = {}
+        self.paths: dict[str, Path] = {}
+        self.drawn = folder / f"{instance}-drawn"
+        self._drawn = self.drawn.open("wb")
+        self._telling = DrawCollector()
+
+    def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
+        self._telling.record(sequence_id, trailer.time_ns)
+
+    def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
+        drawn = self._telling.numbers(sequence_id, data, complete=complete)
+        if drawn is not None:
+            packed = msgspec.msgpack.encode(drawn)
+            self._drawn.write(_SIZE.pack(len(packed)) + packed)
+
+    def outputs(
+        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
+    ) -> None:
+        if origins is None:
+            self._add(destination, first_position, _UNKNOWN, 0)
+            return
+        position = first_position
+        for origin in origins:
+            self._add(destination, position, origin.sequence_id, origin.message_index)
+            position += origin.count
+        self._add(destination, position, _UNKNOWN, 0)
+
+    def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
+        self._add(destination, first_position, _UNKNOWN, 0)
+
+    def _add(self, destination: str, position: int, record: int, message: int) -> None:
+        """A row of the same position as the one before counts instead of it, since the last such one is found."""
+        receiver = destination or self._instance
+        file = self._files.get(receiver)
+        if file is None:
+            path = self.paths[receiver] = self._folder / f"{self._instance}-{len(self._files)}"
+            file = self._files[receiver] = path.open("wb")
+        file.write(_ROW.pack(position, record, message))
+
+    def close(self) -> None:
+        for file in (*self._files.values(), self._drawn):
+            file.close()
+
+
+def _drawn_in(path: Path) -> Iterator[RecordDraws]:
+    """As it is asked for: what a replay told of a log of any length."""
+    with path.open("rb") as file:
+        while front := file.read(_SIZE.size):
+            yield decoding.decode(file.read(*_SIZE.unpack(front)), type=RecordDraws)
+
+
+# Logs that are replayed as they grow: their messages, and which message made which call.
+#
+# A copy of each app shadows the running one: its replay is given each record once it is logged, and says what it makes.
+# So a message comes together with its cause, if the caller's log is followed too; a little later than without.
+
+
+ROWS_MAX = 200_000  # of a stream: of older calls nobody knows the cause
+_UNKNOWN = -1
+
+
+class _Made(Struct):
+    """What is known of one stream: from each position on, which (record, message) made it; and up to where."""
+
+    positions: list[int] = field(default_factory=list)
+    origins: list[tuple[int, int]] = field(default_factory=list)
+    known: int = 0
+
+    def add(self, position: int, record: int, message: int) -> None:
+        self.positions.append(position)
+        self.origins.append((record, message))
+        if len(self.positions) > ROWS_MAX:
+            del self.positions[: ROWS_MAX // 2], self.origins[: ROWS_MAX // 2]
+
+
+class ShadowReplay(Sink):
+    """One log, in a thread of its own from :meth:`start` on; its reader is that thread's alone."""
+
+    def __init__(self, source: Source, settings: InstanceSettings) -> None:
+        """``source.first``: the first record whose messages are wanted. Raises ReplayError for a log that has no
+        checkpoint from which to begin."""
+        self.source = source
+        self.committer_id = source.reader.identity.committer_id
+        self.begins = source.first or 0
+        """The record whose messages come first."""
+        self.taken = self._seen = self.begins - 1
+        summary = source.reader.summary()
+        plan = ReplayPlan(follow=True)
+        usable = [one for one in summary.checkpoints if one.sequence_id + 1 >= summary.first_sequence_id]
+        before = [one for one in usable if one.sequence_id < self.begins]
+        if before:
+            plan = ReplayPlan(checkpoint_id=before[-1].checkpoint_id, follow=True)
+        self._route = plan_route(plan, source.reader, summary)
+        app = default_app(source.instance, settings.app, summary, self._route.last_version)
+        self._command = AppCommand.of(app, settings=settings)
+        self._lock = threading.Lock()
+        self._messages: deque[Executed] = deque()
+        self._made: dict[str, _Made] = defaultdict(_Made)
+        self._telling = DrawCollector()
+        self._drawn: deque[RecordDraws] = deque(maxlen=ROWS_MAX)
+        self.waits = Waits(self._take_drawn)
+        self._told = self.begins - 1  # up to this record it is known what began
+        self._over = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=f"replay of {source.instance}", daemon=True)
+
+    @property
+    def instance(self) -> str:
+        return self.source.instance
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def take(self) -> list[Executed]:
+        """What has come since, up to record ``taken``. Raises what has ended the replay."""
+        with self._lock:
+            found = list(self._messages)
+            self._messages.clear()
+            self.taken = self._seen
+        if not found and self._error is not None:
+            raise self._error
+        return found
+
+    def cause(self, receiver: str, position: int) -> tuple[bool, tuple[int, int] | None]:
+        """(whether it is known by now, the record and message that made that call; None: none did)."""
+        with self._lock:
+            made = self._made.get(receiver)
+            if made is None or made.known < position:
+                return False, None
+            row = bisect_right(made.positions, position) - 1
+            return True, None if row < 0 or made.origins[row][0] == _UNKNOWN else made.origins[row]
+
+    def knows_waits(self, sequence_id: int) -> bool:
+        """Whether it is known by now what began before that record."""
+        return self._told >= sequence_id - 1
+
+    def _take_drawn(self) -> RecordDraws | None:
+        return self._drawn.popleft() if self._drawn else None
+
+    def _run(self) -> None:
+        try:
+            result = run_replay(self.source.reader, self._route, self._command, self, stop=self._over.is_set)
+            if result.failure is not None:
+                failure = result.failure
+                raise LogViewError(f"{self.instance}: the replay ends at record {failure.sequence_id}: {failure.text}")
+        except Exception as error:  # the one who takes is told
+            self._error = error
+
+    # --- what the replay says, in its thread --------------------------------------------------------------------------
+
+    def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
+        if sequence_id is None:  # an app that tells none
+            self._told = sys.maxsize
+            return
+        drawn = self._telling.numbers(sequence_id, data, complete=complete)
+        if drawn is not None:
+            self._drawn.append(drawn)
+        if complete:
+            self._told = sequence_id
+
+    def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
+        self._telling.record(sequence_id, trailer.time_ns)
+        if sequence_id < self.begins:
+            return
+        record = read_record(value, sequence_id, self.committer_id, whole=True)
+        messages = [] if isinstance(record, str) else list(executed(self.source, record, None))
+        with self._lock:
+            self._seen = sequence_id
+            self._messages += messages
+
+    def outputs(
+        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
+    ) -> None:
+        with self._lock:
+            made = self._made[destination or self.instance]
+            position = first_position
+            for origin in origins or ():
+                made.add(position, origin.sequence_id, origin.message_index)
+                position += origin.count
+            if position < first_position + count:
+                made.add(position, _UNKNOWN, 0)
+            made.known = first_position + count - 1
+
+    def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
+        with self._lock:
+            made = self._made[destination or self.instance]
+            made.add(first_position, _UNKNOWN, 0)
+            made.known = max(made.known, first_position + count - 1)

@@ -1,0 +1,236 @@
+"""Spans of logs as these grow: what is in no file yet is sent, again and again.
+
+What was sent is noted in a file, so that a next run goes on there. It is noted once the endpoint has it, so after a
+crash a span may be sent twice: it has the same ID then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from immortal.protocol import decoding
+from immortal.protocol.files import opener
+from immortal.protocol.trailer import BatchKind
+from immortal.replay.errors import LogViewError
+from immortal.replay.trace.causes import ShadowReplay
+from immortal.replay.trace.exporters import Send, send_all
+from immortal.replay.trace.messages import Executed, Source, by_time
+from immortal.replay.trace.spans import Span, Spans, Waits, handler_id
+
+POLL_S = 0.2
+GRACE_S = 5.0
+RETRY_S_MAX = 30.0  # between two tries to reach an endpoint that takes nothing
+ROUND_RECORDS_MAX = 1_000  # of each log: then it is noted how far it has come
+
+
+class Positions:
+    """Which record of each log is next. ``path`` None: nothing is kept."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Raises LogViewError for a file that is something else."""
+        self._path = path
+        self._next: dict[str, list[int]] = {}
+        if path is None or not path.exists():
+            return
+        try:
+            self._next = {
+                str(name): [int(one), int(two)] for name, (one, two) in decoding.load_json(path.read_text()).items()
+            }
+        except (ValueError, AttributeError, TypeError):
+            raise LogViewError(
+                f"{path} is no file that 'immortal trace follow' has written: give another name, or remove it"
+            ) from None
+
+    def next_of(self, source: Source) -> int | None:
+        """None where nothing is known of that log."""
+        known = self._next.get(source.instance)
+        return known[1] if known is not None and known[0] == source.reader.identity.committer_id else None
+
+    def note(self, sources: Sequence[Source]) -> None:
+        """``first`` of each is its next one. Raises OSError."""
+        for source in sources:
+            self._next[source.instance] = [source.reader.identity.committer_id, source.first or 0]
+        if self._path is None:
+            return
+        new = self._path.with_name(f"{self._path.name}.new")
+        with open(new, "w", encoding="utf-8", opener=opener) as file:
+            json.dump(self._next, file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self._path)
+
+
+class Sending:
+    """To an endpoint that may be away."""
+
+    def __init__(self, send: Send, wait: Callable[[float], bool], say: Callable[[str], None]) -> None:
+        self._send = send
+        self._wait = wait
+        self._say = say
+        self.sent = 0
+
+    def send(self, spans: Sequence[Span]) -> bool:
+        """True if it was ended meanwhile, and what was left was not taken."""
+        delay_s = POLL_S
+        while True:
+            try:
+                self.sent += send_all(spans, self._send)
+                return False
+            except LogViewError as error:
+                self._say(f"{error}; it is tried again")
+                if self._wait(delay_s):
+                    return True
+                delay_s = min(2 * delay_s, RETRY_S_MAX)
+
+    def send_last(self, spans: Sequence[Span]) -> None:
+        """Of handlers that nobody has answered yet; once."""
+        with contextlib.suppress(LogViewError):
+            self.sent += send_all(spans, self._send)
+
+
+class Follower:
+    """``sources``: each with its ``first`` record. ``wait(seconds)``: True once it is to end. ``say``: of problems."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        send: Send,
+        positions: Positions,
+        wait: Callable[[float], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self._sources = sources
+        self._sending = Sending(send, wait, say)
+        self._positions = positions
+        self._wait = wait
+        self._say = say
+        self._spans = Spans()
+
+    @property
+    def sent(self) -> int:
+        return self._sending.sent
+
+    def run(self) -> None:
+        """Until it is to end. Raises LogError, OSError."""
+        while not self._round():
+            if self._wait(POLL_S):
+                break
+        self._sending.send_last(list(self._spans.rest()))
+
+    def _round(self) -> bool:
+        """What there is by now; True if it was ended meanwhile."""
+        while self._choose():
+            spans = [span for message in by_time(self._sources) for span in self._spans.of(message)]
+            if self._sending.send(spans):
+                return True
+            for source in self._sources:
+                for problem in source.problems:
+                    self._say(f"left out: {problem}")
+                source.problems.clear()
+                source.first = (source.last or 0) + 1
+            self._positions.note(self._sources)
+        return False
+
+    def _choose(self) -> bool:
+        """Up to which record the next spans go; False if there is nothing new."""
+        any_new = False
+        for source in self._sources:
+            begin, (first_kept, end) = source.first or 0, source.reader.ends()
+            if begin < first_kept:
+                self._say(f"left out: {source.instance}: records {begin} to {first_kept - 1} were trimmed before")
+                begin = source.first = first_kept
+            source.last = min(end, begin + ROUND_RECORDS_MAX - 1)
+            any_new = any_new or source.last >= begin
+        return any_new
+
+
+class ShadowFollower:
+    """As :class:`Follower`, of logs that are replayed: a message waits until its cause is known, GRACE_S at most."""
+
+    def __init__(
+        self,
+        logs: Sequence[ShadowReplay],
+        send: Send,
+        positions: Positions,
+        wait: Callable[[float], bool],
+        say: Callable[[str], None],
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._logs = {log.instance: log for log in logs}
+        self._sending = Sending(send, wait, say)
+        self._positions = positions
+        self._wait = wait
+        self._clock_s = clock_s
+        self._spans = Spans(self)
+        self._waiting: list[tuple[float, Executed]] = []  # since when
+
+    @property
+    def sent(self) -> int:
+        return self._sending.sent
+
+    def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
+        """As :class:`immortal.replay.trace.spans.Causes` has it."""
+        log = self._logs.get(caller)
+        cause = None if log is None else log.cause(receiver, position)[1]
+        return None if log is None or cause is None else (log.committer_id, *cause)
+
+    def waits(self, instance: str) -> Waits | None:
+        log = self._logs.get(instance)
+        return None if log is None else log.waits
+
+    def run(self) -> None:
+        """Until it is to end. Raises what ends a replay, OSError."""
+        for log in self._logs.values():
+            log.start()
+        try:
+            while not self._round():
+                if self._wait(POLL_S):
+                    break
+            self._sending.send_last(list(self._spans.rest()))
+        finally:
+            for log in self._logs.values():
+                log.stop()
+
+    def _round(self) -> bool:
+        """True if it was ended meanwhile."""
+        now_s = self._clock_s()
+        for log in self._logs.values():
+            self._waiting += [(now_s, message) for message in log.take()]
+        self._waiting.sort(key=lambda one: one[1].time_ns)
+        spans: list[Span] = []
+        moved = True
+        while moved:  # what one has waited for may have been another one
+            waiting, self._waiting = self._waiting, []
+            for since_s, message in waiting:
+                if now_s - since_s >= GRACE_S or self._is_ready(message):
+                    spans += self._spans.of(message)
+                else:
+                    self._waiting.append((since_s, message))
+            moved = 0 < len(self._waiting) < len(waiting)
+        if not spans:
+            return False
+        if self._sending.send(spans):
+            return True
+        for log in self._logs.values():
+            records = [one.sequence_id for _, one in self._waiting if one.instance == log.instance]
+            log.source.first = min([log.taken + 1, *records])
+        self._positions.note([log.source for log in self._logs.values()])
+        return False
+
+    def _is_ready(self, message: Executed) -> bool:
+        own = self._logs[message.instance]
+        is_wait = message.effect is not None or message.told_ns is not None
+        if is_wait and not own.knows_waits(message.sequence_id):
+            return False
+        log = self._logs.get(message.caller)
+        if log is None or message.kind != BatchKind.STREAM:
+            return True
+        is_known, cause = log.cause(message.instance, message.position)
+        if not is_known or cause is None:
+            return is_known
+        return cause[0] < log.begins or self._spans.knows(handler_id(log.instance, log.committer_id, *cause))

@@ -1,0 +1,209 @@
+"""Where a value is within a state: ``balances[3]``, ``orders['a-1'].price``, as :mod:`appsdk.state.diff` writes it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from types import CodeType
+from typing import Any, Final
+
+from immortal.appsdk.state.tree import Fields, Members, Tree, canonical, to_json, tree
+from immortal.protocol import decoding
+from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType
+from immortal.replay.errors import ReplayError
+
+MISSING: Final = object()
+Step = tuple[str, Any]
+"""(".", a name), or ("[", a key or an index)."""
+
+_PLAIN = (int, str, bool, bytes)  # the frequent ones, compared at every message
+_NAME = re.compile(r"[^.\[\]{}]+")
+
+
+def steps_of(path: str) -> list[Step]:
+    """Raises ReplayError for a text that is no path."""
+    found: list[Step] = []
+    offset = 0
+    while offset < len(path):
+        if path[offset] == "[":
+            key, offset = _key(path, offset + 1)
+            found.append(("[", key))
+            continue
+        if path[offset] == "." and found:
+            offset += 1
+        elif found:
+            raise _wrong(path)
+        name = _NAME.match(path, offset)
+        if name is None:
+            raise _wrong(path)
+        found.append((".", name[0]))
+        offset = name.end()
+    return found
+
+
+def _key(path: str, start: int) -> tuple[Any, int]:
+    """The literal that begins there, and where what is behind its "]" begins."""
+    end = path.find("]", start)
+    while end >= 0:
+        try:
+            return ast.literal_eval(path[start:end]), end + 1
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # a "]" inside of it
+            end = path.find("]", end + 1)
+    raise _wrong(path)
+
+
+def _wrong(path: str) -> ReplayError:
+    return ReplayError(f"{path[:100]!r} names no value: such as balances[3] or orders['a-1'].price was expected")
+
+
+def step_text(holder: Tree, key: Any, path: str) -> str:
+    """The path of a part of ``holder``, which is at ``path``."""
+    if isinstance(holder, Fields):
+        return f"{path}.{key}" if path else str(key)
+    return f"{path}[{key!r}]"
+
+
+def part_of(whole: Tree, steps: list[Step]) -> Tree:
+    """Of a tree; MISSING where there is no such part."""
+    for kind, key in steps:
+        if kind == "." and not isinstance(whole, Fields):
+            return MISSING
+        try:
+            whole = whole[key]
+        except (KeyError, IndexError, TypeError):
+            return MISSING
+    return whole
+
+
+def value_at(instance: object, steps: list[Step]) -> Tree:
+    """Of a live instance, as a tree: only that part of it is looked at. MISSING where there is none.
+
+    Paths within what has no attributes or items of its own (``$waiting`` and its like) need :func:`part_of`.
+    """
+    value: Any = instance
+    for kind, key in steps:
+        if kind == ".":
+            value = value.get(key, MISSING) if isinstance(value, dict) else getattr(value, key, MISSING)
+        elif isinstance(value, dict):
+            value = value[key] if _has(value, key) else _by_look(value, key)
+        else:
+            try:
+                value = value[key]
+            except (KeyError, IndexError, TypeError):
+                return MISSING
+        if value is MISSING:
+            return MISSING
+    return tree(value)
+
+
+def _has(holder: dict[Any, Any], key: Any) -> bool:
+    try:
+        return key in holder
+    except TypeError:
+        return False
+
+
+def _by_look(holder: dict[Any, Any], wanted: Any) -> Any:
+    """By what its keys look like in a tree: an Enum is shown as its value, a date as its text."""
+    if isinstance(next(iter(holder), 0), str | int):
+        return MISSING  # as nearly always, and this is asked for each message
+    for key, value in holder.items():
+        if not isinstance(key, str | int) and tree({key: 0}).get(wanted, MISSING) == 0:
+            return value
+    return MISSING
+
+
+def same(one: Tree, other: Tree) -> bool:
+    if one is other or one is MISSING or other is MISSING:
+        return one is other
+    if type(one) in _PLAIN and type(one) is type(other):
+        return bool(one == other)
+    return type(one) is type(other) and canonical(one) == canonical(other)
+
+
+# A state for a page: only as much of it as anybody reads, with the path of each part.
+
+
+NODES_MAX = 1500
+ITEMS_MAX = 100  # of one container
+DEPTH_MAX = 8
+TEXT_CHARACTERS_MAX = 300
+
+Node = dict[str, Any]
+"""{"label", "path", "kind"}; of a plain value "text"; of a container "count", "items", and how many "more"."""
+
+_KINDS: dict[type, str] = {Fields: "object", Members: "set", list: "list", dict: "dict"}
+
+
+def text_of(value: Tree, characters: int = TEXT_CHARACTERS_MAX) -> str:
+    """A value as JSON, clipped; "absent" where there is none."""
+    if value is MISSING:
+        return "absent"
+    if isinstance(value, str) and len(value) > characters:
+        value = value[:characters] + "…"  # before it is quoted: it may have MiBs
+    text = json.dumps(to_json(value), ensure_ascii=False)
+    return text if len(text) <= characters else f"{text[: characters - 1]}…"
+
+
+def shown(whole: Tree, path: str = "") -> Node:
+    """The tree at ``path``, cut to NODES_MAX nodes, those near the root first."""
+    left = NODES_MAX
+    root: Node = {"label": path or "state", "path": path}
+    level: list[tuple[Node, Tree]] = [(root, whole)]
+    for depth in range(DEPTH_MAX + 1):
+        below: list[tuple[Node, Tree]] = []
+        for node, value in level:
+            kind = _KINDS.get(type(value))
+            if kind is None:
+                node.update(kind=type(value).__name__, text=text_of(value))
+                continue
+            node.update(kind=kind, count=len(value), items=[], more=0)
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            for number, (key, part) in enumerate(parts):
+                if left <= 0 or number >= ITEMS_MAX or depth == DEPTH_MAX:
+                    node["more"] = len(value) - number
+                    break
+                left -= 1
+                label = str(key) if isinstance(value, Fields) else text_of(key, 60) if kind == "dict" else f"{key}"
+                inner = node["path"]
+                # A set has no order that a path could name: its members are shown, and not gone to.
+                child: Node = {"label": label, "path": "" if kind == "set" else step_text(value, key, inner)}
+                node["items"].append(child)
+                below.append((child, part))
+        level = below
+    return root
+
+
+# Python expressions about a moment: ``self.balances[3] < 0 and method == "debit"``.
+#
+# They run with the rights of this process, in it; whoever may give one may run any code.
+
+
+def compiled(text: str) -> CodeType:
+    """Raises ReplayError for a text that is no expression."""
+    try:
+        return compile(text.strip(), "<expression>", "eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise ReplayError(f"{text[:100]!r} is no Python expression: {error}") from None
+
+
+def arguments_of(rpc: IncomingRpc | None) -> list[Any]:
+    """Of a call, as MessagePack has them; of an answer its value."""
+    if rpc is None:
+        return []
+    try:
+        values = decoding.decode_shown(rpc.arguments)
+    except decoding.DecodeError:
+        return []
+    if not isinstance(values, list):
+        return []
+    if rpc.kind != RpcKind.CALL or rpc.rpc_type == RpcType.ASYNC:  # the caller, or the number of the call
+        return values[1:] if rpc.kind != RpcKind.CALL else values[2:]
+    return values
+
+
+def evaluate(code: CodeType, instance: Any, method: str, rpc: IncomingRpc | None, sequence_id: int, index: int) -> Any:
+    """What it gives where the message was handled; raises whatever it raises."""
+    names = {"self": instance, "method": method, "args": arguments_of(rpc), "record": sequence_id, "message": index}
+    return eval(code, names)  # noqa: S307 (that is what it is for)

@@ -1,0 +1,316 @@
+"""What may be done from the page: each verb of a running coordinator, its words, and what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from anyio import to_thread
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from immortal.cli.handlers import retry_problem
+from immortal.cli.operations import format_paused, format_resumed
+from immortal.cli.options import operator_name
+from immortal.cli.peers import consequences, live_peers
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.operator import control
+from immortal.protocol import decoding
+from immortal.protocol.command_line import counted
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.system_methods import REASON_CHARACTERS_MAX
+from immortal.web.errors import WebError
+from immortal.web.rendering import page
+from immortal.web.site import form_of, settings_of, site_of, text_of
+
+ANSWER_S = 30.0
+
+Values = Mapping[str, str]
+
+
+class Field(Struct, frozen=True):
+    """Of the form. ``is_given``: it comes with the link that leads there, and is not asked for."""
+
+    name: str
+    label: str
+    is_given: bool = False
+    placeholder: str = ""
+
+
+class Action(Struct, frozen=True):
+    """``request``: of the fields. ``done``: the answer in words; it raises WebError where nothing was done."""
+
+    verb: str
+    title: str
+    button: str
+    what: str
+    request: Callable[[Values], dict[str, Any]]
+    done: Callable[[dict[str, Any]], str]
+    fields: tuple[Field, ...] = ()
+
+
+def do(settings: InstanceSettings, action: Action, fields: Values) -> str:
+    """Ask the coordinator, which notes it in the audit log; what it says. Raises WebError, ControlError."""
+    request = action.request(fields)
+    if action.verb not in ("checkpoint", "reset-peer"):
+        request["who"] = f"{operator_name()} by immortal web"
+    answer = control.query(settings.folder, action.verb, ANSWER_S, argument=request)
+    if "error" in answer:
+        raise WebError(str(answer["error"]), 409)
+    return action.done(answer)
+
+
+def _number(fields: Values, name: str) -> int:
+    text = fields.get(name, "")
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise WebError(f"{name}: a number was expected, not {text[:40]!r}")
+    return int(text)
+
+
+def _reason(fields: Values) -> str:
+    reason = fields.get("reason", "").strip()
+    if len(reason) > REASON_CHARACTERS_MAX:
+        raise WebError(f"the reason has {len(reason)} characters: at most {REASON_CHARACTERS_MAX} were expected")
+    return reason
+
+
+def _json(fields: Values) -> Any:
+    text = fields.get("value", "").strip() or "null"
+    try:
+        return decoding.parse_json_argument(text)
+    except ValueError as error:
+        raise WebError(f"{text[:60]!r} is not JSON: {error}; a text needs its own quotes") from None
+
+
+def _ordered(answer: dict[str, Any]) -> str:
+    text = f"{answer['text']} (record {answer['record']}:{answer['message']})"
+    if not answer["done"]:
+        raise WebError(text, 409)
+    return text
+
+
+def _tried(answer: dict[str, Any]) -> str:
+    if problem := retry_problem("this instance", answer):
+        raise WebError(problem, 409)
+    return str(answer["text"])
+
+
+def _letter(fields: Values) -> dict[str, Any]:
+    return {"keys": [[_number(fields, "record"), _number(fields, "message"), 0, 0]]}
+
+
+def _one_retried(answer: dict[str, Any]) -> str:
+    if not answer.get("retried"):
+        raise WebError(_retried(answer), 409)
+    return _retried(answer)
+
+
+def _one_dropped(answer: dict[str, Any]) -> str:
+    if not answer.get("dropped"):
+        raise WebError("there is no such dead letter any more", 409)
+    return "the dead letter is dropped"
+
+
+def _all(fields: Values) -> dict[str, Any]:
+    return {"all": True}
+
+
+def _reset(answer: dict[str, Any]) -> str:
+    if not answer.get("found"):
+        raise WebError("nothing is known of that peer yet: there is nothing to reset", 409)
+    return "the streams with it begin anew"
+
+
+def _retried(answer: dict[str, Any]) -> str:
+    refused = "".join(f"; {one} is not retried: {reason}" for one, reason in (answer.get("refused") or {}).items())
+    return f"{counted(answer.get('retried', 0), 'dead letter')} retried{refused}"
+
+
+def _skipped(answer: dict[str, Any]) -> str:
+    if not answer.get("skipped"):
+        raise WebError(f"it was not skipped: {answer}", 409)
+    return "the message is skipped"
+
+
+_OF_MESSAGE = (Field("record", "Record", is_given=True), Field("message", "Message", is_given=True))
+
+ACTIONS = {
+    "checkpoint": Action(
+        "checkpoint",
+        "Take a checkpoint",
+        "Take it",
+        "The app saves its state now. A recovery, and time travel, begin there.",
+        lambda fields: {},
+        lambda answer: "a checkpoint is on its way: it is taken as soon as the app answers",
+    ),
+    "pause": Action(
+        "pause",
+        "Pause this instance",
+        "Pause it",
+        "The app gets no more input until it is resumed. What comes in is logged, and waits; who waits for an answer "
+        "waits too. A restart ends the pause.",
+        lambda fields: {},
+        format_paused,
+    ),
+    "resume": Action(
+        "resume",
+        "Resume this instance",
+        "Resume it",
+        "The app goes on with what its log has for it.",
+        lambda fields: {},
+        format_resumed,
+    ),
+    "cancel": Action(
+        "cancel",
+        "Cancel a waiting handler",
+        "Cancel it",
+        "'Cancelled' is raised where it waits; it cleans up, and ends. Who waits for its answer gets CallCancelled.",
+        lambda fields: {"task": _number(fields, "task"), "reason": _reason(fields)},
+        _ordered,
+        (Field("task", "Handler", is_given=True), Field("reason", "Why: the handler and its caller are told")),
+    ),
+    "signal": Action(
+        "signal",
+        "Give a waiting handler its event",
+        "Give it",
+        "As if a handler had done self.signal(event, value); but it goes to this one alone.",
+        lambda fields: {"task": _number(fields, "task"), "event": fields.get("event", ""), "value": _json(fields)},
+        _ordered,
+        (
+            Field("task", "Handler", is_given=True),
+            Field("event", "Event", is_given=True),
+            Field("value", "Value, as JSON", placeholder="null"),
+        ),
+    ),
+    "retry-effect": Action(
+        "retry-effect",
+        "Try an effect now",
+        "Try it now",
+        "The effects that this handler waits for, and that wait between two attempts, are tried at once. It counts as "
+        "the attempt that would have come later.",
+        lambda fields: {"task": _number(fields, "task")},
+        _tried,
+        (Field("task", "Handler", is_given=True),),
+    ),
+    "reset-peer": Action(
+        "reset-peer",
+        "Begin anew with a peer whose log was wiped or replaced",
+        "Reset it",
+        "Which log the peer has is forgotten.",
+        lambda fields: {"peer": fields.get("peer", "")},
+        _reset,
+        (Field("peer", "Peer", is_given=True),),
+    ),
+    "letters-retry": Action(
+        "letters-retry",
+        "Try all dead letters again",
+        "Try them",
+        "Each becomes a new input in the log, and is a dead letter no more.",
+        _all,
+        _retried,
+    ),
+    "letters-drop": Action(
+        "letters-drop",
+        "Drop all dead letters",
+        "Drop them for good",
+        "They are forgotten for good.",
+        _all,
+        lambda answer: f"{counted(answer.get('dropped', 0), 'dead letter')} dropped",
+    ),
+    "letter-retry": Action(
+        "letters-retry",
+        "Try a dead letter again",
+        "Try it",
+        "It becomes a new input in the log, and is a dead letter no more.",
+        _letter,
+        _one_retried,
+        _OF_MESSAGE,
+    ),
+    "letter-drop": Action(
+        "letters-drop",
+        "Drop a dead letter",
+        "Drop it for good",
+        "It is forgotten for good.",
+        _letter,
+        _one_dropped,
+        _OF_MESSAGE,
+    ),
+    "skip": Action(
+        "skip",
+        "Skip one message",
+        "Skip it",
+        "The call fails, and the state is as if it had never come. For a message that ends the app each time.",
+        lambda fields: {
+            "sequence_id": _number(fields, "record"),
+            "message_index": _number(fields, "message"),
+            "reason": _reason(fields),
+        },
+        _skipped,
+        (*_OF_MESSAGE, Field("reason", "Why")),
+    ),
+}
+
+
+# Doing something: a page that says what will happen, and a form that does it.
+
+
+def routes() -> list[Route]:
+    return [Route("/i/{name}/do/{action}", confirm), Route("/i/{name}/do/{action}", act, methods=["POST"])]
+
+
+def _action(request: Request) -> Action:
+    """Raises WebError for one that there is not, or may not be done here."""
+    if not site_of(request).allow_actions:
+        raise WebError("this page only shows: 'immortal web --allow-actions' lets it do something", 403)
+    found = ACTIONS.get(request.path_params["action"])
+    if found is None:
+        raise WebError(f"there is no action {request.path_params['action'][:40]!r}", 404)
+    return found
+
+
+def confirm(request: Request) -> Response:
+    action, site, settings = _action(request), site_of(request), settings_of(request)
+    given = {field.name: text_of(request, field.name) for field in action.fields if field.is_given}
+    for name, value in given.items():
+        if not value:
+            raise WebError(f"{name}= is missing")
+    return page(
+        "action.html",
+        site=site,
+        tab="overview",
+        name=settings.name,
+        action=action,
+        key=request.path_params["action"],
+        given=given,
+        warnings=_warnings(action, settings, given.get("peer", "")),
+        said="",
+    )
+
+
+def _warnings(action: Action, settings: InstanceSettings, peer: str) -> list[str]:
+    if action.verb != "reset-peer":
+        return []
+    known = (live_peers(settings) or {}).get(peer)
+    return [] if known is None else list(consequences(settings.name, peer, known))
+
+
+async def act(request: Request) -> Response:
+    action, site, settings = _action(request), site_of(request), settings_of(request)
+    form = await form_of(request)
+    said, problem = "", ""
+    try:
+        said = await to_thread.run_sync(lambda: do(settings, action, form))
+    except ImmortalError as error:
+        problem = str(error)
+    return page(
+        "done.html",
+        409 if problem else 200,
+        site=site,
+        tab="overview",
+        name=settings.name,
+        action=action,
+        said=said,
+        problem=problem,
+    )

@@ -1,0 +1,180 @@
+"""All instances as of a second ago: asked once for all who look, who wait for no instance that takes long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from markupsafe import Markup
+
+from immortal.cli.status import NOT_STARTED, STOPPED, age_text, instance_status, problems
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.operator import control
+from immortal.protocol.command_line import size_text
+from immortal.protocol.errors import ImmortalError
+from immortal.web.log_messages import Logs
+from immortal.web.rendering import render
+
+FRESH_S = 1.0
+STOPPED_FRESH_S = 15.0  # what does not run is read from its log, and changes when it is started
+ASKED_AT_ONCE_MAX = 2  # more would keep the interpreter from pages; one that does not answer holds up half of the look
+RATE_SPAN_S = 5.0
+FIRST_WAIT_S = 0.1  # of a page, for instances that nothing is known of yet: what comes later it is sent by itself
+
+RUNNING = ("normal", "taking a checkpoint")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One instance, as the page shows it. ``tone``: good, busy, off or bad. ``status``: as `immortal status --json`."""
+
+    name: str
+    phase: str
+    tone: str
+    role: str
+    version: str
+    records: int | None
+    rate: str
+    backlog: int | None
+    waiting: str
+    checkpoint: str
+    disk: str
+    problems: list[str]
+    status: dict[str, Any] = field(repr=False)
+
+    @cached_property
+    def cells(self) -> Markup:
+        """Of the table: made once, for all pages and all who look."""
+        return Markup(render("_cells.html", row=self))  # noqa: S704 -- escaped by the template
+
+
+class Fleet:
+    def __init__(self, registry: Registry, logs: Logs) -> None:
+        self._registry = registry
+        self._logs = logs
+        self._looking = threading.Condition()  # around the next three; told when a look is over
+        self._rows: dict[str, Row] = {}  # the last that is known of each
+        self._looked_s = -FRESH_S
+        self._background: threading.Thread | None = None
+        self._stopped: dict[str, tuple[float, dict[str, Any]]] = {}
+        self._counts: dict[str, list[tuple[float, int]]] = {}  # (when, records), the oldest first
+        self._pool = ThreadPoolExecutor(ASKED_AT_ONCE_MAX, "fleet")
+
+    def look(self, wait_s: float) -> None:
+        """Ask all again, in the background, if that is more than a second ago, and wait so long at most for it."""
+        with self._looking:
+            if self._background is None and time.monotonic() - self._looked_s >= FRESH_S:
+                self._background = threading.Thread(target=self._look, name="fleet", daemon=True)
+                self._background.start()
+            if wait_s:
+                self._looking.wait_for(lambda: self._background is None, wait_s)
+
+    def rows(self) -> list[Row]:
+        """In the order of names, as they were known last. One of which nothing is known yet says so."""
+        try:
+            names = self._registry.names()
+        except ImmortalError:  # the folder can't be read now
+            return []
+        with self._looking:
+            is_first = not all(name in self._rows for name in names)
+        self.look(FIRST_WAIT_S if is_first else 0.0)
+        with self._looking:
+            return [self._rows.get(name) or _unknown(name) for name in names]
+
+    def row(self, name: str) -> Row:
+        """One, asked now. Raises RegistryError where it is not registered."""
+        self._registry.load(name)
+        return self._row(name)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _look(self) -> None:
+        try:
+            names = self._registry.names()
+            for done in [self._pool.submit(self._note, name) for name in names]:
+                done.result()
+        except (ImmortalError, RuntimeError, CancelledError):  # the folder can't be read now; the pool was closed
+            names = []
+        with self._looking:
+            self._rows = {name: self._rows[name] for name in names if name in self._rows}
+            self._counts = {name: self._counts[name] for name in names if name in self._counts}
+            self._looked_s, self._background = time.monotonic(), None
+            self._looking.notify_all()
+
+    def _note(self, name: str) -> None:
+        row = self._row(name)
+        _ = row.cells  # made here, not by the next page
+        with self._looking:
+            self._rows[name] = row
+
+    def _row(self, name: str) -> Row:
+        status = self._status(name)
+        said = [problem.removeprefix(f"{name}: ") for problem in problems(status)]
+        log, checkpoint = status.get("log") or {}, status.get("checkpoint")
+        waiting_bytes = sum(one.get("waiting_bytes") or 0 for one in status.get("outputs", {}).values())
+        records = status.get("sequence_id")
+        return Row(
+            name,
+            status["phase"],
+            _tone(status),
+            {"writing": "primary", "following": "standby"}.get(str(status.get("role")), str(status.get("role") or "")),
+            str(status.get("version") or ""),
+            None if records is None else records + 1,
+            self._rate(name, records, status),
+            status.get("backlog_records"),
+            size_text(waiting_bytes) if waiting_bytes else "",
+            f"{age_text(checkpoint['age_s'])} ago" if checkpoint else "",
+            size_text(log["used_bytes"]) if log.get("used_bytes") else "",
+            said,
+            status,
+        )
+
+    def _status(self, name: str) -> dict[str, Any]:
+        now_s = time.monotonic()
+        try:
+            settings = self._registry.load(name)
+            if control.running(settings.folder) is not None:
+                self._stopped.pop(name, None)
+                return instance_status(self._registry, name)
+            known = self._stopped.get(name)
+            if known is not None and now_s - known[0] < STOPPED_FRESH_S:
+                return known[1]
+            with self._logs.locked(settings):
+                status = instance_status(self._registry, name)
+            self._stopped[name] = now_s, status
+            return status
+        except (ImmortalError, OSError) as error:
+            return {"name": name, "phase": "unknown", "error": str(error)}
+
+    def _rate(self, name: str, records: int | None, status: dict[str, Any]) -> str:
+        if records is None or "pid" not in status:
+            self._counts.pop(name, None)
+            return ""
+        now_s = time.monotonic()
+        counts = self._counts.setdefault(name, [])
+        counts.append((now_s, records))
+        while len(counts) > 2 and now_s - counts[0][0] > RATE_SPAN_S:
+            del counts[0]
+        (first_s, first), (last_s, last) = counts[0], counts[-1]
+        if last_s - first_s < 0.5:
+            return ""
+        rate = max(0.0, (last - first) / (last_s - first_s))
+        return "0" if not rate else f"{rate:.1f}" if rate < 10 else f"{rate:,.0f}"
+
+
+def _tone(status: dict[str, Any]) -> str:
+    phase = status["phase"]
+    if "error" in status or phase == "unknown":
+        return "bad"
+    if phase in (STOPPED, NOT_STARTED):
+        return "off"
+    return "good" if phase in RUNNING else "busy"
+
+
+def _unknown(name: str) -> Row:
+    return Row(name, "asked just now", "busy", "", "", None, "", None, "", "", "", [], {})

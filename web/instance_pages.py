@@ -1,0 +1,284 @@
+"""One instance: what it is at, whom it talks to, which handlers wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from anyio import to_thread
+from msgspec import Struct, field
+from sse_starlette import EventSourceResponse
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from immortal.appsdk.client import CallRaised, ClientError, connect
+from immortal.cli.dead_letters import dead_letter_rows
+from immortal.cli.handlers import describe_wait_end, format_caller, format_wait, place_in_words, with_times
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.operator import control
+from immortal.coordinator.operator.control import ControlError
+from immortal.protocol import decoding
+from immortal.protocol.extensions import QUERIES
+from immortal.protocol.safe_output import printable_json_text
+from immortal.web.errors import WebError
+from immortal.web.rendering import page, render
+from immortal.web.site import Site, form_of, settings_of, site_of, stream
+
+ASK_S = 1.5  # an app that is busy for longer is said to be
+HANDLERS_SHOWN_MAX = 200
+
+Values = dict[str, Any]
+
+
+def routes() -> list[Route]:
+    return [
+        Route("/i/{name}", instance),
+        Route("/live/i/{name}", instance_live),
+        Route("/i/{name}/handlers/{task:int}", handler),
+    ]
+
+
+def instance(request: Request) -> Response:
+    site, settings = site_of(request), settings_of(request)
+    return page("instance.html", site=site, tab="overview", name=settings.name, **_view(site, settings))
+
+
+def instance_live(request: Request) -> EventSourceResponse:
+    site, settings = site_of(request), settings_of(request)
+
+    def look() -> Iterator[tuple[str, str]]:
+        yield "overview", render("_overview.html", site=site, name=settings.name, **_view(site, settings))
+
+    return stream(request, look)
+
+
+def handler(request: Request) -> Response:
+    """One that waits: its arguments, its steps, its lines."""
+    site, settings = site_of(request), settings_of(request)
+    number = request.path_params["task"]
+    answer = control.query(settings.folder, "handlers", 10.0, argument={"task": number})
+    found = with_times(answer.get("handler"))
+    waits = [] if found is None else [_wait(settings.name, found, wait) for wait in found["waits"]]
+    return page(
+        "handler.html",
+        404 if found is None else 200,
+        site=site,
+        tab="overview",
+        name=settings.name,
+        number=number,
+        one=found,
+        waits=waits,
+        caller=None if found is None else format_caller(found),
+        problem=answer.get("error"),
+    )
+
+
+def _view(site: Site, settings: InstanceSettings) -> Values:
+    row = site.fleet.row(settings.name)
+    runs = "pid" in row.status
+    waiting = _handlers(settings) if runs else _Waiting()
+    return {
+        "row": row,
+        "settings": settings,
+        "streams": _streams(row.status, _peers(settings) if runs else {}),
+        "handlers": waiting.handlers,
+        "kinds": Counter(kind for one in waiting.handlers for kind in one["kinds"]),
+        "handlers_count": waiting.count,
+        "handlers_problem": waiting.problem,
+        "schedules": waiting.schedules,
+        "letters": row.status.get("letters") or {},
+        "clients": row.status.get("clients") or {},
+        "callers": _clients(settings) if runs else [],
+        "verdicts": {kind: count for kind, count in (row.status.get("verdicts") or {}).items() if count},
+    }
+
+
+def _streams(status: Values, peers: Values) -> list[Values]:
+    """Each other instance, and itself: what goes there and what comes from there."""
+    inputs, outputs = status.get("inputs", {}), status.get("outputs", {})
+    names = sorted({*inputs, *outputs}, key=lambda name: (name != status["name"], name))
+    found = []
+    for name in names:
+        to, source, peer = outputs.get(name, {}), inputs.get(name, {}), peers.get(name, {})
+        made = to.get("position", to.get("position_at_checkpoint"))
+        found.append(
+            {
+                "name": name,
+                "is_self": name == status["name"],
+                "made": made,
+                "acknowledged": to.get("acknowledged"),
+                "unacknowledged": max(0, (made or 0) - (to.get("acknowledged") or 0)),
+                "waiting_bytes": to.get("waiting_bytes") or 0,
+                "spilled_bytes": to.get("spilled_bytes") or 0,
+                "window_bytes": to.get("window_bytes"),
+                "state": to.get("state"),
+                "received": source.get("position"),
+                "granted_bytes": source.get("window_bytes"),
+                "endpoint": peer.get("endpoint") or "",
+                "connected_s": peer.get("connected_s"),
+                "error": to.get("error") or peer.get("error"),
+            }
+        )
+    return found
+
+
+def _peers(settings: InstanceSettings) -> Values:
+    try:
+        peers: Values = control.query(settings.folder, "peers", ASK_S).get("peers", {})
+    except ControlError:
+        return {}
+    return peers
+
+
+def _clients(settings: InstanceSettings) -> list[Values]:
+    """Outside callers that were heard last."""
+    try:
+        clients: list[Values] = control.query(settings.folder, "clients", ASK_S).get("clients", [])
+    except ControlError:
+        return []
+    return clients
+
+
+class _Waiting(Struct, frozen=True):
+    """Handlers that wait, how many there are in all, and why that is not known; and those with a schedule."""
+
+    handlers: list[Values] = field(default_factory=list)
+    count: int = 0
+    problem: str = ""
+    schedules: list[Values] = field(default_factory=list)
+
+
+def _handlers(settings: InstanceSettings) -> _Waiting:
+    try:
+        answer = control.query(settings.folder, "handlers", ASK_S)
+    except ControlError as error:
+        return _Waiting(problem=str(error))
+    if "handlers" not in answer:
+        return _Waiting(problem=str(answer.get("error", "the app does not tell")))
+    found = [
+        {
+            "id": one["id"],
+            "handler": one["handler"],
+            "caller": format_caller(one),
+            "since": one["since_ns"],
+            "waits": [format_wait(wait) for wait in one["waits"]],
+            "kinds": [wait["kind"] for wait in one["waits"]],
+            "at": [place_in_words(frames[-1]) for frames in one["at"] if frames],
+            "cancelled": bool(one["cancelled"]),
+        }
+        for one in with_times(answer["handlers"][:HANDLERS_SHOWN_MAX])
+    ]
+    return _Waiting(found, answer["count"], schedules=answer.get("schedules", []))
+
+
+def _wait(name: str, one: Values, wait: Values) -> Values:
+    return {
+        "kind": wait["kind"],
+        "text": format_wait(wait),
+        "ends": describe_wait_end(name, one["id"], wait),
+        "event": wait.get("event"),
+        "is_between_attempts": bool(wait.get("failure")),
+    }
+
+
+# The dead letters of an instance: what failed, why, and a hand to try or drop each.
+
+
+LETTERS_SHOWN_MAX = 200
+
+
+def letter_routes() -> list[Route]:
+    return [Route("/i/{name}/dead-letters", letters)]
+
+
+def letters(request: Request) -> Response:
+    site, settings = site_of(request), settings_of(request)
+    with site.logs.reader(settings) as reader:
+        count = len(reader.summary().letters)
+        found = dead_letter_rows(reader, LETTERS_SHOWN_MAX)
+    return page(
+        "dead_letters.html",
+        site=site,
+        tab="overview",
+        name=settings.name,
+        letters=found,
+        count=count,
+        may_act=site.allow_actions and control.running(settings.folder) is not None,
+    )
+
+
+# Queries of an instance that runs: what one of its read-only methods says now.
+
+
+ANSWER_S = 10.0
+SHOWN_CHARACTERS_MAX = 20_000
+
+
+def query_routes() -> list[Route]:
+    return [
+        Route("/i/{name}/queries", queries),
+        Route("/i/{name}/queries", ask, methods=["POST"]),
+    ]
+
+
+def queries(request: Request) -> Response:
+    return _page(site_of(request), settings_of(request))
+
+
+async def ask(request: Request) -> Response:
+    site, settings = site_of(request), settings_of(request)
+    form = await form_of(request)
+    return await to_thread.run_sync(lambda: _asked(site, settings, form.get("query", ""), form.get("arguments", "")))
+
+
+def _asked(site: Site, settings: InstanceSettings, query: str, text: str) -> Response:
+    answer, problem = "", ""
+    try:
+        answer = _answer(site, settings, query, _arguments(text))
+    except (WebError, ClientError, TypeError) as error:
+        problem = str(error)
+    return _page(site, settings, query=query, arguments=text, answer=answer, problem=problem)
+
+
+def _arguments(text: str) -> list[Any]:
+    try:
+        found = decoding.parse_json_argument(text.strip() or "[]")
+    except ValueError as error:
+        raise WebError(f"{text[:60]!r} is no list of arguments in JSON: {error}") from None
+    if not isinstance(found, list):
+        raise WebError(f'{text[:60]!r}: a list of all arguments was expected, such as ["ann", 5]')
+    return found
+
+
+def _answer(site: Site, settings: InstanceSettings, query: str, arguments: list[Any]) -> str:
+    """As JSON. Raises WebError, ClientError, TypeError."""
+    if not query.isidentifier() or query.startswith("_"):
+        raise WebError(f"{query[:60]!r}: the name of a query was expected")
+    with connect(settings.name, home=site.registry.home, timeout=ANSWER_S) as instance:
+        try:
+            value = getattr(instance.query, query)(*arguments)
+        except CallRaised as error:
+            raise WebError(f"it raised {error}") from None
+    return printable_json_text(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def _page(
+    site: Site, settings: InstanceSettings, query: str = "", arguments: str = "", answer: str = "", problem: str = ""
+) -> Response:
+    methods, why = site.logs.methods(settings)
+    return page(
+        "queries.html",
+        site=site,
+        tab="queries",
+        name=settings.name,
+        queries=sorted(name.rpartition(".")[2] for (to, _), name in methods.items() if to == QUERIES),
+        why=why,
+        query=query,
+        arguments=arguments,
+        answer=answer[:SHOWN_CHARACTERS_MAX],
+        left_out=max(0, len(answer) - SHOWN_CHARACTERS_MAX),
+        problem=problem,
+    )

@@ -1,0 +1,400 @@
+"""The messages of a log, one by one, from any place on: never the whole log, whatever its size.
+
+A record is described by what `immortal log show` describes it by; here it is only taken apart.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, structs
+
+from immortal.cli.record_formatting import describe_record
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.formatting import Methods
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.log import log_exists
+from immortal.coordinator.log.format import SEQUENCE_KEY
+from immortal.coordinator.log.identity import logged_time_ns, verify_value
+from immortal.protocol.client_frames import CLIENTS
+from immortal.protocol.trailer import BatchKind, BatchSource
+from immortal.replay import ReplayError
+from immortal.replay.app_process import method_names
+from immortal.web.errors import WebError
+
+if TYPE_CHECKING:
+    from immortal.coordinator.log import LogReader
+
+
+LIMIT_MAX = 500
+SCAN_S = 1.0  # for one page; then it says how far it came
+BACK_RECORDS = 4  # read at once on the way back, at first; then twice as many each time
+BACK_RECORDS_MAX = 4096
+FIND_RECORDS_MAX = 2000  # between two records with messages of one stream, in a search
+WORDS_CHARACTERS = 400  # of a message in a list
+_NO_INPUT = ("RECORD_TIME", "INSTANCE_NAME")  # not counted as messages: immortal.coordinator.log.record_contents
+
+At = tuple[int, int]
+"""A record, and a message in it, both counted from 0."""
+
+
+class Message(Struct):
+    """One logged message. ``kind``: call, answer, exception, initial, other, or damaged. ``source``: who sent it:
+    an instance, "~" and a client's ID, "" for itself, None for nobody (impulses, the first start).
+
+    ``position``: in the stream from there. ``latency_ns``: from sending to the log. ``text``: its arguments as JSON.
+    """
+
+    sequence_id: int
+    index: int
+    time_ns: int
+    kind: str
+    source: str | None
+    position: int
+    sent_ns: int
+    method: str
+    rpc_type: str
+    size_bytes: int
+    text: str
+    described: dict[str, Any]
+    problem: str = ""
+
+    @property
+    def latency_ns(self) -> int | None:
+        return self.time_ns - self.sent_ns if self.sent_ns > 0 and self.kind != "damaged" else None
+
+    @property
+    def words(self) -> str:
+        return str(self.described.get("in_words") or f"{self.method}  {self.text}".rstrip())
+
+
+class Wanted(Struct, frozen=True):
+    """Which messages a page is to show. "" and 0: any."""
+
+    method: str = ""
+    pattern: str = ""
+    size_min_bytes: int = 0
+    latency_min_ns: int = 0
+
+    @property
+    def is_all(self) -> bool:
+        return self == Wanted()
+
+    def filter(self) -> Filter:
+        return Filter(self)
+
+
+class Filter:
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._method = wanted.method.lower()
+        self._pattern = re.compile(wanted.pattern) if wanted.pattern else None
+
+    def takes(self, message: Message) -> bool:
+        wanted = self._wanted
+        if message.problem:
+            return wanted.is_all
+        if self._method and self._method not in message.method.lower():
+            return False
+        if message.size_bytes < wanted.size_min_bytes:
+            return False
+        if wanted.latency_min_ns and (message.latency_ns or 0) < wanted.latency_min_ns:
+            return False
+        return self._pattern is None or self._pattern.search(message.text) is not None
+
+
+class Page(Struct):
+    """``looked_from`` and ``looked_to``: the records that were read; ``is_cut``: time was up before there were enough.
+    ``older`` and ``newer``: where the next pages begin, None where the log does."""
+
+    messages: list[Message]
+    first: int
+    last: int
+    looked_from: int
+    looked_to: int
+    is_cut: bool = False
+    older: At | None = None
+    newer: At | None = None
+
+
+def messages_of(described: dict[str, Any]) -> Iterator[Message]:
+    """Of one record, as :func:`describe_record` has it."""
+    sequence_id = described["sequence_id"]
+    if "problem" in described:
+        problem, size_bytes = described["problem"], described["size_bytes"]
+        yield Message(sequence_id, 0, 0, "damaged", None, 0, 0, "", "", size_bytes, "", described, problem)
+        return
+    sources = iter(described["sources"])
+    source: dict[str, Any] = {}
+    left = index = 0
+    for one in described["messages"]:
+        if one["type"] in _NO_INPUT:
+            continue
+        while not left and (source := next(sources, {})):
+            left = source["count"]
+        place = source["count"] - left if source else 0
+        left = max(0, left - 1)
+        yield _message(described, one, index, source, place)
+        index += 1
+
+
+def _message(record: dict[str, Any], one: dict[str, Any], index: int, source: dict[str, Any], place: int) -> Message:
+    inner = one.get("wraps", one)
+    kind = {"call": "call", "raised": "exception"}.get(inner.get("kind", "other"), "answer")
+    if one["type"] == "INITIAL_MESSAGE":
+        kind = "initial"
+    elif one["type"] != "RPC":
+        kind = "other"
+    method = inner.get("method") or (f"method {inner['method_id']}" if "method_id" in inner else inner["type"])
+    sender = source.get("source") if source.get("kind") in ("stream", "client") else None
+    return Message(
+        record["sequence_id"],
+        index,
+        record["time_ns"],
+        kind,
+        sender,
+        source.get("first_position", 0) + place,
+        source.get("send_time_ns", 0),
+        method,
+        inner.get("rpc_type", ""),
+        one["size_bytes"],
+        _text(inner),
+        inner,
+    )
+
+
+def _text(one: dict[str, Any]) -> str:
+    for key in ("values", "value", "raised"):
+        if key in one:
+            shown = one[key] if key != "raised" else {"raised": one["raised"], "with": one["values"]}
+            return json.dumps(shown, ensure_ascii=False)
+    return str(one.get("arguments", one.get("data", "")))
+
+
+def format_source(message: Message) -> str:
+    if message.source is None:
+        return {"initial": "the first start"}.get(message.kind, "from outside")
+    if message.source == "":
+        return "itself"
+    return f"client {message.source[1:]}" if message.source.startswith(CLIENTS) else message.source
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def page_from(reader: LogReader, methods: Methods, wanted: Wanted, at: At, limit: int) -> Page:
+    """The first ``limit`` that are wanted, from ``at`` on."""
+    first, last = reader.ends()
+    takes, found = wanted.filter().takes, list[Message]()
+    end_s, looked_to, is_cut = time.monotonic() + SCAN_S, at[0], False
+    newer: At | None = None
+    for message in _messages(reader, methods, max(at[0], first), last):
+        looked_to = message.sequence_id
+        if _at(message) < at:
+            continue
+        if len(found) == limit:
+            newer = _at(message)
+            break
+        if takes(message):
+            found.append(_slim(message))
+        elif time.monotonic() > end_s:
+            newer, is_cut = (message.sequence_id, message.index + 1), True
+            break
+    older = at if at > (first, 0) else None
+    return Page(found, first, last, max(at[0], first), looked_to, is_cut, older, newer)
+
+
+def page_before(reader: LogReader, methods: Methods, wanted: Wanted, at: At | None, limit: int) -> Page:
+    """The last ``limit`` that are wanted, before ``at`` (None: before the end), the oldest first."""
+    first, last = reader.ends()
+    end = (last + 1, 0) if at is None else min(at, (last + 1, 0))
+    takes, found = wanted.filter().takes, list[Message]()
+    end_s, count, upper = time.monotonic() + SCAN_S, BACK_RECORDS, end[0] if end[1] else end[0] - 1
+    lower, is_cut = upper + 1, False
+    while lower > first and len(found) < limit:
+        if time.monotonic() > end_s:
+            is_cut = True
+            break
+        lower = max(first, upper - count + 1)
+        read = _messages(reader, methods, lower, min(last, upper + 1))  # a gap is seen by what comes behind it
+        found[:0] = [_slim(one) for one in read if one.sequence_id <= upper and _at(one) < end and takes(one)]
+        upper, count = lower - 1, min(BACK_RECORDS_MAX, count * 2)
+    kept = found[-limit:]
+    older: At | None = (lower, 0) if lower > first else None
+    if len(kept) < len(found):
+        older = _at(kept[0])
+    newer = None if end[0] > last else end
+    return Page(kept, first, last, lower, end[0] if end[1] else end[0] - 1, is_cut, older, newer)
+
+
+def message_at(reader: LogReader, methods: Methods, at: At) -> tuple[Message | None, dict[str, Any] | None]:
+    """The message, and the record that it is in; None for what there is not."""
+    for logged in reader.records(at[0], at[0]):
+        described = describe_record(logged, reader.identity.committer_id, methods)
+        return next((one for one in messages_of(described) if one.index == at[1]), None), described
+    return None, None
+
+
+def _messages(reader: LogReader, methods: Methods, first: int, last: int) -> Iterator[Message]:
+    for logged in reader.records(first, last):
+        yield from messages_of(describe_record(logged, reader.identity.committer_id, methods))
+
+
+def _at(message: Message) -> At:
+    return message.sequence_id, message.index
+
+
+def _slim(message: Message) -> Message:
+    """Without what a list does not show: 100 messages of 1 MiB are not kept for it."""
+    words = message.words[:WORDS_CHARACTERS]
+    return structs.replace(message, text=message.text[:WORDS_CHARACTERS], described={"in_words": words})
+
+
+# --- across logs -----------------------------------------------------------------------------------------------------
+
+
+def find_position(reader: LogReader, source: str, position: int) -> At | None:
+    """Where the message at ``position`` of the stream from ``source`` was logged; None where it was not, or no longer.
+
+    A search by halves: records hold the positions of a stream in their order.
+    """
+    low, high = reader.ends()
+    while low <= high:
+        middle = (low + high) // 2
+        found = _next_batch(reader, source, middle, min(high, middle + FIND_RECORDS_MAX))
+        if found is None:
+            high = middle - 1
+            continue
+        record, first = found
+        if position < first:
+            high = middle - 1
+            continue
+        inside = _within(reader, source, record, position)
+        if inside is not None:
+            return record, inside
+        low = record + 1
+    return None
+
+
+def _within(reader: LogReader, source: str, record: int, position: int) -> int | None:
+    for _, batch, index in _batches(reader, record, record):
+        if _is_of(batch, source) and batch.first_position <= position <= batch.last_position:
+            return index + position - batch.first_position
+    return None
+
+
+def _is_of(batch: BatchSource, source: str) -> bool:
+    return batch.name == source and batch.kind in (BatchKind.STREAM, BatchKind.CLIENT)
+
+
+def _batches(reader: LogReader, first: int, last: int) -> Iterator[tuple[int, BatchSource, int]]:
+    """(record, batch, the index of its first message)"""
+    for logged in reader.records(first, last):
+        if logged.problem is not None:
+            continue
+        index = 0
+        for batch in verify_value(logged.value, logged.sequence_id, reader.identity.committer_id)[1].batches:
+            yield logged.sequence_id, batch, index
+            index += batch.count
+
+
+def _next_batch(reader: LogReader, source: str, first: int, last: int) -> tuple[int, int] | None:
+    """The first record with one of the stream, and its position."""
+    for record, batch, _ in _batches(reader, first, last):
+        if _is_of(batch, source):
+            return record, batch.first_position
+    return None
+
+
+# --- times -----------------------------------------------------------------------------------------------------------
+
+
+class Times:
+    """The times of a log's records, read one by one: a search for a time reads some 20 of them."""
+
+    def __init__(self, reader: LogReader) -> None:
+        self._reader = reader
+        self.first, self.last = reader.ends()
+        self._known: dict[int, int] = {}
+
+    def of(self, sequence_id: int) -> int:
+        """ns since the Unix epoch; 0 for a record that is damaged or missing."""
+        found = self._known.get(sequence_id)
+        if found is None:
+            with self._reader.view() as view:
+                value = view.get("records", SEQUENCE_KEY.pack(sequence_id))
+                committer_id = self._reader.identity.committer_id
+                found = 0 if value is None else logged_time_ns(bytes(value), sequence_id, committer_id)
+            self._known[sequence_id] = found
+        return found
+
+    def first_from(self, time_ns: int, low: int | None = None, high: int | None = None) -> int:
+        """The first record at that time or later; behind the last one where there is none."""
+        low = self.first if low is None else low
+        high = self.last + 1 if high is None else high
+        while low < high:
+            middle = (low + high) // 2
+            if self.of(middle) < time_ns:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+# The readers of logs: one at a time for each, since a process can't open one twice; gone when the answer is made.
+
+
+WAIT_S = 20.0
+"""For another request that reads the same log. Each reads a bounded part of it."""
+
+
+class Logs:
+    """For all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._methods: dict[str, Methods | str] = {}
+
+    @contextmanager
+    def locked(self, settings: InstanceSettings) -> Iterator[None]:
+        """Nobody else of this process reads this log meanwhile. Raises WebError."""
+        with self._lock:
+            lock = self._locks[str(settings.log)]
+        if not lock.acquire(timeout=WAIT_S):
+            raise WebError(f"the log of {settings.name!r} is being read by other requests: try again", 503)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def reader(self, settings: InstanceSettings) -> Iterator[LogReader]:
+        """Raises WebError where there is no log yet, LogError."""
+        if not log_exists(settings.log):
+            raise WebError(f"{settings.name!r} has not been started yet: it has no log", 404)
+        with self.locked(settings), own_logs.open_reader(settings, check=False) as reader:
+            yield reader
+
+    def methods(self, settings: InstanceSettings) -> tuple[Methods, str]:
+        """What the instance's class names; and why it names nothing, "" where it does."""
+        app = settings.app
+        if app is None:
+            return {}, 'its settings name no class (app = "module:Class"), so methods are shown by their numbers'
+        found = self._methods.get(app)
+        if found is None:
+            try:
+                found = method_names(app)
+            except ReplayError as error:
+                found = str(error).rstrip("\n").split("\n")[-1]
+            self._methods[app] = found
+        if isinstance(found, str):
+            return {}, f"methods are shown by their numbers: {found}"
+        return found, ""

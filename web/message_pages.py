@@ -1,0 +1,318 @@
+"""The messages of an instance, and one of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+from urllib.parse import urlencode
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol import decoding
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.timings import FOLDER_NAME
+from immortal.replay.trace.spans import handler_id
+from immortal.replay.trace.timings import Timings
+from immortal.web import log_search
+from immortal.web.errors import WebError
+from immortal.web.log_messages import LIMIT_MAX, At, Message, Page, Times, Wanted, format_source, message_at
+from immortal.web.rendering import page
+from immortal.web.site import Site, checked_pattern, number_of, place_in, settings_of, site_of, text_of
+
+LIMIT = 100
+SHOWN_CHARACTERS_MAX = 20_000  # of the arguments on a page; all of them are a link
+LINE_CHARACTERS = 100  # up to which values stand on one line
+_DATE = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d+)?)?Z?")
+
+
+def routes() -> list[Route]:
+    return [
+        Route("/i/{name}/messages", messages),
+        Route("/i/{name}/m/{record:int}/{index:int}", message),
+        Route("/i/{name}/m/{record:int}/{index:int}/arguments.json", arguments),
+    ]
+
+
+def messages(request: Request) -> Response:
+    """A page of them, from a place on, or the last ones."""
+    site, settings = site_of(request), settings_of(request)
+    wanted, error = _wanted(request)
+    limit = min(LIMIT_MAX, max(1, number_of(request, "limit", LIMIT) or LIMIT))
+    at, back = _where(request, site, settings)
+    found: Page | None = None
+    if not error:
+        found = _page(site.registry, site, settings, wanted, at, limit, back=back)
+    _, note = site.logs.methods(settings)
+    kept = {
+        key: value
+        for key in ("method", "re", "size", "latency", "limit")
+        if (value := request.query_params.get(key, ""))
+    }
+
+    def link(**place: str) -> str:
+        return f"/i/{settings.name}/messages?{urlencode({**kept, **place})}"
+
+    return page(
+        "messages.html",
+        422 if error else 200,
+        site=site,
+        tab="messages",
+        name=settings.name,
+        found=found,
+        error=error,
+        note=note,
+        source=format_source,
+        filters={key: request.query_params.get(key, "") for key in ("method", "re", "size", "latency")},
+        older=link(before=_text(found.older)) if found and found.older else "",
+        newer=link(at=_text(found.newer)) if found and found.newer else "",
+        oldest=link(at="0"),
+        newest=link(),
+    )
+
+
+def _text(at: At) -> str:
+    return f"{at[0]}:{at[1]}"
+
+
+def _wanted(request: Request) -> tuple[Wanted, str]:
+    """What the form asks for; and why it can't be taken."""
+    try:
+        pattern = checked_pattern(text_of(request, "re"))
+    except WebError as error:
+        return Wanted(), str(error)
+    latency_ms = number_of(request, "latency", 0) or 0
+    return Wanted(text_of(request, "method"), pattern, number_of(request, "size", 0) or 0, latency_ms * 1_000_000), ""
+
+
+def _where(request: Request, site: Site, settings: InstanceSettings) -> tuple[At | None, bool]:
+    """From where on, and whether back from there. "at" may be a place or a time. Raises WebError."""
+    before, at = text_of(request, "before").strip(), text_of(request, "at").strip()
+    if before:
+        record, index = place_in(before, "before")
+        return (record, index or 0), True
+    if not at:
+        return None, True
+    if _DATE.fullmatch(at):
+        time_ns = _time_ns(at)
+        with site.logs.reader(settings) as reader:
+            return (Times(reader).first_from(time_ns), 0), False
+    record, index = place_in(at)
+    return (record, index or 0), False
+
+
+def _time_ns(text: str) -> int:
+    from datetime import UTC, datetime
+
+    try:
+        return int(datetime.fromisoformat(text.rstrip("Z").replace(" ", "T")).replace(tzinfo=UTC).timestamp() * 1e9)
+    except (ValueError, OverflowError):
+        raise WebError(f"at={text!r}: a time such as 2026-11-23 16:30:00 was expected, in UTC") from None
+
+
+def _page(
+    registry: Registry, site: Site, settings: InstanceSettings, wanted: Wanted, at: At | None, limit: int, *, back: bool
+) -> Page:
+    if wanted.pattern:
+        return log_search.scan(log_search.Request(str(registry.home), settings.name, wanted, limit, at, back))
+    return log_search.page_of(site.logs, settings, wanted, at, limit, back=back)
+
+
+# --- one message -----------------------------------------------------------------------------------------------------
+
+
+def message(request: Request) -> Response:
+    site, settings = site_of(request), settings_of(request)
+    found, record, committer_id = _message(request, site, settings)
+    noted = _noted(settings, committer_id, found, record)
+    shown = _pretty(found)
+    _, note = site.logs.methods(settings)
+    return page(
+        "message.html",
+        site=site,
+        tab="messages",
+        name=settings.name,
+        one=found,
+        record=record,
+        span=handler_id(settings.name, committer_id, found.sequence_id, found.index),
+        noted=noted,
+        source=format_source(found),
+        shown=shown[:SHOWN_CHARACTERS_MAX].split("\n"),
+        left=max(0, len(shown) - SHOWN_CHARACTERS_MAX),
+        count=sum(batch["count"] for batch in record["sources"]) if "sources" in record else 0,
+        note=note,
+        test=_as_test(settings, found),
+        calls=_as_calls(settings, found),
+    )
+
+
+def arguments(request: Request) -> Response:
+    """All of them, as a file."""
+    site, settings = site_of(request), settings_of(request)
+    found, *_ = _message(request, site, settings)
+    name = f"{settings.name}-{found.sequence_id}-{found.index}.json"
+    return Response(
+        found.text.encode("utf-8", "backslashreplace"),
+        media_type="application/json",
+        headers={"content-disposition": f'attachment; filename="{name}"'},
+    )
+
+
+def _message(request: Request, site: Site, settings: InstanceSettings) -> tuple[Message, dict[str, Any], int]:
+    """Also the committer ID of its log."""
+    at = request.path_params["record"], request.path_params["index"]
+    methods, _ = site.logs.methods(settings)
+    with site.logs.reader(settings) as reader:
+        first, last = reader.ends()
+        committer_id = reader.identity.committer_id
+        found, record = message_at(reader, methods, at) if at[0] <= last else (None, None)
+    if found is None or record is None:
+        why = f"it holds records {first} to {last}" if not first <= at[0] <= last else "that record has fewer messages"
+        raise WebError(f"the log of {settings.name} has no message {at[1]} of record {at[0]}: {why}", 404)
+    return found, record, committer_id
+
+
+def _noted(
+    settings: InstanceSettings, committer_id: int, found: Message, record: Mapping[str, Any]
+) -> list[tuple[str, int]]:
+    """What the instance noted of it beside the log: (what, how long in ns)."""
+    of_record = Timings(settings.folder / FOLDER_NAME, committer_id).of(found.sequence_id)
+    if of_record is None:
+        return []
+    begins = accumulate((batch["count"] for batch in record.get("sources", ())), initial=0)
+    first = max(begin for begin in begins if begin <= found.index)  # of its batch
+    timing = of_record.of(found.index, first, found.time_ns, None if found.source else found.sent_ns)
+    ends = {
+        "Queue": (timing.arrived_ns, timing.began_ns or timing.given_ns),
+        "Disk": (timing.submitted_ns, timing.durable_ns),
+        "Handler": (timing.began_ns, timing.ended_ns),
+    }
+    return [(what, end - begin) for what, (begin, end) in ends.items() if begin is not None and end is not None]
+
+
+def _pretty(one: Message) -> str:
+    try:
+        short = len(one.text) <= LINE_CHARACTERS
+        return one.text if short else json.dumps(decoding.load_json(one.text), indent=2, ensure_ascii=False)
+    except ValueError:  # bytes of a message that has no name
+        return one.text
+
+
+def _as_test(settings: InstanceSettings, one: Message) -> str:
+    """A test that fails where today's class handles this message, or one before it, in another way."""
+    module, _, cls = (settings.app or "module:Class").partition(":")
+    name = settings.name.replace("-", "_")
+    return (
+        f"# immortal checkpoint {settings.name}; immortal log export {settings.name} tests/{settings.name}.log\n"
+        f"from immortal.appsdk.testing import assert_replays\n"
+        f"from {module} import {cls}\n\n\n"
+        f"def test_{name}_does_what_it_did() -> None:\n"
+        f"    # with record {one.sequence_id}, message {one.index}: {one.method}\n"
+        f'    assert_replays("tests/{settings.name}.log", {cls})\n'
+    )
+
+
+def _as_calls(settings: InstanceSettings, one: Message) -> dict[str, str]:
+    """The same call once more: "client", in Python, and "command"; nothing for what is none, or can't be written so."""
+    values = one.described.get("values")
+    handler = one.method.rpartition(".")[2]
+    if one.kind != "call" or not isinstance(values, list) or "method" not in one.described:
+        return {}
+    if not handler.isidentifier() or len(one.text) > SHOWN_CHARACTERS_MAX or '{"$' in one.text:
+        return {}
+    called = ", ".join(repr(value) for value in values)
+    given = "".join(f" {shlex.quote(json.dumps(value, ensure_ascii=False))}" for value in values)
+    return {
+        "client": (
+            f"from immortal.appsdk.client import connect\n\n"
+            f'with connect("{settings.name}") as instance:\n'
+            f"    instance.{handler}({called})\n"
+        ),
+        "command": f"immortal call {settings.name} {handler}{given}\n",
+    }
+
+
+# The timeline: lanes by instance, and messages from one to another.
+
+
+LANES_MAX = 24
+US = 1000  # ns
+AROUND_US = 20_000  # to either side of a message that a link leads to
+
+
+def timeline_routes() -> list[Route]:
+    return [Route("/i/{name}/timeline", shown), Route("/i/{name}/timeline.json", data)]
+
+
+def shown(request: Request) -> Response:
+    site, settings = site_of(request), settings_of(request)
+    lanes = _lanes(site, settings.name, text_of(request, "lanes"))
+    span = _span(site, lanes)
+    around_ns = number_of(request, "around")
+    view = number_of(request, "from"), number_of(request, "to")
+    if around_ns is not None and span is not None:
+        middle = max(0, around_ns - span[0]) // US
+        view = max(0, middle - AROUND_US), middle + AROUND_US
+    fields = {key: request.query_params.get(key, "") for key in ("method", "re", "size", "latency")}
+    return page(
+        "timeline.html",
+        site=site,
+        tab="timeline",
+        name=settings.name,
+        lanes=lanes,
+        names=site.registry.names()[: LANES_MAX * 4],
+        span=span,
+        filters=fields,
+        view=view,
+    )
+
+
+def data(request: Request) -> Response:
+    """``from`` and ``to`` in µs behind ``origin``, which is in ns since the Unix epoch; ``lanes`` by comma."""
+    site, settings = site_of(request), settings_of(request)
+    lanes = _lanes(site, settings.name, text_of(request, "lanes"))
+    origin_ns = number_of(request, "origin", 0) or 0
+    from_ns = origin_ns + (number_of(request, "from", 0) or 0) * US
+    to_ns = origin_ns + (number_of(request, "to", 0) or 0) * US
+    if to_ns <= from_ns:
+        raise WebError("an empty range: 'to' behind 'from' was expected")
+    latency_ns = (number_of(request, "latency", 0) or 0) * 1_000_000
+    pattern = checked_pattern(text_of(request, "re"))
+    wanted = Wanted(text_of(request, "method"), pattern, number_of(request, "size", 0) or 0, latency_ns)
+    asked = log_search.Range(lanes, origin_ns, from_ns, to_ns, wanted)
+    if pattern:
+        return JSONResponse({"lanes": log_search.lanes(str(site.registry.home), asked)})
+    return JSONResponse({"lanes": log_search.timeline_lanes(site.logs, site.settings, asked)})
+
+
+def _lanes(site: Site, name: str, asked: str) -> list[str]:
+    """This one, and those that it talks to, unless it is said which. Raises RegistryError for one that is not there."""
+    known = site.registry.names()
+    if asked:
+        lanes = list(dict.fromkeys(asked.split(",")))[:LANES_MAX]
+        for one in lanes:
+            site.settings(one)
+        return lanes
+    status = site.fleet.row(name).status
+    others = sorted({*status.get("inputs", {}), *status.get("outputs", {})} & set(known) - {name})
+    return [name, *others][:LANES_MAX]
+
+
+def _span(site: Site, lanes: list[str]) -> tuple[int, int] | None:
+    """The first and the last time of all lanes, ns."""
+    found = []
+    for name in lanes:
+        try:
+            with site.logs.reader(site.settings(name)) as reader:
+                found.append(log_search.ends(reader))
+        except ImmortalError:
+            continue  # never started, say; its lane will tell
+    spans = [span for span in found if span is not None]
+    return (min(span[0] for span in spans), max(span[1] for span in spans)) if spans else None

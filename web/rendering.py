@@ -1,0 +1,135 @@
+"""Templates to HTML. Each value is escaped, and what no browser should obey, or show as nothing, is written out."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import quote
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+from starlette.responses import HTMLResponse
+
+from immortal.cli.record_formatting import time_text
+from immortal.cli.status import age_text
+from immortal.protocol.command_line import size_text
+from immortal.protocol.safe_output import printable
+
+CLIPPED_CHARACTERS = 160
+
+
+def _finalize(value: Any) -> Any:
+    """Names, arguments and states come from outside."""
+    if isinstance(value, str) and not hasattr(value, "__html__"):
+        return printable(value)
+    return "" if value is None else value
+
+
+def _raw(text: str) -> Markup:
+    """As it is, for the value of a field that nobody sees: it is to come back so. Escaped all the same."""
+    return escape(text.encode("utf-8", "replace").decode())
+
+
+def number(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def clipped(text: str, characters: int = CLIPPED_CHARACTERS) -> str:
+    return text if len(text) <= characters else f"{text[: characters - 1]}…"
+
+
+def day_and_time(time_ns: int) -> str:
+    """To the millisecond, in UTC."""
+    try:
+        return f"{datetime.fromtimestamp(time_ns / 1e9, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3]
+    except (OverflowError, ValueError, OSError):
+        return time_text(time_ns)
+
+
+def ago(time_ns: int) -> str:
+    age_s = time.time() - time_ns / 1e9
+    return f"{age_text(age_s)} ago" if age_s >= 0 else f"in {age_text(-age_s)}"
+
+
+def duration(duration_ns: int) -> str:
+    """Of a message's way: "340 µs", "12 ms", "3.4 s"."""
+    if duration_ns < 1_000_000:
+        return f"{duration_ns / 1e3:.0f} µs"
+    if duration_ns < 1_000_000_000:
+        return f"{duration_ns / 1e6:.1f} ms"
+    return f"{duration_ns / 1e9:.2f} s"
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("immortal.web"),
+        autoescape=True,
+        finalize=_finalize,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "number": number,
+        "clipped": clipped,
+        "size": size_text,
+        "moment": day_and_time,
+        "ago": ago,
+        "duration": duration,
+        "raw": _raw,
+        "json": lambda value: json.dumps(value, ensure_ascii=False),
+        "part": lambda text: quote(str(text), safe=""),
+    }
+    return environment
+
+
+_ENVIRONMENT = _environment()
+
+
+def render(template: str, **values: Any) -> str:
+    return _ENVIRONMENT.get_template(template).render(values)
+
+
+def page(template: str, status: int = 200, **values: Any) -> HTMLResponse:
+    return HTMLResponse(render(template, **values), status)
+
+
+# A value over records, as SVG that is made here: steps, since a value holds until it is written again.
+
+
+WIDTH, HEIGHT, LEFT, TOP = 960, 200, 8, 8
+
+
+def chart(name: str, path: str, points: Sequence[Sequence[Any]]) -> str:
+    """``points``: [record, text, number or null]; "" where there are no two numbers."""
+    numbers = [(record, number) for record, _, number in points if number is not None]
+    if len(numbers) < 2:
+        return ""
+    low, high = min(number for _, number in numbers), max(number for _, number in numbers)
+    first, last = points[0][0], max(points[0][0] + 1, points[-1][0])
+    span = (high - low) or 1
+
+    def x(record: int) -> float:
+        return round(LEFT + (WIDTH - 2 * LEFT) * float((record - first) / (last - first)), 1)
+
+    def y(number: float) -> float:
+        return round(TOP + (HEIGHT - 2 * TOP) * float((high - number) / span), 1)
+
+    line = f"M{x(numbers[0][0])} {y(numbers[0][1])}"
+    line += "".join(f"H{x(record)}V{y(number)}" for record, number in numbers[1:])
+    return render(
+        "_chart.html",
+        name=name,
+        path=path,
+        line=line,
+        low=low,
+        high=high,
+        first=first,
+        last=last,
+        width=WIDTH,
+        height=HEIGHT,
+        zero=y(0) if low < 0 < high else None,
+    )

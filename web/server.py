@@ -1,0 +1,184 @@
+"""The routes, and what becomes of errors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import ssl
+import sys
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from immortal.coordinator.config import ConfigError
+from immortal.coordinator.instances.registry import Registry, UnknownInstanceError
+from immortal.coordinator.operator.control import NotRunningError, RefusedError
+from immortal.protocol.errors import ImmortalError
+from immortal.replay import ReplayError
+from immortal.web import actions, fleet_pages, instance_pages, job_pages, message_pages, travel_pages
+from immortal.web import instance_pages as letter_pages
+from immortal.web import instance_pages as query_pages
+from immortal.web import message_pages as timeline_pages
+from immortal.web.auth import STATIC_PATH, Guard, Token
+from immortal.web.connections import HEADERS_SIZE_BYTES_MAX, Connection, Listener
+from immortal.web.errors import WebError
+from immortal.web.fleet_pages import warm_up
+from immortal.web.rendering import page
+from immortal.web.site import Site
+
+STATIC = Path(__file__).with_name("static")
+ROUTES = [
+    *fleet_pages.routes(),
+    *instance_pages.routes(),
+    *letter_pages.routes(),
+    *message_pages.routes(),
+    *timeline_pages.routes(),
+    *travel_pages.routes(),
+    *query_pages.routes(),
+    *job_pages.routes(),
+    *job_pages.routes(),
+    *actions.routes(),
+]
+
+
+class _Static(StaticFiles):
+    """Files of this version: a browser asks whether they are still the same."""
+
+    def file_response(self, *arguments: object, **options: object) -> Response:
+        response = super().file_response(*arguments, **options)  # type: ignore[arg-type]
+        response.headers["cache-control"] = "no-cache"
+        return response
+
+
+def make_app(site: Site, hosts: Collection[str], scheme: str) -> ASGIApp:
+    """``hosts``: as :class:`immortal.web.auth.Guard`; ``scheme``: "http" or "https"."""
+    app = Starlette(
+        routes=[*ROUTES, Mount(STATIC_PATH.rstrip("/"), _Static(directory=STATIC))],
+        exception_handlers={ImmortalError: _failed, OSError: _failed, HTTPException: _failed, Exception: _broken},
+    )
+    app.state.site = site
+    app.state.scheme = scheme
+    return Guard(app, site.token, hosts, scheme)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    text = error.detail if isinstance(error, HTTPException) else str(error)
+    heading = "This could not be done"
+    if isinstance(error, HTTPException):
+        status = error.status_code
+    elif isinstance(error, WebError):
+        status = error.status
+    elif isinstance(error, UnknownInstanceError | ConfigError):
+        status = 404
+    elif isinstance(error, NotRunningError | RefusedError):
+        status = 409
+    elif isinstance(error, ReplayError):
+        status = 422
+    else:
+        status = 500
+    if status == 404:
+        heading = "There is nothing here"
+    is_part = "hx-request" in request.headers
+    if is_part and isinstance(error, ReplayError):
+        status = 200  # an answer like any other: such as an expression that is none
+    template = "_error.html" if is_part else "error.html"
+    return _error_page(request, template, status, heading, text.split("\n"))
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    """A mistake of ours: its traceback goes to stderr."""
+    lines = [f"a mistake in the page itself: {type(error).__name__}", "what 'immortal web' printed says where"]
+    return _error_page(request, "error.html", 500, "This could not be done", lines)
+
+
+def _error_page(request: Request, template: str, status: int, heading: str, lines: list[str]) -> Response:
+    return page(template, status, site=request.app.state.site, refused=status == 403, heading=heading, lines=lines)
+
+
+# The server: its socket, its threads, and its end.
+
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+SWITCH_INTERVAL_S = 0.0005  # an answer is not to wait for all threads that look at instances, 5 ms for each
+STOP_S = 2  # for answers that are on their way, and streams that never end
+
+
+def serve(
+    registry: Registry,
+    host: str,
+    port: int,
+    tls: tuple[Path, Path] | None,
+    token: str,
+    *,
+    allow_actions: bool,
+    ready: Callable[[str], None],
+) -> None:
+    """Until SIGINT or SIGTERM. ``ready`` is told the URL, without a path. Raises WebError, RegistryError."""
+    registry.names()  # whether it may be read
+    listener = _listen(host, port)
+    scheme = "http" if tls is None else "https"
+    address, taken = listener.getsockname()[:2]
+    any_host = address in ("0.0.0.0", "::")  # noqa: S104 (asked, not bound)
+    hosts = () if any_host else (*LOOPBACK_NAMES, host.lower(), address)
+    site = Site(registry, Token(token), allow_actions=allow_actions)
+    config = uvicorn.Config(
+        make_app(site, hosts, scheme),
+        http=partial(Connection, listener),  # type: ignore[arg-type]  # whatever makes one
+        ws="none",
+        loop="asyncio",
+        proxy_headers=False,
+        h11_max_incomplete_event_size=HEADERS_SIZE_BYTES_MAX,
+        backlog=1,
+        log_level="error",  # a warning tells of each stranger that speaks no HTTP
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=STOP_S,
+        ssl_certfile=None if tls is None else tls[0],
+        ssl_keyfile=None if tls is None else tls[1],
+    )
+    try:
+        config.load()
+    except (ssl.SSLError, OSError) as error:
+        raise WebError(f"the certificate and its key can't be used: {error}") from None
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
+    server = uvicorn.Server(config)
+    shown = f"[{host}]" if ":" in host else host
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        warm_up(site)
+        ready(f"{scheme}://{shown}:{taken}")
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        pass  # uvicorn has stopped by then
+    finally:
+        site.close()
+        listener.close()
+
+
+def _listen(host: str, port: int) -> Listener:
+    listener = Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise WebError(
+            f"{host}:{port} can't be listened at: {error.strerror or os.strerror(error.errno or 0)}"
+        ) from None
+    return listener
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Streams of events have no end but the server's own."""
+    return "without completing response" not in record.getMessage()

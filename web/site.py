@@ -1,0 +1,167 @@
+"""What all requests share."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from urllib.parse import parse_qsl
+
+import anyio.lowlevel
+from anyio import to_thread
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import ClientDisconnect, Request
+
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.instances.registry import Registry
+from immortal.replay.travel.sessions import Sessions
+from immortal.web.auth import BODY_SIZE_BYTES_MAX, VISITOR, Token
+from immortal.web.errors import WebError
+from immortal.web.fleet import Fleet
+from immortal.web.log_messages import Logs
+from immortal.web.notes import Notes
+from immortal.web.sql_jobs import SqlJobs
+from immortal.web.what_if_jobs import Jobs
+
+
+class Site:
+    """One server's registry, what it has read of it lately, and what runs for it. Methods are called by all threads."""
+
+    def __init__(self, registry: Registry, token: Token, *, allow_actions: bool = False) -> None:
+        self.registry = registry
+        self.token = token
+        self.allow_actions = allow_actions
+        self.logs = Logs()
+        self.fleet = Fleet(registry, self.logs)
+        self.travel = Sessions(registry.home)
+        self.notes = Notes(registry.home)
+        self.jobs = Jobs(registry.home)
+        self.sql = SqlJobs()
+
+    def settings(self, name: str) -> InstanceSettings:
+        """Raises UnknownInstanceError, ConfigError."""
+        return self.registry.load(name)
+
+    def close(self) -> None:
+        self.fleet.close()
+        self.travel.close()
+        self.jobs.close()
+        self.sql.close()
+
+
+# What a request says: its site, its instance, its numbers, its form; each checked.
+
+
+CSRF_FIELD = "csrf"
+TOKEN_FIELD = "token"  # noqa: S105 (its name)
+FIELDS_MAX = 50
+TEXT_CHARACTERS_MAX = 2000
+NUMBER_MAX = (1 << 63) - 1
+Place = tuple[int, int | None]
+"""A record, and a message in it; None: the whole record."""
+
+
+def site_of(request: Request) -> Site:
+    site: Site = request.app.state.site
+    return site
+
+
+def settings_of(request: Request) -> InstanceSettings:
+    """Of the instance that the path names. Raises UnknownInstanceError, ConfigError."""
+    return site_of(request).settings(request.path_params["name"])
+
+
+def text_of(request: Request, name: str, default: str = "") -> str:
+    """A parameter behind the "?". Raises WebError for one that is too long."""
+    text = request.query_params.get(name, default)
+    if len(text) > TEXT_CHARACTERS_MAX:
+        raise WebError(f"{name} has {len(text)} characters: at most {TEXT_CHARACTERS_MAX} were expected")
+    return text
+
+
+def number_of(request: Request, name: str, default: int | None = None) -> int | None:
+    """A count from 0. Raises WebError."""
+    text = text_of(request, name)
+    if not text:
+        return default
+    if not (text.isascii() and text.isdecimal()) or len(text) > 19 or int(text) > NUMBER_MAX:
+        raise WebError(f"{name}={text[:40]!r}: a whole number from 0 was expected")
+    return int(text)
+
+
+def place_of(request: Request, name: str = "at") -> Place | None:
+    """ "312" or "312:0". Raises WebError."""
+    text = text_of(request, name)
+    return place_in(text, name) if text else None
+
+
+def place_in(text: str, name: str = "at") -> Place:
+    matched = re.fullmatch(r"([0-9]{1,18})(?::([0-9]{1,9}))?", text)
+    if matched is None:
+        raise WebError(f"{name}={text[:40]!r}: a record's number, or one with a message's, such as 312:0, was expected")
+    return int(matched[1]), None if matched[2] is None else int(matched[2])
+
+
+async def form_of(request: Request) -> dict[str, str]:
+    """The fields of a form that a page of ours has made, and that brings the token. Raises WebError."""
+    site, body = site_of(request), bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > BODY_SIZE_BYTES_MAX:
+                raise WebError(f"a form of at most {BODY_SIZE_BYTES_MAX} bytes was expected", 413)
+    except ClientDisconnect:
+        raise WebError("the form did not come whole") from None
+    try:
+        fields = dict(parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=FIELDS_MAX))
+    except (ValueError, UnicodeDecodeError):
+        raise WebError("a form was expected, with fields that can be read") from None
+    if not site.token.is_csrf(fields.pop(CSRF_FIELD, "")):
+        raise WebError("this form is of another page, or from before the last start: load the page again", 403)
+    given = fields.pop(TOKEN_FIELD, "")
+    if not request.scope[VISITOR].has_token and not site.token.is_right(given.strip()):
+        raise WebError(
+            f"{'that is not the token' if given else 'the token is missing'}: to look on takes none, a form does. Go"
+            " back, and type the token into it: it is in the address that 'immortal web' has printed, or in the file"
+            " that it was given",
+            403,
+        )
+    return fields
+
+
+def checked_pattern(text: str) -> str:
+    """Raises WebError for a text that is no regular expression."""
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise WebError(f"{text[:100]!r} is no regular expression: {error}", 422) from None
+    return text
+
+
+# Server-sent events: a piece of a page, whenever it is another one than before.
+
+
+LOOK_S = 1.0
+Pieces = Iterable[tuple[str, str]]
+"""(event, HTML)"""
+
+
+def stream(request: Request, look: Callable[[], Pieces]) -> EventSourceResponse:
+    """``look`` is called in a thread each second; what it gives, is sent where it has changed, up to a cookie's end."""
+    visitor = request.scope.get(VISITOR)
+    until_s = math.inf if visitor is None else visitor.until_s
+
+    async def events() -> AsyncIterator[ServerSentEvent]:
+        sent: dict[str, bytes] = {}
+        while time.time() < until_s and not await request.is_disconnected():
+            for event, html in await to_thread.run_sync(lambda: list(look())):
+                mark = hashlib.blake2b(html.encode("utf-8", "replace"), digest_size=16).digest()
+                if sent.get(event) != mark:
+                    sent[event] = mark
+                    await anyio.lowlevel.checkpoint()  # a page that was left is heard of between two pieces
+                    yield ServerSentEvent(html, event=event)
+            await anyio.sleep(LOOK_S)
+
+    return EventSourceResponse(events(), ping=15)

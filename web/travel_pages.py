@@ -1,0 +1,263 @@
+"""Any moment of a log: the state there, what a message did, what was before, what came of it.
+
+A path (``balances[3]``) only reads; an expression is code. So expressions come in forms alone, which bring a token of a
+page of ours along, and no address holds one: a link that somebody sends runs nothing but the app.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+from anyio import to_thread
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.log import log_exists
+from immortal.protocol.client_frames import CLIENTS
+from immortal.protocol.errors import ImmortalError
+from immortal.replay import ReplayError
+from immortal.web.errors import WebError
+from immortal.web.log_messages import find_position, format_source, message_at
+from immortal.web.rendering import chart, page, render
+from immortal.web.site import Site, form_of, number_of, place_in, place_of, settings_of, site_of, text_of
+
+LINKED_MAX = 20  # messages that one message made, that are looked for in other logs
+WATCH_RECORDS = 2000
+
+Values = dict[str, Any]
+
+
+def routes() -> list[Route]:
+    return [
+        Route("/i/{name}/travel", travel),
+        Route("/i/{name}/travel/find", find, methods=["POST"]),
+        Route("/i/{name}/travel/evaluate", evaluate, methods=["POST"]),
+        Route("/i/{name}/travel/changed", changed),
+        Route("/i/{name}/travel/watch", watch),
+        Route("/i/{name}/travel/note", note, methods=["POST"]),
+        Route("/i/{name}/travel/again", again, methods=["POST"]),
+        Route("/i/{name}/m/{record:int}/{index:int}/replayed", replayed),
+        Route("/i/{name}/m/{record:int}/{index:int}/followed", followed),
+    ]
+
+
+def travel(request: Request) -> Response:
+    """The moment that ``at`` names, else the newest one."""
+    return _travel(request, place_of(request))
+
+
+def _travel(request: Request, at: tuple[int, int | None] | None, said: str = "", status: int = 200) -> Response:
+    site, settings = site_of(request), settings_of(request)
+    path = text_of(request, "path")
+    overview = _ask(site, settings, "overview")
+    moment, problem, record = None, "", None
+    if overview["first"] is None or overview["first"] > overview["last"]:
+        problem = "there is no record yet that a replay could go to"
+    else:
+        place = at or (overview["last"], None)
+        try:
+            moment = _ask(site, settings, "moment", record=place[0], index=place[1], path=path)
+        except ReplayError as error:
+            problem, status = str(error), 422
+    if moment is not None:
+        with site.logs.reader(settings) as reader:
+            _, record = message_at(reader, {}, (moment["record"], moment["index"]))
+    return page(
+        "travel.html",
+        status,
+        site=site,
+        tab="travel",
+        name=settings.name,
+        overview=overview,
+        moment=moment,
+        time_ns=record["time_ns"] if record and "time_ns" in record else None,
+        path=path,
+        problem=problem,
+        said=said,
+        notes=site.notes.of(settings.name),
+        fields={"handler": "", "expression": ""},
+    )
+
+
+async def find(request: Request) -> Response:
+    """The next moment, or the one before, where a condition holds."""
+    site, settings = site_of(request), settings_of(request)
+    form = await form_of(request)
+    record, index = place_in(form.get("at", ""))
+    back = form.get("way") == "back"
+    handler, expression = form.get("handler", ""), form.get("expression", "")
+    found = await to_thread.run_sync(
+        lambda: _ask(
+            site,
+            settings,
+            "find",
+            record=record,
+            index=index or 0,
+            handler=handler,
+            expression=expression,
+            back=back,
+        )
+    )
+    if found["at"] is not None:
+        hit = f"{found['at'][0]}:{found['at'][1]}"
+        return _redirect(request, f"/i/{quote(settings.name)}/travel?at={hit}")
+    how = "so far, up to" if found["is_cut"] else "up to"
+    lines = [f"No such moment {how} record {found['looked']}."]
+    if found["raised"]:
+        lines.append(f"The expression raised {found['raised']}.")
+    return HTMLResponse(render("_said.html", lines=lines))
+
+
+def _redirect(request: Request, path: str) -> Response:
+    if "hx-request" in request.headers:
+        return Response(headers={"HX-Redirect": path})
+    return RedirectResponse(path, 303)
+
+
+async def evaluate(request: Request) -> Response:
+    site, settings = site_of(request), settings_of(request)
+    form = await form_of(request)
+    record, index = place_in(form.get("at", ""))
+    expression = form.get("expression", "").strip()
+    if not expression:
+        raise WebError("an expression was expected")
+    answer = await to_thread.run_sync(
+        lambda: _ask(site, settings, "evaluate", record=record, index=index or 0, expression=expression)
+    )
+    if "raised" in answer:
+        return HTMLResponse(render("_said.html", lines=[f"It raised {answer['raised']}"]))
+    return HTMLResponse(
+        render("_evaluated.html", node=answer["value"], name=settings.name, at=f"{record}:{index or 0}", links=False)
+    )
+
+
+def changed(request: Request) -> Response:
+    """When a value was last written."""
+    site, settings = site_of(request), settings_of(request)
+    record, index = _at(request)
+    path = text_of(request, "path")
+    found = _ask(site, settings, "last_change", record=record, index=index, path=path)
+    return HTMLResponse(render("_changed.html", name=settings.name, path=path, found=found))
+
+
+def watch(request: Request) -> Response:
+    """A value over records, up to this one."""
+    site, settings = site_of(request), settings_of(request)
+    record, _ = _at(request)
+    path = text_of(request, "path")
+    first = number_of(request, "from")
+    overview = _ask(site, settings, "overview")
+    begin = max(overview["first"] or 0, record - WATCH_RECORDS if first is None else first)
+    last = min(overview["last"], number_of(request, "to", record) or record)
+    if begin > last:
+        raise WebError(f"from record {begin} to record {last} there is nothing")
+    found = _ask(site, settings, "watch", path=path, first=begin, last=last)
+    points = found["points"]
+    changes = [
+        one for before, one in zip([None, *points], points, strict=False) if before is None or before[1] != one[1]
+    ]
+    return HTMLResponse(
+        render(
+            "_watched.html",
+            name=settings.name,
+            path=path,
+            svg=chart(settings.name, path, points),
+            changes=changes[-100:],
+            found=found,
+            first=begin,
+            last=points[-1][0],
+        )
+    )
+
+
+async def note(request: Request) -> Response:
+    site, settings = site_of(request), settings_of(request)
+    form = await form_of(request)
+    record, index = place_in(form.get("at", ""))
+    site.notes.add(settings.name, record, index or 0, form.get("text", ""))
+    return _redirect(request, f"/i/{quote(settings.name)}/travel?at={record}:{index or 0}")
+
+
+async def again(request: Request) -> Response:
+    """With the code as it is now."""
+    site, settings = site_of(request), settings_of(request)
+    form = await form_of(request)
+    record, index = place_in(form.get("at", ""))
+    await to_thread.run_sync(lambda: site.travel.end(settings.name))
+    return _redirect(request, f"/i/{quote(settings.name)}/travel?at={record}:{index or 0}")
+
+
+def replayed(request: Request) -> Response:
+    """Of one message: what caused it, what it changed, and what came of it in other logs."""
+    site, settings = site_of(request), settings_of(request)
+    at = request.path_params["record"], request.path_params["index"]
+    moment = _ask(site, settings, "moment", record=at[0], index=at[1])
+    with site.logs.reader(settings) as reader:
+        message, _ = message_at(reader, {}, at)
+    return HTMLResponse(
+        render(
+            "_replayed.html",
+            name=settings.name,
+            moment=moment,
+            **_made(site, settings, moment),
+            cause=None if message is None else _cause(site, settings, message.source, message.position),
+            source="" if message is None else format_source(message),
+        )
+    )
+
+
+def followed(request: Request) -> Response:
+    """Only what came of a message: so a page goes along from service to service, as far as somebody looks."""
+    site, settings = site_of(request), settings_of(request)
+    moment = _ask(site, settings, "moment", record=request.path_params["record"], index=request.path_params["index"])
+    return HTMLResponse(render("_followed.html", **_made(site, settings, moment)))
+
+
+def _made(site: Site, settings: InstanceSettings, moment: Values) -> Values:
+    made = [_followed(site, settings, one) for one in moment["made"][:LINKED_MAX]]
+    return {"made": made, "made_more": moment["made_count"] - len(made)}
+
+
+def _followed(site: Site, settings: InstanceSettings, one: Values) -> Values:
+    """Where a message that was made is in the log of its receiver."""
+    destination = one["destination"] or settings.name
+    if destination.startswith(CLIENTS):
+        return {**one, "name": None, "at": None, "problem": "an answer to a client"}
+    try:
+        with site.logs.reader(site.settings(destination)) as reader:
+            source = "" if destination == settings.name else settings.name
+            at = find_position(reader, source, one["position"])
+    except ImmortalError as error:
+        return {**one, "name": None, "at": None, "problem": str(error)}
+    return {**one, "name": destination, "at": at, "problem": "" if at else "not in its log, or no longer"}
+
+
+def _cause(site: Site, settings: InstanceSettings, source: str | None, position: int) -> Values | None:
+    """The message in the sender's log that made this one; None where no instance did."""
+    if source is None or source.startswith(CLIENTS):
+        return None
+    sender = source or settings.name
+    try:
+        found: Values = _ask(
+            site, site.settings(sender), "origin", destination="" if not source else settings.name, position=position
+        )
+    except ImmortalError as error:
+        return {"name": sender, "at": None, "problem": str(error).split("\n")[0]}
+    return {"name": sender, **found, "problem": "" if found["at"] else "its log does not reach back so far"}
+
+
+def _ask(site: Site, settings: InstanceSettings, what: str, **given: Any) -> Values:
+    if not log_exists(settings.log):
+        raise WebError(f"{settings.name!r} has not been started yet: it has no log", 404)
+    answer: Values = site.travel.ask(settings.name, what, **given)
+    return answer
+
+
+def _at(request: Request) -> tuple[int, int]:
+    at = place_of(request)
+    if at is None:
+        raise WebError("a moment was expected: at=312:0")
+    return at[0], at[1] or 0

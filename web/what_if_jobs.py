@@ -1,0 +1,248 @@
+"""What-ifs that run, and those that have: each with an address that stays, as a file in the home."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from immortal.cli.what_if import cone_of
+from immortal.cli.what_if_report import Report
+from immortal.coordinator.config import write_atomically
+from immortal.coordinator.core.output.output_check import OutputDivergenceError
+from immortal.coordinator.instances import own_logs
+from immortal.coordinator.instances.registry import Registry
+from immortal.protocol import decoding
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.files import make_folder
+from immortal.replay import OWN_VERSION, AppCommand
+from immortal.replay.app_process import default_app
+from immortal.replay.comparison import Side
+from immortal.replay.what_if import plan_what_if, run_what_if
+from immortal.web.errors import WebError
+from immortal.web.notes import FOLDER_NAME
+
+AT_ONCE_MAX = 2  # each runs two apps beside one another
+KEPT_MAX = 200
+LIST_MAX = 20
+_ID = re.compile(r"[0-9a-f]{12}")
+
+
+class Job(msgspec.Struct):
+    """``state``: running, done, failed, cancelled. ``report``: as `immortal what-if --json`."""
+
+    id: str
+    order: Order
+    state: str
+    started_ns: int
+    done: int = 0
+    total: int | None = None
+    error: str = ""
+    report: dict[str, Any] | None = None
+
+
+class Jobs:
+    """For all threads."""
+
+    def __init__(self, home: Path) -> None:
+        self._folder = home / FOLDER_NAME / "what-if"
+        self._lock = threading.Lock()
+        self._running: dict[str, tuple[Job, subprocess.Popen[bytes]]] = {}
+
+    def start(self, order: Order) -> Job:
+        """Raises WebError where enough of them run."""
+        job = Job(secrets.token_hex(6), order, "running", time.time_ns())
+        with self._lock:
+            if len(self._running) >= AT_ONCE_MAX:
+                raise WebError(f"{AT_ONCE_MAX} what-ifs run already: wait for one of them, or cancel it", 409)
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "immortal.web.what_if_jobs"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
+                start_new_session=True,
+            )
+            self._running[job.id] = job, process
+        self._keep(job)
+        threading.Thread(target=self._follow, args=(job, process), name=f"what-if {job.id}", daemon=True).start()
+        return job
+
+    def job(self, job_id: str) -> Job:
+        """Raises WebError where there is none."""
+        with self._lock:
+            if job_id in self._running:
+                return self._running[job_id][0]
+        if not _ID.fullmatch(job_id):
+            raise WebError(f"there is no what-if {job_id[:40]!r}", 404)
+        try:
+            job = decoding.decode_json(self._path(job_id).read_bytes(), type=Job)
+        except FileNotFoundError:
+            raise WebError(f"there is no what-if {job_id}", 404) from None
+        except (decoding.DecodeError, OSError) as error:
+            raise WebError(f"the what-if {job_id} can't be read: {error}", 500) from None
+        if job.state == "running":  # of an earlier life of this server
+            job.state, job.error = "failed", "the server was stopped while it ran: start it again"
+        return job
+
+    def of(self, name: str) -> list[Job]:
+        """The last ones of an instance, the newest first."""
+        found = []
+        for path in self._paths():
+            try:
+                job = self.job(path.stem)
+            except WebError:
+                continue  # removed just now, or damaged
+            if job.order.name == name:
+                found.append(job)
+                if len(found) == LIST_MAX:
+                    break
+        return found
+
+    def cancel(self, job_id: str) -> None:
+        with self._lock:
+            running = self._running.get(job_id)
+        if running is not None:
+            running[0].state = "cancelled"
+            running[1].kill()
+
+    def close(self) -> None:
+        with self._lock:
+            running = list(self._running.values())
+        for _, process in running:
+            process.kill()
+
+    def _follow(self, job: Job, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with process.stdin as stdin:
+                stdin.write(msgspec.json.encode(job.order))
+            for line in process.stdout:
+                said = decoding.decode_json(line)
+                if "progress" in said:
+                    job.done, job.total = said["progress"]
+                else:
+                    job.report, job.error = said.get("report"), said.get("error", "")
+        except (ValueError, OSError) as error:
+            job.error = f"{type(error).__name__}: {error}"
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        if job.state == "running":
+            job.state = "failed" if job.report is None else "done"
+            job.error = job.error or ("" if job.report else f"its process ended with status {process.returncode}")
+        self._keep(job)
+        with self._lock:
+            del self._running[job.id]
+
+    def _keep(self, job: Job) -> None:
+        make_folder(self._folder)
+        write_atomically(self._path(job.id), msgspec.json.encode(job), mode=0o600)
+        for path in self._paths()[KEPT_MAX:]:
+            path.unlink(missing_ok=True)
+
+    def _paths(self) -> list[Path]:
+        """The newest first."""
+
+        def age(path: Path) -> float:
+            try:
+                return -path.stat().st_mtime
+            except OSError:
+                return 0
+
+        return sorted(self._folder.glob("*.json"), key=age)
+
+    def _path(self, job_id: str) -> Path:
+        return self._folder / f"{job_id}.json"
+
+
+# ``python -m immortal.web.what_if_jobs``: one what-if, in a process of its own.
+#
+# Its order is JSON on stdin. A line of JSON says how far it is, {"progress": [DONE, TOTAL]}; the last one what came out,
+# {"report": {...}} or {"error": TEXT}.
+
+
+PROGRESS_S = 0.2
+
+
+class Order(msgspec.Struct, frozen=True):
+    """``old_app`` "": the one that made the log. ``code``: a folder or a wheel with the new class.
+    ``checkpoint_id``, ``last`` None: the oldest, the newest."""
+
+    home: str
+    name: str
+    new_app: str
+    old_app: str = ""
+    checkpoint_id: int | None = None
+    last: int | None = None
+    upgrade: bool = False
+    code: str = ""
+    limit: int = 100
+    cone: bool = False
+
+
+def run(order: Order, progress: Any) -> dict[str, Any]:
+    """What `immortal what-if --json` prints, and its last line as "verdict". Raises ImmortalError."""
+    registry = Registry(order.home)
+    settings = registry.load(order.name)
+    with own_logs.open_reader(settings) as reader, tempfile.TemporaryDirectory(prefix="immortal-") as folder:
+        route = plan_what_if(reader, checkpoint_id=order.checkpoint_id, last_sequence_id=order.last)
+        old_app = order.old_app or default_app(order.name, settings.app, reader.summary(), route.last_version)
+        apps = {
+            Side.OLD: AppCommand.of(old_app, settings=settings),
+            Side.NEW: AppCommand.of(order.new_app, settings=settings, code=Path(order.code) if order.code else None),
+        }
+        blob_paths = {side: Path(folder, side.value) for side in Side}
+        outcome = run_what_if(
+            reader,
+            route,
+            apps,
+            upgrade_to=OWN_VERSION if order.upgrade else None,
+            limit=order.limit,
+            blob_paths=blob_paths,
+            progress=progress,
+        )
+        cone = cone_of(registry, order.name, outcome, reader) if order.cone else None
+        report = Report(order.name, apps, outcome, reader, order.limit, blob_paths, cone)
+        lines = list(report.lines())
+        return {**report.values(), "verdict": lines[-1], "lines": lines, "warnings": report.warnings}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what anything else prints
+    order = decoding.decode_json(sys.stdin.buffer.read(), type=Order)
+    said_s = 0.0
+
+    def say(what: dict[str, Any]) -> None:
+        answers.write(msgspec.json.encode(what) + b"\n")
+        answers.flush()
+
+    def progress(done: int, total: int | None) -> None:
+        nonlocal said_s
+        if time.monotonic() - said_s >= PROGRESS_S:
+            said_s = time.monotonic()
+            say({"progress": [done, total]})
+
+    try:
+        say({"report": run(order, progress)})
+    except OutputDivergenceError as error:
+        text = f"{error}\nThe old code does not do again what it did, so there is nothing to compare with: give the one"
+        say({"error": f"{text} that made this log, or see 'immortal verify {order.name}'"})
+    except ImmortalError as error:
+        say({"error": str(error)})
+
+
+if __name__ == "__main__":
+    main()
