@@ -313,8 +313,6 @@ ASKED_AT_ONCE_MAX = 8
 TIMEOUT_S = 10.0
 LOOK_EACH_S = 0.2
 
-Values = dict[str, Any]
-
 
 @click.group(cls=Commands)
 def group() -> None:

@@ -292,8 +292,8 @@ def _json_value(value: Any) -> Any:
 
 # ``python -m immortal.cli.sql``: tables of `immortal sql` as Parquet files, all of one moment.
 #
-# For other programs; :mod:`pipeline.views` runs it. Its order is JSON on stdin, with ``tables`` by name, and ``folder``,
-# which gets a file for each: NAME.parquet. Status 1 with a line on stderr: it could not be done.
+# For other programs; :mod:`pipeline.views` runs it. Its order is JSON on stdin, with ``tables`` by name, and
+# ``folder``, which gets a file for each: NAME.parquet. Status 1 with a line on stderr: it could not be done.
 
 
 class Order(msgspec.Struct, frozen=True):

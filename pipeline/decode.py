@@ -1,4 +1,4 @@
-"""Values of the log into arrays: headers, trailers, messages. What is unusual is left to immortal.coordinator.log.record_decoder.
+"""Decodes records of a log into arrays: headers, trailers, messages. `log.record_decoder` decodes unusual ones.
 
 What is decoded here and there is the same (docs/LOG_FORMAT.md, docs/WIRE.md): a record that is not ``usual`` when
 all is done gets its rows, or the reason why it has none, from there.
@@ -334,7 +334,8 @@ def batch_ranges(values: Values, headers: Headers, batches: Batches) -> tuple[Lo
 # Many small things decoded at once: numpy takes one step in all of them, then the next.
 #
 # ``data`` is an array of bytes, ``at`` and ``end`` are offsets in it, one of each for every item. Nothing here trusts
-# what it reads: offsets outside of ``data`` read its last byte, and whatever leaves its ``end`` comes back as not ``ok``.
+# what it reads: offsets outside of ``data`` read its last byte, and whatever leaves its ``end`` comes back as not
+# ``ok``.
 
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]

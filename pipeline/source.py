@@ -240,9 +240,8 @@ def split(wanted: LogRange, partition_bytes: int) -> list[LogRange]:
 
 # The live tail: ``spark.readStream.format("immortal")``, resumed from its offsets exactly where it was.
 #
-# An offset says for each log which record is next, and of which log (its committer):
-# {folder: {"committer_id": 7, "next": 42}}. What lies between two offsets is the same whenever it is read, since a log is
-# only appended to.
+# An offset says for each log which record is next, and of which log (its committer): {folder: {"committer_id": 7,
+# "next": 42}}. What lies between two offsets is the same whenever it is read, since a log is only appended to.
 
 
 class Place(TypedDict):

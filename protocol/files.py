@@ -132,8 +132,8 @@ def describe_lock_holder(descriptor: int) -> str:
 
 # What a running process says about itself, in a file of its instance's folder: its ID, and since when it runs.
 #
-# It writes the file when it is up, and removes it when it ends in an orderly way. After a crash the file stays: it counts
-# only while the process that wrote it lives.
+# It writes the file when it is up, and removes it when it ends in an orderly way. After a crash the file stays: it
+# counts only while the process that wrote it lives.
 
 
 COORDINATOR_FILE_NAME = "coordinator.json"

@@ -29,7 +29,7 @@ class QueryQuestion(msgspec.Struct, array_like=True, frozen=True):
 
 
 class QueryAnswer(msgspec.Struct, array_like=True, frozen=True):
-    """``kind`` and ``value``: as in a reply to a client (:class:`immortal.protocol.client_frames.Reply`), RETURNED or RAISED.
+    """Answer to a query. ``kind`` (RETURNED or RAISED) and ``value`` are as in `client_frames.Reply`.
 
     ``changed``: the query has changed the state, which is made anew from the log: it is better not asked again soon.
     """

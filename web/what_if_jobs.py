@@ -169,8 +169,8 @@ class Jobs:
 
 # ``python -m immortal.web.what_if_jobs``: one what-if, in a process of its own.
 #
-# Its order is JSON on stdin. A line of JSON says how far it is, {"progress": [DONE, TOTAL]}; the last one what came out,
-# {"report": {...}} or {"error": TEXT}.
+# Its order is JSON on stdin. A line of JSON says how far it is, {"progress": [DONE, TOTAL]}; the last one what came
+# out, {"report": {...}} or {"error": TEXT}.
 
 
 PROGRESS_S = 0.2

@@ -47,9 +47,9 @@ NEWEST_ORDER = max(OrderRules)
 
 # The places in the code that draw random numbers, by name.
 #
-# A replay needs the same names again, from code that was formatted, commented, moved within its file, shipped without its
-# source or compiled by another version of Python since. So a name is made of what all these leave as it is: the function,
-# and the method that is called on ``self.random`` there. docs/decisions/0022 has the reasons.
+# A replay needs the same names again, from code that was formatted, commented, moved within its file, shipped without
+# its source or compiled by another version of Python since. So a name is made of what all these leave as it is: the
+# function, and the method that is called on ``self.random`` there. docs/decisions/0022 has the reasons.
 
 
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")

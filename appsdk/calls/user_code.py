@@ -159,7 +159,7 @@ def _variable_of_decimal() -> contextvars.ContextVar[Any] | None:
 # What is said when the app's own code fails: where, with which arguments, its traceback, and what to do.
 
 
-Result = TypeVar("T")
+Result = TypeVar("Result")
 
 ARGUMENT_CHARACTERS_MAX = 200
 ARGUMENT_ITEMS_MAX = 8

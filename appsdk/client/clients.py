@@ -241,10 +241,6 @@ class Client:
 # The client of asyncio: calls are awaited, as many at a time as there are.
 
 
-C = TypeVar("C", bound=Call)
-K = TypeVar("K")
-
-
 class AsyncClient:
     """Made within a running loop, and used in that alone. Raises NotConnectable."""
 

@@ -99,7 +99,7 @@ class Connection:
         if key is None:
             self._main.add(call)
             return
-        lane = self._lane_of(key)
+        lane = self._session_of(key)
         if self._follows(lane, call, key):
             return
         if lane.was_sent:  # and answered
@@ -145,17 +145,17 @@ class Connection:
 
     def attach(self, call: Call, key: str) -> None:
         """Let ``call`` have the reply of the request of that key, which was sent, perhaps by another process."""
-        lane = self._lane_of(key)
+        lane = self._session_of(key)
         if not self._follows(lane, call, key):
             lane.attach(call, 1)
 
     def cancel(self, call: Call, key: str) -> None:
         """``call`` cancels the request of that key."""
-        self._lane_of(key).add_second(call)
+        self._session_of(key).add_second(call)
 
     def ask(self, question: Question, key: str) -> None:
         """What has become of the request of that key?"""
-        self._lane_of(key).ask(question)
+        self._session_of(key).ask(question)
 
     def withdraw(self, call: Call) -> bool:
         """Forget a call that was not sent yet; whether that was so."""

@@ -174,7 +174,7 @@ def _settings(home: Path, name: str) -> dict[str, Any]:
         known = sorted(file.name.removesuffix(".toml") for file in home.glob("*.toml")) if home.is_dir() else []
         names = f"registered are {', '.join(known[:20])}" if known else "nothing is registered there"
         raise NotConnectable(
-            f"there is no instance {name!r} in {home}: {names}; set {shared_home.HOME_VARIABLE}, or say where it "
+            f"there is no instance {name!r} in {home}: {names}; set {shared_registry.HOME_VARIABLE}, or say where it "
             f"is with endpoints=[...]"
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -88,7 +88,7 @@ REQUEST_UNKNOWN = Reply(1, -2)
 
 
 class Question(Call):
-    """What has become of the first request of a lane? Its outcome is REQUEST_ACCEPTED, REQUEST_UNKNOWN, or that of the request.
+    """Status query for the first request of a session. Outcome: REQUEST_ACCEPTED, REQUEST_UNKNOWN, or the request's.
 
     ``starts``: whoever asks wants to know that it was taken, and nothing more.
     """

@@ -61,8 +61,8 @@ def rpc_receiver(tasks: Tasks, handler: Handler[Any, Any]) -> Callable[..., None
 
 # Queries that are not logged: run between two records, on the state as it is then.
 #
-# What one returns or raises goes to who asked, as that of a call. Whatever else happens in one must leave no trace, as no
-# replay does it again; what does is found as far as :mod:`immortal.appsdk.handlers.queries` says.
+# What one returns or raises goes to who asked, as that of a call. Whatever else happens in one must leave no trace, as
+# no replay does it again; what does is found as far as :mod:`immortal.appsdk.handlers.queries` says.
 
 
 _ARRAY_FRONT_SIZE_BYTES = 1  # a reply that was raised has lost the front of its array of three

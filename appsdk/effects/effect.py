@@ -178,10 +178,11 @@ def effect_context() -> EffectContext:
 # An effect between the handler that asks for it and what runs it.
 #
 # The runner of an app's process is :mod:`appsdk.effects.runner`. One of another kind, as a test may want, is given to
-# :class:`appsdk.dispatch.dispatcher.Dispatcher` as ``effects``. It is an :class:`EffectRunner`: from the moment at which
-# the app is primary it gets each effect as an :class:`EffectRequest`, runs it however it likes (``request.call()`` runs
-# the user's function), and answers with ``request.returned(value)`` or ``request.raised(error)``, at once or later, from
-# any thread. The answer is sent as an impulse to oneself. Without a runner, as in each replay, effects wait.
+# :class:`appsdk.dispatch.dispatcher.Dispatcher` as ``effects``. It is an :class:`EffectRunner`: from the moment at
+# which the app is primary it gets each effect as an :class:`EffectRequest`, runs it however it likes
+# (``request.call()`` runs the user's function), and answers with ``request.returned(value)`` or
+# ``request.raised(error)``, at once or later, from any thread. The answer is sent as an impulse to oneself. Without a
+# runner, as in each replay, effects wait.
 
 
 FAILURE_TEXT_CHARACTERS_MAX = 10_000  # of its message, and of its traceback's end: both are logged

@@ -340,10 +340,11 @@ def _check_method_ids(definition: Definition) -> None:
 
 # Which callers may call a handler: the roles of a class, which the settings of its instance give to names.
 #
-# ``class Jobs(Immortal, roles={"worker": ["ready"], ANYBODY: ["ping"]})``: ``ready`` is for the names that ``[allow]`` in
-# the settings gives "@worker", ``ping`` for all that may call, and every other handler of the class for the instance's
-# owner alone: so one that is forgotten is closed. What a class below adds is for everybody, unless that class says roles,
-# too; what it overrides stays as it was. Coordinators judge by this, and only where callers have keys.
+# ``class Jobs(Immortal, roles={"worker": ["ready"], ANYBODY: ["ping"]})``: ``ready`` is for the names that ``[allow]``
+# in the settings gives "@worker", ``ping`` for all that may call, and every other handler of the class for the
+# instance's owner alone: so one that is forgotten is closed. What a class below adds is for everybody, unless that
+# class says roles, too; what it overrides stays as it was. Coordinators judge by this, and only where callers have
+# keys.
 
 
 ANYBODY = ANYBODYS.removeprefix(GROUP_MARK)

@@ -237,7 +237,7 @@ def limited(encode: Callable[[], T]) -> T:
 
 
 def _refuse() -> NoReturn:
-    error = StateError(f"to encode the state has not come to its end within {LIMIT_S:g} s")
+    error = StateError(f"to encode the state has not come to its end within {ENCODING_LIMIT_S:g} s")
     error.takes_too_long = True
     raise error from None
 

@@ -191,8 +191,8 @@ def report_failure(error: HandlerError, dispatcher: TracingDispatcher, transport
 # before each record. What it does alike takes the same number: the same handler instance, callee, method and arguments,
 # the first with the first, the second with the second. What has no counterpart has a number below 0, which no log has.
 #
-# The two need not do it at the same record. What comes for something that the new code has not asked for yet is kept for
-# it, as long as the handler runs; and where the new code was first, it is given the number once that is known.
+# The two need not do it at the same record. What comes for something that the new code has not asked for yet is kept
+# for it, as long as the handler runs; and where the new code was first, it is given the number once that is known.
 
 
 What = tuple[str, int]

@@ -92,7 +92,7 @@ class Step:
     """Plain values: they come back as they are."""
 
     def look(self, column: Column, below: Level) -> bool:
-        """Whether some of ``column`` are to be tagged; what is in them goes ``below``. Raises NotRoundTrippableError."""
+        """Tell whether a value of ``column`` needs a tag; add its parts to ``below``. Raises NotRoundTrippableError."""
         return False
 
     def parts(self, value: Any) -> Iterator[tuple[str, Form, Any]]:

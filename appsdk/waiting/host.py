@@ -182,8 +182,8 @@ class Host:
 # Calls that are sent for somebody who waits, and the answers to those who wait here.
 #
 # A call that waits for an answer has the RPC type ASYNC, and [caller's name ("" is oneself), number of the call,
-# arguments ...] as its arguments. The answer goes to the caller with the same method ID: RETURNED_VALUE [number, value],
-# RETURNED_NOTHING [number] or RAISED [number, name of the exception, its arguments, its attributes].
+# arguments ...] as its arguments. The answer goes to the caller with the same method ID: RETURNED_VALUE [number,
+# value], RETURNED_NOTHING [number] or RAISED [number, name of the exception, its arguments, its attributes].
 
 
 _RETURNED_VALUE, _RETURNED_NOTHING = RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING
@@ -395,8 +395,8 @@ class HandlerRuns:
 
 # How many ``async def`` handlers run at once: of the class, of one handler, of one handler for each key.
 #
-# A call that may not begin yet waits here for its turn, in the order of the log. It begins where another one ends, which
-# the log decides as well.
+# A call that may not begin yet waits here for its turn, in the order of the log. It begins where another one ends,
+# which the log decides as well.
 
 
 Group: TypeAlias = tuple[int, bytes]  # a method ID, and the key among its calls

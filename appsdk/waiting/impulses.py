@@ -231,8 +231,8 @@ class TimeImpulses:
 
 # Effects that handlers wait for, and the results that the log brings.
 #
-# A result is an impulse to oneself, with EFFECT_METHOD_ID and [number, what, detail, whether it raised, value]: ``what``
-# and ``detail`` are those of the journal, so that it is never taken for the result of another effect.
+# A result is an impulse to oneself, with EFFECT_METHOD_ID and [number, what, detail, whether it raised, value]:
+# ``what`` and ``detail`` are those of the journal, so that it is never taken for the result of another effect.
 
 
 _write_result = make_writer("the result of an effect", EFFECT_METHOD_ID, RpcType.IMPULSE)

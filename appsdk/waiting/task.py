@@ -391,7 +391,7 @@ class Task(Owner):
 
     def failure(self, error: BaseException) -> HandlerError:
         """This handler raised ``error``, or did what it can't: it fails alone, or the app stops."""
-        error = waits.refused(error) or error
+        error = waits.asyncio_refusal(error) or error
         return self.tasks.handler_runs.failed(self.handler, self.decoded_arguments(), error, self.number)
 
     def _title(self) -> str:

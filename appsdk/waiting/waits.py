@@ -255,7 +255,7 @@ class Fiber(Wait[T]):
 
 def foreign(awaited: object) -> UsageError:
     what = "a bare 'yield', such as asyncio.sleep(0)," if awaited is None else f"a {type(awaited).__qualname__}"
-    return UsageError(f"an async handler awaits {what} which no log would wake it from: {asyncio_uses.CAN_AWAIT}")
+    return UsageError(f"an async handler awaits {what} which no log would wake it from: {CAN_AWAIT}")
 
 
 def as_wait(fibers: Fibers, awaitable: Awaitable[T]) -> Wait[T]:
@@ -391,7 +391,7 @@ _TELLING = (  # in what asyncio raises where no loop runs
 )
 
 
-def refused(error: BaseException) -> UsageError | None:
+def asyncio_refusal(error: BaseException) -> UsageError | None:
     """What is said in place of ``error``, which a handler has raised; None: it is none of asyncio's for want of a
     loop."""
     if not isinstance(error, RuntimeError | AttributeError | TypeError) or not any(

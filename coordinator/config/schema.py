@@ -158,8 +158,8 @@ def settings_of(schema: type[Struct]) -> Mapping[str, Setting]:
 
 # Every setting of an instance: one line each, from which all else comes.
 #
-# What stands here is checked when a settings file is read, is written back, is an option of 'immortal register' where it
-# has one value, and stands in the table of docs/guide/settings.md. A new setting is one more field.
+# What stands here is checked when a settings file is read, is written back, is an option of 'immortal register' where
+# it has one value, and stands in the table of docs/guide/settings.md. A new setting is one more field.
 
 
 class AppSendMode(enum.StrEnum):

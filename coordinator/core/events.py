@@ -182,7 +182,7 @@ class WriteLeaseGranted(Struct):
 
 
 class WriteLeaseHeld(Struct):
-    """Answers AcquireWriteLease: ``holder``, in words, has it. WriteLeaseGranted follows where it is given up or lost."""
+    """Answers AcquireWriteLease: ``holder`` (a text) has the lease. WriteLeaseGranted follows once it is lost."""
 
     holder: str
 

@@ -54,7 +54,8 @@ def refuse_pickle_in(
 # The keys of an instance's log, and the note of which logs were made here.
 #
 # <home>/counter/keys/log_key     a key in hex on each line, the one in use first; mode 0600, in a folder of mode 0700
-# <home>/counter/keys/own_logs    a log on each line: "committer ID, when it was made in ns", and "authenticated" if it is
+# <home>/counter/keys/own_logs    a log on each line: "committer ID, when it was made in ns", and "authenticated" if it
+# is
 #
 # So a log that somebody put in the place of the instance's own is known to be none of its own, and one that was
 # authenticated is never taken for one that was not yet.

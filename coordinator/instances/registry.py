@@ -289,8 +289,8 @@ class Registry:
                 take(descriptor, LOCK_TIMEOUT_S)
             except BlockingIOError:
                 raise RegistryError(
-                    f"the registry folder {self.home} is being changed by {describe_lock_holder(descriptor)}, for more than"
-                    f" {LOCK_TIMEOUT_S:g} s: wait for that process, or end it"
+                    f"the registry folder {self.home} is being changed by {describe_lock_holder(descriptor)}, for more"
+                    f" than {LOCK_TIMEOUT_S:g} s: wait for that process, or end it"
                 ) from None
             with contextlib.nullcontext() if self.copy is None else self.copy.changing():
                 yield

@@ -336,7 +336,7 @@ class RowLogStore:
             self._change(changes)
             self._checkpoint_writer.chunk_committed(checkpoint_id, index, data)
 
-    def checkpoints(self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> bool:
+    def trim(self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> bool:
         """Remove one bounded step of what need not be kept; True if more remains.
 
         Kept are the newest ``keep_checkpoints`` with the records after them and, where ``keep_since_ns`` (ns since the

@@ -128,8 +128,8 @@ class Room:
 
 # What lies in ZeroMQ for clients that do not read: counted in bytes, which ZeroMQ's own limits do not.
 #
-# ZeroMQ gives a message's memory back once its connection has taken the bytes, and in order. So each time that enough has
-# gone out, one message is a marker: when that one is given back, so are those before it.
+# ZeroMQ gives a message's memory back once its connection has taken the bytes, and in order. So each time that enough
+# has gone out, one message is a marker: when that one is given back, so are those before it.
 
 
 class _Queue(Struct, eq=False):

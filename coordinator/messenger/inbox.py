@@ -121,8 +121,8 @@ class DuplicateTracker(Struct, eq=False):
 # too: beyond the limit the oldest is let go, and the duplicate of its message is answered with "acknowledged,
 # but the reply is no longer kept", so that no sender waits forever.
 #
-# A callback that was given with a reply is kept until its message has come. It belongs to the link that it was given to:
-# nobody else can address it. Beyond a number of them the oldest is let go.
+# A callback that was given with a reply is kept until its message has come. It belongs to the link that it was given
+# to: nobody else can address it. Beyond a number of them the oldest is let go.
 
 
 MessageCallback = Callable[..., None]

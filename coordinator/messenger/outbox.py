@@ -55,9 +55,9 @@ class Turn(NamedTuple):
 # - IDs start at 1 and grow by one. A message is pending until it is acknowledged.
 # - Messages are sent in ID order. Those in flight lie within ``in_flight_max`` IDs of the lowest pending one.
 # - When a connection is made, everything that was in flight on the one before is sent again first, in ID order.
-# - What stays unacknowledged on a living connection is sent again after a growing delay, if it has arrived: its reply is
-#   late, or lost. The receiver says with each reply how much has arrived. What was sent behind that is still on its way,
-#   and only the first of it is sent again.
+# - What stays unacknowledged on a living connection is sent again after a growing delay, if it has arrived: its reply
+#   is late, or lost. The receiver says with each reply how much has arrived. What was sent behind that is still on its
+#   way, and only the first of it is sent again.
 # - The receiver answers at once whatever comes again. Until it has answered the last message that was sent again, only
 #   the first of what is due is: so what waits unread for a receiver that is stuck is bounded.
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Struct, field
 
-from immortal.coordinator.config import ConfigError, check_instance_name
+from immortal.coordinator.config import check_instance_name
 from immortal.coordinator.config.schema import InstanceSettings, settings_of
 from immortal.coordinator.config.settings_file import Source, read_table, read_toml
 from immortal.coordinator.config.values import (

@@ -181,11 +181,12 @@ def app_stdin(interactive: bool | None) -> Background:
 # - status 75 of the app: it left to be recovered. It is started again at once, with restart or without.
 # - status 2 of either: it was called wrongly; the next start would be, too.
 # - status 3 of the coordinator: its log can't be replayed as it is, and could not be the next time.
-# - status 4 of the coordinator: another process writes its log by now. One that is to follow is started again, and does;
-#   any other is not.
-# - status 0 of the coordinator: somebody else asked it to stop. It is a clean end once the app has ended with 0 as well;
-#   with restart both come back, since it was not the supervisor that was asked.
-# - status 0 of the app: it was said goodbye to, if the coordinator ends by itself with 0 as well; else a death like any.
+# - status 4 of the coordinator: another process writes its log by now. One that is to follow is started again, and
+#   does; any other is not.
+# - status 0 of the coordinator: somebody else asked it to stop. It is a clean end once the app has ended with 0 as
+#   well; with restart both come back, since it was not the supervisor that was asked.
+# - status 0 of the app: it was said goodbye to, if the coordinator ends by itself with 0 as well; else a death like
+#   any.
 # - anything else: a death. When both are found dead at once it is the coordinator that died, unless a signal killed the
 #   app and not the coordinator: an app that loses its coordinator leaves by itself.
 

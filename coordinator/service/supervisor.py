@@ -47,8 +47,8 @@ LEAVE_S = 1.0  # for one to end by itself after the other has ended well
 CLEAN_STOP_S = 30.0  # for a last checkpoint, which may be GiB
 # What ends a process that reads a page of its log which the disk does not give, or that follows a damaged one.
 _PAGE_DEATHS = (-signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT)
-# A message that ends its process is passed over after the third death, by default (coordinator/core/failures/poison_guard.py): those
-# who wait for the service behind it need not wait for pauses, too.
+# A message that ends its process is passed over after the third death, by default
+# (coordinator/core/failures/poison_guard.py): those who wait for the service behind it need not wait for pauses, too.
 APP_DEATHS_AT_ONCE = 3
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RESTART_SIGNAL = signal.SIGUSR1

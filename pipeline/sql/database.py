@@ -323,12 +323,12 @@ def _texts(texts: Sequence[str]) -> str:
 
 # Where each log of a fleet is cut, so that no effect is shown without its cause.
 #
-# A call that B has logged was made by A before. A's mark in its record r + 1 says how many calls to B the records up to r
-# had made by then, at least. So, with A cut behind r, B is cut in front of the first call from A with a higher position;
-# this goes on until nothing changes, since a shorter log of B may lack the causes of others' calls.
+# A call that B has logged was made by A before. A's mark in its record r + 1 says how many calls to B the records up to
+# r had made by then, at least. So, with A cut behind r, B is cut in front of the first call from A with a higher
+# position; this goes on until nothing changes, since a shorter log of B may lack the causes of others' calls.
 #
-# A log whose end was the same before and after all other ends were read needs no mark: what others have of it by then was
-# durable in it, as nothing leaves an instance before its cause is durable.
+# A log whose end was the same before and after all other ends were read needs no mark: what others have of it by then
+# was durable in it, as nothing leaves an instance before its cause is durable.
 
 
 class LogCut(Struct):

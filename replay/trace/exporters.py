@@ -95,7 +95,7 @@ def into_file(file: IO[bytes]) -> Send:
 
 
 def to_endpoint(url: str) -> Send:
-    """``url``: of the endpoint; without a path that of OTLP is taken. Raises LogViewError where it does not take them."""
+    """Return a sender to the endpoint ``url`` (OTLP's path by default). It raises LogViewError where the send fails."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise LogViewError(f"{url!r} is no endpoint: a URL such as http://127.0.0.1:4318 was expected")

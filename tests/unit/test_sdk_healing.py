@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from immortal import CalleeFailed, Immortal, impulse, initial, peer, query, register_type, rpc, upgrades
+from immortal.appsdk.patterns.clone.model import encode as encode_entry
 from immortal.appsdk.patterns.queue import clients
 from immortal.appsdk.running import time_limits
 from immortal.coordinator.core import effects as ef

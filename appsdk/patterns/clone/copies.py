@@ -389,7 +389,6 @@ def _change(key: str, value: Any, ttl: float, *, gone: bool = False) -> Change:
 # As `threaded`, with asyncio. The same thread follows the table; nothing here waits but with ``await``.
 
 
-V = TypeVar("V")
 R = TypeVar("R")
 
 

@@ -192,9 +192,10 @@ class SnapshotSender:
 #        ^                       '---- nobody does it in time, or what comes is no good: the app is asked --------.    |
 #        '--------------------------------------------------------------------------------------------------------'----'
 #
-# What is adopted must be what the own app would have given: a state behind a record that the log has and that the app was
-# given, in the same version, with output streams and verdicts that the own ones continue. Its blob is read whole and
-# compared with its check. The header becomes durable by an ordinary append, so only who has the right to write adopts.
+# What is adopted must be what the own app would have given: a state behind a record that the log has and that the app
+# was given, in the same version, with output streams and verdicts that the own ones continue. Its blob is read whole
+# and compared with its check. The header becomes durable by an ordinary append, so only who has the right to write
+# adopts.
 
 
 class AdoptionStage(Enum):

@@ -176,8 +176,8 @@ def format_message_position(sequence_id: int, message_index: int, caller: str | 
 # Callers whose calls have ended the app's process, and queries that did: who is held off, and what is asked no more.
 #
 # A logged message that ends the process has a verdict (`careful.py`), a query has none in the log: it is known here, as
-# long as the coordinator runs. A caller with many such calls would stop the app with each of them anew, so it is held off
-# for a time that doubles with each further death.
+# long as the coordinator runs. A caller with many such calls would stop the app with each of them anew, so it is held
+# off for a time that doubles with each further death.
 
 
 KNOWN_MAX = 10_000  # callers, and queries; beyond it the oldest are forgotten

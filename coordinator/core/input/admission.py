@@ -179,14 +179,14 @@ class Admission:
 
 # Calls of peers that wait for an answer and have none yet: counted for callers that may have only so many at once.
 #
-# A call beyond that takes its place in the log, with a verdict, and its caller is told: it is refused, as one of a method
-# that the caller may not call. It is not held back, as calls beyond a rate are: what stands behind it in its caller's
-# stream may be the very answer that the calls before it wait for, and then none of them would ever end.
+# A call beyond that takes its place in the log, with a verdict, and its caller is told: it is refused, as one of a
+# method that the caller may not call. It is not held back, as calls beyond a rate are: what stands behind it in its
+# caller's stream may be the very answer that the calls before it wait for, and then none of them would ever end.
 #
 # Each call that waits counts until it is answered, a refused one too: the caller chooses the numbers, and may give two
-# calls the same one. What is counted follows from the log: a checkpoint has the calls that were open behind its record; a
-# recovery adds those of the records that it replays, and takes away what is answered once more. From the end of an app
-# until the next one has recovered nothing is taken of these callers.
+# calls the same one. What is counted follows from the log: a checkpoint has the calls that were open behind its record;
+# a recovery adds those of the records that it replays, and takes away what is answered once more. From the end of an
+# app until the next one has recovered nothing is taken of these callers.
 
 
 class _Open:
@@ -300,8 +300,8 @@ def _numbers(calls: bytes) -> Iterator[tuple[int, int]]:
 #
 # Today's is "in order, at once": what may be taken goes into the log as it comes. A call that its caller may not make
 # takes its place there with a verdict; one that comes too early for its caller's rate is left, with all behind it, for
-# its sender to send again. A policy that orders the calls of several senders would keep them here, and let them go in its
-# order. It sees calls and their caller; what came as which frame, is known twice, or lacks something before it, is
+# its sender to send again. A policy that orders the calls of several senders would keep them here, and let them go in
+# its order. It sees calls and their caller; what came as which frame, is known twice, or lacks something before it, is
 # settled before.
 
 
@@ -333,8 +333,8 @@ class Delivery:
     ) -> Delivered | None:
         """Log those of the packed ``calls``, checked before, that ``caller`` may have taken now; None: of none.
 
-        The others are to be sent again later. ``open_count``: as in :meth:`Admission.first_of`. ``reserved``: indices of
-        calls of methods that only the app itself may call: these are refused.
+        The others are to be sent again later. ``open_count``: as in :meth:`Admission.first_of`. ``reserved``: indices
+        of calls of methods that only the app itself may call: these are refused.
         """
         count, end = self.admission.first_of(caller or source.name, calls, source.count, now_ns, open_count)
         if not count:

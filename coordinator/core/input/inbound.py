@@ -269,9 +269,9 @@ def _refuse(code: RefusedCode, reason: str) -> _Reply:
 
 # Turns at the log: no peer holds up the others for long.
 #
-# The log is written one commit after the other, so whoever comes behind another's bytes waits for them. While others have
-# sent of late, a sender has at most ``turn_bytes`` on their way to the disk, or one batch. The rest waits here, and goes
-# on in rounds of one batch for each sender.
+# The log is written one commit after the other, so whoever comes behind another's bytes waits for them. While others
+# have sent of late, a sender has at most ``turn_bytes`` on their way to the disk, or one batch. The rest waits here,
+# and goes on in rounds of one batch for each sender.
 #
 # A batch larger than that holds the others up whatever its place. So where one did, the next such batch of anybody is
 # taken only after ``PAUSE_TIMES`` as long as it took: meanwhile the log is for those that it does not keep busy.

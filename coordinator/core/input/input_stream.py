@@ -171,9 +171,9 @@ class InputStream:
 
 # The windows that a receiver grants: how many bytes each peer may have on their way here, unacknowledged.
 #
-# All peers that send share one budget, less what waits for the disk already: so a disk that falls behind, or more peers,
-# make the windows smaller, and one that floods can't fill the memory that others need. Who sends more is refused: a
-# window that shrinks takes nothing back, so the largest one counts that may still be known there.
+# All peers that send share one budget, less what waits for the disk already: so a disk that falls behind, or more
+# peers, make the windows smaller, and one that floods can't fill the memory that others need. Who sends more is
+# refused: a window that shrinks takes nothing back, so the largest one counts that may still be known there.
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -60,8 +60,8 @@ class Pausing:
 # NOT_ASKED --StopRequested--> ASKED --TakeCheckpoint sent--> LAST_CHECKPOINT --durable, or there is none--> GOODBYE
 #    '------StopRequested, another one follows--> HANDING_OVER --all input that was taken is durable--> the end
 #
-# Who hands over needs no checkpoint: who follows has the state. To the app it is as if its coordinator had died, but for
-# the word; what it was at is done by the one that follows, which has the same records.
+# Who hands over needs no checkpoint: who follows has the state. To the app it is as if its coordinator had died, but
+# for the word; what it was at is done by the one that follows, which has the same records.
 
 
 class StopStage(IntEnum):

@@ -242,10 +242,10 @@ def _cut_at(batch: OutputBatch, count: int, offset: int) -> tuple[OutputBatch, O
 
 # What of one output stream lies in the log, since memory has no room for it.
 #
-# A stream's messages that wait are, from the oldest to the newest: in memory, then here. What comes here gathers until it
-# is worth a row of the log's table ``spilled``; impulses are in the log by themselves. So the order is that of a queue of
-# segments, each gathered or stored. From its front they go back to memory when there is room. What is stored stays in
-# the log until it is acknowledged.
+# A stream's messages that wait are, from the oldest to the newest: in memory, then here. What comes here gathers until
+# it is worth a row of the log's table ``spilled``; impulses are in the log by themselves. So the order is that of a
+# queue of segments, each gathered or stored. From its front they go back to memory when there is room. What is stored
+# stays in the log until it is acknowledged.
 #
 # After a crash the replay makes the same messages again at the same positions; what the log has of them is not written
 # a second time.

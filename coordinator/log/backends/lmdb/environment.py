@@ -278,9 +278,10 @@ def remove_log(folder: Path) -> None:
 
 # Giving pages of the map back.
 #
-# LMDB reads through a shared mapping of its file. A page that was touched once stays mapped and counts as this process's
-# memory, although the kernel could drop it at any time: a coordinator would seem to grow with its log. So every now and
-# then the mapping's pages are unmapped. They stay in the page cache, and a later read maps them again: nothing is lost.
+# LMDB reads through a shared mapping of its file. A page that was touched once stays mapped and counts as this
+# process's memory, although the kernel could drop it at any time: a coordinator would seem to grow with its log. So
+# every now and then the mapping's pages are unmapped. They stay in the page cache, and a later read maps them again:
+# nothing is lost.
 
 
 RELEASE_INTERVAL_BYTES = 32 << 20  # read or written since the last release

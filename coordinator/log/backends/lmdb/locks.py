@@ -76,8 +76,8 @@ def is_locked(folder: Path) -> bool:
 # The table of readers of a log's LMDB environment (lock.mdb), for who finds no place in it, and so can't open it.
 #
 # LMDB clears the places of processes that were killed only for who has it open. So this does it from outside, as LMDB
-# does: a process that lives has a lock on the byte with its number. Places are cleared under a lock of ours, that on the
-# log's folder: one that two processes clear could be a third one's in between.
+# does: a process that lives has a lock on the byte with its number. Places are cleared under a lock of ours, that on
+# the log's folder: one that two processes clear could be a third one's in between.
 
 
 FILE_NAME = "lock.mdb"

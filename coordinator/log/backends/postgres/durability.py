@@ -61,7 +61,7 @@ class Guard:
     def take(
         self, connection: Connection, head: tuple[int, int], last_sequence_id: int, sequence_id_required_min: int
     ) -> None:
-        """In the transaction that takes the log, which ends with ``last_sequence_id`` and had ``sequence_id_required_min``.
+        """Check a log in the transaction that takes it: ``last_sequence_id``, ``sequence_id_required_min`` of before.
 
         ``head``: the epoch before, and how many appends were done in it. Raises LogLostError, LogUnavailableError.
         """
@@ -175,8 +175,8 @@ def _note(connection: Connection, instance: str, key: bytes, value: str) -> None
 # What a server does with what it has acknowledged when a machine crashes, as its settings on one connection say.
 #
 # Settings differ by role, database and session: they are read on the very connection that appends. They change while it
-# is open, all but synchronous_commit, which each session sets (connecting.py): a writer looks again after each reconnect
-# and with each renewal of its lease, and where commits wait for standbys behind each commit.
+# is open, all but synchronous_commit, which each session sets (connecting.py): a writer looks again after each
+# reconnect and with each renewal of its lease, and where commits wait for standbys behind each commit.
 
 
 SETTINGS: LiteralString = (

@@ -142,8 +142,6 @@ class StandbyChunks:
 LOOK_S = 1.0  # without news; a standby counts for three of them
 AGAIN_S = 0.5  # until a database that does not answer is tried again
 
-_Connection = psycopg.Connection[tuple[Any, ...]]
-
 
 class LeaseListener:
     """Calls :meth:`look` at the beginning, at all news, each LOOK_S, and when :meth:`wake` is called."""

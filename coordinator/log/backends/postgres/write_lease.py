@@ -165,7 +165,7 @@ class Lease:
         self._thread.start()
 
     def give_up(self, connection: psycopg.Connection[tuple[Any, ...]], successor: str) -> None:
-        """Others need not wait until it has run out; only ``successor`` may take it for HANDOVER_TIMEOUT_S, unless that is "".
+        """Release the lease before it runs out. For HANDOVER_TIMEOUT_S only ``successor`` may take it, unless it is "".
 
         A renewal that is on its way finds that the lease is another one's. Raises as the connection does.
         """

@@ -1,0 +1,1 @@
+"""High availability: the write lease, failover to a standby, snapshots for standbys."""

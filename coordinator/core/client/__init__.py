@@ -1,0 +1,1 @@
+"""Clients without a log: their requests, sessions and queries."""

@@ -1,0 +1,1 @@
+"""Input on its way to the log: from the app, from peers; admission control and back-pressure."""

@@ -1,0 +1,1 @@
+"""Life cycle of an instance: recovery, upgrade, feeding the app, pause and stop."""

@@ -1,0 +1,1 @@
+"""Output streams to peers: the handshake, what is in flight, what a replay checks."""

@@ -1,1 +1,0 @@
-"""The streams of one instance: to others, from others, and to itself."""
