@@ -45,7 +45,7 @@ class Service:
         settings = self.settings
         with open(settings.folder / "errors.txt", "a") as errors:
             self.coordinator = subprocess.Popen(
-                [sys.executable, "-P", "-m", "immortal.coordinator", "coordinator", settings.name],
+                [sys.executable, "-P", "-m", "immortal", "coordinator", settings.name],
                 env=self.environment,
                 stderr=errors,
                 text=True,

@@ -189,7 +189,7 @@ def _begin(project: Project, timeout_s: float) -> int:
         os.kill(found.pid, LOOK_SIGNAL)
         return found.looks
     make_folder(project.home)
-    argv = [*PYTHON, "-m", "immortal.coordinator", "--home", str(project.home), "up", str(project.file), "--keep"]
+    argv = [*PYTHON, "-m", "immortal", "--home", str(project.home), "up", str(project.file), "--keep"]
     with open(project.home / OWN_LOG_NAME, "w", opener=opener) as log:
         process = subprocess.Popen(
             argv, cwd=project.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

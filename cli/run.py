@@ -168,7 +168,7 @@ def run(
     )
     status = supervisor.run()
     if status == STATUS_FENCED and restart and is_shared and not follow:
-        os.execv(PYTHON[0], [*PYTHON, "-m", "immortal.coordinator", *sys.argv[1:], "--follow"])
+        os.execv(PYTHON[0], [*PYTHON, "-m", "immortal", *sys.argv[1:], "--follow"])
     sys.exit(status)
 
 

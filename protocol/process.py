@@ -8,7 +8,6 @@ and makes its own when it is used there; or it says that it can't be used there.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 from collections.abc import Callable
 from typing import Protocol
@@ -75,6 +74,8 @@ GROWTH_SIZE_BYTES = 4 << 20
 def retain_freed_memory() -> None:
     """Set this process's malloc up, once, when its modules are loaded. Does nothing where malloc is not glibc's."""
     trim_heap()
+    import ctypes  # here: few commands need it
+
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         for parameter, value in (
@@ -87,5 +88,7 @@ def retain_freed_memory() -> None:
 
 def trim_heap() -> None:
     """To the kernel, once: a millisecond. Does nothing where malloc is not glibc's."""
+    import ctypes
+
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

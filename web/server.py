@@ -26,9 +26,6 @@ from immortal.coordinator.operator.control import NotRunningError, RefusedError
 from immortal.protocol.errors import ImmortalError
 from immortal.replay import ReplayError
 from immortal.web import actions, fleet_pages, instance_pages, job_pages, message_pages, travel_pages
-from immortal.web import instance_pages as letter_pages
-from immortal.web import instance_pages as query_pages
-from immortal.web import message_pages as timeline_pages
 from immortal.web.auth import STATIC_PATH, Guard, Token
 from immortal.web.connections import HEADERS_SIZE_BYTES_MAX, Connection, Listener
 from immortal.web.errors import WebError
@@ -40,13 +37,13 @@ STATIC = Path(__file__).with_name("static")
 ROUTES = [
     *fleet_pages.routes(),
     *instance_pages.routes(),
-    *letter_pages.routes(),
+    *instance_pages.letter_routes(),
     *message_pages.routes(),
-    *timeline_pages.routes(),
+    *message_pages.timeline_routes(),
     *travel_pages.routes(),
-    *query_pages.routes(),
+    *instance_pages.query_routes(),
     *job_pages.routes(),
-    *job_pages.routes(),
+    *job_pages.sql_routes(),
     *actions.routes(),
 ]
 

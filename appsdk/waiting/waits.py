@@ -234,7 +234,7 @@ class Fiber(Wait[T]):
                 self._waits_for = awaited
                 awaited.watch(self._resume)
             else:
-                refusal = awaited(awaited, self.frames()) or foreign(awaited)
+                refusal = misused_await(awaited, self.frames()) or foreign(awaited)
                 self._variables.run(self._coroutine.close)
                 self.complete(error=refusal)
 
@@ -405,7 +405,7 @@ def asyncio_refusal(error: BaseException) -> UsageError | None:
     return _refusal(used or "get_running_loop").with_traceback(error.__traceback__)
 
 
-def awaited(what: object, frames: Iterator[FrameType]) -> UsageError | None:
+def misused_await(what: object, frames: Iterator[FrameType]) -> UsageError | None:
     """The same, of what one awaits in ``frames``, the innermost last; None: it is none of asyncio's, or a bare
     'yield'."""
     if what is None:

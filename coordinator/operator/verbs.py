@@ -1,6 +1,6 @@
 """What an operator asks a running coordinator to do with dead letters, peers, and a message that stops its app.
 
-A verb of the control socket and its JSON object become an event for the core. `coordinator/cli` asks.
+A verb of the control socket and its JSON object become an event for the core. `cli` asks.
 
     letters-drop   {"keys": [[SEQUENCE_ID, INDEX, TASK, STEP], ...], "who": "..."}      or "all": true in place of keys
     letters-retry  the same

@@ -157,7 +157,7 @@ class CodeChange:
         process = await asyncio.create_subprocess_exec(
             *PYTHON,
             "-m",
-            "immortal.coordinator",
+            "immortal",
             "--home",
             str(self._project.home),
             *arguments,

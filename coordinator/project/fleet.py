@@ -103,7 +103,7 @@ class Member:
         argv = [
             *PYTHON,
             "-m",
-            "immortal.coordinator",
+            "immortal",
             "--home",
             str(self._project.home),
             "run",

@@ -35,7 +35,7 @@ def _service(project: Project, service: ServiceSpec, target: str, *, for_user: b
     argv = [
         *PYTHON,
         "-m",
-        "immortal.coordinator",
+        "immortal",
         "--home",
         str(project.home),
         "run",

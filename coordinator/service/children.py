@@ -64,7 +64,7 @@ def coordinator_command(
 ) -> Command:
     """``place``: the folder of a follower; None: it is none."""
     home = str(settings.folder.parent)
-    argv = [*PYTHON, "-m", "immortal.coordinator", "--home", home, "coordinator", settings.name]
+    argv = [*PYTHON, "-m", "immortal", "--home", home, "coordinator", settings.name]
     argv += ["--peer", settings.peer, "--app-auth", settings.app_auth.value]
     if settings.insecure:
         argv.append("--insecure")

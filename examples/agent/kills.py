@@ -40,7 +40,7 @@ class Instance:
     """The supervised pair; which processes it has is in its log lines."""
 
     def __init__(self, name: str, app: str, environment: dict[str, str], log: Path) -> None:
-        command = [sys.executable, "-m", "immortal.coordinator", "run", name, app, "--restart", "--log-format", "json"]
+        command = [sys.executable, "-m", "immortal", "run", name, app, "--restart", "--log-format", "json"]
         self.process = subprocess.Popen(
             command, cwd=HERE, env=environment, stderr=subprocess.PIPE, text=True, process_group=0
         )

@@ -155,7 +155,7 @@ class Instance:
 
 
 def immortal(home: Path) -> list[str]:
-    return [sys.executable, "-m", "immortal.coordinator", "--home", str(home)]
+    return [sys.executable, "-m", "immortal", "--home", str(home)]
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------

@@ -127,11 +127,9 @@ class Writers:
 
 def storm(folder: Path, options: argparse.Namespace) -> int:
     home = folder / "home"
-    register = [sys.executable, "-m", "immortal.coordinator", "--home", str(home), "register", NAME]
+    register = [sys.executable, "-m", "immortal", "--home", str(home), "register", NAME]
     subprocess.run([*register, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=subprocess.DEVNULL)
-    table = Service(
-        folder, "immortal.coordinator", "--home", str(home), "run", NAME, "immortal.patterns.clone:Table", "--restart"
-    )
+    table = Service(folder, "immortal", "--home", str(home), "run", NAME, "immortal.patterns.clone:Table", "--restart")
     readers: list[Reader] = []
     started = [table]
     try:

@@ -35,7 +35,7 @@ class Service:
     """One ``immortal run``, and the processes that it has started."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        coordinator = [sys.executable, "-m", "immortal.coordinator", "--home", str(folder)]
+        coordinator = [sys.executable, "-m", "immortal", "--home", str(folder)]
         subprocess.run(
             [*coordinator, "register", name, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=subprocess.DEVNULL
         )

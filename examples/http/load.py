@@ -68,7 +68,7 @@ class Shop:
         command = [
             sys.executable,
             "-m",
-            "immortal.coordinator",
+            "immortal",
             "run",
             NAME,
             "shop:Shop",

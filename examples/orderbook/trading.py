@@ -96,7 +96,7 @@ class Instance:
 
 
 def immortal(home: Path) -> list[str]:
-    return [sys.executable, "-m", "immortal.coordinator", "--home", str(home)]
+    return [sys.executable, "-m", "immortal", "--home", str(home)]
 
 
 def run(folder: Path, orders: int, kills: int, source: random.Random) -> float:

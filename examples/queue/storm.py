@@ -79,7 +79,7 @@ class Broker:
     """The queue's instance, under a supervisor."""
 
     def __init__(self, home: Path) -> None:
-        self._command = [sys.executable, "-m", "immortal.coordinator", "--home", str(home)]
+        self._command = [sys.executable, "-m", "immortal", "--home", str(home)]
         self._log = (home.parent / "queue.log").open("wb")
         subprocess.run([*self._command, "register", NAME, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=self._log)
         self.start()

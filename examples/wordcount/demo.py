@@ -124,7 +124,7 @@ class Instance:
         self.output = (home.parent / f"{self.name}.log").open("w")
         self.last_lines: deque[str] = deque(maxlen=12)
         self.pids: dict[str, int] = {}
-        command = [sys.executable, "-m", "immortal.coordinator", "--home", str(home), "run", self.name, APPS[self.name]]
+        command = [sys.executable, "-m", "immortal", "--home", str(home), "run", self.name, APPS[self.name]]
         command += ["--restart", "--log-format", "json"]
         self.supervisor = subprocess.Popen(
             command if self.networks is None else self.networks.inside(SIDES[self.name], command),

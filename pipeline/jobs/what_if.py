@@ -196,7 +196,7 @@ def _run(
         sys.executable,
         "-P",
         "-m",
-        "immortal.coordinator",
+        "immortal",
         "--home",
         home,
         "what-if",

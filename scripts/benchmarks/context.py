@@ -177,7 +177,7 @@ def _commit() -> str:
 
 def start_service(stack: ExitStack, home: Path, name: str, app: str) -> list[int]:
     """Register and run it until ``stack`` ends; the process IDs of its coordinator and its app. Raises BenchError."""
-    coordinator = [sys.executable, "-m", "immortal.coordinator", "--home", str(home)]
+    coordinator = [sys.executable, "-m", "immortal", "--home", str(home)]
     register = [*coordinator, "register", name, "--peer", "tcp://127.0.0.1:*"]
     subprocess.run(register, check=True, stdout=subprocess.DEVNULL)
     process = subprocess.Popen(

@@ -59,7 +59,7 @@ class Machine:
         self.process: subprocess.Popen[bytes] | None = None
 
     def immortal(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "immortal.coordinator", "--home", str(self.home), *arguments]
+        command = [sys.executable, "-m", "immortal", "--home", str(self.home), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         if done.returncode:
             raise SystemExit(f"{' '.join(arguments)}: {done.stderr}")
@@ -69,7 +69,7 @@ class Machine:
         command = [
             sys.executable,
             "-m",
-            "immortal.coordinator",
+            "immortal",
             "--home",
             str(self.home),
             "run",

@@ -196,7 +196,7 @@ def sql(folder: Path, messages: int) -> None:
         for name in made.names:
             registry.register(name, "tcp://127.0.0.1:*")
         print(f"the logs were made in {time.perf_counter() - begun_s:.0f} s", flush=True)
-    command = [sys.executable, "-P", "-m", "immortal.coordinator", "--home", str(home), "sql"]
+    command = [sys.executable, "-P", "-m", "immortal", "--home", str(home), "sql"]
 
     def ask(query: str) -> str:
         return subprocess.run([*command, query, "--csv"], cwd=folder, check=True, capture_output=True, text=True).stdout

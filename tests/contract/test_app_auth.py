@@ -590,7 +590,7 @@ def test_a_coordinator_that_is_told_to_ask_for_nothing(house: House) -> None:
     app_secret.make(settings.folder)  # of an earlier life
     assert override(settings, app_auth=AppAuth.NONE).app_auth is AppAuth.NONE
     environment = {**os.environ, HOME_VARIABLE: str(house.home)}
-    command = [sys.executable, "-m", "immortal.coordinator", "coordinator", "alice", "--app-auth", "none"]
+    command = [sys.executable, "-m", "immortal", "coordinator", "alice", "--app-auth", "none"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None

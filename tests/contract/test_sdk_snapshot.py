@@ -239,7 +239,7 @@ class HangsInChild(Own):
 
 
 def test_a_child_that_hangs_is_killed_and_the_next_checkpoint_is_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(immortal.appsdk.state.snapshot, "SILENCE_S_MAX", 0.5)
+    monkeypatch.setattr(immortal.appsdk.state.snapshots, "SILENCE_S_MAX", 0.5)
 
     def script(it: ScriptedCoordinator) -> None:
         it.start_first()
@@ -263,15 +263,15 @@ def test_a_child_that_hangs_is_killed_and_the_next_checkpoint_is_in_one_piece(mo
 
 def test_a_child_that_is_not_read_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1000.0]
-    monkeypatch.setattr(immortal.appsdk.state.snapshot.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(immortal.appsdk.state.snapshots.time, "monotonic", lambda: now_s[0])
     snapshot = Snapshot(lambda: [bytes(4 << 20)])  # more than its pipe holds
     try:
-        now_s[0] += 10 * immortal.appsdk.state.snapshot.SILENCE_S_MAX
+        now_s[0] += 10 * immortal.appsdk.state.snapshots.SILENCE_S_MAX
         snapshot.not_read()
         received = 0
         while (data := snapshot.read()) != b"":
             received += len(data or b"")
-            now_s[0] += immortal.appsdk.state.snapshot.SILENCE_S_MAX / 2 if data else 0
+            now_s[0] += immortal.appsdk.state.snapshots.SILENCE_S_MAX / 2 if data else 0
             if data is None:
                 select.select([snapshot], [], [], WAIT_S)
     finally:

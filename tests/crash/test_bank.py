@@ -31,7 +31,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def immortal(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "IMMORTAL_HOME": str(home)}
-    command = [sys.executable, "-m", "immortal.coordinator", *arguments]
+    command = [sys.executable, "-m", "immortal", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=BANK, env=environment)
 
 

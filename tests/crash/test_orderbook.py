@@ -33,6 +33,6 @@ def test_five_books_end_alike_after_kills(tmp_path: Path) -> None:
     assert sum(count for *_, count in first) == 1200
     environment = {**os.environ, "IMMORTAL_HOME": str(tmp_path / "kept" / "registry"), "ORDERBOOK_ORDERS": "400"}
     for work in (["verify", "b1", "--all"], ["what-if", "b2", "--app", "orderbook:Book"]):
-        command = [sys.executable, "-m", "immortal.coordinator", *work]
+        command = [sys.executable, "-m", "immortal", *work]
         result = subprocess.run(command, cwd=EXAMPLE, env=environment, capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, f"{work}: {result.stdout}{result.stderr}"

@@ -36,7 +36,7 @@ class Machine:
 
     def immortal(self, *arguments: str, status: int = 0, given: str | None = None) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "immortal.coordinator", *arguments],
+            [sys.executable, "-m", "immortal", *arguments],
             cwd=self.folder,
             env=self.environment,
             input=given,
@@ -54,7 +54,7 @@ class Machine:
         run = Run.__new__(Run)
         run.home = self.folder
         run.log = self.folder / f"run-{len(self.runs)}.log"
-        command = [sys.executable, "-m", "immortal.coordinator", "run", *arguments, "--log-format", "json"]
+        command = [sys.executable, "-m", "immortal", "run", *arguments, "--log-format", "json"]
         with run.log.open("wb") as file:
             run.process = subprocess.Popen(command, stdout=file, stderr=file, cwd=self.folder, env=self.environment)
         self.runs.append(run)

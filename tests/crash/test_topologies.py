@@ -52,7 +52,7 @@ class Machine:
         self.folder, self._places, self._user = folder, places, user
         folder.mkdir(mode=0o755)
         (folder / "shop.py").write_text(SHOP)
-        (folder / "immortal").write_text(f'#!/bin/sh\nexec {sys.executable} -m immortal.coordinator "$@"\n')
+        (folder / "immortal").write_text(f'#!/bin/sh\nexec {sys.executable} -m immortal "$@"\n')
         (folder / "immortal").chmod(0o755)
         path = f"{folder}:{binaries()}:{os.environ['PATH']}"
         self.environment = {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY), **environment}

@@ -137,7 +137,7 @@ class Scene:
         self.app.close()
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "immortal.coordinator", "--home", str(self.home), *arguments]
+        command = [sys.executable, "-m", "immortal", "--home", str(self.home), *arguments]
         return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=False)
 
     def settle_log(self) -> None:

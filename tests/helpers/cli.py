@@ -18,7 +18,7 @@ HOME = "home"
 
 
 def command_line(*arguments: str, python: Sequence[str] = PYTHON) -> list[str]:
-    return [*python, "-m", "immortal.coordinator", "--home", HOME, *arguments]
+    return [*python, "-m", "immortal", "--home", HOME, *arguments]
 
 
 def immortal(

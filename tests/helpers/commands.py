@@ -72,7 +72,7 @@ def run(
             said += "".join(traceback.format_exception(result.exception))
         return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, said)
     return subprocess.run(
-        [*python, "-m", "immortal.coordinator", *options, *arguments],
+        [*python, "-m", "immortal", *options, *arguments],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -88,7 +88,7 @@ class Run:
         command = [
             sys.executable,
             "-m",
-            "immortal.coordinator",
+            "immortal",
             "--home",
             str(home),
             "run",

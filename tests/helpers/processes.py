@@ -44,7 +44,7 @@ class CoordinatorProcess:
 
     def __init__(self, settings: InstanceSettings, home: Path, *options: str, started: bool = True) -> None:
         self.settings = settings
-        command = [sys.executable, "-m", "immortal.coordinator", "coordinator", settings.name, *options]
+        command = [sys.executable, "-m", "immortal", "coordinator", settings.name, *options]
         environment = {**os.environ, HOME_VARIABLE: str(home)}
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []

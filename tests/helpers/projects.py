@@ -64,7 +64,7 @@ def make_project(folder: Path, source: str = SHOP, project: str = PROJECT) -> No
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "immortal.coordinator", *arguments]
+    return [sys.executable, "-m", "immortal", *arguments]
 
 
 def immortal(folder: Path, *arguments: str, status: int = 0, **environment: str) -> str:

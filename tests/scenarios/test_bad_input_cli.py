@@ -193,7 +193,7 @@ def test_a_home_that_is_a_file(home: Path) -> None:
 
 def test_a_closed_pipe_is_quiet(home: Path) -> None:
     register(home)
-    command = [sys.executable, "-m", "immortal.coordinator", "--home", str(home), "status", "--json"]
+    command = [sys.executable, "-m", "immortal", "--home", str(home), "status", "--json"]
     reader, writer = os.pipe()
     os.close(reader)
     try:

@@ -221,7 +221,7 @@ def test_a_handler_that_does_not_come_back_can_be_left(
     folder: Path, odd: Program, number: signal.Signals, status: int
 ) -> None:
     caller = subprocess.Popen(
-        [sys.executable, "-m", "immortal.coordinator", "--home", HOME, "call", "odd", "never_comes_back"],
+        [sys.executable, "-m", "immortal", "--home", HOME, "call", "odd", "never_comes_back"],
         cwd=folder,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -245,7 +245,7 @@ def test_breakpoints_have_the_terminal(folder: Path) -> None:
     if not pid:
         os.chdir(folder)
         os.environ.pop("PYTHONBREAKPOINT", None)
-        command = [sys.executable, "-m", "immortal.coordinator", "--home", HOME, "run", "odd", "odd:Odd", "--embedded"]
+        command = [sys.executable, "-m", "immortal", "--home", HOME, "run", "odd", "odd:Odd", "--embedded"]
         os.execv(sys.executable, command)
     said = b""
 
@@ -259,7 +259,7 @@ def test_breakpoints_have_the_terminal(folder: Path) -> None:
     caller = None
     try:
         until(b"checkpoint taken")
-        command = [sys.executable, "-m", "immortal.coordinator", "--home", HOME, "call", "odd", "asks"]
+        command = [sys.executable, "-m", "immortal", "--home", HOME, "call", "odd", "asks"]
         caller = subprocess.Popen(command, cwd=folder)
         until(b"(Pdb) ")
         said = b""

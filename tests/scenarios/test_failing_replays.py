@@ -182,7 +182,7 @@ def test_the_debugger_stops_at_the_call_that_failed(home: Home) -> None:
         [
             sys.executable,
             "-m",
-            "immortal.coordinator",
+            "immortal",
             "--home",
             str(home.folder),
             "replay",
@@ -235,7 +235,7 @@ def test_what_fails_in_a_running_instance_is_no_news_to_who_follows_it(tmp_path:
         last = reader.summary().last_sequence_id
     command = ["replay", "till", "--to", str(last + 8), "--follow", "--json"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "immortal.coordinator", "--home", str(tmp_path), *command],
+        [sys.executable, "-m", "immortal", "--home", str(tmp_path), *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -59,7 +59,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def diff(home: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "immortal.coordinator", "--home", str(home), "log", "diff", *map(str, arguments)]
+    command = [sys.executable, "-m", "immortal", "--home", str(home), "log", "diff", *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=home.parent)
     assert "Traceback" not in result.stderr
     return result

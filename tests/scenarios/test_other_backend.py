@@ -35,7 +35,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def immortal(workload: WordCount, package: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     home = workload.services[0].settings.folder.parent
     return subprocess.run(
-        [sys.executable, "-m", "immortal.coordinator", "--home", str(home), *arguments],
+        [sys.executable, "-m", "immortal", "--home", str(home), *arguments],
         env={**os.environ, "PYTHONPATH": f"{package}:{REPOSITORY}"},
         capture_output=True,
         text=True,
@@ -92,7 +92,7 @@ def test_a_backend_that_cannot_be_loaded_is_named(package: Path) -> None:
 
 
 def test_an_instance_is_not_registered_with_a_log_that_nobody_can_open(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "immortal.coordinator", "--home", str(tmp_path), "register", "counter"]
+    command = [sys.executable, "-m", "immortal", "--home", str(tmp_path), "register", "counter"]
     done = subprocess.run(
         [*command, "--peer", "tcp://127.0.0.1:*", "--log", "papyrus:scroll"],
         capture_output=True,

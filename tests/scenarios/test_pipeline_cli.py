@@ -456,7 +456,7 @@ def test_without_its_packages_one_line_says_so(logs: Path, monkeypatch: pytest.M
 
 def test_without_java_one_line_says_so(logs: Path) -> None:
     environment = {**os.environ, "JAVA_HOME": "/nonexistent"}
-    command = [sys.executable, "-m", "immortal.coordinator", "pipeline", "audit", str(logs)]
+    command = [sys.executable, "-m", "immortal", "pipeline", "audit", str(logs)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("error: JAVA_HOME is /nonexistent, where there is no Java that runs; ")

@@ -32,7 +32,7 @@ def cluster(work: Path) -> Iterator[str]:
 
 def run(master: str, *arguments: object, status: int, cwd: Path = REPOSITORY) -> dict[str, Any]:
     """What `immortal pipeline` on the cluster printed."""
-    command = [sys.executable, "-m", "immortal.coordinator", "pipeline", *map(str, arguments), "--json"]
+    command = [sys.executable, "-m", "immortal", "pipeline", *map(str, arguments), "--json"]
     command += ["--master", master, "--conf", "spark.executor.memory=512m"]
     command += ["--conf", f"spark.executor.extraJavaOptions={BRIEF_JVM}"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK", "PYSPARK"))}

@@ -84,7 +84,7 @@ class Home:
         return described
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "immortal.coordinator", "--home", str(self.folder), *arguments]
+        command = [sys.executable, "-m", "immortal", "--home", str(self.folder), *arguments]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 

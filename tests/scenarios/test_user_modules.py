@@ -62,7 +62,7 @@ def test_they_are_in_nobodys_way(folder: Path, start: Start) -> None:
     assert run.stop() == 0
     assert run.count("warning") == 0
     output = subprocess.run(
-        [sys.executable, "-P", "-m", "immortal.coordinator", "--home", HOME, "verify", "service"],
+        [sys.executable, "-P", "-m", "immortal", "--home", HOME, "verify", "service"],
         cwd=folder,
         capture_output=True,
         text=True,

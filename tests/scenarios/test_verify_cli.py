@@ -441,7 +441,7 @@ def test_an_instance_that_really_runs_can_be_looked_at_and_verified(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("FED", str(fed))
     Registry(home).register("feeder", "tcp://127.0.0.1:*")
-    immortal = [sys.executable, "-m", "immortal.coordinator", "--home", str(home)]
+    immortal = [sys.executable, "-m", "immortal", "--home", str(home)]
     running = subprocess.Popen([*immortal, "run", "feeder", f"{name}:Feeder"], stderr=subprocess.DEVNULL)
     try:
         assert fed.read_text() == "fed"  # once all is on disk

@@ -443,7 +443,7 @@ def test_apps_that_do_not_tell_what_made_a_call_are_compared_place_by_place(tmp_
         command = [
             sys.executable,
             "-m",
-            "immortal.coordinator",
+            "immortal",
             "--home",
             "home",
             "what-if",
@@ -495,7 +495,7 @@ class Supervised:
     """`immortal run NAME APP`."""
 
     def __init__(self, folder: Path, name: str, app: str, environment: dict[str, str]) -> None:
-        command = [sys.executable, "-m", "immortal.coordinator", "--home", "home", "run", name, app]
+        command = [sys.executable, "-m", "immortal", "--home", "home", "run", name, app]
         self.folder = Registry(folder / "home").load(name).folder
         self.process = subprocess.Popen(
             command, cwd=folder, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True
@@ -567,7 +567,7 @@ def test_the_demo_with_the_same_code(demo: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "immortal.coordinator",
+        "immortal",
         "--home",
         "home",
         "what-if",

@@ -138,7 +138,7 @@ def test_an_editable_install_does_not_come_first(flow: Path, tmp_path: Path) -> 
         "sys.meta_path.insert(0, Editable)\n"
     )
     options = ["--app", app_of("state"), "--code", str(flow / "new"), "--json"]
-    command = [sys.executable, "-m", "immortal.coordinator", "--home", str(flow / "home"), "what-if", "state", *options]
+    command = [sys.executable, "-m", "immortal", "--home", str(flow / "home"), "what-if", "state", *options]
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=flow / "home", check=False)
     assert done.returncode == 3, done.stderr

@@ -299,7 +299,7 @@ class Faults:
 
 
 def _immortal(home: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "immortal.coordinator", "--home", str(home), *arguments]
+    return [sys.executable, "-m", "immortal", "--home", str(home), *arguments]
 
 
 def _pass_s(condition: Callable[[], bool], most_s: float) -> None:

@@ -126,7 +126,7 @@ class Machine:
     def run(self, arguments: list[str], output: Path) -> subprocess.Popen[bytes]:
         with output.open("ab") as file:
             return subprocess.Popen(
-                [*self._inside, sys.executable, "-m", "immortal.coordinator", *arguments],
+                [*self._inside, sys.executable, "-m", "immortal", *arguments],
                 cwd=self.folder,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,

@@ -59,7 +59,7 @@ class Service:
 
     def start(self) -> None:
         home = str(self.settings.folder.parent)
-        command = [sys.executable, "-m", "immortal.coordinator", "--home", home, "run", self.name, self._run.app]
+        command = [sys.executable, "-m", "immortal", "--home", home, "run", self.name, self._run.app]
         self._is_ready = False
         self._pids = {}
         repository = str(Path(__file__).parents[2])  # where the app's folder is the working one, ours must be found

@@ -49,7 +49,7 @@ def run(*command: str, root: Path = ROOT, **environment: str) -> list[str]:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    ignored = shutil.ignore_patterns("__pycache__", "_compiled", "pipeline", "bench", "sight", "replay")
+    ignored = shutil.ignore_patterns("__pycache__", "_compiled", "pipeline", "bench", "replay")
     shutil.copytree(ROOT / "immortal", tmp_path / "immortal", ignore=ignored)
     return tmp_path
 

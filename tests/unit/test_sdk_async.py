@@ -620,8 +620,8 @@ def test_signals_that_nobody_waits_for_are_kept_in_order(two: WaitingInstances) 
 
 @pytest.fixture
 def few_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(immortal.appsdk.waiting.events, "KEPT_SIGNALS_MAX", 3, raising=False)
-    monkeypatch.setattr(immortal.appsdk.waiting.events, "KEPT_SIGNALS_BYTES_MAX", 1000, raising=False)
+    monkeypatch.setattr(immortal.appsdk.waiting.impulses, "KEPT_SIGNALS_MAX", 3)
+    monkeypatch.setattr(immortal.appsdk.waiting.impulses, "KEPT_SIGNALS_BYTES_MAX", 1000)
 
 
 TOO_MANY = r"3 signals of 3 bytes wait for nobody, and with this one there would be more than 3"

@@ -614,7 +614,7 @@ def _own_alarm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """That of pytest's own limit is set aside: where somebody else has it, there is no limit."""
     handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
     left = signal.setitimer(signal.ITIMER_REAL, 0)
-    monkeypatch.setattr(time_limits, "LIMIT_S", 0.05)
+    monkeypatch.setattr(time_limits, "ENCODING_LIMIT_S", 0.05)
     yield
     signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, *left)

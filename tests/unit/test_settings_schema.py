@@ -40,8 +40,8 @@ class Extended(InstanceSettings, frozen=True, kw_only=True):
 
 @pytest.fixture
 def extended(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("config.reading", "config.writing", "cli.setting_options", "cli.settings"):
-        monkeypatch.setattr(f"immortal.coordinator.{module}.InstanceSettings", Extended)
+    for module in ("coordinator.config.settings_file", "cli.options", "cli.registration"):
+        monkeypatch.setattr(f"immortal.{module}.InstanceSettings", Extended)
 
 
 def all_settings(schema: type[Struct] = InstanceSettings) -> Iterator[Setting]:

@@ -62,7 +62,8 @@ class LogCapacity:
 
     def _reason(self, space: LogSpace, *, too_large: bool) -> str:
         if too_large:
-            what = f"its log takes {_mib(space.used_bytes)}, log_limit_mb is {_mib(self._limits.log_limit_bytes or 0)}"
+            limit_text = _mib_text(self._limits.log_limit_bytes or 0)
+            what = f"its log takes {_mib_text(space.used_bytes)}, log_limit_mb is {limit_text}"
         else:
             free, least = _mib_text(space.free_bytes), _mib_text(self._limits.disk_free_bytes_min)
             what = f"its disk has {free} left, disk_free_mb is {least}"

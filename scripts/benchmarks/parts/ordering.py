@@ -31,7 +31,7 @@ _READY_S = 60.0
 
 @contextlib.contextmanager
 def _running(home: Path, destinations: int) -> Iterator[None]:
-    coordinator = [sys.executable, "-m", "immortal.coordinator", "--home", str(home)]
+    coordinator = [sys.executable, "-m", "immortal", "--home", str(home)]
     apps = {"fan": "Fan"} | {f"d{number}": "Sink" for number in range(destinations)}
     quiet = subprocess.DEVNULL
     with contextlib.ExitStack() as stack:

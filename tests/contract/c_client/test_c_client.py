@@ -345,7 +345,7 @@ def test_a_client_replays_at_the_ports_that_it_has_in_service(house: House, clie
         coordinator.terminate()
         assert coordinator.ended()[0] == 0
 
-    command = [sys.executable, "-m", "immortal.coordinator", "--home", str(house.home)]
+    command = [sys.executable, "-m", "immortal", "--home", str(house.home)]
     command += ["replay", "alice", "--checkpoint", "1", "--app", "-"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as replay:
         assert replay.stderr is not None
