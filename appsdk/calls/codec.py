@@ -1,4 +1,4 @@
-"""Arguments: a MessagePack array, by position, encoded from the values and decoded by the handler's annotations.
+"""Arguments as MessagePack arrays: bound, encoded, decoded by the handler's annotations, and limited in depth.
 
 What a decoder lets through has the types that the handler asks for; trailing arguments may be missing where the handler
 has defaults for them. A sender does not check (its type checker does): the receiver must in any case.

@@ -1,4 +1,5 @@
-"""What becomes of a message that fails: its handler's policy, the verdict on it, and what its caller hears.
+"""Failed messages: the handler's policy, the verdict, and the exception as it goes to the caller and is made again
+there.
 
 A verdict goes into the log, so the text of an exception is taken once: with the same code it could be another one the
 next time. `docs/guide/errors.md` says what fails how.

@@ -1,4 +1,4 @@
-"""What the SDK does in a way that each replay has to do again, and may do otherwise in a log that is begun today."""
+"""Numbered rules that a log keeps from its beginning, and the names of the places that draw random numbers."""
 
 from __future__ import annotations
 

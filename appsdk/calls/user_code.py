@@ -1,4 +1,4 @@
-"""What user code raises, whatever its type: one rule for all that calls some.
+"""Runs user code: context variables of each run, which exceptions are the user's, and how a failure is reported.
 
 ``sys.exit()``, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError and each BaseException of a user's own are what
 a ValueError is: the run that raised it has failed, and the process goes on. What ends the process is a signal that asks

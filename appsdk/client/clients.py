@@ -1,4 +1,4 @@
-"""The client of plain code: calls wait for their replies, in any thread; a thread of its own does the talking."""
+"""The two clients over one connection: Client for threads, AsyncClient for asyncio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an instance is, and which keys it and its callers have: as the registry folder says, or as given by hand.
+"""Finds an instance: endpoints and keys from the registry folder or by hand, and whether its processes run.
 
 The registry folder is that of ``immortal register``: HOME/NAME.toml has the endpoint, HOME/NAME/public_keys the keys
 that the instance may show, HOME/WHO/keys/pairs the secret ones of whoever calls.

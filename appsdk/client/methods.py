@@ -1,4 +1,5 @@
-"""What a method is to a caller, and what a reply means: with the class at hand, or by the instance's own names."""
+"""Encodes the arguments of a call and decodes its reply, typed by the class or by names only; status and cancel
+requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbered requests of one client ID, without I/O: what is sent, sent again, and answered.
+"""Session of one client ID, without I/O: numbered requests that are sent, retransmitted and answered.
 
 A number is given to a call as it is first sent, so that one which was given up before leaves no gap. What is sent
 stays here until they are answered, whoever waits: the coordinator takes no later one before.

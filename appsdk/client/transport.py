@@ -1,4 +1,4 @@
-"""A connection over ZeroMQ: one DEALER, made anew when there is silence. Whoever drives it waits for its descriptor."""
+"""Drives a connection over ZeroMQ: one DEALER, reopened on silence, and the monitor that says why nothing comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dispatcher tells its transport."""
+"""Events from a dispatcher to its transport, and sampled handler times."""
 
 from __future__ import annotations
 

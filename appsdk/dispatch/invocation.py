@@ -1,4 +1,4 @@
-"""What handles the messages of one handler, by who waits for it: called with the instance and the arguments."""
+"""Calls one handler: by a fork, by a call that waits for the answer, or by a query beside the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The object that the handlers run on: made at the first start, restored, upgraded, and written into checkpoints."""
+"""Life cycle of the handlers' object: created, restored, upgraded (``@upgrades``), saved; when `@on_primary` hooks
+start."""
 
 from __future__ import annotations
 

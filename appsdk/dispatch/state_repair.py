@@ -1,4 +1,4 @@
-"""A state that can't be saved: since which message, and the state without that message.
+"""Repairs a state that can't be saved: finds the message that broke it and removes its effect.
 
 The app goes back to its last copy and over the records since, as it does behind a failure, but nothing that is made
 meanwhile leaves it. By trying to encode the state at some points, and then at some between two of these, it finds the

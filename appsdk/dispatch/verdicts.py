@@ -1,4 +1,4 @@
-"""The messages of one connection that fail: the verdicts that are known, and what is done about one more."""
+"""Verdicts on failed messages of one connection: which are known, and what a new one does."""
 
 from __future__ import annotations
 

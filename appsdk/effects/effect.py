@@ -1,4 +1,4 @@
-"""Effects: work in the outside world for an ``async def`` handler, which gets its logged result.
+"""An effect: what users say of it (Retry, options, context), the function, and the request that runs it.
 
     await self.effect(fetch, url)
     await self.effect.options(retry=Retry(attempts=5), timeout=timedelta(seconds=10))(fetch, url)

@@ -1,4 +1,4 @@
-"""Runs effects in the app's process: an ``async def`` on an asyncio loop, a ``def`` in a thread.
+"""Runs effects in the app's process, in threads or on an asyncio loop, or runs stand-ins in their place.
 
 Each attempt waits for one of the places, in order, runs, and answers, or leaves its place to others until the next
 attempt. A ``def`` goes from the handlers' thread into the one that runs it, and its result from there to where the

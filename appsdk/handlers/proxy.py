@@ -1,4 +1,4 @@
-"""Typed stand-ins: a peer's handlers to fork, one's own handlers, and the handle for impulses.
+"""Typed proxies of peers, own handlers and impulses, and the context that an instance gets them from.
 
 To a type checker ``peer(Counter, "counter")`` is the class Counter: ``self.counter.count.fork("text")`` is checked like
 a call, and ``await self.counter.count("text")`` is what ``count`` returns. At run time it is a :class:`PeerProxy`.

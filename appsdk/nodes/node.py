@@ -1,4 +1,4 @@
-"""What a class of nodes says of itself: its handlers and its state, checked when the class is made."""
+"""A class of nodes (handlers, state), the live nodes of an instance, and calls through handles."""
 
 from __future__ import annotations
 

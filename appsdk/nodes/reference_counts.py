@@ -1,4 +1,4 @@
-"""Who holds which handle: distributed reference counting as two pure state machines. `docs/NODES.md` says why it holds.
+"""Distributed reference counting of handles: its messages and two pure state machines. `docs/NODES.md`.
 
 :class:`Owner` counts, per holder, the copies of a handle that went to it; :class:`Holder` knows the copies that came.
 Messages go in, actions come out; no I/O, no time, no randomness. Their state is part of the app's checkpoint.

@@ -1,4 +1,4 @@
-"""How a dead member is expelled from a group, the part below the views; `docs/ORDERING.md` says why it is right.
+"""State of ordered multicast, kept in checkpoints, and the expulsion of a dead member from a group.
 
 A *fence* is a group, a member and the number of a view: no run of that group to that member, of views up to that one,
 is committed any more by a sender that knows of it. Who expels sets the fence at all other members. Once they have said

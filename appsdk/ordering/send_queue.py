@@ -1,4 +1,4 @@
-"""What an instance sends while multicasts of its own are on their way: which runs go now, and what waits behind them.
+"""Send queue of an instance: which runs of multicasts go out now, and what waits behind them.
 
 Pure, like :mod:`appsdk.ordering.machine`. All that waits is one list, in the order in which the handlers sent it:
 

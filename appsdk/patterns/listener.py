@@ -1,4 +1,4 @@
-"""The socket of a plain server of a pattern: bound, and with keys only for those who have some."""
+"""The socket of a plain server, and which callers it admits: CURVE keys from the registry folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an app is run, beside where: by option of ``python -m immortal.appsdk``, or in the environment."""
+"""Options of an app's run, from the command line or the environment, and ``--break``."""
 
 from __future__ import annotations
 

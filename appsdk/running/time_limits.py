@@ -1,4 +1,4 @@
-"""A thread that sees when a handler does not come back: it tells the coordinator, and where there is a limit, or the
+"""Time limits of handlers, queries and the encoding of the state. Time in a debugger does not count.
 coordinator has left, it ends the process, as a crash would.
 
 Handlers pay nothing for it: once in a while it looks which message is being handled. Time in a debugger does not count.

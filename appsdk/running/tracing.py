@@ -1,4 +1,4 @@
-"""A run that is looked at: it says which logged message made each call, and which one its handler failed at.
+"""Traced runs: which message made each call, and which operations of two runs over one log match.
 
 It also tells the numbers that it draws for what its handlers wait for, and takes those of another run
 (:mod:`immortal.appsdk.running.tracing`).

@@ -1,4 +1,4 @@
-"""The app's one connection: a blocking loop on the main thread between a socket and what the app does (`app_loop.py`).
+"""The app's one connection: mutual proof of the secret, then a blocking loop between a socket and the app.
 
 Two limits keep memory bounded. With OUTPUT_PENDING_BYTES_MAX not taken by the coordinator, no input is handled until it
 reads again (for however long: it pushes back when a peer is down). Up to INPUT_BUFFERED_BYTES_MAX the app goes on

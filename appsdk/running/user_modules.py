@@ -1,4 +1,5 @@
-"""The folder of the user's modules on ``sys.path``: behind Python's own modules, and what that hides in it.
+"""Loads the user's modules: the folder on ``sys.path``, and in a replay the code that ``--code`` names, with its
+digest.
 
 A file that has the name of one of Python's modules, or of one that is loaded already (this SDK, what it uses), is not
 what an ``import`` of that name gives. It does no harm, but for whoever means that file: they are told.

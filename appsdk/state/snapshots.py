@@ -1,4 +1,4 @@
-"""A checkpoint beside the handlers: a forked child encodes the state as it was, and writes it into a pipe.
+"""Copies of the state: by a forked child for a checkpoint, in memory to rewind to.
 
 The child has a copy of the process's memory and of its one thread; it shares pages with its parent until one of them
 writes. It encodes, writes and leaves: no handler of the parent's runs in it, no file of the parent's is open in it.

@@ -1,4 +1,4 @@
-"""A state as a tree of plain values, for people and for comparing: the same for the same state, in each process.
+"""A state as a tree of plain values, differences of two trees, and trees as rows of tables.
 
 Attributes of objects are :class:`Fields`, other mappings plain dicts, sequences lists, sets :class:`Members`; what has
 no such form (the serializer "pickle" allows any object) is taken apart as pickle would.

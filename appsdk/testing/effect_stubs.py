@@ -1,4 +1,4 @@
-"""Effects in a test: functions of the test's run in place of those that work in the outside world."""
+"""Effect stubs: functions of the test run in place of effects that work in the outside world."""
 
 from __future__ import annotations
 

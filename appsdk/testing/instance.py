@@ -1,4 +1,4 @@
-"""One instance of an environment, as a test holds it; and a call that it has on its way."""
+"""One instance of an environment as a test holds it: its calls, its on_primary hooks, its log in memory."""
 
 from __future__ import annotations
 

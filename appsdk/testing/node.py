@@ -1,4 +1,4 @@
-"""One instance of an environment: a real coordinator's machine, its log in memory, and the app of its current life."""
+"""One instance's machine, log and app in memory, and the plan that crashes it between two steps."""
 
 from __future__ import annotations
 

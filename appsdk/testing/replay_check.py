@@ -1,4 +1,5 @@
-"""A log through an app in this process, and the comparison with what the log says: what `immortal verify` does."""
+"""Replays a log, live or recorded, through a class in this process and compares calls and states, as `immortal verify`
+does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All instances of an environment, what is on its way between them, and the clock. One thread, no chance in it."""
+"""All instances of an environment, the network between them and the clock; single-threaded and deterministic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a value comes back from its bytes as what it is, types included; and bytes from which more values do.
+"""Encodes values so that they come back with their types, and decodes them by annotation.
 
 msgspec writes more than it reads back: a subclass as what is annotated, a tuple in ``Any`` as a list, a ``Decimal``
 there as a text. An :class:`AnnotatedForm` is what an annotation says about that. It looks at values level by level, at

@@ -1,4 +1,4 @@
-"""The codecs by type: of types that msgspec does not know by itself, ours and those that users register.
+"""Codecs by type, those of libraries loaded on demand, and former module paths.
 
 A codec makes a plain value of a value, which is encoded in its place, and reads it back by the annotation. What msgspec
 knows never comes here, so it costs nothing there. The codecs of libraries are loaded with the first class of theirs

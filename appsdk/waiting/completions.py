@@ -1,4 +1,4 @@
-"""How an ``async def`` handler has ended, for whoever waits for its answer."""
+"""How waits and handlers end: replies that arrive, answers to callers, orders of operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timers and schedules: what is due when. It reads no clock: an impulse in the log says what time it is."""
+"""Logged impulses that wake handlers: timers and schedules, results of effects, events and signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The waits that a journal knows: calls of other instances, one's own handlers, timers and events.
+"""Operations that a journal knows: calls, calls of nodes, steps, timers, events, signals; a rebuild compares with them.
 
 Effects are in :mod:`immortal.appsdk.waiting.impulses`.
 """

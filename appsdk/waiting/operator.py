@@ -1,4 +1,4 @@
-"""What the handlers of an instance wait for, in plain values: for `immortal handlers`.
+"""What operators see of waiting handlers, and the retry of their effects.
 
 Nothing here changes anything, and no handler sees it.
 """

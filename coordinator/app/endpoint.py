@@ -1,4 +1,4 @@
-"""What a coordinator's loop has of its app, whether that is another process or runs in this one."""
+"""The app as the loop sees it (AppInterface), and its implementation by sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connection with the app: what is to be sent waits here, and nothing here blocks."""
+"""Connections with the app: accepted, dialled, established."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schema says about its settings, one by one: for the reader and the writer, the command line and the docs."""
+"""Every setting of an instance, and how a schema is read as a list of settings."""
 
 from __future__ import annotations
 

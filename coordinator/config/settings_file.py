@@ -1,4 +1,4 @@
-"""A settings file is read strictly: what is not understood is an error that names the file, the line and the field."""
+"""Settings files: read strictly, written whole or not at all."""
 
 from __future__ import annotations
 

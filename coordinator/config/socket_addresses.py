@@ -1,4 +1,4 @@
-"""Where an app and its coordinator meet: what `app_host` stands for."""
+"""Addresses at which app, coordinator and operator meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of logs that this home did not make: to read one that pickle wrote is to run what somebody else put there."""
+"""Which logs were made here, their keys, and the refusal of pickled states of other logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much may be pending for each destination, and who waits for room."""
+"""Limits on what is pending for a destination and queued for a client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sockets have news, behind one descriptor.
+"""All connections of a messenger: the poller, its links, its listeners.
 
 ZeroMQ's descriptors tell of news once, and any call on a socket may take the news in. The rule that keeps
 wake-ups from being lost: a socket is in ``ready`` from the moment its descriptor, or a look at its events

@@ -1,4 +1,4 @@
-"""Which message IDs of one link have been seen, in two numbers, however many messages there are.
+"""Receiver's side of a link: duplicate detection, stored replies, callbacks.
 
 IDs grow by one. :class:`DuplicateTracker` takes a message once, wherever it comes in the order. Beside the highest ID
 seen it keeps the complement: those below it that have not been seen, few as most messages arrive. They are the bits

@@ -1,4 +1,4 @@
-"""An own thread for a messenger: waits, processes, and runs what other threads ask of the owner."""
+"""What other threads post to the messenger's owner, and the owner's thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a conversation is made of: messages for callbacks, and what their own callbacks get.
+"""Sender's side of a link: pending messages, retransmission, conversations.
 
 One side sends, the other replies. A reply may carry the ID of a callback: the next message to that receiver can address
 it, once. So either side goes on where it was, for as many turns as the two like.

@@ -1,4 +1,4 @@
-"""Who a messenger is, whom it lets in, and whom it expects to answer: CURVE keys and the names that they stand for.
+"""CURVE keys and roles, and the ZAP authenticator that admits callers.
 
 Keys are 32 bytes, here always as the 40 characters of their Z85 text.
 """

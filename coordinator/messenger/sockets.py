@@ -1,4 +1,4 @@
-"""What links and listeners share: counting, rate-limited warnings, endpoints, and taking one message from a
+"""ZeroMQ sockets: endpoints, monitors, the wake-up descriptor, listeners at inproc endpoints.
 ZeroMQ socket."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Prometheus is given: what `immortal status` shows, asked of the coordinator at each scrape; and, of notices, how
+"""Prometheus metrics: status, notices, durations, execution wait.
 many there were and how long things took. A new metric is a row of STATUS or TIMES; docs/guide/notices.md lists them.
 
 Only a coordinator that serves metrics imports this.

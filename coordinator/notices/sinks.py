@@ -1,4 +1,4 @@
-"""Where notices go, and how the parts around the core say theirs."""
+"""Sinks for notices: text and JSON lines, rate limit, readiness; set up once at the start."""
 
 from __future__ import annotations
 

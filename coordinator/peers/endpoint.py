@@ -1,4 +1,4 @@
-"""Frames to peers whose answer could not be read: sent again, at once the first time, then after longer and longer."""
+"""Frames to and from peers and clients: routes, keys, retransmission."""
 
 from __future__ import annotations
 

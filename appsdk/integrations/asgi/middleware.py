@@ -1,4 +1,4 @@
-"""What can go wrong with a call, in the words of HTTP: problem details (RFC 9457)."""
+"""ASGI middleware: idempotency keys of requests, and errors of calls as problem details (RFC 9457)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls that one request to a web server makes: their keys, and which errors are theirs."""
+"""Instances as web handlers name them: one connection per process, idempotency keys per request, limits on open calls."""
 
 from __future__ import annotations
 

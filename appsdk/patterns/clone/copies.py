@@ -1,4 +1,4 @@
-"""A copy of a table, followed by a thread: a mapping, the changes one by one, and the way to change the table."""
+"""Clone and AsyncClone: a followed copy of a table as a mapping, its changes one by one, and writes to the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a table knows, and what its handlers take and give."""
+"""Data model of a table: rows, keys and subtrees, entitlements, what handlers take and return, errors. No I/O."""
 
 from __future__ import annotations
 

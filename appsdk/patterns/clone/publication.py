@@ -1,4 +1,4 @@
-"""The rules of a publisher: who gets what of a table's changes, and when. No I/O, no clock.
+"""Rules of a publisher: who gets which change, and when. No I/O, no clock.
 
 publish(rows)   what has changed                 outgoing   frames for clients
 take(...)       what a client says               joined     streams that have begun

@@ -1,4 +1,4 @@
-"""The socket of a publisher, and who may talk to it. It has no loop: who owns it waits for its descriptor."""
+"""The publisher's socket, the feed from the table's handlers, and the thread that runs both in the table's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What streams with the same rights to the same subtrees get: made once, for all of them. No I/O, no clock."""
+"""Streams of a publisher and the views they share: parts are encoded once for all streams of one view. No I/O, no
+clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica's connection to one publisher after the other. It has no loop; used by one thread at a time."""
+"""Connects a replica to one publisher after another, found through the table or given by hand."""
 
 from __future__ import annotations
 

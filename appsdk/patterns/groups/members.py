@@ -1,4 +1,4 @@
-"""A group as classes declare it: its name, its first members and their class."""
+"""Groups: how classes declare them, and the handlers by which members agree on views and messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs: tasks, or their results, whose numbers follow each other, as one MessagePack array.
+"""Runs of tasks or results as one MessagePack array, sets of task numbers, limits and errors of the pattern.
 
 A cluster never looks at a task. It cuts an array where it has to, and passes the bytes on.
 """

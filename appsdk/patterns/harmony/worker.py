@@ -1,4 +1,4 @@
-"""A worker: a plain process that asks a cluster for tasks and gives back their results. It may die at any time."""
+"""Worker: a plain process that takes tasks from a cluster and returns results; WorkerProcesses restarts several."""
 
 from __future__ import annotations
 

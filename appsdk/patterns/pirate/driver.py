@@ -1,4 +1,4 @@
-"""A client's pool and its links together: does what the pool says, and tells it what has come. It has no loop."""
+"""Runs a pool over its links: Driver without a loop, ThreadedPool and AsyncPool on top of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way to one server: what a client's driver asks of it, and the one to a plain server, a DEALER.
+"""Links to one server: the protocol the driver uses, PlainLink (DEALER) and InstanceLink (a client connection).
 
 A DEALER of its own for each server: so a reply is of that server, and with keys nobody else can send one.
 """

@@ -1,4 +1,5 @@
-"""What a queue keeps, and what it says and is told: all of it plain values. Times: nanoseconds of the instance's time.
+"""Data model of a queue: its state, what handlers take and return, and its errors. Times in nanoseconds of the
+instance.
 
 A task is ``waiting``, ``delayed`` until ``due_ns``, or ``running``: it is open. It ends as ``done``, ``dead`` (a dead
 letter) or ``dropped``.

@@ -1,4 +1,4 @@
-"""Which task of a function is next: priorities, and limits by key.
+"""Decides which task of a function is next: priorities, and concurrency and rate limits by key.
 
 A lane is a function and a key. A task whose lane is closed is parked when its turn comes, and is back in the order once
 the lane opens, so a dispatch looks at no task twice in vain.

@@ -1,4 +1,4 @@
-"""What becomes of tasks: from their submission to their end, and until they are forgotten. Who does them is no matter.
+"""Life of a task from submission to end, and how long ended tasks and dead letters are kept.
 
 What lasts is in the :class:`Records`; the rest is an index of it.
 """
