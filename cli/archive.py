@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from immortal.cli.options import Moment, Time, complete_instance, instance_name, pass_registry, settings_with_log
-from immortal.cli.record_formatting import time_text
+from immortal.cli.options import Moment, complete_instance, instance_name, pass_registry, settings_with_log
 from immortal.coordinator.config import ConfigError, InstanceSettings, check_instance_name
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.moment import Time
+from immortal.presenters.records import time_text
 from immortal.protocol.command_line import FailedError, counted, echo, echo_json, json_option, size_text
 from immortal.protocol.errors import ImmortalError
 
@@ -251,11 +252,11 @@ def restore(
     name = name or _only_name(url)
     settings = registry.load(name)
     there = _archive(url, name, key_file, make=False)
-    from immortal.cli.status import age_text
     from immortal.coordinator.archive.chain import index_of
     from immortal.coordinator.archive.restore import restore as bring_back
     from immortal.coordinator.instances import own_logs
     from immortal.coordinator.log.open import place_of
+    from immortal.presenters.status import age_text
 
     _refuse_to_overwrite(settings)
     moments = there.moments()

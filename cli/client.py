@@ -12,8 +12,8 @@ import msgspec
 from immortal.appsdk.client import CallRaised, CallRefused, CallTimeout, connect, with_key
 from immortal.appsdk.state.tree import to_json, tree
 from immortal.cli.options import name_argument, pass_registry
-from immortal.cli.record_formatting import time_text
 from immortal.coordinator.instances.registry import Registry
+from immortal.presenters.records import time_text
 from immortal.protocol import decoding
 from immortal.protocol.command_line import Commands, FailedError, counted, echo, echo_json, json_option, print_table
 from immortal.protocol.safe_output import printable, printable_json, printable_json_text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,17 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from immortal.cli.options import (
-    InstanceCommandGroup,
-    app_name,
-    message_id,
-    name_argument,
-    operator_name,
-    settings_with_log,
-)
+from immortal.cli.options import InstanceCommandGroup, app_name, message_id, name_argument, settings_with_log
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
+from immortal.presenters.dead_letters import _method, _values, _why
+from immortal.presenters.status import operator_name
 from immortal.protocol.command_line import FailedError, counted, echo, echo_json, json_option, print_table
 from immortal.protocol.files import opener
 from immortal.protocol.safe_output import printable, printable_json
@@ -32,7 +26,6 @@ if TYPE_CHECKING:
     from immortal.coordinator.core.interfaces import Letter
     from immortal.coordinator.log import LogReader
     from immortal.pipeline.arguments import ArgumentDecoder
-    from immortal.protocol.verdicts import Verdict
 
 REQUEST_TIMEOUT_S = 60.0  # all of them may be many, and are answered once they are on disk
 WHY_SIZE_MAX = 100  # characters, in the table
@@ -77,12 +70,6 @@ _app_option = click.option(
 )
 _ids_argument = click.argument("ids", metavar="[ID]...", nargs=-1, callback=message_id)
 _all_option = click.option("--all", "all_of_them", is_flag=True, help="All that there are.")
-
-
-def dead_letter_rows(reader: LogReader, count_max: int) -> list[Values]:
-    """The oldest, with why as text. Raises LogError."""
-    found = (_values(letter, reader) for letter in itertools.islice(reader.letters(), count_max))
-    return [{**values, "method": _method(values), "why": _why(values)} for values in found]
 
 
 def _list(settings: InstanceSettings, as_json: bool) -> None:
@@ -221,7 +208,7 @@ def _reader(settings: InstanceSettings) -> LogReader:
 
 
 def _decoder(settings: InstanceSettings, app: str | None) -> ArgumentDecoder | None:
-    from immortal.cli.message_formatting import decoder_for
+    from immortal.pipeline.arguments import decoder_for
 
     return decoder_for(app, settings.app)
 
@@ -231,28 +218,8 @@ def _tell_problems(reader: LogReader) -> None:
         echo(f"warning: {problem}", err=True)
 
 
-def _values(letter: Letter, reader: LogReader) -> Values:
-    from immortal.cli.message_formatting import rpc_of
-    from immortal.cli.record_formatting import time_text
-
-    verdict = letter.verdict
-    rpc = rpc_of(verdict.message)
-    return {
-        "id": f"{verdict.sequence_id}:{verdict.message_index}",
-        "time": time_text(letter.time_ns),
-        "time_ns": letter.time_ns,
-        "method": verdict.method or None,
-        "method_id": rpc and rpc.method_id,
-        "from": _source(verdict, reader),
-        "kind": verdict.kind.name.lower(),
-        "cause": verdict.cause.name.lower() if verdict.cause else None,
-        "type": verdict.type_name or None,
-        "text": verdict.text,
-    }
-
-
 def _whole(letter: Letter, reader: LogReader, decoder: ArgumentDecoder | None) -> Values:
-    from immortal.cli.message_formatting import describe_message
+    from immortal.presenters.records import describe_message
 
     verdict = letter.verdict
     message = describe_message(verdict.message, decoder)
@@ -260,35 +227,6 @@ def _whole(letter: Letter, reader: LogReader, decoder: ArgumentDecoder | None) -
     if described["method"] is None:
         described["method"] = message["method"]
     return {**described, "message": message, "message_hex": verdict.message.hex(), "trace": verdict.trace}
-
-
-def _source(verdict: Verdict, reader: LogReader) -> str | None:
-    """Who sent it: an instance, "~" and a client's ID, or "an impulse"; None where its record is kept no longer."""
-    from immortal.coordinator.core.errors import LogError
-    from immortal.coordinator.log import verify_value
-    from immortal.protocol.trailer import BatchKind
-
-    sequence_id = verdict.sequence_id
-    try:
-        value = next(reader.values(sequence_id, sequence_id), None)
-        batches = [] if value is None else verify_value(value, sequence_id, reader.identity.committer_id)[1].batches
-    except LogError:
-        return None
-    index = verdict.message_index
-    for batch in batches:
-        if index < batch.count:
-            return "an impulse" if batch.kind == BatchKind.IMPULSES else batch.name or reader.identity.instance_name
-        index -= batch.count
-    return None
-
-
-def _method(values: Values) -> str:
-    return values["method"] or ("-" if values["method_id"] is None else f"method {values['method_id']}")
-
-
-def _why(values: Values) -> str:
-    raised = ": ".join(part for part in (values["type"], values["text"]) if part)
-    return f"{values['kind']}: {raised}" if raised else values["kind"]
 
 
 # --- for people ------------------------------------------------------------------------------------------------------

@@ -10,10 +10,23 @@ from typing import Any
 
 import click
 
-from immortal.cli.options import InstanceCommandGroup, name_argument, operator_name, pass_registry
+from immortal.cli.options import InstanceCommandGroup, name_argument, pass_registry
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
+from immortal.presenters.handlers import (
+    _second,
+    describe_wait_end,
+    format_caller,
+    format_next_run,
+    format_step,
+    format_wait,
+    format_waits,
+    place_in_words,
+    retry_problem,
+    with_times,
+)
+from immortal.presenters.status import operator_name
 from immortal.protocol import decoding
 from immortal.protocol.command_line import Commands, FailedError, counted, echo, echo_json, json_option, print_table
 from immortal.protocol.errors import ImmortalError
@@ -151,13 +164,6 @@ def retry_effect(settings: InstanceSettings, wanted: int) -> None:
     echo(printable(f"{settings.name}: {answer['text']}"))
 
 
-def retry_problem(name: str, answer: Values) -> str:
-    """Why no effect was tried; "" where one was."""
-    if "retried" not in answer:
-        return f"the app of {name!r} has an SDK that tries no effect at once: restart it with this one"
-    return "" if answer["retried"] else str(answer["text"])
-
-
 # --- asking the coordinator ------------------------------------------------------------------------------------------
 
 
@@ -189,61 +195,12 @@ def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
 # --- what a handler says ---------------------------------------------------------------------------------------------
 
 
-def with_times(value: Any) -> Any:
-    """Each time, ns since the Unix epoch, also as text."""
-    from immortal.cli.record_formatting import time_text
-
-    if isinstance(value, list):
-        return [with_times(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    times = {key[:-3]: time_text(one) for key, one in value.items() if key.endswith("_ns") and one is not None}
-    return {key: with_times(one) for key, one in value.items()} | times
-
-
-def format_waits(one: Values) -> str:
-    """Of an ordered multicast, with times."""
-    return printable(f"since {_second(one['since'])} it waits for {one['for']}: {one['what']} ({one['count']} wait)")
-
-
-def format_next_run(schedule: Values) -> str:
-    """With times."""
-    return "not begun" if schedule["due_ns"] is None else _second(schedule["due"])
-
-
-def _second(time: str) -> str:
-    return f"{time[:19]}Z"
-
-
 def _row(one: Values) -> tuple[str, ...]:
     waits = "\n".join(map(format_wait, one["waits"])) or "-"
     if one["cancelled"]:
         waits = f"cancelled {_second(one['cancelled'][-1]['time'])}, and goes on\n{waits}"
     at = "\n".join(place_in_words(frames[-1]) for frames in one["at"] if frames) or "-"
     return str(one["id"]), one["handler"], format_caller(one), _second(one["since"]), waits, at
-
-
-def format_caller(one: Values) -> str:
-    caller = one["caller"]
-    if caller is None:
-        return "nobody waits"
-    if caller == "":
-        return "itself"
-    return f"client {caller[1:]}" if caller.startswith("~") else str(caller)
-
-
-def format_wait(wait: Values) -> str:
-    kind, since = wait["kind"], _second(wait["since"])
-    if kind == "timer":
-        return f"until {_second(wait['due'])}, since {since}"
-    if kind == "effect":
-        tries = f", attempt {wait['attempt']}" if wait["attempt"] > 1 else ""
-        return f"{wait['for']}{tries}, since {since}"
-    return f"{wait['for']}, since {since}"
-
-
-def place_in_words(frame: Values) -> str:
-    return f"{frame['file']}:{frame['line']}  {frame['text']}"
 
 
 def _lines(name: str, one: Values) -> Iterator[str]:
@@ -276,34 +233,6 @@ def _lines(name: str, one: Values) -> Iterator[str]:
             yield f"    {frame['file']}:{frame['line']}, in {frame['function']}"
             if frame["text"]:
                 yield f"      {frame['text']}"
-
-
-def format_step(step: Values) -> str:
-    if not step["step"]:
-        return f"{step['time']}  cancelled"
-    came = "raised" if step["raised"] else "gave"
-    return f"{step['time']}  {step['what']} {came} {step['value']}"
-
-
-def describe_wait_end(name: str, number: int, wait: Values) -> str:
-    kind = wait["kind"]
-    if kind == "call":
-        to = wait["to"]
-        if not to:
-            return "ends with the answer of a handler of its own: it is in this list, called by itself"
-        return f"ends with the answer of {to}: 'immortal handlers {to}', 'immortal peers show {name}'"
-    if kind == "timer":
-        return f"ends at {wait['due']}"
-    if kind == "event":
-        return (
-            f"ends with self.signal({wait['event']!r}, ...), or 'immortal handlers {name} signal {number} EVENT VALUE'"
-        )
-    if kind == "effect":
-        if not wait["failure"]:
-            return "ends with its result, or when no attempt is left"
-        now = f"'immortal handlers {name} retry-effect {number}' makes the next attempt now"
-        return f"ends with its result, or when no attempt is left; the attempt before failed: {wait['failure']}; {now}"
-    return "-"
 
 
 # group: who is a member of a named group of ordered multicasts, and how one that is dead is expelled.

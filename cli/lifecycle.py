@@ -16,13 +16,14 @@ from typing import Any
 
 import click
 
-from immortal.cli.options import name_argument, operator_name, pass_registry
+from immortal.cli.options import name_argument, pass_registry
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import upgrade_mark
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.open import place_of
 from immortal.coordinator.operator import control
 from immortal.coordinator.service.supervisor import RESTART_SIGNAL
+from immortal.presenters.status import operator_name
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
 from immortal.protocol.files import ProcessFile, is_living
 from immortal.protocol.safe_output import printable

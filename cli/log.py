@@ -12,10 +12,10 @@ from msgspec.structs import asdict
 
 from immortal.cli.options import app_name, name_argument, pass_registry, settings_with_log
 from immortal.coordinator.config import InstanceSettings
-from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log_url import is_in_folder, log_of_instance, split_url
 from immortal.protocol.command_line import Commands, counted, echo, echo_json, json_option
+from immortal.replay.app_process import methods_of
 
 if TYPE_CHECKING:
     from immortal.coordinator.log.backend import Place
@@ -64,8 +64,8 @@ def show(
     if audit:
         _show_audit(settings, as_json)
         return
-    from immortal.cli.record_formatting import describe_record, record_lines
     from immortal.coordinator.instances import own_logs
+    from immortal.presenters.records import describe_record, record_lines
 
     methods = methods_of(settings.app, app)
     shown = 0
@@ -88,8 +88,8 @@ def show(
 
 
 def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
-    from immortal.cli.record_formatting import time_text
     from immortal.coordinator.instances import own_logs
+    from immortal.presenters.records import time_text
 
     with own_logs.open_reader(settings) as reader:
         entries = reader.audit()
@@ -103,25 +103,6 @@ def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
             echo(f"{time_text(entry.time_ns)}  {entry.who}  {entry.what}")
     if not entries:
         echo(f"nothing to show: no operator has changed anything in the log of {settings.name}", err=True)
-
-
-def methods_of(registered: str | None, given: str | None) -> Methods | None:
-    """What the class names; None where none is known. Raises ReplayError for one that was given and can't be found."""
-    from immortal.replay import ReplayError
-    from immortal.replay.app_process import method_names
-
-    app = given or registered
-    if app is None:
-        return None
-    try:
-        return method_names(app)
-    except ReplayError as error:
-        if given is not None:
-            raise
-        reason = str(error).rstrip("\n").split("\n")[-1]
-        echo(f"note: methods are shown by their numbers: {reason}", err=True)
-        echo("note: give the class with --app MODULE:CLASS, where it can be imported", err=True)
-        return None
 
 
 @log.command()

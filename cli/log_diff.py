@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from immortal.cli.record_formatting import describe_record, record_lines, time_text
 from immortal.coordinator.core.interfaces import CheckpointHeader
 from immortal.coordinator.log import LoggedValue, LogReader
+from immortal.presenters.records import describe_record, record_lines, time_text
 from immortal.protocol.command_line import counted
 from immortal.replay.log_diff import DAMAGE, LogDiff, RecordDifference
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from immortal.cli.options import app_name, name_argument, operator_name, pass_registry
-from immortal.cli.record_formatting import time_text
-from immortal.cli.status import clock_problem, format_unsaved
+from immortal.cli.options import app_name, name_argument, pass_registry
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import upgrade_mark
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.instances.upgrade_mark import UpgradeMark
 from immortal.coordinator.operator import control
+from immortal.presenters.records import time_text
+from immortal.presenters.status import clock_problem, format_paused, format_resumed, format_unsaved, operator_name
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
 from immortal.protocol.safe_output import printable
 
@@ -195,26 +195,6 @@ def _ask(registry: Registry, name: str, verb: str) -> Values:
     if "error" in answer:
         raise FailedError(str(answer["error"]))
     return answer
-
-
-def format_paused(answer: Values) -> str:
-    """What came of a pause."""
-    if answer["changed"]:
-        return "paused; what comes in is logged, and waits until it is resumed"
-    return f"it is paused already, by {_by_and_since(answer['paused'])}"
-
-
-def format_resumed(answer: Values) -> str:
-    """What came of a resume."""
-    if answer["changed"]:
-        return f"resumed; it was paused by {_by_and_since(answer['paused'])}"
-    return "it was not paused: there is nothing to resume"
-
-
-def _by_and_since(paused: Values) -> str:
-    from immortal.cli.record_formatting import time_text
-
-    return f"{paused['by']} since {time_text(paused['since_ns'])}"
 
 
 # clock: what a running instance makes of its machine's clock.

@@ -10,17 +10,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 import click
-from msgspec import Struct
 
 from immortal.coordinator.config import ConfigError, InstanceSettings, check_instance_name
 from immortal.coordinator.config.schema import Setting, settings_of
 from immortal.coordinator.config.socket_addresses import UNIX
 from immortal.coordinator.config.values import WrongValueError, check_app
 from immortal.coordinator.instances.registry import Registry, RegistryError
+from immortal.coordinator.log.moment import MomentError, Time, parse_moment
 from immortal.coordinator.log_url import is_in_folder
 from immortal.coordinator.notices import LOG_FORMATS, LOG_LEVELS
 from immortal.protocol.command_line import Commands
@@ -132,20 +131,6 @@ def settings_with_log(registry: Registry, name: str) -> InstanceSettings:
     return settings
 
 
-def operator_name() -> str:
-    """Who runs this command, for the log."""
-    import pwd
-
-    try:
-        login = os.getlogin()
-    except OSError:  # no terminal
-        try:
-            login = pwd.getpwuid(os.getuid()).pw_name
-        except KeyError:
-            login = "somebody"
-    return f"{login} (uid {os.getuid()}, process {os.getpid()})"
-
-
 pass_registry = click.make_pass_decorator(Registry)
 
 
@@ -243,15 +228,6 @@ def said(options: Mapping[str, Any]) -> dict[str, Any]:
 # A moment of a log as people type it: a record's number, or a time.
 
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-
-
-class Time(Struct, frozen=True):
-    """``ns`` since 1970, UTC."""
-
-    ns: int
-
-
 class Moment(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
     """SEQ or TIME: a sequence ID as an int, or a :class:`Time`. A time without a zone is UTC."""
 
@@ -260,15 +236,10 @@ class Moment(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Time:
         if isinstance(value, int | Time):
             return value
-        text = str(value)
-        if text.isascii() and text.isdecimal() and len(text) < 19:
-            return int(text)
         try:
-            time = datetime.fromisoformat(text)
-        except ValueError:
-            self.fail(f"{text!r}: a record's number, or a time such as 2026-01-31T12:00:00Z, was expected", param, ctx)
-        since = (time if time.tzinfo is not None else time.replace(tzinfo=UTC)) - _EPOCH
-        return Time(since // timedelta(microseconds=1) * 1_000)
+            return parse_moment(str(value))
+        except MomentError as error:
+            self.fail(str(error), param, ctx)
 
 
 # A progress bar for what takes long: on stderr, and only on a terminal.

@@ -13,6 +13,7 @@ from immortal.cli.options import instance_name, name_argument, pass_registry
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
+from immortal.presenters.peers import Peer, consequences, live_peers
 from immortal.protocol.command_line import (
     Commands,
     FailedError,
@@ -27,8 +28,6 @@ from immortal.protocol.safe_output import printable
 
 if TYPE_CHECKING:
     from immortal.coordinator.core.interfaces import LogSummary
-
-Peer = dict[str, Any]
 
 
 @click.group(cls=Commands)
@@ -173,28 +172,6 @@ def _nothing_known(name: str, peer: str) -> FailedError:
     return FailedError(f"{name!r} has heard nothing of {peer!r} yet: there is nothing to reset")
 
 
-def consequences(name: str, peer: str, known: Peer) -> Iterator[str]:
-    """What a reset may lose or double, in figures."""
-    acknowledged, made, received = known["acknowledged"], known["made"], known["received"]
-    yield f"this makes {name} forget which log {peer} has (committer {known['committer_id']}):"
-    if acknowledged is not None:
-        yield (
-            f"  {name} to {peer}: the first {acknowledged} calls, which {peer} acknowledged, are not sent again: what"
-            f" its log has not is lost to it"
-        )
-        waiting = "" if made is None else f" ({made - acknowledged} of {made})"
-        yield (
-            f"    what is not acknowledged{waiting} is sent to the log that {peer} has then; any of it that is there"
-            f" already is executed twice"
-        )
-    if received is not None:
-        yield (
-            f"  {peer} to {name}: {received} calls are here; a new log of {peer} begins with its call 1, and what"
-            f" it makes again is executed twice"
-        )
-    yield f"  if {peer} turns out to have the log that it had, whole, nothing is lost or doubled"
-
-
 def _reset_live(settings: InstanceSettings, peer: str) -> bool:
     """Whether a running coordinator has done it."""
     if control.running(settings.folder) is None:
@@ -236,17 +213,6 @@ def _reclaim_stopped(settings: InstanceSettings) -> None:
         store.commit(reclaim_transaction(store.summary()))
     finally:
         store.close()
-
-
-def live_peers(settings: InstanceSettings) -> dict[str, Peer] | None:
-    """None where no coordinator runs."""
-    if control.running(settings.folder) is None:
-        return None
-    try:
-        found: dict[str, Peer] = control.query(settings.folder, "peers")["peers"]
-    except control.NotRunningError:
-        return None  # it stopped just now
-    return found
 
 
 def _stopped_peers(settings: InstanceSettings, registry: Registry) -> dict[str, Peer]:

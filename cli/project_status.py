@@ -50,9 +50,9 @@ def ps(ctx: click.Context, path: Path | None, as_json: bool) -> None:
 
 
 def _row(registry: Registry, name: str, states: Mapping[str, str]) -> dict[str, Any]:
-    from immortal.cli.status import instance_status
     from immortal.coordinator.instances.registry import UnknownInstanceError
     from immortal.coordinator.operator import control
+    from immortal.presenters.status import instance_status
 
     try:
         settings = registry.load(name)

@@ -11,21 +11,14 @@ import click
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from immortal.cli.options import (
-    Advance,
-    message_id,
-    name_argument,
-    operator_name,
-    pass_registry,
-    progress_bar,
-    settings_with_log,
-)
+from immortal.cli.options import Advance, message_id, name_argument, pass_registry, progress_bar, settings_with_log
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.errors import LogLockedError
 from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, is_outside
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
+from immortal.presenters.status import operator_name
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
 from immortal.protocol.errors import ImmortalError
@@ -337,8 +330,8 @@ def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reas
 
 def _skip_verdict(store: LogStore, name: str, sequence_id: int, index: int, reason: str) -> Verdict:
     """Raises FailedError where that message can't be skipped."""
-    from immortal.cli.message_formatting import rpc_of, waiting_caller
     from immortal.coordinator.log.record_contents import batches, message_at, record_of
+    from immortal.presenters.records import rpc_of, waiting_caller
     from immortal.protocol.messages import MessageType, RpcKind
     from immortal.protocol.verdicts import LETTER_SIZE_BYTES_MAX, Verdict, VerdictKind
 

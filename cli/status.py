@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from msgspec.structs import asdict
 
-from immortal.cli.handlers import format_waits
 from immortal.cli.options import complete_instance, instance_name, name_argument, pass_registry
-from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.life_cycle.session import WORKS, Phase
-from immortal.coordinator.instances import upgrade_mark
 from immortal.coordinator.instances.follower_places import FOLDER_NAME
-from immortal.coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME, Registry
+from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
-from immortal.protocol.client_frames import CLIENTS
+from immortal.presenters.handlers import format_waits
+from immortal.presenters.status import _keys, age_text, format_unsaved, instance_status, multicasts, problems
 from immortal.protocol.command_line import (
     FailedError,
-    counted,
     echo,
     echo_json,
     json_option,
@@ -32,18 +26,13 @@ from immortal.protocol.command_line import (
     print_table,
     size_text,
 )
-from immortal.protocol.errors import ImmortalError
 from immortal.protocol.safe_output import printable
 
 if TYPE_CHECKING:
-    from immortal.coordinator.core.interfaces import LogSummary
+    pass
 
 
-NOT_STARTED = "not started yet"
-STOPPED = "stopped"
-STARTING = "starting"
 ASKED_AT_ONCE_MAX = 8
-APP_TIMEOUT_S = 2.0
 SLOW_COMMIT_MS = 50  # a disk that syncs takes 0.1 to 10 ms
 
 
@@ -69,128 +58,6 @@ def status(registry: Registry, name: str | None, as_json: bool) -> None:
             for reminder in _keys(registry.home / client).get("key_reminders", ()):
                 echo(f"{client}: {reminder}")
     sys.exit(1 if any("error" in row for row in rows) else 0)
-
-
-def instance_status(registry: Registry, name: str) -> dict[str, Any]:
-    """The fields of a live instance's own answer, or as many of them as the log holds; "error" if there are none."""
-    try:
-        settings = registry.load(name)
-        row = _live_status(settings) or _stopped_status(settings)
-        return row | _supervisor(settings, row) | _upgrade(settings) | _keys(settings.folder)
-    except (ImmortalError, OSError) as error:  # another user's, say
-        return {"name": name, "phase": "unknown", "error": str(error)}
-
-
-def _live_status(settings: InstanceSettings) -> dict[str, Any] | None:
-    found = control.running(settings.folder)
-    if found is None:
-        return None
-    try:
-        row = {"pid": found.pid, **control.query(settings.folder, "status")}
-    except control.NotRunningError:
-        return None  # it stopped just now
-    return row | ({} if row.get("app_silent_s") else multicasts(settings))
-
-
-def multicasts(settings: InstanceSettings) -> dict[str, Any]:
-    """Whom the instance waits for with ordered multicasts. Only its app knows that; who does not say does not wait."""
-    try:
-        found = control.query(settings.folder, "handlers", APP_TIMEOUT_S).get("multicasts")
-    except (ImmortalError, OSError):
-        return {}
-    from immortal.cli.handlers import with_times
-
-    return {"multicasts": [with_times(one) for one in found]} if found else {}
-
-
-def _keys(folder: Path) -> dict[str, Any]:
-    """What is due with the keys of an instance, or of a client."""
-    if not (folder / PUBLIC_KEYS_FILE_NAME).exists():
-        return {}
-    from immortal.coordinator.peers import keys  # needs ZeroMQ, whose loading takes long
-
-    try:
-        file = keys.read_public_file(folder)
-    except keys.KeysError as error:
-        return {"key_reminders": [str(error)]}
-    found = list(keys.reminders(file, keys.today(), keys.AGE_DAYS_MAX, keys.SOON_DAYS))
-    return {"key_reminders": found} if found else {}
-
-
-def _supervisor(settings: InstanceSettings, row: dict[str, Any]) -> dict[str, Any]:
-    """The process of `immortal run`, if there is one; between two starts it is all that runs."""
-    found = control.supervisor(settings.folder)
-    if found is None:
-        return {}
-    return {"supervisor_pid": found.pid} | ({} if "pid" in row else {"phase": STARTING})
-
-
-def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
-    """The upgrade that is asked for, or has failed."""
-    mark = upgrade_mark.read(settings.folder)
-    if mark is None:
-        return {}
-    return {"upgrade_to": mark.to} if mark.pending else {"upgrade_to": mark.to, "upgrade_problem": mark.problem}
-
-
-def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
-    from immortal.coordinator.core.interfaces import IMPULSES, ONESELF
-    from immortal.coordinator.instances import own_logs
-    from immortal.coordinator.log.open import log_exists, place_of
-
-    if not log_exists(settings.log):
-        return {"name": settings.name, "phase": NOT_STARTED}
-    with own_logs.open_reader(settings) as reader:
-        summary = reader.summary()
-        problems = list(reader.problems)
-    place = place_of(settings.log)
-    holder = place.holder() if place.is_shared else None
-    sources = dict(summary.sources)
-    impulses = sources.pop(IMPULSES, None)
-
-    def named(peer: str) -> str:
-        return settings.name if peer == ONESELF else peer
-
-    row: dict[str, Any] = {
-        "name": settings.name,
-        "phase": STOPPED if holder is None else f"at {holder}",
-        "committer_id": summary.committer_id,
-        "epoch": summary.epoch,
-        "sequence_id": summary.last_sequence_id,
-        "version": summary.versions[-1].version if summary.versions else None,
-        "checkpoint": None,
-        "inputs": {named(source): {"position": one.position} for source, one in sources.items()},
-        "outputs": {named(to): {"acknowledged": position} for to, position in summary.acknowledged.items()},
-    }
-    if ONESELF in sources:  # its receiver is this log
-        row["outputs"][settings.name] = {"acknowledged": sources[ONESELF].position}
-    if impulses is not None:
-        row["impulses"] = impulses.position  # to oneself, so far
-    if summary.checkpoints:
-        newest = summary.checkpoints[-1]
-        row["checkpoint"] = {
-            "id": newest.checkpoint_id,
-            "sequence_id": newest.sequence_id,
-            "size_bytes": newest.size_bytes,
-            "age_s": round(max(0.0, time.time() - newest.time_ns / 1e9), 3),
-        }
-        for to, mark in newest.outputs.items():
-            row["outputs"].setdefault(named(to), {})["position_at_checkpoint"] = mark.position
-    if problems:
-        row["problems"] = problems
-    return row | _failures(summary)
-
-
-def _failures(summary: LogSummary) -> dict[str, Any]:
-    """What a live coordinator says of messages that failed, as far as the log has it."""
-    row: dict[str, Any] = {}
-    if summary.verdicts:
-        row["verdicts"] = dict(Counter(one.kind.name.lower() for one in summary.verdicts))
-    if summary.letters:
-        row["letters"] = {"count": len(summary.letters), "bytes": sum(summary.letters.values())}
-    if summary.suspect.runs_count:
-        row["suspect"] = asdict(summary.suspect)
-    return row
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
@@ -259,108 +126,6 @@ def _output(one: dict[str, Any]) -> str:
     if one.get("spilled_bytes"):
         text += f", {size_text(one['spilled_bytes'])} of it on disk"
     return text
-
-
-def problems(row: dict[str, Any]) -> list[str]:
-    """What is wrong with an instance, in words, each with its name and where one is known a way out."""
-    found = [f"{row['name']}: {problem}" for problem in row.get("problems", ())]
-    if row.get("held_up_for"):
-        limits = "peer_buffer_mib_max and spill_limit_mb"
-        found.append(
-            f"{row['name']}: its app is held up: too much waits for {', '.join(row['held_up_for'])} ({limits})"
-        )
-    if paused := row.get("paused"):
-        from immortal.cli.record_formatting import time_text
-
-        by = f"paused by {paused['by']} since {time_text(paused['since_ns'])}"
-        found.append(f"{row['name']}: {by}; what comes in is logged, and waits ('immortal resume {row['name']}')")
-    for one in row.get("multicasts", ()):
-        from immortal.cli.handlers import format_waits
-
-        found.append(f"{row['name']}: {format_waits(one)}")
-    if unsaved := format_unsaved(row):
-        found.append(f"{row['name']}: {unsaved}")
-    if (row.get("log") or {}).get("full"):
-        found.append(f"{row['name']}: no input is taken from peers, and no impulses: {row['log']['full']}")
-    if row.get("log_silent_s") is not None:
-        found.append(f"{row['name']}: the log does not answer since {age_text(row['log_silent_s'])} ago, trying again")
-    clock = row.get("clock") or {}
-    if clock.get("ahead_s"):
-        found.append(f"{row['name']}: {clock_problem(clock)} ('immortal clock {row['name']}')")
-    if row.get("upgrade_problem"):
-        failed = f"the upgrade to version {row['upgrade_to']} failed: {row['upgrade_problem']}"
-        found.append(f"{row['name']}: {failed} ('immortal upgrade {row['name']} --cancel' forgets it)")
-    found += [f"{row['name']}: {said}" for said in (*row.get("key_reminders", ()), *_failed(row))]
-    found += [
-        f"{row['name']} to {to}: {one['error']}" for to, one in row.get("outputs", {}).items() if one.get("error")
-    ]
-    return found + ([f"{row['name']}: {row['error']}"] if "error" in row else [])
-
-
-def format_unsaved(row: dict[str, Any]) -> str:
-    """Since which message there are no checkpoints, what that costs and what helps; "" where there are."""
-    unsaved = row.get("unsaved")
-    if not unsaved:
-        return ""
-    since = f"for {age_text(unsaved['for_s'])}, its state can't be saved: {unsaved['since']}"
-    return f"no checkpoints {since}; {unsaved['costs']}. What helps: {unsaved['ways_out']}"
-
-
-def clock_problem(clock: dict[str, Any]) -> str:
-    """The machine's clock is not the instance's: what is done about that."""
-    ahead_s = clock["ahead_s"]
-    way = f"{age_text(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} the instance's time"
-    if clock.get("slowed"):
-        return f"the machine's clock is {way}, which runs 5 % slower until both agree"
-    left_s = max(0.0, clock["hold_s"] - clock["held_s"])
-    return f"the machine's clock is {way}, and not believed for {age_text(left_s)} more"
-
-
-def _failed(row: dict[str, Any]) -> Iterator[str]:
-    """What the app has been handling for long, what may have ended it, and how many calls failed."""
-    handling, suspect = row.get("handling"), row.get("suspect")
-    letters, verdicts = row.get("letters") or {}, row.get("verdicts") or {}
-    if handling:
-        caller = handling.get("caller")
-        who = "itself" if not caller else str(caller)
-        who = f"the client {who[1:]}" if who.startswith(CLIENTS) else who
-        by = "" if caller is None else f", called by {who}"
-        what = handling.get("method") or "a message"
-        yield f"handling {what} for {handling.get('for_s', 0):.0f} s, record {handling.get('record')}{by}"
-    if suspect and suspect.get("runs_count"):
-        yield f"its app has ended without a word {_times(suspect['runs_count'])}{_place(suspect)}"
-    for caller, deaths in (row.get("deaths_caused") or {}).items():
-        yield f"calls of {caller} have ended its app {'once' if deaths == 1 else f'{deaths} times'}"
-    if nested := row.get("nested"):
-        senders = ", ".join(f"{count} of {caller}" for caller, count in nested.items())
-        yield f"messages that were refused as they are nested too deeply: {senders}"
-    failed = {kind: count for kind, count in verdicts.items() if isinstance(count, int) and count}
-    if failed:
-        yield f"calls that failed: {', '.join(f'{count} {kind}' for kind, count in failed.items())}"
-    if letters.get("count"):
-        size, dropped = size_text(letters.get("bytes", 0)), letters.get("dropped")
-        more = f"; dropped for lack of room: {dropped}" if dropped else ""
-        count = counted(letters["count"], "dead letter")
-        yield f"{count}, {size}{more} ('immortal dead-letters {row['name']}' shows them)"
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times in a row"
-
-
-def _place(suspect: dict[str, Any]) -> str:
-    if suspect.get("sequence_id", -1) < 0:
-        return f", at a record up to {suspect['last_sequence_id']}" if suspect.get("last_sequence_id", -1) >= 0 else ""
-    index = suspect.get("message_index", -1)
-    return f", at record {suspect['sequence_id']}" + ("" if index < 0 else f", message {index}")
-
-
-def age_text(age_s: float) -> str:
-    """In its largest unit: "3 d", "4 h", "5 min", "6 s"."""
-    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if age_s >= length_s:
-            return f"{age_s / length_s:.0f} {unit}"
-    return f"{age_s:.0f} s"
 
 
 # health: whether an instance lives, and whether it is ready, as an exit status for probes.

@@ -13,9 +13,10 @@ from typing import IO, TYPE_CHECKING, cast
 
 import click
 
-from immortal.cli.options import Moment, Time, complete_instance, instance_name, pass_registry, settings_with_log
+from immortal.cli.options import Moment, complete_instance, instance_name, pass_registry, settings_with_log
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.moment import Time
 from immortal.protocol.command_line import Commands, FailedError, counted, echo
 from immortal.protocol.timings import FOLDER_NAME
 
@@ -101,8 +102,8 @@ def export(
 def _source(
     registry: Registry, name: str, first: int | Time | None, last: int | Time | None, stack: ExitStack
 ) -> Source:
-    from immortal.cli.log import methods_of
     from immortal.coordinator.log.record_decoder import first_record_at
+    from immortal.replay.app_process import methods_of
     from immortal.replay.trace.messages import Source
 
     settings = settings_with_log(registry, name)

@@ -17,17 +17,15 @@ from immortal.cli.options import (
     settings_with_log,
     trust_pickle_option,
 )
-from immortal.cli.what_if_report import Report
 from immortal.coordinator.core.output.output_check import Divergence, OutputDivergenceError
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
-from immortal.coordinator.log import LogReader
-from immortal.protocol.command_line import FailedError, counted, echo, echo_json, json_option
+from immortal.presenters.what_if import Report, cone_of
+from immortal.protocol.command_line import FailedError, echo, echo_json, json_option
 from immortal.replay import OWN_VERSION, AppCommand
 from immortal.replay.app_process import default_app
-from immortal.replay.comparison import Kind, Side
-from immortal.replay.findings import POSITIONS_MAX
-from immortal.replay.what_if import WhatIf, plan_what_if, run_what_if
+from immortal.replay.comparison import Side
+from immortal.replay.what_if import plan_what_if, run_what_if
 
 
 class _Version(click.ParamType):  # type: ignore[type-arg]
@@ -131,19 +129,6 @@ def what_if(
             for line in report.lines():
                 echo(line)
     sys.exit(report.exit_status)
-
-
-def cone_of(registry: Registry, name: str, outcome: WhatIf, reader: LogReader) -> dict[str, Any]:
-    """What followed from the calls that differ, as :func:`immortal.replay.trace.cone.values`."""
-    from immortal.replay.trace.cone import follow, values
-
-    findings = outcome.findings
-    found = follow(registry, name, findings.positions, reader)
-    if not findings.has_all_positions:
-        found.notes.append(f"of the calls that differ the first {POSITIONS_MAX:,} that were found are followed")
-    if added := findings.count(Kind.ADDED):
-        found.notes.append(f"{counted(added, 'call')} would come in addition: no log says what would follow from that")
-    return values(found)
 
 
 def _divergence_text(divergence: Divergence, name: str, old_app: str) -> str:

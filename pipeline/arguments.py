@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +12,17 @@ import msgspec
 
 from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.handlers.proxy import method_names
-from immortal.appsdk.running.runner import load
+from immortal.appsdk.running.runner import load, load_or_report
 from immortal.appsdk.types.handles import read_extension
 from immortal.appsdk.types.registry import show_custom
 from immortal.pipeline.errors import SourceError
 from immortal.protocol import decoding
-from immortal.protocol.messages import RpcKind, RpcType
+from immortal.protocol.command_line import FailedError, echo
+from immortal.protocol.errors import ImmortalError
+from immortal.protocol.messages import (
+    RpcKind,
+    RpcType,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +106,25 @@ def decode_targets(option: str) -> dict[str, str]:
             raise SourceError(f"option decode: {option!r}: module:Class, or NAME=module:Class,... was expected")
         targets[name.strip()] = target.strip()
     return targets
+
+
+def decoder_for(given: str | None, registered: str | None) -> ArgumentDecoder | None:
+    """By the class that was ``given`` (--app), or the one in the settings; None where there is none to be had.
+
+    Raises FailedError for a ``given`` one that can't be used. What the module prints as it is imported goes to stderr.
+    """
+    app = given or registered
+    if app is None:
+        return None
+    with contextlib.redirect_stdout(sys.stderr):
+        cls = load_or_report(app)
+        if cls is not None:
+            try:
+                definition: Definition = definition_of(cls)
+                definition.resolve(names_may_be_missing=False)
+                return ArgumentDecoder(definition)
+            except ImmortalError as error:
+                echo(f"{app}: {error}", err=True)
+    if given is not None:
+        raise FailedError(f"{given} can't be used to decode arguments: see above")
+    return None

@@ -41,7 +41,7 @@ def make_views(
     place.mkdir(parents=True, exist_ok=True)
     order = {"home": str(home), "folder": str(place), "tables": list(tables), "at": str(at), "names": list(instances)}
     done = subprocess.run(
-        [sys.executable, "-m", "immortal.cli.sql"],
+        [sys.executable, "-m", "immortal.pipeline.sql.opening"],
         input=json.dumps(order),
         capture_output=True,
         text=True,

@@ -19,6 +19,7 @@ from msgspec.structs import asdict
 
 from immortal.coordinator.app.secret import SECRET_FILE_VARIABLE
 from immortal.coordinator.config import InstanceSettings
+from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.service.process import die_with_parent
 from immortal.protocol import decoding
@@ -343,3 +344,22 @@ def _inspect(*arguments: str, what: str = "the state", code: Path | None = None)
         return decoding.load_json(done.stdout)
     except ValueError as error:
         raise ReplayError(f"{what} can't be looked into: the answer is no JSON: {error}") from None
+
+
+def methods_of(registered: str | None, given: str | None) -> Methods | None:
+    """What the class names; None where none is known. Raises ReplayError for one that was given and can't be found."""
+
+    from immortal.protocol.command_line import echo  # loads click
+
+    app = given or registered
+    if app is None:
+        return None
+    try:
+        return method_names(app)
+    except ReplayError as error:
+        if given is not None:
+            raise
+        reason = str(error).rstrip("\n").split("\n")[-1]
+        echo(f"note: methods are shown by their numbers: {reason}", err=True)
+        echo("note: give the class with --app MODULE:CLASS, where it can be imported", err=True)
+        return None

@@ -11,12 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from immortal.cli.handlers import retry_problem
-from immortal.cli.operations import format_paused, format_resumed
-from immortal.cli.options import operator_name
-from immortal.cli.peers import consequences, live_peers
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.operator import control
+from immortal.presenters.handlers import retry_problem
+from immortal.presenters.peers import consequences, live_peers
+from immortal.presenters.status import format_paused, format_resumed, operator_name
 from immortal.protocol import decoding
 from immortal.protocol.command_line import counted
 from immortal.protocol.errors import ImmortalError

@@ -11,9 +11,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from immortal.cli.status import NOT_STARTED, STOPPED, age_text, instance_status, problems
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
+from immortal.presenters.status import NOT_STARTED, STOPPED, age_text, instance_status, problems
 from immortal.protocol.command_line import size_text
 from immortal.protocol.errors import ImmortalError
 from immortal.web.log_messages import Logs

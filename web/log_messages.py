@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, structs
 
-from immortal.cli.record_formatting import describe_record
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.log import log_exists
 from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.coordinator.log.identity import logged_time_ns, verify_value
+from immortal.presenters.records import describe_record
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.trailer import BatchKind, BatchSource
 from immortal.replay import ReplayError

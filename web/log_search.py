@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from immortal.cli.record_formatting import describe_record
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.instances.registry import Registry
+from immortal.presenters.records import describe_record
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
 from immortal.web.errors import WebError

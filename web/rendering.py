@@ -13,8 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from starlette.responses import HTMLResponse
 
-from immortal.cli.record_formatting import time_text
-from immortal.cli.status import age_text
+from immortal.presenters.records import time_text
+from immortal.presenters.status import age_text
 from immortal.protocol.command_line import size_text
 from immortal.protocol.safe_output import printable
 

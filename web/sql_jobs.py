@@ -11,12 +11,12 @@ import sys
 import threading
 from typing import Any
 
-import click
 import msgspec
 
-from immortal.cli.options import Moment, Time
-from immortal.cli.sql import cell, opened, wrong_query
 from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log.moment import Time, parse_moment
+from immortal.pipeline.sql.opening import open_sql, wrong_query
+from immortal.presenters.records import cell
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
 from immortal.web.errors import WebError
@@ -117,16 +117,16 @@ class Found(msgspec.Struct):
 
 
 def run(order: SqlOrder) -> Found:
-    """Raises ImmortalError, click.ClickException."""
-    at: int | Time | None = Moment().convert(order.at, None, None) if order.at else None
-    with opened(Registry(order.home), order.names, at, order.query) as database:
+    """Raises ImmortalError."""
+    at: int | Time | None = parse_moment(order.at) if order.at else None
+    with open_sql(Registry(order.home), order.names, at, order.query) as database:
         import duckdb
 
         database.seal(MEMORY_MB // 2)
         try:
             statements = database.connection.extract_statements(order.query)
             if [one.type for one in statements] != [duckdb.StatementType.SELECT]:
-                raise click.ClickException("one query that only reads was expected, such as select ... from ...")
+                raise WebError("one query that only reads was expected, such as select ... from ...")
             made = database.connection.sql(order.query)
             rows = made.fetchmany(ROWS_SHOWN_MAX + 1)
         except duckdb.Error as error:
@@ -157,8 +157,6 @@ def main() -> None:
         answer = {"error": f"it needs more than {MEMORY_MB} MiB of memory"}
     except (ImmortalError, OSError) as error:
         answer = {"error": str(error)}
-    except click.ClickException as error:
-        answer = {"error": error.format_message()}
     answers.write(msgspec.json.encode(answer) + b"\n")
     answers.flush()
 

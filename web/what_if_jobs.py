@@ -15,12 +15,11 @@ from typing import Any
 
 import msgspec
 
-from immortal.cli.what_if import cone_of
-from immortal.cli.what_if_report import Report
 from immortal.coordinator.config import write_atomically
 from immortal.coordinator.core.output.output_check import OutputDivergenceError
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
+from immortal.presenters.what_if import Report, cone_of
 from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.files import make_folder

@@ -1,4 +1,4 @@
-"""What the ``async def`` handlers of an instance share: pending operations, answers, ``def`` runs, concurrency limits."""
+"""Shared by all ``async def`` handlers: pending operations, answers, ``def`` runs, concurrency limits."""
 
 from __future__ import annotations
 

@@ -168,10 +168,7 @@ def requested_successor(argument: bytes | str) -> str:
 
 def _message(store: LogStore, sequence_id: int, message_index: int) -> bytes | None:
     """The message as it is in the log; None if there is none. Raises VerbError, LogError."""
-    from immortal.coordinator.log.record_contents import (  # replays are no part of a coordinator's start
-        message_at,
-        record_of,
-    )
+    from immortal.coordinator.log.record_contents import message_at, record_of
 
     summary = store.summary()
     if message_index < 0 or not summary.first_sequence_id <= sequence_id <= summary.last_sequence_id:

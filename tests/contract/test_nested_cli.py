@@ -10,12 +10,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from immortal.cli import main
-from immortal.cli.message_formatting import decoder_for, describe_message, rpc_of
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.core.formatting import call_in_words
 from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
 from immortal.coordinator.instances.registry import Registry
 from immortal.log import create_log, open_reader
+from immortal.pipeline.arguments import decoder_for
+from immortal.presenters.records import describe_message, rpc_of
 from immortal.protocol.checksum import crc64
 from immortal.protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc, encode_message
 from immortal.protocol.trailer import BatchKind, BatchSource

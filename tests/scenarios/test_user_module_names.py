@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.cli import HOME, Run, immortal
 
-ROOMS = ("appsdk", "bench", "cli", "coordinator", "pipeline", "protocol", "replay", "web")
+ROOMS = ("appsdk", "bench", "cli", "coordinator", "pipeline", "presenters", "protocol", "replay", "web")
 APP = f"""
 import {", ".join(ROOMS)}
 from immortal import Immortal, rpc

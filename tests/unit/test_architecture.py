@@ -7,7 +7,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
-ROOMS = ("appsdk", "bench", "cli", "coordinator", "pipeline", "protocol", "replay", "scripts", "tests", "web")
+ROOMS = (
+    "appsdk",
+    "bench",
+    "cli",
+    "coordinator",
+    "pipeline",
+    "presenters",
+    "protocol",
+    "replay",
+    "scripts",
+    "tests",
+    "web",
+)
 
 
 def test_each_file_and_folder_with_its_path_is_there() -> None:

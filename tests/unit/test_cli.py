@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from immortal.cli import main
-from immortal.cli.record_formatting import describe_record, record_lines
 from immortal.coordinator.core.interfaces import IMPULSES, CheckpointHeader, OutputMark, SourcePosition, Transaction
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.log import LoggedValue, create_log
+from immortal.presenters.records import describe_record, record_lines
 from immortal.protocol.batch import encode_batch
 from immortal.protocol.checksum import crc64
 from immortal.protocol.extensions import encode_record_time

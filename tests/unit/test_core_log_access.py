@@ -3,7 +3,6 @@ does."""
 
 from __future__ import annotations
 
-from immortal.cli.status import problems
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.availability.write_lease import Role
@@ -12,6 +11,7 @@ from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.machine import Machine
 from immortal.coordinator.core.parts import Parts
 from immortal.coordinator.log.memory import MemoryLogStore
+from immortal.presenters.status import problems
 from immortal.protocol.peer_frames import FrameType
 from tests.helpers.core import Driven, call, checkpoint, rpc
 

@@ -13,7 +13,7 @@ SAYS_WHOSE_HASHES = """
 import contextlib, runpy, sys
 sys.argv = ["immortal", *sys.argv[1:]]
 with contextlib.suppress(SystemExit):
-    runpy.run_module("coordinator", run_name="__main__")
+    runpy.run_module("immortal", run_name="__main__")
 import hashlib
 print("\\n" + hashlib.sha256(b"").__class__.__module__)
 """

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from immortal.cli.record_formatting import describe_record
 from immortal.log import LogReader, open_reader
+from immortal.presenters.records import describe_record
 from immortal.protocol.trailer import BatchKind
 from immortal.web import log_messages as pages
 from immortal.web.log_messages import At, Page, Times, Wanted, find_position, messages_of, page_before, page_from

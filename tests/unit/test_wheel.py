@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("appsdk", "cli", "coordinator", "pipeline", "protocol", "replay", "web")
+ROOMS = ("appsdk", "cli", "coordinator", "pipeline", "presenters", "protocol", "replay", "web")
 SUFFIXES = (".py", ".pxd", ".typed", ".html", ".css", ".js", ".svg", ".txt")
 
 

@@ -1,4 +1,4 @@
-"""Instances as web handlers name them: one connection per process, idempotency keys per request, limits on open calls."""
+"""Instances as web handlers see them: one connection per process, idempotency keys, limits on open calls."""
 
 from __future__ import annotations
 

@@ -12,22 +12,26 @@ from msgspec.structs import asdict
 
 from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.core.formatting import CallText, Methods, call_in_words, format_counted_method, method_name
+from immortal.coordinator.instances.registry import Registry
+from immortal.coordinator.log import LogReader
 from immortal.coordinator.log.record_contents import message_at, record_of
 from immortal.protocol.command_line import counted, table_lines
 from immortal.protocol.safe_output import printable_lines
 from immortal.replay import AppCommand, RecordSource, ReplayError, ReplayResult
 from immortal.replay.app_process import Code, code_values, diff_states, unanswered
 from immortal.replay.comparison import Key, Kind, Side
-from immortal.replay.findings import Finding
+from immortal.replay.findings import POSITIONS_MAX, Finding
 from immortal.replay.result import MessageOutcome, OutcomeChanges, format_failure, place_in_words, verdict_values
 from immortal.replay.what_if import Unknown, WhatIf, not_worked_out
+
+Values = dict[str, Any]
+
 
 SAME, FAILED, DIFFERENT = 0, 1, 3  # exit statuses
 INITIAL_METHOD_ID = -1
 TRACEBACK_LINES_MAX = 8
 VALUE_SIZE_MAX = 60  # characters of a value in the state
 
-Values = dict[str, Any]
 
 _FATE_WORDS = {
     MessageOutcome.WORKS: "would not fail",
@@ -399,3 +403,16 @@ def _value_text(difference: Values, side: Side) -> str:
 
 def _clipped(text: str) -> str:
     return text if len(text) <= VALUE_SIZE_MAX else f"{text[: VALUE_SIZE_MAX - 3]}..."
+
+
+def cone_of(registry: Registry, name: str, outcome: WhatIf, reader: LogReader) -> dict[str, Any]:
+    """What followed from the calls that differ, as :func:`immortal.replay.trace.cone.values`."""
+    from immortal.replay.trace.cone import follow, values
+
+    findings = outcome.findings
+    found = follow(registry, name, findings.positions, reader)
+    if not findings.has_all_positions:
+        found.notes.append(f"of the calls that differ the first {POSITIONS_MAX:,} that were found are followed")
+    if added := findings.count(Kind.ADDED):
+        found.notes.append(f"{counted(added, 'call')} would come in addition: no log says what would follow from that")
+    return values(found)
