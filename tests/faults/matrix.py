@@ -225,6 +225,9 @@ def _item(fault: Fault) -> str:
     cells = {thing: CELLS[fault, thing] for thing in Thing}
     (common, count), *_ = Counter((cell.says, cell.way_out) for cell in cells.values()).most_common(1)
     shared = common if count > 1 else ("", "")
+    told = _told(*shared)
+    if shared == (UNKNOWN, START) and fault is not Fault.FAILED_SYNC:  # the first one that says so
+        told = " (as above)"
     groups: dict[Cell, list[str]] = {}
     for thing, cell in cells.items():
         groups.setdefault(cell, []).append(thing.value)
@@ -232,7 +235,7 @@ def _item(fault: Fault) -> str:
         f"*{', '.join(things)}*: {cell.what}" + (_told(cell.says, cell.way_out) if _pair(cell) != shared else "")
         for cell, things in groups.items()
     ]
-    return f"- **{fault.value.capitalize()}**{_told(*shared)}. {'. '.join(parts)}."
+    return f"- **{fault.value.capitalize()}**{told}. {'. '.join(parts)}."
 
 
 def _pair(cell: Cell) -> tuple[str, str]:
