@@ -15,7 +15,7 @@ follows next has to replay. Two hundred are done fifty at a time, each time with
     python -m scripts.benchmarks.failover --how migrate --runs 200 --state-mib 1024 --address own --json migrate.json
     python -m scripts.benchmarks.failover --report kill.json migrate.json
 
-The last one writes the section of docs/benchmarks.md, with a histogram for each.
+The last one writes the section of docs/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks.md on takeovers and moves: a histogram for each run of scripts.benchmarks.failover."""
+"""The section of docs/benchmarks.md on takeovers and moves; histograms for the terminal."""
 
 from __future__ import annotations
 
@@ -58,9 +58,6 @@ def section(runs: Sequence[dict[str, Any]]) -> str:
             )
     for run in runs:
         machine, load = run["machine"], run["load"]
-        for who, waits_ms in run["waits_ms"].items():
-            what = f"{HOW[run['how']]}, {run['state_mib']:,} MiB of state, lease {run['lease_s']} s: a {who} waits"
-            lines += ["", f"{what[0].upper()}{what[1:]}", "", "```", *histogram(waits_ms), "```"]
         lines += [
             "",
             f"{machine['processor']}, {machine['cores']} cores, commit {machine['commit']}; load average"

@@ -35,10 +35,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, _reference(module), content=page))
     decisions = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md"))
     assert config.nav is not None
-    config.nav += [
-        {"API": [{title: _reference(module)} for module, title in REFERENCE.items()]},
-        {"Decisions": [f"decisions/{name}" for name in decisions]},
-    ]
+    reference = next(section["Reference"] for section in config.nav if "Reference" in section)
+    reference.append({"API": [{title: _reference(module)} for module, title in REFERENCE.items()]})
+    project = len(config.nav) - 1  # the last section stays the last
+    config.nav.insert(project, {"Decisions": [f"decisions/{name}" for name in decisions]})
     return files
 
 

@@ -163,9 +163,9 @@ def ask_a_server_that_dies(program: Program, urls: list[str]) -> None:
 
 
 def test_the_lines_that_were_changed() -> None:
-    """The figure of docs/performance.md."""
+    """The figure of docs/explanation/performance.md."""
     changes = runpy.run_path(str(EXAMPLE / "lines.py"))["compare"](EXAMPLE / "plain.py", EXAMPLE / "durable.py")
-    text = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "explanation" / "performance.md").read_text()
     said = (
         f"{len(changes.new)} lines that are new or changed; {changes.plain_count} before, {changes.durable_count} after"
     )

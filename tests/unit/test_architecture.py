@@ -30,5 +30,5 @@ def test_each_file_and_folder_with_its_path_is_there() -> None:
 
 def test_each_top_level_package_has_its_row() -> None:
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    rows = TEXT[TEXT.index("## The house") :]
+    rows = TEXT[TEXT.index("## Folders") :]
     assert not {name for name in packages if f"`{name}/" not in rows}

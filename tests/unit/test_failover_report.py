@@ -1,4 +1,4 @@
-"""The histograms of takeovers in docs/benchmarks.md."""
+"""The section on takeovers in docs/benchmarks.md, and histograms for the terminal."""
 
 from __future__ import annotations
 
