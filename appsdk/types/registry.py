@@ -286,7 +286,15 @@ def _named_in(annotation: Any) -> Iterator[Any]:
 
 
 _FORMER_ROOT = "appsdk"
-_MOVED = {"appsdk.waits": "immortal.appsdk.waiting.waits"}
+_MOVED = {
+    "appsdk.effects.options": "immortal.appsdk.effects.effect",
+    "appsdk.patterns.clone.errors": "immortal.appsdk.patterns.clone.model",
+    "appsdk.patterns.clone.records": "immortal.appsdk.patterns.clone.model",
+    "appsdk.patterns.harmony.errors": "immortal.appsdk.patterns.harmony.runs",
+    "appsdk.patterns.pirate.errors": "immortal.appsdk.patterns.pirate.frames",
+    "appsdk.patterns.queue.errors": "immortal.appsdk.patterns.queue.model",
+    "appsdk.waits": "immortal.appsdk.waiting.waits",
+}
 
 
 def current_module(name: str) -> str:

@@ -124,7 +124,7 @@ def test_paths_of_options_are_those_of_the_shell(tmp_path: Path, monkeypatch: py
 
 
 def test_a_running_coordinator_loads_neither_register_nor_the_table() -> None:
-    program = "import sys, immortal.coordinator.__main__, immortal.coordinator.service.runtime; print(*sys.modules)"
+    program = "import sys, immortal.__main__, immortal.coordinator.service.runtime; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "immortal.coordinator.service.runtime" in loaded
     assert not {"immortal.cli.registration", "tomlkit"} & set(loaded)
