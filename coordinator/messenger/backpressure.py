@@ -22,7 +22,7 @@ from immortal.coordinator.messenger.sockets import NOBLOCK
 
 
 class PendingLimits(Struct, frozen=True):
-    """What may be pending, sent or not, for one destination; one message always may, however large.
+    """Limits on what may be pending, sent or not, for one destination; one message is always allowed, however large.
 
     ``wait_s``: how long a send waits for room before it is refused; 0: not at all, None: as long as it takes. It waits
     only in other threads than the messenger's, and only while that runs.
@@ -41,8 +41,8 @@ PENDING_LIMITS = PendingLimits()
 
 
 class _Pending(Struct, eq=False):
-    """To one destination, ever: what was taken, by any thread under the lock, and what of it is pending no more, which
-    only the messenger's owner writes."""
+    """Running totals for one destination: ``taken`` counts what was accepted, by any thread under the lock, and
+    ``done`` what is no longer pending, which only the messenger's owner writes."""
 
     taken_count: int = 0
     taken_size_bytes: int = 0
@@ -50,9 +50,11 @@ class _Pending(Struct, eq=False):
     done_size_bytes: int = 0
 
 
-class Room:
-    """What is pending for each destination. ``may_wait``: whether the calling thread may wait, as there is another that
-    can make room."""
+class PendingRoom:
+    """Counts what is pending for each destination and blocks or refuses sends beyond the limits.
+
+    ``may_wait``: tells whether the calling thread may wait, since another thread can make room.
+    """
 
     def __init__(self, limits: PendingLimits, may_wait: Callable[[], bool]) -> None:
         self.refused_count = 0
@@ -104,7 +106,7 @@ class Room:
             )
 
     def give_back(self, destination: str, size_bytes: int, count: int = 1) -> None:
-        """``count`` messages are not pending any more. For the messenger's owner."""
+        """Note that ``count`` messages are no longer pending. For the messenger's owner."""
         pending = self._by_destination[destination]
         pending.done_count += count
         pending.done_size_bytes += size_bytes
@@ -112,7 +114,7 @@ class Room:
             self.wake()
 
     def forget(self, destination: str, size_bytes: int, count: int) -> None:
-        """``count`` messages are not pending any more, and no more are to come. For the messenger's owner."""
+        """Note that ``count`` messages are no longer pending and no more will come. For the messenger's owner."""
         if count:
             self.give_back(destination, size_bytes, count)
         with self._lock:
@@ -121,19 +123,19 @@ class Room:
                 del self._by_destination[destination]
 
     def wake(self) -> None:
-        """Let those that wait look again: there is room, or nobody to make any."""
+        """Let waiting senders check again: there is room, or no thread is left that could make any."""
         with self._changed:
             self._changed.notify_all()
 
 
-# What lies in ZeroMQ for clients that do not read: counted in bytes, which ZeroMQ's own limits do not.
+# ZeroMQ limits its queues by messages; clients that do not read need a limit in bytes.
 #
-# ZeroMQ gives a message's memory back once its connection has taken the bytes, and in order. So each time that enough
-# has gone out, one message is a marker: when that one is given back, so are those before it.
+# ZeroMQ frees messages in order, each once its connection has taken the bytes. So after every 32 KiB or more, one
+# message is sent as a marker: when ZeroMQ has freed it, it has freed all messages before it.
 
 
-class _Queue(Struct, eq=False):
-    """Of one connection. ``size_bytes``: all that is not known to be gone."""
+class _SendQueue(Struct, eq=False):
+    """Send queue of one connection. ``size_bytes``: all bytes not known to have left ZeroMQ."""
 
     size_bytes: int = 0
     unmarked_bytes: int = 0
@@ -141,22 +143,22 @@ class _Queue(Struct, eq=False):
 
 
 class ClientSendQueues:
-    """By routing ID; one that is empty is forgotten."""
+    """Bytes queued in ZeroMQ for each client, by routing ID; an empty queue is forgotten."""
 
     def __init__(self) -> None:
-        self._queues: dict[bytes, _Queue] = {}
+        self._queues: dict[bytes, _SendQueue] = {}
         self._size_bytes = 0
 
     def has_room(self, route: bytes, size_bytes: int) -> bool:
-        """Whether ``size_bytes`` may be sent to ``route`` now. One message always may, unless all together have too
-        much: then only small ones."""
-        queued_bytes = self._take_gone(route) + size_bytes
+        """Return whether ``size_bytes`` may be sent to ``route`` now. A client with an empty queue may be sent one
+        message of any size, unless the queues of all clients are full: then only a small one."""
+        queued_bytes = self._drop_sent(route) + size_bytes
         if queued_bytes > max(CLIENT_QUEUED_SIZE_BYTES_MAX, size_bytes):
             return False
         if self._size_bytes + size_bytes <= CLIENTS_QUEUED_SIZE_BYTES_MAX:
             return True
         for other in list(self._queues):
-            self._take_gone(other)
+            self._drop_sent(other)
         others_bytes = self._size_bytes
         return (
             not others_bytes
@@ -165,8 +167,8 @@ class ClientSendQueues:
         )
 
     def send(self, send: Callable[..., object], route: bytes, data: bytes) -> None:
-        """``data`` as the last part of a message to ``route``, whose beginning was taken."""
-        queue = self._queues.setdefault(route, _Queue())
+        """Send ``data`` as the last part of a message to ``route``, whose first part ZeroMQ has taken."""
+        queue = self._queues.setdefault(route, _SendQueue())
         size_bytes = len(data)
         queue.size_bytes += size_bytes
         queue.unmarked_bytes += size_bytes
@@ -179,8 +181,8 @@ class ClientSendQueues:
         queue.unmarked_bytes = 0
         send(frame, NOBLOCK, copy=False)
 
-    def _take_gone(self, route: bytes) -> int:
-        """What is still queued for ``route``, in bytes."""
+    def _drop_sent(self, route: bytes) -> int:
+        """Drop what ZeroMQ has sent from the queue of ``route``; return the bytes still queued."""
         queue = self._queues.get(route)
         if queue is None:
             return 0

@@ -1,10 +1,10 @@
-"""All connections of a messenger: the poller, its links, its listeners.
+"""Connections of a messenger: the poller, the links, the listeners.
 
-ZeroMQ's descriptors tell of news once, and any call on a socket may take the news in. The rule that keeps
-wake-ups from being lost: a socket is in ``ready`` from the moment its descriptor, or a look at its events
-after sending, says that there is something, until a receive has found nothing.
+ZeroMQ's descriptors are edge-triggered, and any call on a socket may consume the edge. The rule that keeps
+wake-ups from being lost: a socket is in ``ready`` from the moment its descriptor, or a check of its events
+after sending, reports something, until a receive finds nothing.
 
-Links' descriptors are behind an epoll of their own, ``link_epoll``: replies need not wake a patient owner.
+Links' descriptors have their own epoll, ``link_epoll``, so that replies need not wake a patient owner.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
-from immortal.coordinator.messenger.backpressure import Room
+from immortal.coordinator.messenger.backpressure import PendingRoom
 from immortal.coordinator.messenger.envelope import NOOP
 from immortal.coordinator.messenger.limits import REPLY_DELAY_NS_MAX
 from immortal.coordinator.messenger.link import Link
 from immortal.coordinator.messenger.listener import ClientLoop, ClientReply, Listener, Reply, ServerLoop
 from immortal.coordinator.messenger.mailbox import MessengerMailbox
-from immortal.coordinator.messenger.outbox import Outbox, ReplyCallback, Turn
+from immortal.coordinator.messenger.outbox import ConversationMessage, Outbox, ReplyCallback
 from immortal.coordinator.messenger.security import Security, ZapAuthenticator
 from immortal.coordinator.messenger.sockets import Counters, Shared, WakeupEvent
 
@@ -30,7 +30,7 @@ Source = Link | Listener
 
 
 class Poller:
-    """Of the sockets of one messenger, and of its ``wake``. For its owner's thread."""
+    """Polls the sockets of one messenger and its ``wake`` event. Used by the owner's thread alone."""
 
     def __init__(self, wake: WakeupEvent) -> None:
         self.ready: dict[Source, None] = {}  # have something to receive, or may have
@@ -65,13 +65,13 @@ class Poller:
         return self.link_epoll if isinstance(source, Link) else self._epoll
 
     def forget(self, link: Link) -> None:
-        """It is about to be closed."""
+        """Stop watching ``link``, which is about to be closed."""
         self.ready.pop(link, None)
         self.unread.pop(link, None)
         self.unwatch(link)
 
     def collect(self, now_ns: int, *, with_replies: bool) -> Sequence[Link]:
-        """Look at what the descriptors tell; the links whose monitors have news."""
+        """Mark the sockets that have something as ready; return the links whose monitors have events."""
         monitored: list[Link] = []
         for descriptor, _ in self._epoll.poll(0):
             if descriptor == self._wake.descriptor:
@@ -97,13 +97,13 @@ class Poller:
         return self.replies_due_ns is not None and bool(self.unread or self.link_epoll.poll(0))
 
     def put_replies_off(self, now_ns: int) -> None:
-        """Until REPLY_DELAY_NS_MAX from now they wake nobody."""
+        """Let replies wake nobody until REPLY_DELAY_NS_MAX from now."""
         if self.replies_due_ns is None:
             self._epoll.modify(self.link_epoll.fileno(), 0)
         self.replies_due_ns = now_ns + REPLY_DELAY_NS_MAX
 
     def expect_replies(self) -> None:
-        """They are waited for: they wake, and what came unread is to be received."""
+        """Let replies wake the owner again, and mark links with unread replies as ready."""
         if self.replies_due_ns is not None:
             self._listen_to_replies()
         self._take_unread()
@@ -118,30 +118,34 @@ class Poller:
         self.unread.clear()
 
     def close(self) -> None:
-        """All sources are unwatched."""
+        """Close the epolls; all sources must be unwatched by then."""
         self.ready.clear()
         self.unread.clear()
         self.link_epoll.close()
         self._epoll.close()
 
 
-# The links of a messenger, one to each destination: opened at the first message, and again after each failure.
-
-
 class Links:
-    """``make_outbox`` makes that of a new link, ``wake`` wakes the owner where a listener over inproc comes or goes.
+    """Links of a messenger, by destination: opened at the first message, reopened after each failure.
 
-    ``room``: what is acknowledged is given back to it; None: nothing bounds what is pending.
+    ``make_outbox`` makes the outbox of a new link, ``wake`` wakes the owner when an inproc listener comes or goes.
+
+    ``room``: counts what is pending; None: nothing bounds it.
     """
 
     def __init__(
-        self, shared: Shared, readiness: Poller, make_outbox: Callable[[], Outbox], wake: WakeupEvent, room: Room | None
+        self,
+        shared: Shared,
+        poller: Poller,
+        make_outbox: Callable[[], Outbox],
+        wake: WakeupEvent,
+        room: PendingRoom | None,
     ) -> None:
         self.sending: dict[Link, None] = {}  # have something to send, or may send again
         self.listener_news: deque[tuple[Link, bool]] = deque()  # of inproc links; appended to by any thread
         self._security: Security | None = None  # of connections that are made from now on; None: they are in plain
         self._shared = shared
-        self._readiness = readiness
+        self._poller = poller
         self._make_outbox = make_outbox
         self._wake = wake
         self._room = room
@@ -162,60 +166,64 @@ class Links:
         return self._by_destination.get(destination)
 
     def outbox(self, destination: str) -> Outbox:
-        """That of the link, or an empty one."""
+        """Return the outbox of the link to ``destination``, or an empty one."""
         link = self._by_destination.get(destination)
         return self._make_outbox() if link is None else link.outbox
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def add(
-        self, destination: str, parts: tuple[bytes, ...], callback: ReplyCallback | None, turn: Turn | None
+        self,
+        destination: str,
+        parts: tuple[bytes, ...],
+        callback: ReplyCallback | None,
+        conversation: ConversationMessage | None,
     ) -> None:
-        """A message for ``destination``, to be sent by :meth:`transmit`."""
+        """Put a message for ``destination`` into its outbox; :meth:`transmit` sends it."""
         link = self._by_destination.get(destination)
         if link is None:
             link = self._connect(destination, next(self._link_ids), self._make_outbox(), None)
-        waits = callback is not None or (turn is not None and turn.callback is not None)
-        link.outbox.add(parts, callback, next(self._callback_ids) if waits else NOOP, turn)
+        waits = callback is not None or (conversation is not None and conversation.callback is not None)
+        link.outbox.add(parts, callback, next(self._callback_ids) if waits else NOOP, conversation)
         self.sending[link] = None
 
     def transmit(self, now_ns: int, *, patient: bool) -> None:
-        """Send what may be sent, where there is something. ``patient``: nobody waits for the replies to it."""
+        """Send what may be sent on all links with something to send. ``patient``: nobody waits for the replies."""
         for link in self.sending:
             if link.transmit(now_ns):
-                self._readiness.unread[link] = None
+                self._poller.unread[link] = None
         self.sending.clear()
-        # What could not be sent waits for news of its link, be it room or a reply.
+        # What could not be sent waits until its link has room or a reply.
         if patient and all(link.outbox.all_sent for link in self):
-            self._readiness.put_replies_off(now_ns)
+            self._poller.put_replies_off(now_ns)
         else:
-            self._readiness.expect_replies()
+            self._poller.expect_replies()
 
     def retry_due(self, now_ns: int) -> None:
-        """Queue what is to be sent again, and give up connections on which nothing is heard."""
+        """Queue what is to be sent again, and replace connections on which nothing was received for too long."""
         for link in list(self):
-            silent_ns = link.silent_ns
-            if silent_ns is not None and silent_ns <= now_ns:
-                link.give_up()
+            silence_deadline_ns = link.silence_deadline_ns
+            if silence_deadline_ns is not None and silence_deadline_ns <= now_ns:
+                link.abandon_connection()
                 self.reopen(link)
-            elif link.connected and link.outbox.requeue_due(now_ns):
+            elif link.connected and link.outbox.retransmit_due(now_ns):
                 self.sending[link] = None
 
     # --- connections -------------------------------------------------------------------------------------------------
 
     def reopen_due(self, now_ns: int) -> None:
-        """Take up again what failed for reasons that may be over."""
+        """Reopen the links that failed and whose pause is over."""
         for link in list(self):
             if link.reopen_due_ns is not None and link.reopen_due_ns <= now_ns:
                 self.reopen(link)
 
     def reopen(self, link: Link) -> Link:
-        """The same link over a new socket, with the next of the keys that its destination may have."""
+        """Replace the link's socket, and try the next of the keys that its destination may have."""
         self._close(link)
         return self._connect(link.endpoint, link.link_id, link.outbox, link.server_key)
 
     def drop(self, destination: str) -> int:
-        """Close the link to ``destination`` and forget it, with so many messages."""
+        """Close and forget the link to ``destination``; return how many pending messages were dropped."""
         link = self._by_destination.pop(destination, None)
         if link is None:
             return 0
@@ -227,11 +235,11 @@ class Links:
 
     def _close(self, link: Link) -> None:
         self.sending.pop(link, None)
-        self._readiness.forget(link)
+        self._poller.forget(link)
         link.close()
 
     def secure(self, security: Security) -> None:
-        """Make connections anew that have other keys than ``security`` wants."""
+        """Reconnect the links whose keys differ from those that ``security`` gives."""
         self._security = security
         for link in list(self):
             keys = security.servers(link.endpoint)
@@ -253,7 +261,7 @@ class Links:
             self._room,
         )
         self._by_destination[destination] = link
-        self._readiness.watch(link)
+        self._poller.watch(link)
         return link
 
     def _listener_changed(self, link: Link, listening: bool) -> None:
@@ -261,7 +269,7 @@ class Links:
         self._wake.signal()
 
     def take_listener_news(self) -> None:
-        """Make anew what inproc itself does not."""
+        """Reconnect inproc links whose listener came back; ZeroMQ does not do that itself."""
         while self.listener_news:
             link, listening = self.listener_news.popleft()
             if link.closed:
@@ -270,35 +278,33 @@ class Links:
                 link.connected = False
             elif not link.connected:
                 reopened = self.reopen(link)
-                reopened.outbox.requeue_all()
+                reopened.outbox.retransmit_all()
                 self.sending[reopened] = None
 
     def close(self) -> None:
         for link in self:
-            self._readiness.unwatch(link)
+            self._poller.unwatch(link)
             link.close()
         self._by_destination.clear()
         self.sending.clear()
-
-
-# The listeners of a messenger, one for each endpoint, and the gate before those that go by keys.
 
 
 CALLBACK_ID_MAX = 2**64 - 1
 
 
 class Listeners:
-    """For the messenger's owner, but for counted(). ``posted`` takes what is replied."""
+    """Listeners of a messenger, one for each endpoint, and the ZAP authenticator in front of those with keys.
 
-    def __init__(
-        self, shared: Shared, readiness: Poller, posted: MessengerMailbox, clock_ns: Callable[[], int]
-    ) -> None:
+    Used by the messenger's owner alone, except counted(). ``mailbox`` takes the replies.
+    """
+
+    def __init__(self, shared: Shared, poller: Poller, mailbox: MessengerMailbox, clock_ns: Callable[[], int]) -> None:
         self.all: list[Listener] = []
         self._shared = shared
-        self._readiness = readiness
-        self._posted = posted
+        self._poller = poller
+        self._mailbox = mailbox
         self._clock_ns = clock_ns
-        self._gate: ZapAuthenticator | None = None
+        self._authenticator: ZapAuthenticator | None = None
         self._security: Security | None = None
         self._given_ids = itertools.count(shared.incarnation)  # so no other messenger has given them
 
@@ -310,7 +316,7 @@ class Listeners:
             self._shared,
             endpoint,
             server_loop,
-            self._posted.reply,
+            self._mailbox.reply,
             self._security if secured else None,
             secured,
             client_loop,
@@ -318,26 +324,26 @@ class Listeners:
             new_callback_id=self._new_callback_id,
         )
         self.all.append(listener)
-        self._readiness.watch(listener)
+        self._poller.watch(listener)
         # Over inproc, what was sent before comes in with the binding, unannounced.
-        self._readiness.ready[listener] = None
+        self._poller.ready[listener] = None
         return listener
 
     def _new_callback_id(self) -> int:
-        """For a callback that is given with a reply; never NOOP."""
+        """Return the ID of a callback that is given with a reply; never NOOP."""
         return next(self._given_ids) % CALLBACK_ID_MAX + 1
 
     def secure(self, security: Security) -> None:
-        """Go by ``security`` from now on."""
-        if self._gate is None:
-            self._gate = ZapAuthenticator(self._shared.context, security.callers, self._clock_ns)
-        self._gate.callers = security.callers
+        """Use ``security`` from now on."""
+        if self._authenticator is None:
+            self._authenticator = ZapAuthenticator(self._shared.context, security.callers, self._clock_ns)
+        self._authenticator.callers = security.callers
         self._security = security
         for listener in self.all:
             if listener.secured:
-                self._readiness.unwatch(listener)
+                self._poller.unwatch(listener)
                 listener.secure(security, self._clock_ns())
-                self._readiness.watch(listener)
+                self._poller.watch(listener)
 
     def reopen_due(self, now_ns: int) -> None:
         for listener in self.all:
@@ -355,22 +361,22 @@ class Listeners:
                 replied[listener] = None
         for listener in replied:
             if listener.has_unread():
-                self._readiness.ready[listener] = None
+                self._poller.ready[listener] = None
 
     def counted(self) -> Counters:
-        """A copy of what the messenger has counted, with those who were not let in. For any thread."""
-        counters, gate = self._shared.counters, self._gate
+        """Return a copy of the messenger's counters, with the refused connections. For any thread."""
+        counters, authenticator = self._shared.counters, self._authenticator
         refused = counters.strangers_refused + sum(one.refused for one in list(self.all))
         counters = replace(counters, strangers_refused=refused, refused_by=counters.refused_by.copy())
-        if gate is not None:
-            counters.strangers_refused += gate.refused
-            counters.let_in_by, counters.last_refused = gate.let_in.copy(), gate.last_refused
+        if authenticator is not None:
+            counters.strangers_refused += authenticator.refused
+            counters.let_in_by, counters.last_refused = authenticator.let_in.copy(), authenticator.last_refused
         return counters
 
     def close(self) -> None:
         for listener in self.all:
-            self._readiness.unwatch(listener)
+            self._poller.unwatch(listener)
             listener.close()
-        if self._gate is not None:
-            self._gate.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         self.all.clear()

@@ -1,4 +1,4 @@
-"""The first part of every message on the wire: who sends it, which one it is, who waits for the answer.
+"""Envelope, the first part of every message on the wire: its sender, its number, and who waits for the reply.
 
 48 bytes, all integers big-endian, the length exact::
 
@@ -27,9 +27,9 @@ DEALER whose connection ends while a message of several parts is being read neve
 another.) A message's bytes change only in the lowest pending ID and the skipped count when it is sent again.
 From a DEALER to a ROUTER and back: ZeroMQ puts the routing ID before the envelope and takes it off.
 
-The lowest pending ID is what the seed design lacks: with it a receiver that starts anew knows that the IDs
-below were acknowledged by another, and one that goes on knows which replies nobody can ask for any more. The
-skipped count says the same of IDs above it: so the receiver knows whether anything is missing before a message.
+The lowest pending ID tells a receiver that starts anew that the IDs below were acknowledged by another receiver,
+and tells one that goes on which replies nobody can ask for any more. The skipped count says the same of IDs above
+it, so that the receiver knows whether anything is missing before a message.
 
 Kind 5 answers an envelope of another version, or of an unknown kind, once on each connection. Link and message ID are
 1 and mean nothing; behind it stands, as the one part of a reply, which versions and kinds are known.
@@ -100,14 +100,14 @@ def encode_message(
     source_callback_id: int,
     skipped_count: int = 0,
 ) -> bytes:
-    """The envelope of a message. The caller vouches for the ranges; struct.error if one does not fit."""
+    """Encode the envelope of a message. The caller checks the ranges; struct.error if a value does not fit."""
     return _LAYOUT.pack(
         VERSION, MESSAGE, skipped_count, link_id, incarnation, message_id, lowest_pending_id, source_callback_id, NOOP
     )
 
 
 def as_conversation_message(envelope: bytes, destination_callback_id: int) -> bytes:
-    """That of the same message in a conversation, for the callback with this ID or none (NOOP)."""
+    """Return the envelope of the same message in a conversation, for the callback with this ID or none (NOOP)."""
     return envelope[:1] + bytes((TURN,)) + envelope[2:-8] + destination_callback_id.to_bytes(8, "big")
 
 
@@ -120,7 +120,7 @@ def encode_reply(
     destination_callback_id: int,
     source_callback_id: int = NOOP,
 ) -> bytes:
-    """The envelope of the reply to ``message_id``; ``kind`` is any but MESSAGE and TURN."""
+    """Encode the envelope of the reply to ``message_id``; ``kind`` is any but MESSAGE and TURN."""
     return _LAYOUT.pack(
         VERSION,
         kind,
@@ -135,7 +135,7 @@ def encode_reply(
 
 
 def encode_parts(parts: Iterable[bytes]) -> bytes:
-    """What stands behind a reply's envelope."""
+    """Encode the parts of a reply as they follow its envelope: each with its size in front."""
     pieces: list[bytes] = []
     for part in parts:
         pieces += (_SIZE.pack(len(part)), part)

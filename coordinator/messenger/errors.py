@@ -1,4 +1,4 @@
-"""What can go wrong in the messenger, by whose fault it is."""
+"""Errors of the messenger, by whose fault they are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class EndpointError(MessengerError):
 
 
 class EndpointInUseError(EndpointError):
-    """Another socket already listens at the endpoint."""
+    """An endpoint is in use: another socket already listens there."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(
@@ -33,7 +33,7 @@ class AlreadyRepliedError(MessengerError):
 
 
 class PendingFullError(MessengerError):
-    """As much is pending for a destination as may be: nothing was sent."""
+    """A send was refused, since the limit on what is pending for its destination is reached."""
 
 
 class MessageTooLargeError(LimitExceededError):
@@ -45,4 +45,4 @@ class EnvelopeError(RemoteProtocolError):
 
 
 class UnknownEnvelopeError(EnvelopeError):
-    """It is of another version, or of a kind that this build does not know: its sender is told, once."""
+    """An envelope has a version or kind that this build does not know; its sender is told, once."""

@@ -1,13 +1,13 @@
-"""Connections that have not shown yet who they are: few bytes for each, a short time, and only so many at once.
+"""Limits on connections that have not authenticated yet: bytes, time, and how many at once.
 
-ZeroMQ has one limit for what comes in, which must let the largest message through, and it holds for the commands of a
-handshake as well. So a thread asks the kernel how much each such connection has brought, and ends those that have
-brought more than a handshake has. It holds a descriptor of its own of each: a number could be another's by then.
+ZeroMQ has one size limit for all that comes in. It must let the largest message through, and it holds for the commands
+of a handshake as well. So a thread asks the kernel how many bytes each such connection has sent, and ends those that
+sent more than a handshake has. It duplicates each descriptor, since ZeroMQ may close it and the number be reused.
 
-Who is known by now cannot be asked of ZeroMQ either, which tells of a success without saying whose. With CURVE the
-kernel knows: a peer has acknowledged more than the greeting and the Welcome only if it was sent the Ready that follows,
-and it sends nothing else before. Without CURVE nobody is known anyway. There as many may send much as have succeeded,
-of those that are watched: nobody honest is ended, and of a flood all but as many as have come honestly in that time.
+ZeroMQ reports that a handshake succeeded, but not whose. With CURVE the kernel tells: a peer has acknowledged more
+bytes than the greeting and the Welcome only if it was sent the Ready, which ends the handshake. Without CURVE nobody is
+authenticated. There, as many of the watched connections may send much as handshakes have succeeded: no honest
+connection is ended, and of a flood at most as many survive as honest ones came in that time.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ _BEFORE_READY_BYTES = 64 + 2 + 168  # what a CURVE server sends before its Ready
 
 
 class HandshakeGuard:
-    """Watches the connections that come in at ``socket``, which is not bound yet. ``refused``: those that were ended,
-    and with ``secured`` those that failed by themselves."""
+    """Watches the connections that come in at ``socket``, which is not bound yet.
+
+    ``refused``: how many were ended; with ``secured``, also how many failed by themselves.
+    """
 
     def __init__(self, context: Context, socket: Socket, address: str, secured: bool, warnings: Warnings) -> None:
         self.refused = 0
@@ -59,12 +61,12 @@ class HandshakeGuard:
         self._warnings = warnings
         self._socket = socket
         self._monitor = open_monitor(context, socket, address, _MONITORED)
-        self._unknown: dict[int, tcp_socket.socket] = {}  # by ZeroMQ's descriptor, the oldest first
+        self._unauthenticated: dict[int, tcp_socket.socket] = {}  # by ZeroMQ's descriptor, the oldest first
         self._accepted_s: dict[int, float] = {}  # when each of these came
-        self._too_much_s: dict[int, float] = {}  # when each of them was first seen to have sent too much
+        self._oversized_since_s: dict[int, float] = {}  # when each of them was first seen to have sent too much
         self._succeeded_count = 0  # of these; without CURVE
-        self._one_failed = False  # the next that ends had not succeeded
-        self._ended: dict[int, tcp_socket.socket] = {}  # until ZeroMQ has noticed
+        self._failed = False  # the next that ends had not succeeded
+        self._ending: dict[int, tcp_socket.socket] = {}  # until ZeroMQ has noticed
         self._wake = WakeupEvent()
         self._thread = threading.Thread(target=self._run, name="handshakes", daemon=True)
         self._thread.start()
@@ -73,40 +75,43 @@ class HandshakeGuard:
         poller = zmq.Poller()
         poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._wake.descriptor, zmq.POLLIN)
-        look_due_s = 0.0
-        while self._wake.descriptor not in dict(poller.poll(HANDSHAKE_POLL_MS if self._unknown else None)):
-            self._take_news()
+        check_due_s = 0.0
+        while self._wake.descriptor not in dict(poller.poll(HANDSHAKE_POLL_MS if self._unauthenticated else None)):
+            self._read_monitor()
             now_s = time.monotonic()
-            if self._unknown and now_s >= look_due_s:
-                look_due_s = now_s + HANDSHAKE_POLL_MS / 1000
-                self._look()
+            if self._unauthenticated and now_s >= check_due_s:
+                check_due_s = now_s + HANDSHAKE_POLL_MS / 1000
+                self._check_sizes()
 
-    def _take_news(self) -> None:
+    def _read_monitor(self) -> None:
         for event, value in monitored_events(self._monitor):
             if event == _ACCEPTED:
                 self._accepted(value)
             elif event == _DISCONNECTED:
-                self._forget(value, succeeded=not self._one_failed)
-                self._one_failed = False
+                self._forget(value, succeeded=not self._failed)
+                self._failed = False
             elif event == _SUCCEEDED:
                 self._succeeded_count += 1
             else:
-                self._one_failed = True
+                self._failed = True
                 if self._secured:
                     self._count("a connection was refused that has no key, or expects another one here")
 
     def _accepted(self, descriptor: int) -> None:
         self._forget(descriptor)
-        connection = self._own(descriptor)
+        connection = self._duplicate(descriptor)
         if connection is not None:
-            self._unknown[descriptor] = connection
+            self._unauthenticated[descriptor] = connection
             self._accepted_s[descriptor] = time.monotonic()
-        if len(self._unknown) > HANDSHAKES_MAX:  # a handshake takes milliseconds: the oldest is the likeliest to idle
-            self._end(next(iter(self._unknown)), f"more than {HANDSHAKES_MAX} connections have not shown who they are")
+        if (
+            len(self._unauthenticated) > HANDSHAKES_MAX
+        ):  # a handshake takes milliseconds: the oldest is the likeliest to idle
+            self._end(
+                next(iter(self._unauthenticated)), f"more than {HANDSHAKES_MAX} connections have not shown who they are"
+            )
 
-    def _own(self, descriptor: int) -> tcp_socket.socket | None:
-        """The same connection under a descriptor of its own; None if it has ended by now, and the number may be of
-        something else."""
+    def _duplicate(self, descriptor: int) -> tcp_socket.socket | None:
+        """Duplicate ZeroMQ's descriptor; None if the connection has ended by now and the number may be reused."""
         own = -1
         try:
             own = os.dup(descriptor)
@@ -124,23 +129,23 @@ class HandshakeGuard:
         connection.close()
         return None
 
-    def _look(self) -> None:
+    def _check_sizes(self) -> None:
         too_much = []
         now_s = time.monotonic()
         succeeded_s = now_s - HANDSHAKE_TIMEOUT_MS / 1000 - 1  # by then ZeroMQ has ended all others
-        for descriptor, connection in list(self._unknown.items()):
-            acknowledged_bytes, received_bytes = _counts(connection)
+        for descriptor, connection in list(self._unauthenticated.items()):
+            acknowledged_bytes, received_bytes = _tcp_byte_counts(connection)
             is_known = self._secured and acknowledged_bytes > _BEFORE_READY_BYTES
             if is_known or self._accepted_s[descriptor] < succeeded_s:
                 self._forget(descriptor, succeeded=True)
             elif received_bytes > HANDSHAKE_SIZE_BYTES_MAX:
                 # Without CURVE a message may follow right behind, and ZeroMQ be busy with others before it.
-                too_much_s = self._too_much_s.setdefault(descriptor, now_s)
+                too_much_s = self._oversized_since_s.setdefault(descriptor, now_s)
                 if self._secured or now_s - too_much_s >= HANDSHAKE_PLAIN_GRACE_MS / 1000:
                     too_much.append((received_bytes, descriptor))
         if too_much and not self._secured:
-            self._take_news()  # of a success before they were counted
-            too_much = sorted(one for one in too_much if one[1] in self._unknown)[self._succeeded_count :]
+            self._read_monitor()  # of a success before they were counted
+            too_much = sorted(one for one in too_much if one[1] in self._unauthenticated)[self._succeeded_count :]
         for received_bytes, descriptor in too_much:
             self._end(
                 descriptor,
@@ -149,7 +154,7 @@ class HandshakeGuard:
             )
 
     def _end(self, descriptor: int, reason: str) -> None:
-        connection = self._ended[descriptor] = self._unknown.pop(descriptor)
+        connection = self._ending[descriptor] = self._unauthenticated.pop(descriptor)
         with contextlib.suppress(OSError):
             connection.shutdown(tcp_socket.SHUT_RDWR)
         if not self._secured:  # else ZeroMQ tells that it has failed
@@ -162,27 +167,27 @@ class HandshakeGuard:
 
     def _forget(self, descriptor: int, *, succeeded: bool = False) -> None:
         self._accepted_s.pop(descriptor, None)
-        self._too_much_s.pop(descriptor, None)
-        if (connection := self._unknown.pop(descriptor, None)) is not None:
+        self._oversized_since_s.pop(descriptor, None)
+        if (connection := self._unauthenticated.pop(descriptor, None)) is not None:
             connection.close()
             if succeeded:
                 self._succeeded_count = max(0, self._succeeded_count - 1)
-        if (connection := self._ended.pop(descriptor, None)) is not None:
+        if (connection := self._ending.pop(descriptor, None)) is not None:
             connection.close()
 
     def close(self) -> None:
-        """Watch no more. By the owner of the socket, before that is closed."""
+        """Stop watching. Called by the owner of the socket before it closes that."""
         self._wake.signal()
         self._thread.join()
         self._wake.close()
         self._socket.disable_monitor()
         self._monitor.close()
-        for descriptor in (*self._unknown, *self._ended):
+        for descriptor in (*self._unauthenticated, *self._ending):
             self._forget(descriptor)
 
 
-def _counts(connection: tcp_socket.socket) -> tuple[int, int]:
-    """(acknowledged by the other end, received from it), in bytes; (0, 0) where the kernel does not count."""
+def _tcp_byte_counts(connection: tcp_socket.socket) -> tuple[int, int]:
+    """Return the bytes (acknowledged by the other end, received from it); (0, 0) where the kernel does not count."""
     try:
         info = connection.getsockopt(tcp_socket.IPPROTO_TCP, tcp_socket.TCP_INFO, _TCP_INFO.size)
     except OSError:  # a Unix socket: who may use it is for the file system to say

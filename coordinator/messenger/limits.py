@@ -24,11 +24,11 @@ SPAN_MAX = 8192
 
 # Links whose IDs one listening endpoint remembers; beyond it the one unused for longest is forgotten. It
 # costs about 1 KiB each, and is far above the number of peers of one instance.
-CONVERSATIONS_MAX = 4096
+LINKS_MAX = 4096
 
 # The same of one peer, known by its key: so that none makes those of others be forgotten. A peer has one link here for
 # each of its lives, and those of commands that run with its key.
-PEER_CONVERSATIONS_MAX = 64
+PEER_LINKS_MAX = 64
 
 # Connections of one link that a reply is tried on, the newest first: the older ones are those that have just broken.
 ROUTES_MAX = 4
@@ -36,7 +36,7 @@ ROUTES_MAX = 4
 # Connections of which it is remembered that they were told which envelopes are known here.
 NOTIFIED_ROUTES_MAX = 256
 
-# Replies kept for one link, in case they were lost on the way: beyond it the oldest is let go, and the
+# Replies kept for one link, in case they were lost on the way: beyond it the oldest is dropped, and the
 # sender is told "acknowledged" without it. Each counts with what Python needs to keep it.
 REPLIES_SIZE_BYTES_MAX = 16 * 2**20
 REPLY_OVERHEAD_BYTES = 200
@@ -45,7 +45,7 @@ REPLY_OVERHEAD_BYTES = 200
 # forgotten, as above.
 PEER_REPLIES_SIZE_BYTES_MAX = 64 * 2**20
 
-# Callbacks given with the replies of one link, whose messages have not come: beyond it the oldest is let go, and its
+# Callbacks given with the replies of one link, whose messages have not come: beyond it the oldest is dropped, and its
 # sender is told so if it addresses it. As many as may be in flight. Each counts with the replies kept, as what Python
 # needs to keep a function and a few variables of its own.
 CALLBACKS_MAX = 1024
@@ -124,7 +124,7 @@ HANDSHAKES_MAX = 256
 # After a handshake that failed, the link is made anew with what is known of its destination by then.
 RECONNECT_REFUSED_NS = 200_000_000
 
-# A listener that changes its key must wait until ZeroMQ's thread has let go of the endpoint: milliseconds.
+# A listener that changes its key must wait until ZeroMQ's thread has released the endpoint: milliseconds.
 REBIND_NS = 2_000_000
 
 # Where the owner is patient, replies are looked at with whatever else comes, but at most so much later: far below the

@@ -1,4 +1,4 @@
-"""A link: one DEALER, its monitor, and the outbox of one destination."""
+"""Link to one destination: a DEALER socket, its monitor, and the outbox."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 
 import zmq
 
-from immortal.coordinator.messenger.backpressure import Room
+from immortal.coordinator.messenger.backpressure import PendingRoom
 from immortal.coordinator.messenger.envelope import (
     CALLBACK_UNKNOWN,
     ENVELOPE_SIZE_BYTES,
@@ -36,7 +36,14 @@ from immortal.coordinator.messenger.limits import (
     RECONNECT_REFUSED_NS,
     SENT_PER_MONITOR_CHECK,
 )
-from immortal.coordinator.messenger.outbox import Answer, Outbox, Outcome, PendingMessage, ReplyCallback, Turn
+from immortal.coordinator.messenger.outbox import (
+    Answer,
+    ConversationMessage,
+    Outbox,
+    Outcome,
+    PendingMessage,
+    ReplyCallback,
+)
 from immortal.coordinator.messenger.security import KeyPair, connect_with
 from immortal.coordinator.messenger.sockets import (
     EVENTS,
@@ -77,17 +84,17 @@ _MONITORED = _CONNECTED | _REFUSED | _OTHER_MECHANISM | _BROKEN_OFF | int(zmq.EV
 class Link:
     """Sends to one destination and takes its replies. Used by one thread.
 
-    Nothing is sent before the monitor has told of a connection, and what was in flight before goes first. That some
-    of it is lost with a connection whose end has not been told of yet, and what follows is not, is for the receiver
-    to notice. Each connection has a routing ID of its own, which the receiver's ROUTER gives it: one that had to take
-    over that of the connection before would cut off what that has brought.
+    Nothing is sent before the monitor reports a connection, and what was in flight on the one before is sent first.
+    Messages may be lost with a connection whose end was not reported yet, while later ones arrive; the receiver
+    notices that. Each connection has its own routing ID, given by the receiver's ROUTER: taking over the ID of the
+    connection before would cut off what that one has still brought.
 
-    ``inproc`` has neither monitor nor reconnects: such a link counts as connected from the start,
-    ``listener_changed`` is told when its listener goes and when there is one again, and the link is to be replaced
-    then.
+    ``inproc`` has neither monitor nor reconnects: such a link counts as connected from the start.
+    ``listener_changed`` is called when its listener goes and when there is one again; the owner then replaces the
+    link.
 
-    ``pair`` and ``server_key``: for CURVE, both or neither. Where a handshake fails ZeroMQ may never try again:
-    ``reopen_due_ns`` says when the link is to be replaced, by one with the same ID and outbox.
+    ``pair`` and ``server_key``: for CURVE, both or neither. After a failed handshake ZeroMQ may never try again:
+    ``reopen_due_ns`` says when the owner replaces the link by one with the same ID and outbox.
     """
 
     def __init__(
@@ -99,12 +106,12 @@ class Link:
         pair: KeyPair | None = None,
         server_key: str | None = None,
         listener_changed: Callable[[Link, bool], None] | None = None,
-        room: Room | None = None,
+        room: PendingRoom | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.outbox = outbox
         self._room = room
-        self._takes_turns = True  # the receiver, as far as it has said on this connection
+        self._supports_conversations = True  # the receiver, as far as it has said on this connection
         self.pair = pair
         self.server_key = server_key
         self.link_id = link_id
@@ -158,7 +165,7 @@ class Link:
         return open_monitor(context, self._socket, address, _MONITORED)
 
     def read_monitor(self, now_ns: int) -> None:
-        """Take note of connections lost, made and refused."""
+        """Note connections lost, made and refused."""
         if self._monitor is None:
             return
         for kind, _ in monitored_events(self._monitor):
@@ -166,8 +173,8 @@ class Link:
             if self.connected:
                 self.connected_since_ns = now_ns
                 self.reopen_due_ns = None
-                self._takes_turns = True
-                self.outbox.requeue_all()
+                self._supports_conversations = True
+                self.outbox.retransmit_all()
             elif kind in _FAILED:
                 self._handshake_failed(kind, now_ns)
 
@@ -187,27 +194,27 @@ class Link:
         self._warnings.warn(f"no connection to {self.endpoint}: {reason}", "it is tried again, nothing is lost")
 
     @property
-    def silent_ns(self) -> int | None:
-        """When its connection is to be given up unless something is heard."""
-        return None if self._monitor is None or not self.connected else self.outbox.silent_ns
+    def silence_deadline_ns(self) -> int | None:
+        """Return when the connection is replaced unless something is received before."""
+        return None if self._monitor is None or not self.connected else self.outbox.silence_deadline_ns
 
-    def give_up(self) -> None:
-        """Note that nothing was heard; the link is to be replaced, by one with the same ID and outbox."""
+    def abandon_connection(self) -> None:
+        """Note that nothing was received; the owner replaces the link by one with the same ID and outbox."""
         self._counters.silences += 1
         self._warnings.warn(
             f"{self.endpoint} has not answered for {self.outbox.silence_ns / 1e9:g} s",
             "its connection is made anew, nothing is lost",
         )
-        self.outbox.give_up()
+        self.outbox.connection_lost()
 
     def next_deadline_ns(self) -> int | None:
-        """When there is something to be done about it, whatever comes in."""
+        """Return when the link needs attention although nothing comes in."""
         if not self.connected:
             return self.reopen_due_ns
-        retry_ns, silent_ns = self.outbox.retry_check_ns, self.silent_ns
-        if retry_ns is None or silent_ns is None:
-            return retry_ns if silent_ns is None else silent_ns
-        return min(retry_ns, silent_ns)
+        retry_ns, silence_deadline_ns = self.outbox.retry_check_ns, self.silence_deadline_ns
+        if retry_ns is None or silence_deadline_ns is None:
+            return retry_ns if silence_deadline_ns is None else silence_deadline_ns
+        return min(retry_ns, silence_deadline_ns)
 
     def receive(self) -> bool:
         """Take replies and run their callbacks; False if some were left for another turn."""
@@ -228,14 +235,14 @@ class Link:
         return bool(self._plain_get(EVENTS) & POLLIN)  # type: ignore[operator]
 
     def _acknowledge(self, parts: list[bytes]) -> ReplyCallback | None:
-        """Put the reply's parts in place of those that came in; what to call with them, if anything."""
+        """Replace ``parts`` by the reply's parts; return the callback to call with them, if any."""
         try:
             if len(parts) != 1:
                 raise EnvelopeError(f"{len(parts)} parts came in, a reply is one")
             reply = parts.pop()
             envelope = decode_envelope(reply[:ENVELOPE_SIZE_BYTES])
             if envelope.kind == NOT_KNOWN:
-                self._not_known(b" ".join(decode_parts(reply, ENVELOPE_SIZE_BYTES)).decode(errors="replace"))
+                self._log_unknown_kind(b" ".join(decode_parts(reply, ENVELOPE_SIZE_BYTES)).decode(errors="replace"))
                 return None
             if envelope.kind in MESSAGES or envelope.link_id != self.link_id:
                 raise EnvelopeError(
@@ -244,7 +251,7 @@ class Link:
             if envelope.kind == REPLY:
                 parts += decode_parts(reply, ENVELOPE_SIZE_BYTES)
             _, kind, _, _, _, message_id, highest_seen, given_callback_id, callback_id = envelope
-            self.outbox.hear(message_id, highest_seen)
+            self.outbox.record_reply(message_id, highest_seen)
             if kind == REPLY_PENDING:
                 self._counters.replies_awaited += 1
                 return None
@@ -256,8 +263,8 @@ class Link:
                 raise EnvelopeError(
                     f"a reply to message {message_id} for callback {callback_id}, expected {message.callback_id}"
                 )
-            turn = message.turn
-            if turn is None and (given_callback_id or kind == CALLBACK_UNKNOWN):
+            conversation = message.conversation
+            if conversation is None and (given_callback_id or kind == CALLBACK_UNKNOWN):
                 raise EnvelopeError(
                     f"a reply of kind {kind} with callback {given_callback_id} came in to message {message_id}, "
                     f"which is of no conversation"
@@ -272,21 +279,21 @@ class Link:
             self._counters.replies_expired += 1
         if self._room is not None:
             self._room.give_back(self.endpoint, message.size_bytes)
-        return message.callback if turn is None else self._answer(turn, envelope)
+        return message.callback if conversation is None else self._answer(conversation, envelope)
 
-    def _answer(self, turn: Turn, envelope: Envelope) -> ReplyCallback | None:
-        callback = turn.callback
+    def _answer(self, conversation: ConversationMessage, envelope: Envelope) -> ReplyCallback | None:
+        callback = conversation.callback
         if callback is None:
             return None
         return lambda parts: callback(Answer(parts, envelope.source_callback_id, _OUTCOMES[envelope.kind]))
 
-    def _not_known(self, known: str) -> None:
-        """The receiver is of another build: it drops what it does not know, and says so once on each connection."""
+    def _log_unknown_kind(self, known: str) -> None:
+        """Warn that the receiver, of another build, drops what it does not know; it says so once per connection."""
         self._counters.malformed += 1
         outcome = "dropped"
-        if self._takes_turns and self.outbox.has_turns:
-            self._takes_turns = False
-            self.outbox.requeue_all()
+        if self._supports_conversations and self.outbox.has_conversations:
+            self._supports_conversations = False
+            self.outbox.retransmit_all()
             outcome = "conversations end there with the first reply, what is for a callback waits"
         self._warnings.warn(
             f"from {self.endpoint}: what was sent is not known there, which is of another build: it knows {known!r}",
@@ -294,10 +301,10 @@ class Link:
         )
 
     def transmit(self, now_ns: int) -> bool:
-        """Send what may be sent; True if replies may have come in unnoticed meanwhile.
+        """Send what may be sent; return True if replies may have come in unnoticed meanwhile.
 
-        Sending, and asking for the events, take in ZeroMQ's news, that there is room again and that replies have
-        come, and with it reset the descriptor. So the last thing is to ask, and to act on the answer.
+        Sending and reading EVENTS make ZeroMQ notice new room and new replies, and reset its descriptor. So EVENTS is
+        read last, and its answer acted on.
         """
         while True:
             blocked = self._send_queued(now_ns)
@@ -307,13 +314,13 @@ class Link:
                 return bool(events & POLLIN)
 
     def _send_queued(self, now_ns: int) -> bool:
-        """Send what may be sent; True if ZeroMQ had no room for all of it."""
+        """Send what may be sent; return True if ZeroMQ had no room for all of it."""
         outbox = self.outbox
         count = 0
         blocked = False
         while (message := outbox.next_to_send()) is not None:
             if count % SENT_PER_MONITOR_CHECK == 0:
-                self._look_at_connection(now_ns)
+                self._check_connection(now_ns)
                 message = outbox.next_to_send()
                 if not self.connected or message is None:
                     break
@@ -325,7 +332,7 @@ class Link:
         self._counters.sent += count
         return blocked
 
-    def _look_at_connection(self, now_ns: int) -> None:
+    def _check_connection(self, now_ns: int) -> None:
         monitor = self._monitor
         if monitor is not None:
             events = self._plain_get_monitor(EVENTS)  # cheaper than a receive that finds nothing
@@ -334,8 +341,8 @@ class Link:
                 self.read_monitor(now_ns)
 
     def _send(self, message: PendingMessage) -> bool:
-        """Send one message whole; False if ZeroMQ has no room for it."""
-        parts, turn = message.parts, message.turn
+        """Send one whole message; return False if ZeroMQ has no room for it."""
+        parts, conversation = message.parts, message.conversation
         envelope = encode_message(
             self.link_id,
             self._incarnation,
@@ -344,8 +351,8 @@ class Link:
             message.callback_id,
             self.outbox.skipped_count(message),
         )
-        if turn is not None and (self._takes_turns or turn.destination_callback_id):
-            envelope = as_conversation_message(envelope, turn.destination_callback_id)
+        if conversation is not None and (self._supports_conversations or conversation.destination_callback_id):
+            envelope = as_conversation_message(envelope, conversation.destination_callback_id)
         send = self._plain_send
         try:
             send(envelope, NOBLOCK_MORE if parts else NOBLOCK)

@@ -1,4 +1,4 @@
-"""A listener: one ROUTER, the inbox behind it, and the server loop that gets what is new."""
+"""Listener at one endpoint: a ROUTER socket, the inbox behind it, and the server loop that gets new messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from immortal.coordinator.messenger.errors import (
     UnknownEnvelopeError,
 )
 from immortal.coordinator.messenger.handshake_guard import HandshakeGuard
-from immortal.coordinator.messenger.inbox import Conversation, Inbox, Sighting
+from immortal.coordinator.messenger.inbox import Arrival, Inbox, LinkState
 from immortal.coordinator.messenger.limits import (
     HANDSHAKE_TIMEOUT_MS,
     LARGE_PART_SIZE_BYTES,
@@ -54,6 +54,7 @@ from immortal.coordinator.messenger.sockets import (
     POLLIN,
     Shared,
     Socket,
+    announced,
     bind,
     descriptor_of,
     is_inproc,
@@ -63,11 +64,10 @@ from immortal.coordinator.messenger.sockets import (
     plain_send,
     receive_identified,
     receive_parts,
-    telling,
 )
 from immortal.protocol.client_frames import is_client_frame
 
-FIRST, REFUSED, EARLY = Sighting.FIRST, Sighting.REFUSED, Sighting.EARLY
+FIRST, REFUSED, EARLY = Arrival.FIRST, Arrival.REFUSED, Arrival.EARLY
 _monitor_numbers = itertools.count()
 
 
@@ -75,7 +75,7 @@ class Reply(NamedTuple):
     """A reply on its way from reply() to the socket; it does not hold the message, which may be large."""
 
     listener: Listener
-    conversation: Conversation
+    link: LinkState
     envelope: Envelope  # of the message
     parts: tuple[bytes, ...]
     callback: ServerLoop | None
@@ -90,7 +90,7 @@ class Received(Struct, eq=False):
     """
 
     _listener: Listener
-    _conversation: Conversation
+    _link: LinkState
     _envelope: Envelope
     parts: list[bytes]
     replied: bool = False
@@ -101,20 +101,20 @@ class Received(Struct, eq=False):
 
     @property
     def sender(self) -> int:
-        return self._conversation.incarnation
+        return self._link.incarnation
 
     @property
     def peer(self) -> str | None:
-        return self._conversation.peer
+        return self._link.peer
 
     @property
     def takes_callback(self) -> bool:
-        """Its reply may come with a callback."""
+        """True if its reply may come with a callback."""
         return self._envelope.kind == TURN
 
     @property
     def for_callback(self) -> bool:
-        """It addresses a callback that was given with a reply."""
+        """True if it addresses a callback that was given with a reply."""
         return self._envelope.destination_callback_id != NOOP
 
     def reply(self, *parts: bytes, callback: ServerLoop | None = None) -> None:
@@ -139,11 +139,11 @@ class Received(Struct, eq=False):
         listener = self._listener
         if callback is not None and not self.takes_callback:
             callback = None
-        listener.accept_reply(Reply(listener, self._conversation, self._envelope, checked, callback))
+        listener.accept_reply(Reply(listener, self._link, self._envelope, checked, callback))
 
 
 class ClientRoute(Struct, eq=False):
-    """The way to a client, who is no messenger and for whom nothing is kept or sent again.
+    """Route to a client, which is no messenger: nothing is kept or sent again for it.
 
     ``peer``: the name that its key stands for, None without keys.
     """
@@ -152,8 +152,8 @@ class ClientRoute(Struct, eq=False):
     _route: bytes
     peer: str | None = None
 
-    def say(self, data: bytes) -> None:
-        """Send ``data``, at most once; as often as there is something to say."""
+    def send(self, data: bytes) -> None:
+        """Send ``data`` at most once. May be called any number of times."""
         self._listener.accept_reply(ClientReply(self._listener, self._route, data))
 
 
@@ -167,18 +167,18 @@ class ClientReply(NamedTuple):
 
 ServerLoop = Callable[[Received], None]
 ClientLoop = Callable[[ClientRoute, bytes], None]
-"""Gets where a client's message came from, and the one part that it has."""
+"""Called with the route to the client and the one part of its message."""
 
 
 class Listener:
-    """Takes messages at one endpoint and sends the replies. Used by one thread, but for accept_reply().
+    """Takes messages at one endpoint and sends the replies. Used by one thread, except accept_reply().
 
-    ``ordered``: takes the messages of a link in the order of sending alone. ``new_callback_id``: one that no messenger
-    has given before.
+    ``ordered``: accepts the messages of a link only in the order of sending. ``new_callback_id``: returns an ID that no
+    messenger has given before.
 
-    With ``security`` only from its callers. For other keys of its own it needs a new socket: secure() makes one, which
-    takes the endpoint over once ZeroMQ has let go of it, at ``reopen_due_ns`` or soon after. What the old socket had
-    is sent again by its senders.
+    With ``security``, only its callers may connect. New own keys need a new socket: secure() makes one, which takes
+    the endpoint over once ZeroMQ has released it, at ``reopen_due_ns`` or soon after. What the old socket held is sent
+    again by its senders.
     """
 
     def __init__(
@@ -212,11 +212,11 @@ class Listener:
         self._new_callback_id = new_callback_id
         self._inbox = Inbox(ordered=ordered)
         self._client_queues = ClientSendQueues()
-        self._told_routes: OrderedDict[bytes, None] = OrderedDict()  # who was told which envelopes are known here
+        self._notified_routes: OrderedDict[bytes, None] = OrderedDict()  # who was told which envelopes are known here
         self._is_inproc = is_inproc(endpoint)
         self._open()
         try:
-            with telling(self._context, endpoint, True):
+            with announced(self._context, endpoint, True):
                 self.endpoint = bind(self._socket, endpoint)
             if self._handshakes is not None:
                 self._handshakes.endpoint = self.endpoint
@@ -225,7 +225,7 @@ class Listener:
             raise
 
     def _open(self) -> None:
-        """An own socket, which is not bound yet."""
+        """Make the socket, without binding it yet."""
         self._socket: Socket = self._context.socket(zmq.ROUTER)
         self._configure()
         self._plain_send = plain_send(self._socket)
@@ -238,7 +238,7 @@ class Listener:
             self._handshakes.endpoint = self.endpoint
 
     def secure(self, security: Security, now_ns: int) -> None:
-        """Go by ``security`` from now on. The descriptors change if its own keys have."""
+        """Use ``security`` from now on. The descriptors change if its own keys have."""
         known, self._security = self._security, security
         if known is None or known.own != security.own:
             self._close_sockets()
@@ -246,7 +246,7 @@ class Listener:
             self.reopen_due_ns = now_ns
 
     def reopen(self, now_ns: int) -> None:
-        """Take the endpoint over from the socket before; later, if that has not let go of it."""
+        """Take the endpoint over from the socket before; later, if ZeroMQ has not released it yet."""
         try:
             bind(self._socket, self.endpoint)
         except EndpointInUseError:
@@ -271,7 +271,7 @@ class Listener:
         socket.copy_threshold = LARGE_PART_SIZE_BYTES
 
     def receive(self) -> bool:
-        """Take messages and run callbacks and the server loop for new ones; False if some were left for another
+        """Take messages and run callbacks and the server loop for new ones; return False if some are left for another
         turn."""
         for _ in range(RECEIVED_PER_TURN_MAX):
             if self.closed:
@@ -305,11 +305,11 @@ class Listener:
 
     @property
     def refused(self) -> int:
-        """Connections of those who never came as far as the gate."""
+        """Count of connections that failed before the ZAP authenticator was asked."""
         return self._refused_before + (0 if self._handshakes is None else self._handshakes.refused)
 
     def _fits_role(self, key: str, peer: str, frames: list[bytes]) -> bool:
-        """Whether the owner of ``key`` sends such messages. Nothing but the first byte is looked at."""
+        """Return whether the role of ``key`` may send such a message. Only the first byte is read."""
         assert self._security is not None
         role = self._security.roles.get(key, Role.INSTANCE)
         clients_frame = len(frames) == 2 and is_client_frame(frames[1])
@@ -322,7 +322,7 @@ class Listener:
         return False
 
     def _accept(self, frames: list[bytes], peer: str | None) -> Received | None:
-        """The message in ``frames``, if it is one and new. What is a client's goes to its own loop."""
+        """Return the message in ``frames`` if it is valid and new. A client's frame goes to the client loop."""
         if self._client_loop is not None and len(frames) == 2 and is_client_frame(frames[1]):
             self._counters.received += 1
             self._client_loop(ClientRoute(self, frames[0], peer), frames[1])
@@ -337,23 +337,23 @@ class Listener:
             self._counters.malformed += 1
             self._warnings.warn(f"at {self.endpoint}: {error}")
             if isinstance(error, UnknownEnvelopeError):
-                self._say_what_is_known(frames[0])
+                self._send_supported_kinds(frames[0])
             return None
         _, _, skipped_count, link_id, incarnation, message_id, lowest_pending_id, _, for_callback_id = envelope
-        conversation = self._inbox.conversation(incarnation, link_id, peer)
-        if frames[0] != conversation.routes[0]:
-            conversation.came_by(frames[0])
-        sighting = conversation.see(message_id, lowest_pending_id, skipped_count)
-        if sighting == FIRST:
+        link = self._inbox.link(incarnation, link_id, peer)
+        if frames[0] != link.routes[0]:
+            link.note_route(frames[0])
+        arrival = link.see(message_id, lowest_pending_id, skipped_count)
+        if arrival == FIRST:
             del frames[:2]
-            received = Received(self, conversation, envelope, frames)
-            if for_callback_id and not self._call_back(conversation, envelope, received):
+            received = Received(self, link, envelope, frames)
+            if for_callback_id and not self._run_callback(link, envelope, received):
                 return None
             self._counters.received += 1
             return received
-        if sighting == EARLY:
+        if arrival == EARLY:
             self._counters.early_dropped += 1
-        elif sighting == REFUSED:
+        elif arrival == REFUSED:
             self._counters.refused += 1
             self._warnings.warn(
                 f"at {self.endpoint}: message {message_id} came in while {lowest_pending_id} "
@@ -361,38 +361,39 @@ class Listener:
             )
         else:
             self._counters.duplicates_dropped += 1
-            self._reply_again(conversation, envelope)
+            self._reply_again(link, envelope)
         return None
 
-    def _call_back(self, conversation: Conversation, envelope: Envelope, received: Received) -> bool:
-        """Give a message to the callback that it is for; False if that is not known, or has closed this."""
-        callback = conversation.take_callback(envelope.destination_callback_id)
+    def _run_callback(self, link: LinkState, envelope: Envelope, received: Received) -> bool:
+        """Call the callback that a message addresses; return False if it is unknown, or has closed this listener."""
+        callback = link.pop_callback(envelope.destination_callback_id)
         if callback is not None:
             callback(received)
             return not self.closed
         self._counters.callbacks_unknown += 1
-        conversation.keep_reply(envelope.message_id, envelope.source_callback_id, (), kind=CALLBACK_UNKNOWN)
-        self._send(conversation, CALLBACK_UNKNOWN, envelope.message_id, envelope.source_callback_id, ())
+        link.keep_reply(envelope.message_id, envelope.source_callback_id, (), kind=CALLBACK_UNKNOWN)
+        self._send(link, CALLBACK_UNKNOWN, envelope.message_id, envelope.source_callback_id, ())
         return False
 
-    def _say_what_is_known(self, route: bytes) -> None:
-        """To a sender of another build; once, so that two who know nothing of each other say no more."""
-        if route in self._told_routes:
+    def _send_supported_kinds(self, route: bytes) -> None:
+        """Tell a sender of another build which kinds are known here, once per route, so that two builds never answer
+        each other forever."""
+        if route in self._notified_routes:
             return
-        self._told_routes[route] = None
-        if len(self._told_routes) > NOTIFIED_ROUTES_MAX:
-            self._told_routes.popitem(last=False)
+        self._notified_routes[route] = None
+        if len(self._notified_routes) > NOTIFIED_ROUTES_MAX:
+            self._notified_routes.popitem(last=False)
         self._send_parts(route, encode_reply(NOT_KNOWN, 1, self._incarnation, 1, 1, NOOP) + encode_parts((KNOWN,)))
 
-    def _reply_again(self, conversation: Conversation, envelope: Envelope) -> None:
-        stored = conversation.replies.get(envelope.message_id)
+    def _reply_again(self, link: LinkState, envelope: Envelope) -> None:
+        stored = link.replies.get(envelope.message_id)
         if stored is None:
-            if envelope.message_id >= conversation.tracker.lowest_pending_id:  # else its sender has the reply
-                self._send(conversation, REPLY_PENDING, envelope.message_id, envelope.source_callback_id, ())
+            if envelope.message_id >= link.tracker.lowest_pending_id:  # else its sender has the reply
+                self._send(link, REPLY_PENDING, envelope.message_id, envelope.source_callback_id, ())
             return
         self._counters.replies_resent += 1
         self._send(
-            conversation,
+            link,
             stored.kind,
             envelope.message_id,
             stored.destination_callback_id,
@@ -401,55 +402,55 @@ class Listener:
         )
 
     def reply(self, reply: Reply | ClientReply) -> None:
-        """Send a reply and keep it for duplicates of its message; to a client it is only sent."""
+        """Send a reply and keep it for duplicates of its message; a client's is only sent."""
         if isinstance(reply, ClientReply):
             self._reply_to_client(reply.route, reply.data)
             return
-        _, conversation, envelope, parts, callback = reply
+        _, link, envelope, parts, callback = reply
         _, _, _, _, _, message_id, _, callback_id, _ = envelope
         source_callback_id = NOOP
         if callback is not None:
             source_callback_id = self._new_callback_id()
-            if not conversation.expect(source_callback_id, callback):
+            if not link.keep_callback(source_callback_id, callback):
                 self._counters.callbacks_forgotten += 1
-        conversation.keep_reply(message_id, callback_id, parts, source_callback_id)
-        self._send(conversation, REPLY, message_id, callback_id, parts, source_callback_id)
+        link.keep_reply(message_id, callback_id, parts, source_callback_id)
+        self._send(link, REPLY, message_id, callback_id, parts, source_callback_id)
 
     def _reply_to_client(self, route: bytes, data: bytes) -> None:
         queues, send = self._client_queues, self._plain_send
-        if queues.has_room(route, len(data)) and self._begin(route):
+        if queues.has_room(route, len(data)) and self._send_route(route):
             queues.send(send, route, data)
         else:
             self._counters.replies_unsent += 1
 
     def _send(
         self,
-        conversation: Conversation,
+        link: LinkState,
         kind: int,
         message_id: int,
         callback_id: int,
         parts: tuple[bytes, ...],
         source_callback_id: int = NOOP,
     ) -> None:
-        highest_seen = conversation.tracker.highest_seen
+        highest_seen = link.tracker.highest_seen
         envelope = encode_reply(
-            kind, conversation.link_id, self._incarnation, message_id, highest_seen, callback_id, source_callback_id
+            kind, link.link_id, self._incarnation, message_id, highest_seen, callback_id, source_callback_id
         )
         data = envelope + encode_parts(parts)
-        for route in conversation.routes:
+        for route in link.routes:
             if self._send_parts(route, data):
                 return
         self._counters.replies_unsent += 1
 
     def _send_parts(self, route: bytes, data: bytes) -> bool:
-        """Whether there is a connection there, with room."""
-        if not self._begin(route):
+        """Send ``data`` to ``route``; return False if there is no such connection, or it has no room."""
+        if not self._send_route(route):
             return False
         self._plain_send(data, NOBLOCK, copy=len(data) < LARGE_PART_SIZE_BYTES)
         return True
 
-    def _begin(self, route: bytes) -> bool:
-        """Whether the rest of a message to ``route`` may be sent."""
+    def _send_route(self, route: bytes) -> bool:
+        """Send the routing ID, the first part of a message; return False if the connection is gone or full."""
         try:
             self._plain_send(route, NOBLOCK_MORE)
         except zmq.ZMQError as error:
@@ -459,13 +460,13 @@ class Listener:
         return True
 
     def has_unread(self) -> bool:
-        """Whether messages may have come in unnoticed while replies were sent."""
+        """Return whether messages may have come in unnoticed while replies were sent."""
         return bool(self._plain_get(EVENTS) & POLLIN)  # type: ignore[operator]
 
     def close(self) -> None:
-        """Let go of the endpoint. Replies that are still to be given do nothing."""
+        """Release the endpoint. Replies given later do nothing."""
         self.closed = True
-        with telling(self._context, self.endpoint, False):
+        with announced(self._context, self.endpoint, False):
             if is_inproc(self.endpoint):
                 self._socket.unbind(self.endpoint)  # closing alone lets go later, in ZeroMQ's own time
             self._close_sockets()

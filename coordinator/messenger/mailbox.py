@@ -1,4 +1,4 @@
-"""What other threads post to the messenger's owner, and the owner's thread."""
+"""Mailbox where other threads post to the messenger's owner, and the owner's thread."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from immortal.coordinator.messenger.backpressure import Room
+from immortal.coordinator.messenger.backpressure import PendingRoom
 from immortal.coordinator.messenger.errors import MessengerClosedError, MessengerError
 from immortal.coordinator.messenger.listener import ClientReply, Reply
-from immortal.coordinator.messenger.outbox import ReplyCallback, Turn
+from immortal.coordinator.messenger.outbox import ConversationMessage, ReplyCallback
 from immortal.coordinator.messenger.sockets import WakeupEvent, check_destination, message_parts
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ logger = logging.getLogger("immortal.coordinator.messenger")
 Result = TypeVar("Result")
 
 
-class Processed(Protocol):
-    """What the thread drives."""
+class Processor(Protocol):
+    """Interface of what an :class:`OwnerThread` drives."""
 
     def fileno(self) -> int: ...
     def process(self) -> None: ...
@@ -38,7 +38,7 @@ class OwnerThread:
     """
 
     def __init__(
-        self, messenger: Processed, wake: WakeupEvent, clock_ns: Callable[[], int], ended: Callable[[], None]
+        self, messenger: Processor, wake: WakeupEvent, clock_ns: Callable[[], int], ended: Callable[[], None]
     ) -> None:
         self._messenger = messenger
         self._wake = wake
@@ -52,11 +52,11 @@ class OwnerThread:
 
     @property
     def failed(self) -> bool:
-        """Whether something raised in the thread, and stop() has not told yet."""
+        """True if something raised in the thread and stop() has not raised it yet."""
         return self._error is not None
 
     def others_may_wait(self) -> bool:
-        """Whether the thread runs, and is another than the calling one, which may so wait for it."""
+        """Return whether the thread runs and is not the calling thread, so that the caller may wait for it."""
         return self._runs and self._thread is not threading.current_thread()
 
     def start(self) -> None:
@@ -87,12 +87,12 @@ class OwnerThread:
         thread.join()
         self._thread = None
 
-    def left(self) -> None:
-        """In a child of the process that has it: it is not here."""
+    def forget_after_fork(self) -> None:
+        """Forget the thread in a forked child, where it does not exist."""
         self._thread, self._runs = None, False
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Run ``function`` where the sockets are owned; returns or raises what it does."""
+        """Run ``function`` in the thread that owns the sockets; return or raise what it does."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return function()
@@ -147,19 +147,16 @@ class OwnerThread:
             self._calls.popleft()[1].set_exception(MessengerClosedError("the messenger's thread has ended"))
 
 
-# What any thread has given to a messenger, messages and replies, until its owner takes it.
-
-
 class MessengerMailbox:
-    """The deques are appended to by any thread, and emptied by the owner, whom ``wake`` tells of it.
+    """Messages and replies that any thread posted and the owner has not taken yet; ``wake`` wakes the owner.
 
-    ``known``: destinations that need no check; ``room``: what bounds all that is pending, None: nothing.
+    ``known``: destinations that need no check; ``room``: bounds what is pending, None: nothing does.
     """
 
-    def __init__(self, known: Container[str], room: Room | None, thread: OwnerThread, wake: WakeupEvent) -> None:
+    def __init__(self, known: Container[str], room: PendingRoom | None, thread: OwnerThread, wake: WakeupEvent) -> None:
         self.closed = False
         self.why_closed = ""
-        self.messages: deque[tuple[str, tuple[bytes, ...], ReplyCallback | None, Turn | None]] = deque()
+        self.messages: deque[tuple[str, tuple[bytes, ...], ReplyCallback | None, ConversationMessage | None]] = deque()
         self.replies: deque[Reply | ClientReply] = deque()
         self._known = known
         self._room = room
@@ -167,8 +164,8 @@ class MessengerMailbox:
         self._wake = wake
 
     @property
-    def waits(self) -> bool:
-        """There is something to take."""
+    def has_work(self) -> bool:
+        """True if there is something for the owner to take."""
         return bool(self.messages or self.replies)
 
     def send(
@@ -176,9 +173,9 @@ class MessengerMailbox:
         destination: str,
         message: bytes | Sequence[bytes],
         callback: ReplyCallback | None,
-        turn: Turn | None = None,
+        conversation: ConversationMessage | None = None,
     ) -> None:
-        """Raises EndpointError, MessageTooLargeError, PendingFullError, MessengerClosedError."""
+        """Post a message. Raises EndpointError, MessageTooLargeError, PendingFullError, MessengerClosedError."""
         if destination not in self._known:
             check_destination(destination)
         parts = message_parts(message)
@@ -187,7 +184,7 @@ class MessengerMailbox:
             raise MessengerClosedError(why)
         if self._room is not None:
             self._room.take(destination, sum(map(len, parts)))
-        self.messages.append((destination, parts, callback, turn))
+        self.messages.append((destination, parts, callback, conversation))
         self._wake.signal()
 
     def reply(self, reply: Reply | ClientReply) -> None:
@@ -196,7 +193,7 @@ class MessengerMailbox:
             self._wake.signal()
 
     def close(self, why: str) -> None:
-        """Nothing is sent any more."""
+        """Refuse all further sends with ``why``, and drop replies."""
         self.closed, self.why_closed = True, why
 
     def clear(self) -> None:

@@ -1,12 +1,12 @@
-"""The messenger: every ZeroMQ socket, behind one descriptor and one process().
+"""Messenger: owns every ZeroMQ socket, behind one descriptor and one process().
 
 One thread, the owner, drives it: it waits for fileno() to become readable, at most until next_deadline_ns(), and calls
 process(). Other threads may send and reply; what they give waits until the owner takes it. Alternatively start() makes
 a thread that does all this, and every method may be called from any thread.
 
-Here is when what is done. What threads have given is in posted.py, connections to others are in links.py, those from
-others in listeners.py, and which of their sockets have news in readiness.py. While anything is ready, or given and not
-taken, after process() or flush(), the wake descriptor is readable.
+This module decides the order of work. What other threads give waits in mailbox.py; connections to and from others, and
+which of their sockets are ready, are in connections.py. While anything is ready or waits in the mailbox after process()
+or flush(), the wake descriptor is readable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import zmq
 
-from immortal.coordinator.messenger.backpressure import PENDING_LIMITS, PendingLimits, Room
+from immortal.coordinator.messenger.backpressure import PENDING_LIMITS, PendingLimits, PendingRoom
 from immortal.coordinator.messenger.connections import CALLBACK_ID_MAX, Links, Listeners, Poller
 from immortal.coordinator.messenger.envelope import NOOP
 from immortal.coordinator.messenger.errors import MessengerClosedError, MessengerError
@@ -29,7 +29,13 @@ from immortal.coordinator.messenger.limits import IN_FLIGHT_MAX, IO_THREADS, SPA
 from immortal.coordinator.messenger.link import Link
 from immortal.coordinator.messenger.listener import ClientLoop, Listener, ServerLoop
 from immortal.coordinator.messenger.mailbox import MessengerMailbox, OwnerThread
-from immortal.coordinator.messenger.outbox import AnswerCallback, Outbox, ReplyCallback, RetryPolicy, Turn
+from immortal.coordinator.messenger.outbox import (
+    AnswerCallback,
+    ConversationMessage,
+    Outbox,
+    ReplyCallback,
+    RetryPolicy,
+)
 from immortal.coordinator.messenger.security import Security
 from immortal.coordinator.messenger.sockets import Context, Counters, Shared, WakeupEvent
 from immortal.protocol.process import after_fork_message, watch
@@ -43,9 +49,9 @@ class Messenger:
     ``context``: a ZeroMQ context to share, as inproc endpoints between messengers need; else an own one.
     ``incarnation``: a random u64 that no other messenger has. ``clock_ns``: monotonic. ``random``: from [0, 1).
     ``in_flight_max``: messages sent and not acknowledged per link, at most limits.SPAN_MAX; later ones wait in the
-    buffer. ``pending``: what may be pending for each destination, there and in flight; None: the caller sees to that
-    itself, see pending_count(). ``security``: who this is, and
-    who may send to it; it needs an own context, without inproc endpoints. Without it everything is in plain.
+    buffer. ``pending``: limits on what is buffered and in flight for each destination; None: the caller bounds it
+    itself, see pending_count(). ``security``: own keys, and who may send to it; it needs a context of its own, without
+    inproc endpoints. Without it nothing is encrypted.
     """
 
     def __init__(
@@ -68,17 +74,17 @@ class Messenger:
         self._clock_ns = clock_ns
         self._wake = WakeupEvent()
         self._thread = OwnerThread(self, self._wake, clock_ns, self._thread_ended)
-        self._room = None if pending is None else Room(pending, self._thread.others_may_wait)
-        self._readiness = Poller(self._wake)
+        self._room = None if pending is None else PendingRoom(pending, self._thread.others_may_wait)
+        self._poller = Poller(self._wake)
         make_outbox = partial(Outbox, retry or RetryPolicy(), random, in_flight_max=in_flight_max)
         shared = Shared(self._context, self.incarnation, clock_ns)
-        self._links = Links(shared, self._readiness, make_outbox, self._wake, self._room)
-        self._posted = MessengerMailbox(self._links, self._room, self._thread, self._wake)
-        self._listeners = Listeners(shared, self._readiness, self._posted, clock_ns)
+        self._links = Links(shared, self._poller, make_outbox, self._wake, self._room)
+        self._mailbox = MessengerMailbox(self._links, self._room, self._thread, self._wake)
+        self._listeners = Listeners(shared, self._poller, self._mailbox, clock_ns)
 
         self.patient = False
-        """Set by the owner, before flush(), while it waits for no reply: those to what is sent then come with whatever
-        else does, REPLY_DELAY_NS_MAX later at most."""
+        """Set by the owner, before flush(), while it waits for no reply: replies to what is sent then are read with
+        whatever else comes in, REPLY_DELAY_NS_MAX later at most."""
 
         self._processing = False
         self._held = False
@@ -88,10 +94,10 @@ class Messenger:
         watch(self)
 
     def forked(self) -> None:
-        """In a child: sockets, context and thread are its parent's."""
-        self._thread.left()
+        """Close the mailbox in a forked child: sockets, context and thread are its parent's."""
+        self._thread.forget_after_fork()
         what, advice = "this messenger", "make one here, which has an incarnation of its own"
-        self._posted.close(after_fork_message(what, self._process_id, advice))
+        self._mailbox.close(after_fork_message(what, self._process_id, advice))
 
     # What any thread may do
 
@@ -105,7 +111,7 @@ class Messenger:
         came in at the same time. The list is empty if the receiver acknowledged but no longer keeps its
         reply. Raises EndpointError, MessageTooLargeError, PendingFullError, MessengerClosedError.
         """
-        self._posted.send(destination, message, callback)
+        self._mailbox.send(destination, message, callback)
 
     def converse(
         self,
@@ -114,19 +120,19 @@ class Messenger:
         callback: AnswerCallback | None = None,
         destination_callback_id: int = NOOP,
     ) -> None:
-        """As send_message(), for conversations of several turns: the reply may come with a callback of the receiver's,
-        and ``message`` be for one, by the ``callback_id`` of the Answer that came last from there.
+        """Send a message of a conversation of several turns: the reply may come with a callback of the receiver's, and
+        ``message`` may address one, by the ``callback_id`` of the last Answer from there.
 
-        The receiver's callback gets it once, before the server loop. It is known there as long as the receiver and this
-        link live (drop() ends a link), and not too many others were given meanwhile: an Answer with CALLBACK_UNKNOWN
-        else. Raises MessengerError for no such ID, and as send_message() does.
+        The receiver's callback gets the message once, before the server loop. The receiver knows the callback as long
+        as it and this link live (drop() ends a link) and not too many others were given meanwhile; otherwise the Answer
+        says CALLBACK_UNKNOWN. Raises MessengerError for an ID out of range, and the errors of send_message().
         """
         if not NOOP <= destination_callback_id <= CALLBACK_ID_MAX:
             raise MessengerError(f"callback ID {destination_callback_id}, expected the callback_id of an Answer")
-        self._posted.send(destination, message, None, Turn(destination_callback_id, callback))
+        self._mailbox.send(destination, message, None, ConversationMessage(destination_callback_id, callback))
 
     def counters(self) -> Counters:
-        """A copy of what has been counted."""
+        """Return a copy of the counters."""
         counters, room = self._listeners.counted(), self._room
         if room is not None:
             counters.sends_waited, counters.sends_refused = room.waited_count, room.refused_count
@@ -143,14 +149,14 @@ class Messenger:
         secured: bool = True,
         client_loop: ClientLoop | None = None,
     ) -> str:
-        """Give what comes in at ``endpoint`` to ``server_loop``; returns the real endpoint, with its port.
+        """Give what comes in at ``endpoint`` to ``server_loop``; return the real endpoint, with its port.
 
-        Each message once, as it comes; ``ordered``: in the order of sending. What comes too early, since something
-        before it was lost with a connection, is dropped then, and comes again.
+        Each message is given once, as it comes; with ``ordered``, in the order of sending: a message that comes too
+        early, since one before it was lost with a connection, is dropped and comes again.
 
-        ``client_loop`` gets what comes from clients (docs/WIRE.md, part 9); without it that is dropped.
+        ``client_loop`` gets the frames of clients (docs/WIRE.md, part 9); without it they are dropped.
 
-        Not ``secured``: in plain, for anybody, whatever the messenger's security. Raises EndpointInUseError,
+        Not ``secured``: without keys, open to anybody, whatever the messenger's security. Raises EndpointInUseError,
         EndpointError.
         """
         listener = self._call(lambda: self._listeners.open(endpoint, server_loop, ordered, secured, client_loop))
@@ -158,10 +164,10 @@ class Messenger:
         return listener.endpoint
 
     def secure(self, security: Security) -> None:
-        """Go by ``security`` from now on: nothing is lost, and nobody else is let in.
+        """Use ``security`` from now on: nothing is lost, and nobody else is let in.
 
-        With other keys of its own, and to destinations that may no longer have the key that they have shown, all
-        connections are made anew; messages with a key that ``callers`` no longer has are dropped.
+        All connections are made anew if its own keys have changed; those to a destination, if the key that it showed is
+        no longer one of its keys. Messages with a key that ``callers`` no longer has are dropped.
         """
         self._call(lambda: self._secure(security))
 
@@ -171,10 +177,10 @@ class Messenger:
         self._wake.signal()
 
     def drop(self, destination: str) -> int:
-        """Forget what is pending for ``destination`` and close its link; returns how many were forgotten.
+        """Forget what is pending for ``destination`` and close its link; return how many messages were forgotten.
 
-        Their callbacks are never called; a server loop there may or may not have got them. The next send
-        opens a new link.
+        Their callbacks are never called; the server loop there may or may not have got them. The next send opens a new
+        link.
         """
         return self._call(lambda: self._drop(destination))
 
@@ -183,7 +189,7 @@ class Messenger:
         return self._links.drop(destination)
 
     def reconnect(self, destination: str) -> None:
-        """There is a sign that somebody is there again: where there is no connection, do not wait with trying."""
+        """Retry the connection to ``destination`` at once if there is none: something showed that it is up again."""
         self._call(lambda: self._reconnect(destination))
 
     def _reconnect(self, destination: str) -> None:
@@ -192,11 +198,11 @@ class Messenger:
             self._links.reopen(link)
 
     def pending_count(self, destination: str) -> int:
-        """How many messages to ``destination`` are not acknowledged, sent or not."""
+        """Return how many messages to ``destination`` are not acknowledged, sent or not."""
         return self._call(lambda: len(self._outbox(destination)))
 
     def pending_size_bytes(self, destination: str) -> int:
-        """The bytes of their parts."""
+        """Return the bytes of the messages to ``destination`` that are not acknowledged, sent or not."""
         return self._call(lambda: self._outbox(destination).size_bytes)
 
     def _outbox(self, destination: str) -> Outbox:
@@ -204,7 +210,7 @@ class Messenger:
         return self._links.outbox(destination)
 
     def _call(self, function: Callable[[], Result]) -> Result:
-        """Run it where the sockets are owned, unless they are closed."""
+        """Run ``function`` in the thread that owns the sockets, unless they are closed."""
 
         def called() -> Result:
             self._check_open()
@@ -213,25 +219,25 @@ class Messenger:
         return self._thread.call(called)
 
     def connected(self, destination: str) -> bool:
-        """Whether there is a connection to ``destination``, as of the last process(). True for an
-        inproc link whose listener has not come yet."""
+        """Return whether there is a connection to ``destination``, as of the last process(). True for an inproc link
+        whose listener has not come yet."""
         link = self._links.get(destination)
         return link is not None and link.connected
 
     def connected_since_ns(self, destination: str) -> int | None:
-        """When the connection to ``destination`` was made, by the messenger's clock; None without one, and for
+        """Return when the connection to ``destination`` was made, by the messenger's clock; None without one, and for
         inproc."""
         link = self._links.get(destination)
         return link.connected_since_ns if link is not None and link.connected else None
 
     def fileno(self) -> int:
-        """The one descriptor to wait for: readable when process() has something to do."""
-        return self._readiness.fileno()
+        """Return the one descriptor to wait for: readable when process() has something to do."""
+        return self._poller.fileno()
 
     def next_deadline_ns(self) -> int | None:
-        """When process() is to be called without the descriptor being readable, by the messenger's clock;
-        None for never."""
-        deadline_ns = self._readiness.replies_due_ns
+        """Return when process() must be called although the descriptor is not readable, by the messenger's clock; None
+        for never."""
+        deadline_ns = self._poller.replies_due_ns
         for link in self._links:
             check_ns = link.next_deadline_ns()
             if check_ns is not None and (deadline_ns is None or check_ns < deadline_ns):
@@ -243,50 +249,49 @@ class Messenger:
         return deadline_ns
 
     def process(self) -> None:
-        """Take everything that came in, run callbacks and server loops, send and resend what is due. Never
-        blocks.
+        """Take everything that came in, run callbacks and server loops, send and resend what is due. Never blocks.
 
-        What they raise comes out of here; nothing is lost by it but the message that was being
-        handled, and process() may be called again.
+        Their exceptions leave process(); nothing is lost but the message that was being handled, and process() may be
+        called again.
         """
-        self._begin("process")
+        self._start_processing("process")
         try:
             now_ns = self._clock_ns()
-            self._take_news(now_ns, with_replies=True)
+            self._collect_ready(now_ns, with_replies=True)
             self._listeners.reopen_due(now_ns)
             self._links.reopen_due(now_ns)
             for turn in range(TURNS_MAX):
                 self._receive()
-                if self._posted.closed:
+                if self._mailbox.closed:
                     break
                 if turn == 0:
                     self._links.retry_due(now_ns)  # behind the replies that are there
                 self._transmit(now_ns)
-                if not (self._readiness.ready or self._posted.waits):
+                if not (self._poller.ready or self._mailbox.has_work):
                     break
         finally:
             self._processing = False
-            if self._posted.closed:
+            if self._mailbox.closed:
                 self._close_sockets()
             else:
                 self._finish()
 
     def receive(self, *, replies: bool = True) -> None:
-        """Take what came in and run server loops and callbacks, as process() does, and send nothing: the owner is going
-        to call flush(), after what is more urgent. What is due waits for process().
+        """Take what came in and run server loops and callbacks, as process() does, but send nothing: the owner calls
+        flush() after more urgent work. What is due waits for process().
 
-        ``replies=False`` leaves them where they are if the owner is patient: ``replies_wait`` says that there are some.
+        ``replies=False`` leaves replies unread if the owner is patient: ``replies_wait`` says that there are some.
         """
-        self._begin("receive")
+        self._start_processing("receive")
         try:
-            self._take_news(self._clock_ns(), with_replies=replies or self._readiness.replies_due_ns is None)
+            self._collect_ready(self._clock_ns(), with_replies=replies or self._poller.replies_due_ns is None)
             self._receive()
         finally:
             self._processing, self._held = False, True
-            if self._posted.closed:
+            if self._mailbox.closed:
                 self._close_sockets()
 
-    def _begin(self, name: str) -> None:
+    def _start_processing(self, name: str) -> None:
         self._check_open()
         if self._processing:
             raise MessengerError(f"{name}() was called from within a callback of this messenger")
@@ -294,27 +299,27 @@ class Messenger:
 
     @property
     def replies_wait(self) -> bool:
-        """There may be replies to an owner that is patient."""
-        return self._readiness.replies_wait
+        """True if there may be unread replies while the owner is patient."""
+        return self._poller.replies_wait
 
     @property
     def has_new(self) -> bool:
-        """Messages or replies were given since the last flush() or process()."""
-        return self._posted.waits
+        """True if messages or replies were given since the last flush() or process()."""
+        return self._mailbox.has_work
 
     def hold(self) -> None:
-        """What is sent and replied from now on wakes nobody: the owner is going to call flush()."""
+        """Let sends and replies wake nobody from now on: the owner is going to call flush()."""
         if not (self._wake.signalled or self._processing):
             self._wake.hold()
             self._held = True
 
     def flush(self) -> bool:
-        """Send what is buffered, and nothing else. True if process() has something to do: fileno() is
-        readable then, too."""
+        """Send what is buffered, and nothing else. Return True if process() has something to do: fileno() is readable
+        then, too."""
         self._check_open()
         if self._processing:
             return True
-        if self._posted.waits or self._links.sending:
+        if self._mailbox.has_work or self._links.sending:
             if self._wake.signalled and not self._held:
                 self._wake.clear()
             self._wake.hold()
@@ -326,14 +331,14 @@ class Messenger:
         elif self._held:
             self._held = False
             self._finish()
-        return bool(self._readiness.ready)
+        return bool(self._poller.ready)
 
     def close(self) -> None:
         """Close every socket at once; what is not acknowledged is lost, replies not yet sent are too."""
-        if self._posted.closed:
+        if self._mailbox.closed:
             return
         self._thread.join()
-        self._posted.closed = True
+        self._mailbox.closed = True
         if self._processing:
             for source in (*self._links, *self._listeners.all):
                 source.closed = True  # process() closes the sockets as it ends
@@ -366,8 +371,8 @@ class Messenger:
 
     # The owner's work
 
-    def _take_news(self, now_ns: int, *, with_replies: bool) -> None:
-        for monitored in self._readiness.collect(now_ns, with_replies=with_replies):
+    def _collect_ready(self, now_ns: int, *, with_replies: bool) -> None:
+        for monitored in self._poller.collect(now_ns, with_replies=with_replies):
             monitored.read_monitor(now_ns)
             self._links.sending[monitored] = None
         self._wake.hold()
@@ -375,7 +380,7 @@ class Messenger:
 
     def _receive(self) -> None:
         """Replies and their callbacks first, then messages and their server loops."""
-        ready = self._readiness.ready
+        ready = self._poller.ready
         sources = list(ready)
         for source in sources:
             if isinstance(source, Link):
@@ -389,20 +394,20 @@ class Messenger:
 
     def _transmit(self, now_ns: int) -> None:
         self._take_sends()
-        if self._posted.replies:
-            self._listeners.transmit(self._posted.replies)
+        if self._mailbox.replies:
+            self._listeners.transmit(self._mailbox.replies)
         if self._links.sending:
             self._links.transmit(now_ns, patient=self.patient)
 
     def _take_sends(self) -> None:
-        messages = self._posted.messages
+        messages = self._mailbox.messages
         for _ in range(len(messages)):
             self._links.add(*messages.popleft())
 
     def _finish(self) -> None:
         """Keep the descriptor readable while there is work left."""
         self._wake.release()
-        if self._readiness.ready or self._posted.waits or self._links.sending or self._links.listener_news:
+        if self._poller.ready or self._mailbox.has_work or self._links.sending or self._links.listener_news:
             self._wake.signal()
 
     def _thread_ended(self) -> None:
@@ -410,14 +415,14 @@ class Messenger:
             self._room.wake()
 
     def _check_open(self) -> None:
-        if self._posted.closed:
-            raise MessengerClosedError(self._posted.why_closed or "the messenger is closed")
+        if self._mailbox.closed:
+            raise MessengerClosedError(self._mailbox.why_closed or "the messenger is closed")
 
     def _close_sockets(self) -> None:
         self._links.close()
         self._listeners.close()
-        self._posted.clear()
-        self._readiness.close()
+        self._mailbox.clear()
+        self._poller.close()
         self._wake.close()
         if self._owns_context:
             self._context.term()

@@ -1,7 +1,16 @@
 """Sender's side of a link: pending messages, retransmission, conversations.
 
-One side sends, the other replies. A reply may carry the ID of a callback: the next message to that receiver can address
-it, once. So either side goes on where it was, for as many turns as the two like.
+A reply may carry the ID of a callback, which the next message to that receiver can address, once. So two sides can
+hold a conversation of any number of turns.
+
+- IDs start at 1 and grow by one. A message is pending until it is acknowledged.
+- Messages are sent in ID order. Those in flight lie within ``in_flight_max`` IDs of the lowest pending one.
+- On a new connection, everything that was in flight on the one before is sent again first, in ID order.
+- On a living connection, an unacknowledged message that has arrived is sent again after a growing delay: its reply is
+  late, or lost. The receiver says with each reply how much has arrived. Of the messages sent after that, which are
+  still on their way, only the first is sent again.
+- The receiver answers each retransmission at once. Until it has answered the last one, only the first due message is
+  sent again: so what waits unread for a stuck receiver is bounded.
 """
 
 from __future__ import annotations
@@ -22,7 +31,7 @@ from immortal.coordinator.messenger.limits import (
 
 
 class Outcome(Enum):
-    """What became of a message of a conversation."""
+    """Outcome of a message of a conversation."""
 
     REPLIED = 1
     REPLY_EXPIRED = 2  # its receiver replied, and keeps the reply no longer
@@ -30,7 +39,7 @@ class Outcome(Enum):
 
 
 class Answer(NamedTuple):
-    """What the callback of a message of a conversation gets: the parts of the reply, none unless REPLIED.
+    """Reply to a message of a conversation, as its callback gets it; no parts unless REPLIED.
 
     ``callback_id``: the receiver's callback for one more message, 0 (NOOP) if the conversation is over.
     """
@@ -43,40 +52,27 @@ class Answer(NamedTuple):
 AnswerCallback = Callable[[Answer], None]
 
 
-class Turn(NamedTuple):
-    """What a message of a conversation has beyond another one."""
+class ConversationMessage(NamedTuple):
+    """Extra fields of a message that belongs to a conversation."""
 
     destination_callback_id: int  # NOOP: none
     callback: AnswerCallback | None
 
 
-# The sender's side of one link, without I/O: what is pending, what may be sent now, what is to be tried again.
-#
-# - IDs start at 1 and grow by one. A message is pending until it is acknowledged.
-# - Messages are sent in ID order. Those in flight lie within ``in_flight_max`` IDs of the lowest pending one.
-# - When a connection is made, everything that was in flight on the one before is sent again first, in ID order.
-# - What stays unacknowledged on a living connection is sent again after a growing delay, if it has arrived: its reply
-#   is late, or lost. The receiver says with each reply how much has arrived. What was sent behind that is still on its
-#   way, and only the first of it is sent again.
-# - The receiver answers at once whatever comes again. Until it has answered the last message that was sent again, only
-#   the first of what is due is: so what waits unread for a receiver that is stuck is bounded.
-
-
 ReplyCallback = Callable[[list[bytes]], None]
-LOOKS_PER_DELAY = 2  # how often what is due is looked for, at most, in the shortest delay
+CHECKS_PER_DELAY = 2  # retry checks per shortest delay, at most
 
 
 class RetryPolicy(Struct, frozen=True):
-    """How long to wait for an acknowledgement: doubling from ``delay_ns_min``, at most ``delay_ns_max``,
-    less up to ``jitter``."""
+    """Delays before a message is sent again: doubling from ``delay_ns_min`` up to ``delay_ns_max``, less up to
+    ``jitter``."""
 
     delay_ns_min: int = 1_000_000_000
     delay_ns_max: int = 30_000_000_000
     jitter: float = 0.25  # the largest part of the delay that is left out, so that peers do not retry in step
 
     def delay_ns(self, attempts: int, random_unit: float) -> int:
-        """The wait after the ``attempts``-th time (from 1) a message was sent; ``random_unit`` is from [0,
-        1)."""
+        """Return the delay after a message was sent ``attempts`` times (from 1); ``random_unit`` is from [0, 1)."""
         doublings = attempts - 1
         delay_ns = self.delay_ns_max
         if doublings < 64:
@@ -85,13 +81,13 @@ class RetryPolicy(Struct, frozen=True):
 
 
 class PendingMessage(Struct, eq=False):
-    """One message from send_message() to its acknowledgement."""
+    """State of a message from send_message() to its acknowledgement."""
 
     message_id: int
     parts: tuple[bytes, ...]
     callback: ReplyCallback | None
     callback_id: int
-    turn: Turn | None
+    conversation: ConversationMessage | None
     size_bytes: int
     pending: bool = True  # not acknowledged
     queued: bool = True  # waits to be sent, or sent again
@@ -103,7 +99,7 @@ class PendingMessage(Struct, eq=False):
 
 
 class Outbox(Struct, eq=False):
-    """The pending messages of one link."""
+    """Pending messages of one link: what may be sent now, and what is to be sent again. No I/O."""
 
     retry: RetryPolicy
     random: Callable[[], float]
@@ -117,8 +113,8 @@ class Outbox(Struct, eq=False):
     _next_id: int = 1
     _last_sent_id: int = 0  # for the first time on this connection
     _arrived_id: int = 0  # the highest that the receiver has had, as far as it has said on this connection
-    _asked_id: int = 0  # the last that was sent again on this connection, if it was not answered since
-    _asked_ns: int | None = None  # when a message was sent again, with nothing heard since
+    _retransmitted_id: int = 0  # the last that was sent again on this connection, if it was not answered since
+    _retransmitted_ns: int | None = None  # when a message was sent again, with nothing heard since
     _silences: int = 0  # connections in a row that were given up with nothing heard
 
     def __len__(self) -> int:
@@ -126,19 +122,23 @@ class Outbox(Struct, eq=False):
 
     @property
     def size_bytes(self) -> int:
-        """Of the parts of all that is pending."""
+        """Sum of the parts of all pending messages, in bytes."""
         return sum(message.size_bytes for message in self._pending.values())
 
     @property
-    def has_turns(self) -> bool:
-        """Messages of conversations are pending."""
-        return any(message.turn is not None for message in self._pending.values())
+    def has_conversations(self) -> bool:
+        """True if messages of conversations are pending."""
+        return any(message.conversation is not None for message in self._pending.values())
 
     def add(
-        self, parts: tuple[bytes, ...], callback: ReplyCallback | None, callback_id: int, turn: Turn | None = None
+        self,
+        parts: tuple[bytes, ...],
+        callback: ReplyCallback | None,
+        callback_id: int,
+        conversation: ConversationMessage | None = None,
     ) -> PendingMessage:
         """Take a message over and give it the next ID."""
-        message = PendingMessage(self._next_id, parts, callback, callback_id, turn, sum(map(len, parts)))
+        message = PendingMessage(self._next_id, parts, callback, callback_id, conversation, sum(map(len, parts)))
         self._next_id += 1
         self._pending[message.message_id] = message
         self._queue.append(message)
@@ -146,7 +146,7 @@ class Outbox(Struct, eq=False):
 
     @property
     def all_sent(self) -> bool:
-        """Nothing waits to be sent, or sent again."""
+        """True if nothing waits to be sent, first or again."""
         return not any(message.pending for message in self._queue)
 
     def next_to_send(self) -> PendingMessage | None:
@@ -179,9 +179,9 @@ class Outbox(Struct, eq=False):
             self._in_flight_size_bytes += message.size_bytes
             self._last_sent_id = message.message_id
         else:
-            self._asked_id = message.message_id
-            if self._asked_ns is None:
-                self._asked_ns = now_ns
+            self._retransmitted_id = message.message_id
+            if self._retransmitted_ns is None:
+                self._retransmitted_ns = now_ns
         message.due_ns = now_ns + self.retry.delay_ns(message.attempts, self.random())
         if self.retry_check_ns is None or message.due_ns < self.retry_check_ns:
             self.retry_check_ns = message.due_ns
@@ -202,7 +202,7 @@ class Outbox(Struct, eq=False):
         return message
 
     def skipped_count(self, message: PendingMessage) -> int:
-        """How many IDs right below that of ``message``, which is about to be sent, will not be sent again."""
+        """Return how many IDs right below that of ``message``, which is about to be sent, will not be sent again."""
         if not message.in_flight:  # all that was pending below it has been sent on this connection
             first_id = self._last_sent_id + 1
             if first_id < self.lowest_pending_id:
@@ -210,35 +210,36 @@ class Outbox(Struct, eq=False):
             message.skipped_count = message.message_id - first_id
         return message.skipped_count
 
-    def hear(self, message_id: int, arrived_id: int) -> None:
-        """Note that the receiver has answered ``message_id`` in some way, and has had all up to ``arrived_id``."""
-        self._asked_ns = None
+    def record_reply(self, message_id: int, arrived_id: int) -> None:
+        """Note that the receiver has answered ``message_id`` in some way and received IDs up to ``arrived_id``."""
+        self._retransmitted_ns = None
         self._silences = 0
-        if message_id == self._asked_id:
-            self._asked_id = 0
+        if message_id == self._retransmitted_id:
+            self._retransmitted_id = 0
         if arrived_id > self._arrived_id:
             self._arrived_id = arrived_id
 
     @property
     def silence_ns(self) -> int:
-        """How long a question may stay without an answer on this connection."""
+        """Longest silence after a retransmission before this connection is given up, in ns."""
         return SILENCE_NS << min(self._silences, SILENCE_DOUBLINGS_MAX)
 
     @property
-    def silent_ns(self) -> int | None:
-        """When the connection is to be given up, unless something is heard; None with no question open."""
-        return None if self._asked_ns is None else self._asked_ns + self.silence_ns
+    def silence_deadline_ns(self) -> int | None:
+        """Time when the connection is given up unless something is received; None if nothing was sent again."""
+        return None if self._retransmitted_ns is None else self._retransmitted_ns + self.silence_ns
 
-    def give_up(self) -> None:
-        """Note that nothing was heard: the next connection gets longer."""
-        self._asked_ns = None
+    def connection_lost(self) -> None:
+        """Note that the connection was given up for silence: the next one may be silent for longer."""
+        self._retransmitted_ns = None
         self._silences += 1
 
     def pending(self, message_id: int) -> PendingMessage | None:
         return self._pending.get(message_id)
 
-    def requeue_all(self) -> None:
-        """A connection was made: nothing of what was sent on the one before is known to have arrived."""
+    def retransmit_all(self) -> None:
+        """Queue all pending messages again: a new connection was made, and what was sent on the one before may be
+        lost."""
         self._queue = deque(self._pending.values())  # adding is in ID order, and so is a dict
         for message in self._queue:
             message.queued = True
@@ -246,12 +247,12 @@ class Outbox(Struct, eq=False):
             message.attempts = 0
         self._in_flight_size_bytes = 0
         self.retry_check_ns = None
-        self._last_sent_id = self._arrived_id = self._asked_id = 0
-        self._asked_ns = None
+        self._last_sent_id = self._arrived_id = self._retransmitted_id = 0
+        self._retransmitted_ns = None
 
-    def requeue_due(self, now_ns: int) -> bool:
-        """Queue what is due at ``now_ns``, and may be sent again, before everything else, in ID order; True if there
-        was any."""
+    def retransmit_due(self, now_ns: int) -> bool:
+        """Queue what is due at ``now_ns`` and may be sent again, before everything else, in ID order; return True if
+        there was any."""
         if self.retry_check_ns is None or now_ns < self.retry_check_ns:
             return False
         due: list[PendingMessage] = []
@@ -262,7 +263,7 @@ class Outbox(Struct, eq=False):
             if message is None or not message.in_flight or message.queued:
                 continue
             if message.due_ns <= now_ns:
-                if not due or (not self._asked_id and message_id <= self._arrived_id):
+                if not due or (not self._retransmitted_id and message_id <= self._arrived_id):
                     message.queued = True
                     due.append(message)
                     continue
@@ -270,7 +271,7 @@ class Outbox(Struct, eq=False):
             if next_check_ns is None or message.due_ns < next_check_ns:
                 next_check_ns = message.due_ns
         self._queue.extendleft(reversed(due))
-        if next_check_ns is not None:  # each look is at all that is in flight: they come together, not one by one
-            next_check_ns = max(next_check_ns, now_ns + self.retry.delay_ns_min // LOOKS_PER_DELAY)
+        if next_check_ns is not None:  # each check costs a pass over all that is in flight: not one per message
+            next_check_ns = max(next_check_ns, now_ns + self.retry.delay_ns_min // CHECKS_PER_DELAY)
         self.retry_check_ns = next_check_ns
         return bool(due)

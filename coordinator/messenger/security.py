@@ -36,7 +36,7 @@ class KeyPair:
 
     @property
     def fits(self) -> bool:
-        """Whether the public key is that of the secret one."""
+        """True if the public key belongs to the secret one."""
         try:
             return zmq.curve_public(self.secret.encode()) == self.public.encode()
         except (zmq.ZMQError, ValueError):  # it is no key
@@ -44,7 +44,7 @@ class KeyPair:
 
 
 class Role(StrEnum):
-    """What the owner of a key is, and so what it may send."""
+    """Role of a key's owner, which says what it may send."""
 
     INSTANCE = "instance"  # a peer's messages
     CLIENT = "client"  # clients' frames
@@ -52,18 +52,18 @@ class Role(StrEnum):
     OPERATOR = "operator"  # neither: operators ask on the instance's machine, at its control socket
 
     def may_send(self, clients_frame: bool) -> bool:
-        """A client's frame, or else a peer's message."""
+        """Return whether the role may send a client's frame (``clients_frame``), else a peer's message."""
         if self is Role.INSTANCE:
             return not clients_frame
         return clients_frame and self is not Role.OPERATOR
 
 
 class Security(Struct, frozen=True):
-    """What a messenger goes by until it is given another one; see :meth:`Messenger.secure`.
+    """Keys of a messenger and those of its peers; :meth:`Messenger.secure` replaces it.
 
-    ``own``: what it shows to others. ``callers``: the name of each public key that may send to it; nobody else gets
-    a connection. ``servers``: the public keys that may answer at an endpoint, the likeliest first; with none the
-    endpoint is connected to in plain. ``roles``: of the keys of ``callers``; one that is not in there is an instance's.
+    ``own``: the key pair that it shows to others. ``callers``: the name of each public key that may send to it; nobody
+    else gets a connection. ``servers``: the public keys that may answer at an endpoint, the likeliest first; with none
+    the connection is not encrypted. ``roles``: roles of the keys in ``callers``; a key without one is an instance's.
     """
 
     own: KeyPair
@@ -73,7 +73,7 @@ class Security(Struct, frozen=True):
 
 
 def serve_with(socket: Socket, pair: KeyPair) -> None:
-    """Let ``socket`` take connections only with CURVE, and only after the gate's consent."""
+    """Let ``socket`` take connections only with CURVE, and only if the ZAP authenticator admits them."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
     socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
@@ -87,12 +87,6 @@ def connect_with(socket: Socket, pair: KeyPair, server_key: str) -> None:
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
 
 
-# The gate: ZeroMQ asks it about each connection that somebody makes with CURVE (ZAP, ZeroMQ's RFC 27).
-#
-# The question is an inproc message with the public key; what came with the connection itself has not been read by then.
-# An own thread answers, so that nobody waits outside while the messenger's owner waits for a disk.
-
-
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
 _ZAP_REQUEST_PARTS = (
@@ -101,7 +95,11 @@ _ZAP_REQUEST_PARTS = (
 
 
 class ZapAuthenticator:
-    """Lets in the keys of ``callers``, and counts the connections. One for each ZeroMQ context."""
+    """Admits the keys of ``callers`` and counts the connections (ZAP, ZeroMQ's RFC 27). One per ZeroMQ context.
+
+    ZeroMQ asks it about each CURVE connection by an inproc message with the public key, before it reads what the
+    connection brings. A thread of its own answers, so that no caller waits while the owner waits for a disk.
+    """
 
     def __init__(self, context: Context, callers: Mapping[str, str], clock_ns: Callable[[], int]) -> None:
         self.callers = callers
@@ -153,7 +151,7 @@ class ZapAuthenticator:
         self._socket.send_multipart([parts[0], b"", _ZAP_VERSION, parts[3], *answer], zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop answering: nobody is let in any more."""
         self._wake.signal()
         self._thread.join()
         self._wake.close()

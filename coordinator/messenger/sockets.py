@@ -1,5 +1,4 @@
-"""ZeroMQ sockets: endpoints, monitors, the wake-up descriptor, listeners at inproc endpoints.
-ZeroMQ socket."""
+"""ZeroMQ sockets: endpoints, options, monitors, the wake-up descriptor, listeners at inproc endpoints."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ IPC_PATH_SIZE_BYTES_MAX = 107  # of sockaddr_un, less the final zero
 
 
 class Counters(Struct):
-    """What has happened since the messenger was made."""
+    """Counts of what has happened since the messenger was made."""
 
     sent: int = 0  # messages given to ZeroMQ, each time
     retried: int = 0  # of them, those that had been given before
@@ -61,7 +60,7 @@ class Counters(Struct):
     silences: int = 0  # connections made anew since nothing was heard on them any more
     replies_expired: int = 0  # acknowledgements that came without their reply, since it was no longer kept
     callbacks_unknown: int = 0  # messages for callbacks that were not given to their sender, or not kept
-    callbacks_forgotten: int = 0  # given with replies, and let go for newer ones
+    callbacks_forgotten: int = 0  # callbacks given with replies, and dropped for newer ones
     sends_waited: int = 0  # sends that had to wait, as too much was pending
     sends_refused: int = 0  # sends refused with PendingFullError
     refused: int = 0  # IDs further ahead than a sender may go
@@ -70,8 +69,8 @@ class Counters(Struct):
     strangers_dropped: int = 0  # messages that came with a key which may not call any more
     roles_refused: int = 0  # messages of a kind that the role of their key does not send
     refused_by: Counter[str] = field(default_factory=Counter)  # ... by the name that the key stands for
-    last_refused: str = ""  # by the gate: its key, and where it came from
-    let_in_by: Counter[str] = field(default_factory=Counter)  # connections that the gate has let in, by key
+    last_refused: str = ""  # key and origin of the last connection that was refused by its key
+    let_in_by: Counter[str] = field(default_factory=Counter)  # connections admitted, by key
 
 
 class Warnings:
@@ -88,7 +87,7 @@ class Warnings:
 
 
 class Shared:
-    """By the links and listeners of one messenger. ``incarnation``: a random u64 that no other messenger has."""
+    """State shared by the links and listeners of one messenger. ``incarnation``: a random u64, unique to it."""
 
     def __init__(self, context: Context, incarnation: int, clock_ns: Callable[[], int]) -> None:
         self.context = context
@@ -99,8 +98,11 @@ class Shared:
 
 
 def keep_alive(socket: Socket) -> None:
-    """Let the kernel find out that a peer's machine is gone. ZeroMQ's own heartbeats end the process where one is due
-    on a connection that has broken and was not read to its end (an assertion in stream_engine_base.cpp, out_event)."""
+    """Let the kernel find out that a peer's machine is gone, by TCP keep-alive.
+
+    ZeroMQ's own heartbeats can end the process: when one is due on a broken connection that was not read to its end (an
+    assertion in stream_engine_base.cpp, out_event).
+    """
     socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
@@ -110,19 +112,18 @@ def keep_alive(socket: Socket) -> None:
 
 
 def plain_send(socket: Socket) -> Callable[..., object]:
-    """The socket's send() less pyzmq's Python wrapper around it, which costs as much as the send itself."""
+    """Return the socket's send() without pyzmq's Python wrapper, which costs as much as the send itself."""
     return super(zmq.Socket, socket).send
 
 
 def plain_get(socket: Socket) -> Callable[[int], object]:
-    """The socket's get() without the wrapper."""
+    """Return the socket's get() without pyzmq's Python wrapper."""
     return super(zmq.Socket, socket).get
 
 
 def send_parts(send: Callable[..., object], parts: tuple[bytes, ...]) -> None:
-    """Send the rest of a message whose beginning ZeroMQ has taken: it takes a message whole.
-
-    Or it drops it, if its connection ends meanwhile; it is sent again on the next one.
+    """Send the rest of a message whose first part ZeroMQ has taken. ZeroMQ takes the whole message, or drops it whole
+    if its connection ends meanwhile.
     """
     last = len(parts) - 1
     for index, part in enumerate(parts):
@@ -130,14 +131,14 @@ def send_parts(send: Callable[..., object], parts: tuple[bytes, ...]) -> None:
         try:
             send(part, flags, copy=len(part) < LARGE_PART_SIZE_BYTES)
         except zmq.Again:
-            continue  # the parts behind it must be given all the same, to be dropped as well
+            continue  # the remaining parts must be given too, so that all are dropped
 
 
 def receive_parts(socket: Socket) -> list[bytes] | None:
-    """One whole message, or None if there is none. After None, ZeroMQ's descriptor will tell of the next.
+    """Receive one whole message; None if there is none. After None, ZeroMQ's descriptor reports the next one.
 
-    From a DEALER it is whole only if it has one part: see envelope.py. Of more parts than a message may have, those
-    behind the first that is too much are dropped as they come.
+    From a DEALER a message is surely whole only if it has one part: see envelope.py. Parts beyond
+    RECEIVED_PARTS_MAX are dropped.
     """
     try:
         frame = socket.recv(NOBLOCK, copy=False)
@@ -156,7 +157,7 @@ def _all_parts(socket: Socket, frame: zmq.Frame) -> list[bytes]:
 
 
 def receive_identified(socket: Socket) -> tuple[str, list[bytes]] | None:
-    """As receive_parts(), with the public key that the gate let in."""
+    """Receive one whole message with the public key that the ZAP authenticator admitted; None if there is none."""
     try:
         frame = socket.recv(NOBLOCK, copy=False)
     except zmq.Again:
@@ -167,31 +168,31 @@ def receive_identified(socket: Socket) -> tuple[str, list[bytes]] | None:
 
 
 def descriptor_of(socket: Socket) -> int:
-    """What to wait for with the socket; it tells of news, once."""
+    """Return the socket's edge-triggered descriptor."""
     descriptor = socket.getsockopt(zmq.FD)
     assert isinstance(descriptor, int)
     return descriptor
 
 
 def open_monitor(context: Context, socket: Socket, address: str, events: int) -> Socket:
-    """A socket that tells of ``events`` of ``socket``, which has none yet; ``address`` is unique in the context."""
+    """Return a socket that reports ``events`` of ``socket``, which has no monitor; ``address`` is unique."""
     socket.monitor(f"inproc://{address}", events)
     monitor: Socket = context.socket(zmq.PAIR)
     monitor.setsockopt(zmq.LINGER, 0)
     monitor.setsockopt(zmq.RCVHWM, 0)  # an event lost would be a connection missed
     monitor.connect(f"inproc://{address}")
-    receive_parts(monitor)  # there is nothing; ZeroMQ's descriptor tells only a reader that has found nothing
+    receive_parts(monitor)  # empty, but ZeroMQ's descriptor works only after a receive that found nothing
     return monitor
 
 
 def monitored_events(monitor: Socket) -> Iterator[tuple[int, int]]:
-    """(event, value) of all that the monitor has to tell."""
+    """Yield (event, value) for each event that the monitor has."""
     while (event := receive_parts(monitor)) is not None:
         yield _MONITOR_EVENT.unpack(event[0])
 
 
 def message_parts(message: bytes | Sequence[bytes]) -> tuple[bytes, ...]:
-    """``message`` as parts that can no longer change. Raises MessageTooLargeError."""
+    """Return ``message`` as immutable parts. Raises MessageTooLargeError."""
     if isinstance(message, bytes):
         parts: tuple[bytes, ...] = (message,)
     else:
@@ -205,7 +206,7 @@ def message_parts(message: bytes | Sequence[bytes]) -> tuple[bytes, ...]:
 
 
 def check_destination(endpoint: str) -> None:
-    """Raises EndpointError unless messages can be sent to ``endpoint``."""
+    """Raise EndpointError unless messages can be sent to ``endpoint``."""
     tcp = _TCP.fullmatch(endpoint)
     if tcp is not None:
         if tcp["port"] != "*" and 1 <= int(tcp["port"]) <= 65535 and tcp["host"] != "*":
@@ -243,7 +244,7 @@ def bind(socket: Socket, endpoint: str) -> str:
 
 
 def _answers(endpoint: str) -> bool:
-    """Whether somebody listens at this Unix socket; False for other endpoints."""
+    """Return whether somebody listens at this Unix socket; False for other endpoints."""
     path = endpoint.removeprefix("ipc://")
     if path in (endpoint, "*", ""):
         return False
@@ -259,19 +260,16 @@ def _answers(endpoint: str) -> bool:
         return True
 
 
-# A descriptor that any thread can make readable, with as few system calls as possible.
-
-
 class WakeupEvent:
-    """Wakes whoever waits for ``descriptor``.
+    """A descriptor that any thread can make readable, with as few system calls as possible.
 
-    Whoever leaves work calls signal() after it; whoever does the work calls clear(), or hold() and
-    release(), before it looks.
+    A thread that leaves work calls signal() afterwards; the worker calls clear(), or hold() and release(), before it
+    checks for work.
     """
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._signalled = False  # a look at the work is certain to follow, nothing needs to be written
+        self._signalled = False  # the worker is certain to check for work, nothing needs to be written
         self._closed = False
         self._closing = threading.Lock()  # a closed descriptor's number may be another's by now
 
@@ -289,7 +287,7 @@ class WakeupEvent:
         self._signalled = False
 
     def hold(self) -> None:
-        """Make signals free of cost: the caller is going to look for work, after release() too."""
+        """Make signals cost nothing: the caller is going to check for work, after release() too."""
         self._signalled = True
 
     def release(self) -> None:
@@ -306,14 +304,13 @@ class WakeupEvent:
                 os.close(self.descriptor)
 
 
-# Who listens at an inproc endpoint: ZeroMQ makes no inproc connection anew, and tells nobody that one has ended.
-#
-# Links watch their endpoint, listeners tell of it. Telling is one step with binding and letting go, so a link that is
-# connected after it was told that its listener went is connected to the next one.
+# ZeroMQ neither reconnects an inproc connection nor reports its end. So links watch their inproc endpoint, and
+# listeners announce when they bind and unbind. Both happen under one lock: a link that connects after it was told that
+# its listener went is connected to the next one.
 
 
 Watcher = Callable[[bool], None]
-"""Told True when there is a listener, False when it goes; in the listener's thread, so it only takes note."""
+"""Called with True when a listener comes, False when it goes; in the listener's thread, so it must not block."""
 
 _lock = threading.Lock()
 _watchers: dict[tuple[int, str], list[Watcher]] = {}
@@ -324,7 +321,7 @@ def is_inproc(endpoint: str) -> bool:
 
 
 def watch(context: Context, endpoint: str, watcher: Watcher) -> None:
-    """Tell ``watcher`` of the listeners at ``endpoint`` from now on."""
+    """Call ``watcher`` whenever a listener at ``endpoint`` comes or goes from now on."""
     with _lock:
         _watchers.setdefault((context.underlying, endpoint), []).append(watcher)
 
@@ -340,8 +337,11 @@ def unwatch(context: Context, endpoint: str, watcher: Watcher) -> None:
 
 
 @contextlib.contextmanager
-def telling(context: Context, endpoint: str, listening: bool) -> Iterator[None]:
-    """Around binding to ``endpoint`` and letting go of it. Nobody is told if that fails, or of other endpoints."""
+def announced(context: Context, endpoint: str, listening: bool) -> Iterator[None]:
+    """Announce the binding (or unbinding) of ``endpoint`` done in the block to its watchers.
+
+    Nothing is announced if the block raises, or for endpoints other than inproc.
+    """
     if not is_inproc(endpoint):
         yield
         return

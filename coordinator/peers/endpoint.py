@@ -161,7 +161,7 @@ class PeerEndpoint:
     def reply_to_client(self, effect: ef.ReplyToClient) -> None:
         token = effect.token
         if isinstance(token, ClientRoute):
-            token.say(encode_client_frame(effect.frame))
+            token.send(encode_client_frame(effect.frame))
 
     @property
     def has_new(self) -> bool:

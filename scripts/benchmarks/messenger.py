@@ -83,7 +83,7 @@ class Receiver:
         self._last = number
         self.count += 1
         if self.count % SAMPLED_EVERY == 0:
-            conversation = received._conversation
+            conversation = received._link
             self.figures.replies_kept_max = max(self.figures.replies_kept_max, len(conversation.replies))
         if self._chance.random() < LATE_SHARE:
             self._late.append((time.monotonic() + LATE_S, received))

@@ -502,7 +502,7 @@ def test_a_coordinator_has_no_callbacks_for_its_peers_and_takes_their_messages_i
         drive(lambda: len(answers) == 2 and bool(replies))
         assert [answer.outcome for answer in answers] == [Outcome.CALLBACK_UNKNOWN, Outcome.REPLIED]
         assert [answer.callback_id for answer in answers] == [0, 0]
-        (conversation,) = ours._listeners.all[0]._inbox._plain.conversations.values()
+        (conversation,) = ours._listeners.all[0]._inbox._plain.links.values()
         assert isinstance(conversation.tracker, OrderedTracker)
         assert conversation.callbacks == {}
         theirs.listen(bob.peer, came.append)

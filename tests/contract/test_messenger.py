@@ -106,7 +106,7 @@ def test_a_clients_frame_goes_to_the_loop_of_clients_which_may_answer_as_often_a
     def client_loop(route: ClientRoute, data: bytes) -> None:
         frames.append((route.peer, data))
         for answer in (b"first ", b"second "):
-            route.say(answer + data)
+            route.send(answer + data)
 
     security = house.security
     if security is not None:
@@ -230,7 +230,7 @@ def test_callbacks_run_before_server_loops(house: House) -> None:
     for ready in (middle._listeners.all[0]._socket, middle._links[other_endpoint]._socket):
         assert ready.poll(int(WAIT_SECONDS * 1000), zmq.POLLIN)
         messenger_source = middle._listeners.all[0] if ready.type == zmq.ROUTER else middle._links[other_endpoint]
-        middle._readiness.ready[messenger_source] = None  # the poll above took the news in
+        middle._poller.ready[messenger_source] = None  # the poll above took the news in
     middle.process()
     house.messengers.append(middle)
     assert happened == ["callback", "server loop"]
@@ -357,7 +357,7 @@ def test_a_reply_that_is_no_longer_kept_still_acknowledges(house: House, monkeyp
         received.reply(received.parts[0] * 1000)
 
     endpoint = receiver.listen(house.endpoint(), loop)
-    receiver._listeners.all[0]._inbox.conversation(sender.incarnation, 1, house.peer).replies_size_bytes_max = 1500
+    receiver._listeners.all[0]._inbox.link(sender.incarnation, 1, house.peer).replies_size_bytes_max = 1500
     replies: list[list[bytes]] = []
     sender.send_message(endpoint, b"a", replies.append)
     sender.send_message(endpoint, b"b", replies.append)
@@ -475,7 +475,7 @@ def test_what_is_lost_unnoticed_at_a_reconnect_does_not_break_the_order(
             late.setattr(link, "_plain_send", lambda *arguments, **options: None)
             send(10)
             late.undo()
-            late.setattr(link, "_look_at_connection", lambda now_ns: None)
+            late.setattr(link, "_check_connection", lambda now_ns: None)
             send(10)
             house.drive(lambda: receiver.counters().early_dropped == 10)
         assert arrived == list(range(10))
@@ -549,7 +549,7 @@ def test_a_connection_counts_as_made_from_its_handshake_to_its_end(networked: Ho
     sender.send_message(endpoint, b"1")
     sender.process()
     assert (sender.connected(endpoint), sender.connected_since_ns(endpoint)) == (False, None)
-    assert sender._links[endpoint].silent_ns is None, "nobody is there who could be silent"
+    assert sender._links[endpoint].silence_deadline_ns is None, "nobody is there who could be silent"
     assert sender.counters().sent == 0
     for number in (1, 2):
         house.clock.now_ns += 1_000_000
@@ -1026,7 +1026,7 @@ def test_who_only_receives_sends_nothing_before_the_flush(house: House) -> None:
     assert receiver.has_new
     receiver.receive()
     assert receiver.has_new
-    assert len(receiver._posted.replies) == 1
+    assert len(receiver._mailbox.replies) == 1
     receiver.flush()
     assert not receiver.has_new
     house.drive(lambda: sender.counters().acknowledged == 1)
@@ -1075,7 +1075,7 @@ def test_replies_can_be_left_for_later(house: House) -> None:
         given.pop().reply()
         receiver.flush()
         while not sender.replies_wait:
-            assert select.select([sender._readiness.link_epoll], [], [], WAIT_SECONDS)[0], "no reply has come"
+            assert select.select([sender._poller.link_epoll], [], [], WAIT_SECONDS)[0], "no reply has come"
         other.send_message(own_endpoint, b"more urgent")
         while not taken:
             select.select([sender, other], [], [], WAIT_SECONDS)

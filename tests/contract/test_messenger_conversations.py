@@ -113,7 +113,7 @@ def cut(messenger: Messenger, endpoint: str) -> None:
     """The connection to ``endpoint`` ends with what is on its way, and another one is made, on any transport."""
     link = messenger._links.reopen(messenger._links[endpoint])
     if link.monitor_descriptor is None:
-        link.outbox.requeue_all()
+        link.outbox.retransmit_all()
         messenger._links.sending[link] = None
         messenger.flush()
 
@@ -148,7 +148,7 @@ def test_each_turn_is_given_once_over_cuts_to_its_callback_and_then_to_the_loop(
     assert teller.given == {name: teller.once_each() for name in NAMES}
     assert receiver.counters().duplicates_dropped > CONVERSATIONS
     assert receiver.counters().replies_resent > CONVERSATIONS
-    (conversation,) = receiver._listeners.all[0]._inbox._plain.conversations.values()
+    (conversation,) = receiver._listeners.all[0]._inbox._plain.links.values()
     assert conversation.callbacks == {}
 
 
@@ -309,7 +309,7 @@ def test_conversations_that_never_end_are_let_go_the_oldest_first(
     for _ in range(30):
         sender.converse(endpoint, b"open", answers.append)
     house.drive(lambda: len(answers) == 30)
-    (conversation,) = receiver._listeners.all[0]._inbox._plain.conversations.values()
+    (conversation,) = receiver._listeners.all[0]._inbox._plain.links.values()
     assert len(conversation.callbacks) == 10
     assert receiver.counters().callbacks_forgotten == 20
     followed: list[Outcome] = []
@@ -343,7 +343,7 @@ def test_a_conversation_without_end_takes_no_more_memory_than_its_last_turn(hous
 
     sender.converse(endpoint, b"x", answered)
     house.drive(lambda: turns == 500)
-    (conversation,) = receiver._listeners.all[0]._inbox._plain.conversations.values()
+    (conversation,) = receiver._listeners.all[0]._inbox._plain.links.values()
     assert len(conversation.callbacks) == 1
     assert len(conversation.replies) == 1
     assert conversation.replies_size_bytes < 2000
@@ -363,7 +363,7 @@ def test_who_takes_no_callback_is_given_none(house: House) -> None:
     sender.send_message(endpoint, b"x", replies.append)
     house.drive(lambda: replies)
     assert (replies, takes) == ([[b"yes"]], [False])
-    (conversation,) = receiver._listeners.all[0]._inbox._plain.conversations.values()
+    (conversation,) = receiver._listeners.all[0]._inbox._plain.links.values()
     assert conversation.callbacks == {}
     assert sender.counters().malformed == 0
 
@@ -481,7 +481,7 @@ def test_a_reply_that_is_no_longer_kept_still_has_its_callback(house: House, mon
         received.reply(b"too long" * 1000, callback=called.append)
 
     endpoint = receiver.listen(house.endpoint(), loop)
-    receiver._listeners.all[0]._inbox.conversation(sender.incarnation, 1).replies_size_bytes_max = 1000
+    receiver._listeners.all[0]._inbox.link(sender.incarnation, 1).replies_size_bytes_max = 1000
     answers: list[Answer] = []
     sender.converse(endpoint, b"open", answers.append)
     house.drive(lambda: given)

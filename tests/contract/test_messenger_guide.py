@@ -47,7 +47,7 @@ def test_the_numbers_of_the_guide() -> None:
         f"| a part | {limits.PART_SIZE_BYTES_MAX >> 20} MiB |",
         f"| parts of a message | {limits.PARTS_MAX - 1} |",
         f"| a reply, all its parts | {limits.REPLY_SIZE_BYTES_MAX >> 20} MiB |",
-        f"| {limits.CONVERSATIONS_MAX}, of one key {limits.PEER_CONVERSATIONS_MAX} |",
+        f"| {limits.LINKS_MAX}, of one key {limits.PEER_LINKS_MAX} |",
         f"| {limits.PEER_REPLIES_SIZE_BYTES_MAX >> 20} MiB | as above |",
         f"| {limits.HANDSHAKE_TIMEOUT_MS // 1000} s, {limits.HANDSHAKE_SIZE_BYTES_MAX >> 10} KiB, "
         f"{limits.HANDSHAKES_MAX} connections |",

@@ -58,7 +58,7 @@ def test_a_handshake_that_has_succeeded_and_is_forgotten_counts_no_more(context:
     handshakes = HandshakeGuard(context, context.socket(zmq.ROUTER), "handshakes", False, Warnings(lambda: 0))
     handshakes._succeeded_count = 2
     one, other = socket.socketpair()
-    handshakes._unknown = {1001: one, 1002: other}  # under ZeroMQ's descriptors
+    handshakes._unauthenticated = {1001: one, 1002: other}  # under ZeroMQ's descriptors
     handshakes._forget(1001, succeeded=True)
     assert handshakes._succeeded_count == 1
     handshakes._forget(1002)
@@ -69,7 +69,7 @@ def test_a_handshake_that_has_succeeded_and_is_forgotten_counts_no_more(context:
 
 def test_a_link_that_is_given_up_waits_longer_the_next_time(context: Context, said: pytest.LogCaptureFixture) -> None:
     link = link_of(context)
-    link.give_up()
+    link.abandon_connection()
     assert link.outbox.silence_ns == 2 * SILENCE_NS
     assert link._counters.silences == 1
     assert f"{ENDPOINT} has not answered for {SILENCE_NS / 1e9:g} s; its connection is made anew" in said.text

@@ -25,7 +25,7 @@ from immortal.coordinator.messenger.envelope import (
     encode_reply,
 )
 from immortal.coordinator.messenger.errors import EnvelopeError
-from immortal.coordinator.messenger.inbox import DuplicateTracker, Inbox, Sighting
+from immortal.coordinator.messenger.inbox import Arrival, DuplicateTracker, Inbox
 from immortal.coordinator.messenger.limits import CALLBACKS_MAX, SPAN_MAX
 from immortal.protocol import app_handshake, extensions
 from immortal.protocol.batch import check_batch, decode_batch, decode_replayable_batch, offset_after
@@ -126,16 +126,16 @@ def _inbox(data: bytes, ordered: bool) -> None:
             found = decode_envelope(data[offset : offset + ENVELOPE_SIZE_BYTES])
         except EnvelopeError:
             continue
-        conversation = kept.conversation(found.incarnation, found.link_id)
+        conversation = kept.link(found.incarnation, found.link_id)
         conversations.append(conversation)
-        if conversation.see(found.message_id, found.lowest_pending_id, found.skipped_count) is Sighting.FIRST:
+        if conversation.see(found.message_id, found.lowest_pending_id, found.skipped_count) is Arrival.FIRST:
             before = given[id(conversation)]
             assert found.message_id not in before
             assert not ordered or found.message_id > max(before, default=0)
             before.add(found.message_id)
             if found.kind == Kind.TURN:
-                conversation.take_callback(found.destination_callback_id)
-                conversation.expect(found.source_callback_id, print)
+                conversation.pop_callback(found.destination_callback_id)
+                conversation.keep_callback(found.source_callback_id, print)
             conversation.keep_reply(found.message_id, 1, (b"reply",))
         assert len(conversation.callbacks) <= CALLBACKS_MAX
         if isinstance(conversation.tracker, DuplicateTracker):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from immortal.coordinator.messenger.inbox import DuplicateTracker, OrderedTracker, Sighting
+from immortal.coordinator.messenger.inbox import Arrival, DuplicateTracker, OrderedTracker
 from immortal.coordinator.messenger.outbox import Outbox, RetryPolicy
 
 SPAN_MAX = 16
@@ -20,19 +20,19 @@ class PlainSet:
         self.done: set[int] = set()
         self.lowest_pending_id = 1
 
-    def see(self, message_id: int, lowest_pending_id: int, skipped_count: int) -> Sighting:
+    def see(self, message_id: int, lowest_pending_id: int, skipped_count: int) -> Arrival:
         self.lowest_pending_id = max(self.lowest_pending_id, lowest_pending_id)
         self.done.update(range(1, self.lowest_pending_id))
         if message_id in self.done:
-            return Sighting.DUPLICATE
+            return Arrival.DUPLICATE
         if message_id - self.lowest_pending_id >= SPAN_MAX:
-            return Sighting.REFUSED
+            return Arrival.REFUSED
         skipped = set(range(max(1, message_id - skipped_count), message_id))
         if self.ordered and not set(range(1, message_id)) <= self.done | skipped:
-            return Sighting.EARLY
+            return Arrival.EARLY
         highest = max(self.done, default=0)
         self.done |= {known for known in skipped if known > highest} | {message_id}
-        return Sighting.FIRST
+        return Arrival.FIRST
 
 
 def tracker_of(*, ordered: bool) -> DuplicateTracker | OrderedTracker:
@@ -62,7 +62,7 @@ def test_in_any_order_it_is_the_set_of_those_unseen(message_ids: list[int]) -> N
         complement |= set(range(highest + 1, current))
         complement.discard(current)
         highest = max(highest, current)
-        assert (tracker.see(current) == Sighting.FIRST) == first_time
+        assert (tracker.see(current) == Arrival.FIRST) == first_time
         assert (tracker.highest_seen, tracker.unseen_count) == (highest, len(complement))
 
 
@@ -72,10 +72,10 @@ def test_in_order_nobody_is_unseen(message_ids: list[int]) -> None:
     tracker, seen = OrderedTracker(SPAN_MAX), set[int]()
     for message_id in message_ids:
         sighting = tracker.see(message_id)
-        if sighting == Sighting.EARLY:
+        if sighting == Arrival.EARLY:
             assert not set(range(1, message_id)) <= seen
             continue
-        assert (sighting == Sighting.FIRST) == (message_id not in seen)
+        assert (sighting == Arrival.FIRST) == (message_id not in seen)
         seen.add(message_id)
         assert seen == set(range(1, tracker.highest_seen + 1))
 
@@ -101,11 +101,11 @@ def test_a_sender_and_any_network(data: st.DataObject, ordered: bool) -> None:
             lines[-1].append((message.message_id, box.lowest_pending_id, box.skipped_count(message)))
             box.mark_sent(message, now_ns)
 
-    def arrive(line: list[tuple[int, int, int]]) -> Sighting:
+    def arrive(line: list[tuple[int, int, int]]) -> Arrival:
         message_id, lowest_pending_id, skipped_count = line.pop(0)
         sighting = tracker.see(message_id, lowest_pending_id, skipped_count)
-        assert sighting != Sighting.REFUSED
-        if sighting == Sighting.FIRST:
+        assert sighting != Arrival.REFUSED
+        if sighting == Arrival.FIRST:
             assert message_id not in given_ids
             if ordered:
                 assert message_id > (given_ids[-1] if given_ids else 0)
@@ -113,18 +113,18 @@ def test_a_sender_and_any_network(data: st.DataObject, ordered: bool) -> None:
             given_ids.append(message_id)
             delivered.add(message_id)
             unanswered.append(message_id)
-        elif sighting == Sighting.DUPLICATE and message_id in given_ids and message_id not in unanswered:
+        elif sighting == Arrival.DUPLICATE and message_id in given_ids and message_id not in unanswered:
             unanswered.append(message_id)
         return sighting
 
     def answer(index: int) -> None:
         message_id = unanswered.pop(index)
-        box.hear(message_id, tracker.highest_seen)
+        box.record_reply(message_id, tracker.highest_seen)
         box.acknowledge(message_id)
 
     def reconnect() -> None:
         lines.append([])
-        box.requeue_all()
+        box.retransmit_all()
 
     actions = ["send", "arrive", "answer", "serve", "lose", "reconnect", "unnoticed", "anew", "due"]
     for action in data.draw(st.lists(st.sampled_from(actions), max_size=80)):
@@ -153,16 +153,16 @@ def test_a_sender_and_any_network(data: st.DataObject, ordered: bool) -> None:
             reconnect()
         elif action == "due":
             now_ns += 1_000_000_000
-            box.requeue_due(now_ns)
+            box.retransmit_due(now_ns)
     reconnect()
     send()
     while lines[-1]:
-        assert arrive(lines[-1]) != Sighting.EARLY, "all that is pending has come, in order"
+        assert arrive(lines[-1]) != Arrival.EARLY, "all that is pending has come, in order"
     for _ in range(1000):
         if not len(box):
             break
         now_ns += 1_000_000_000
-        box.requeue_due(now_ns)
+        box.retransmit_due(now_ns)
         send()
         while lines[-1]:
             arrive(lines[-1])
@@ -176,7 +176,7 @@ def test_a_sender_and_any_network(data: st.DataObject, ordered: bool) -> None:
 def test_it_starts_anywhere_and_jumps_cost_nothing(lowest_pending_id: int, ahead: int, ordered: bool) -> None:
     tracker = tracker_of(ordered=ordered)
     sighting = tracker.see(lowest_pending_id + ahead, lowest_pending_id, ahead)
-    assert sighting == (Sighting.FIRST if ahead < SPAN_MAX else Sighting.REFUSED)
+    assert sighting == (Arrival.FIRST if ahead < SPAN_MAX else Arrival.REFUSED)
 
 
 @given(st.lists(st.tuples(st.integers(1, 2**64 - 1), st.integers(0, 2 * SPAN_MAX))))

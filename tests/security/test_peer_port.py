@@ -159,7 +159,7 @@ def test_a_routing_id_in_use_cannot_be_taken_over(port: Port, context: zmq.Conte
     other = port.dealer(context)
     other.send(HELLO)
     until(lambda: len(port.clients) >= 2)
-    route.say(b"for the honest one")
+    route.send(b"for the honest one")
     assert honest.poll(int(DEADLINE_S * 1000))
     assert honest.recv() == b"for the honest one"
     assert not thief.poll(100)
@@ -175,7 +175,7 @@ def test_who_comes_back_with_its_own_routing_id_gets_through_once_its_old_connec
         dealer.send(HELLO)
         until(lambda number=number: len(port.clients) == number)
         route, _ = port.clients[-1]
-        route.say(b"hello")
+        route.send(b"hello")
         while not (said := dealer.recv()):
             pass  # what was still to be said to the one before: it had the same routing ID
         assert said == b"hello"
@@ -183,7 +183,7 @@ def test_who_comes_back_with_its_own_routing_id_gets_through_once_its_old_connec
         unsent = port.messenger.counters().replies_unsent
 
         def ended(route: ClientRoute = route, unsent: int = unsent) -> bool:
-            route.say(b"")
+            route.send(b"")
             return port.messenger.counters().replies_unsent > unsent
 
         until(ended)
@@ -193,12 +193,12 @@ def say_until_it_has_come(port: Port, route: ClientRoute, dealer: zmq.Socket[byt
     """As a client does: what was not sent, it asks for again. That it has read the ones before, ZeroMQ may say late."""
     deadline = time.monotonic() + DEADLINE_S
     unsent = port.messenger.counters().replies_unsent
-    route.say(data)
+    route.send(data)
     while not dealer.poll(1):
         assert time.monotonic() < deadline, "it does not come"
         if (now := port.messenger.counters().replies_unsent) > unsent:
             unsent = now
-            route.say(data)
+            route.send(data)
     assert dealer.recv() == data
 
 
@@ -223,9 +223,9 @@ def test_a_client_that_does_not_read_cannot_have_more_queued_than_its_share(
         for size_bytes, count in ((MIB, 100), (1000, 20_000)):
             unsent = port.messenger.counters().replies_unsent
             for _ in range(count):
-                route.say(bytes(size_bytes))
+                route.send(bytes(size_bytes))
             until(lambda unsent=unsent: port.messenger.counters().replies_unsent > unsent)
-            until(lambda: not port.messenger._posted.replies)
+            until(lambda: not port.messenger._mailbox.replies)
             assert queues._size_bytes <= CLIENT_QUEUED_SIZE_BYTES_MAX + MIB
         reads = port.dealer(context)
         reads.send(HELLO)
@@ -234,7 +234,7 @@ def test_a_client_that_does_not_read_cannot_have_more_queued_than_its_share(
         for _ in range(20):  # one that reads gets everything
             say_until_it_has_come(port, reading, reads, bytes(4 * MIB))
         reads.close()
-    until(lambda: not queues.has_room(b"", 0) or not queues._take_gone(route._route))
+    until(lambda: not queues.has_room(b"", 0) or not queues._drop_sent(route._route))
 
 
 # --- of another build -------------------------------------------------------------------------------------------------

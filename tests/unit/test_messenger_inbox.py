@@ -8,28 +8,28 @@ import pytest
 
 from immortal.coordinator.messenger import inbox as messenger_inbox
 from immortal.coordinator.messenger.envelope import Kind
-from immortal.coordinator.messenger.inbox import CachedReply, Conversation, Inbox, OrderedTracker, Sighting
+from immortal.coordinator.messenger.inbox import Arrival, CachedReply, Inbox, LinkState, OrderedTracker
 from immortal.coordinator.messenger.limits import (
     CALLBACK_OVERHEAD_BYTES,
     CALLBACKS_MAX,
-    PEER_CONVERSATIONS_MAX,
+    PEER_LINKS_MAX,
     PEER_REPLIES_SIZE_BYTES_MAX,
     REPLY_OVERHEAD_BYTES,
     SPAN_MAX,
 )
 
 
-def conversation(span_max: int = SPAN_MAX, **limits: int) -> Conversation:
-    return Conversation(1, 1, OrderedTracker(span_max), **limits)  # type: ignore[arg-type]
+def conversation(span_max: int = SPAN_MAX, **limits: int) -> LinkState:
+    return LinkState(1, 1, OrderedTracker(span_max), **limits)  # type: ignore[arg-type]
 
 
 def test_a_reply_is_kept_until_its_sender_has_it() -> None:
     talk = conversation()
     for message_id in (1, 2, 3):
-        assert talk.see(message_id, 1) == Sighting.FIRST
+        assert talk.see(message_id, 1) == Arrival.FIRST
         talk.keep_reply(message_id, 10 + message_id, (b"x" * message_id,))
-    assert talk.see(2, 1) == Sighting.DUPLICATE
-    assert talk.see(5, 1) == Sighting.EARLY
+    assert talk.see(2, 1) == Arrival.DUPLICATE
+    assert talk.see(5, 1) == Arrival.EARLY
     assert talk.replies[2].parts == (b"xx",)
     assert talk.replies[2].destination_callback_id == 12
     assert talk.replies_size_bytes == 6 + 3 * REPLY_OVERHEAD_BYTES
@@ -100,7 +100,7 @@ def test_what_was_let_go_is_not_gone_through_again() -> None:
     assert sum(reply.kind == Kind.REPLY for reply in counted.values()) == 0
     assert counted.looked_at <= 2 * count
     talk.see(count + 1, count + 1)
-    assert (talk.replies, talk.replies_size_bytes, len(talk._whole)) == ({}, 0, 0)
+    assert (talk.replies, talk.replies_size_bytes, len(talk._unexpired)) == ({}, 0, 0)
 
 
 def test_a_sender_that_never_acknowledges_cannot_make_it_grow() -> None:
@@ -108,8 +108,8 @@ def test_a_sender_that_never_acknowledges_cannot_make_it_grow() -> None:
     refused = 0
     for message_id in range(1, 1000):
         sighting = talk.see(message_id, 1)
-        refused += sighting == Sighting.REFUSED
-        if sighting == Sighting.FIRST:
+        refused += sighting == Arrival.REFUSED
+        if sighting == Arrival.FIRST:
             talk.keep_reply(message_id, 0, ())
     assert len(talk.replies) == 100
     assert refused == 899
@@ -119,64 +119,64 @@ def test_a_reply_is_tried_on_the_newest_connections_first() -> None:
     """What an older one has still brought is read in turns with what the newest brings."""
     talk = conversation()
     for route in (b"1", b"2", b"1", b"2", b"3", b"2", b"1"):
-        talk.came_by(route)
+        talk.note_route(route)
     assert talk.routes[:3] == [b"3", b"2", b"1"]
     for number in range(100):
-        talk.came_by(b"another %d" % number)
+        talk.note_route(b"another %d" % number)
     assert talk.routes == [b"another %d" % number for number in (99, 98, 97, 96)]
 
 
 def test_links_are_apart_and_the_one_unused_for_longest_is_forgotten() -> None:
-    inbox = Inbox(conversations_max=2)
-    first, second = inbox.conversation(1, 1), inbox.conversation(1, 2)
+    inbox = Inbox(links_max=2)
+    first, second = inbox.link(1, 1), inbox.link(1, 2)
     assert first is not second
-    assert inbox.conversation(1, 1) is first
-    inbox.conversation(2, 1)
+    assert inbox.link(1, 1) is first
+    inbox.link(2, 1)
     assert len(inbox) == 2
-    assert inbox.conversation(1, 1) is first
-    assert inbox.conversation(1, 2) is not second
+    assert inbox.link(1, 1) is first
+    assert inbox.link(1, 2) is not second
 
 
 def test_no_peer_makes_the_links_of_another_be_forgotten() -> None:
     inbox = Inbox()
-    honest = inbox.conversation(1, 1, "alice")
+    honest = inbox.link(1, 1, "alice")
     honest.see(1, 1)
-    for incarnation in range(2, 3 * PEER_CONVERSATIONS_MAX):
-        inbox.conversation(incarnation, 1, "mallory")
-    assert len(inbox) == 1 + PEER_CONVERSATIONS_MAX
-    assert inbox.conversation(1, 1, "alice") is honest
+    for incarnation in range(2, 3 * PEER_LINKS_MAX):
+        inbox.link(incarnation, 1, "mallory")
+    assert len(inbox) == 1 + PEER_LINKS_MAX
+    assert inbox.link(1, 1, "alice") is honest
 
 
 def test_what_the_replies_of_one_peer_take_is_bounded_over_all_its_links() -> None:
     inbox = Inbox()
-    honest = inbox.conversation(1, 1, "alice")
+    honest = inbox.link(1, 1, "alice")
     honest.keep_reply(1, 0, (b"kept",))
     reply = bytes(1 << 20)
     for incarnation in range(2, 20):
-        talk = inbox.conversation(incarnation, 1, "mallory")
+        talk = inbox.link(incarnation, 1, "mallory")
         for message_id in range(1, 9):
             talk.keep_reply(message_id, 0, (reply,))
-    kept = {id(talk): talk for talk in inbox._shelves["mallory"].conversations.values()}
+    kept = {id(talk): talk for talk in inbox._caches["mallory"].links.values()}
     assert sum(talk.replies_size_bytes for talk in kept.values()) <= PEER_REPLIES_SIZE_BYTES_MAX + 9 * len(reply)
-    assert inbox.conversation(1, 1, "alice").replies[1].parts == (b"kept",)
+    assert inbox.link(1, 1, "alice").replies[1].parts == (b"kept",)
 
 
 def test_a_callback_is_kept_for_one_message_and_counts_with_the_replies() -> None:
     talk = conversation()
-    assert talk.expect(5, print)
-    assert talk.replies_size_bytes == talk.kept.size_bytes == CALLBACK_OVERHEAD_BYTES
-    assert talk.take_callback(6) is None
-    assert talk.take_callback(5) is print
-    assert talk.take_callback(5) is None
-    assert talk.replies_size_bytes == talk.kept.size_bytes == 0
+    assert talk.keep_callback(5, print)
+    assert talk.replies_size_bytes == talk.stored.size_bytes == CALLBACK_OVERHEAD_BYTES
+    assert talk.pop_callback(6) is None
+    assert talk.pop_callback(5) is print
+    assert talk.pop_callback(5) is None
+    assert talk.replies_size_bytes == talk.stored.size_bytes == 0
 
 
 def test_beyond_the_limit_the_oldest_callback_is_let_go() -> None:
     talk = conversation()
     for callback_id in range(1, CALLBACKS_MAX + 1):
-        assert talk.expect(callback_id, print)
-    assert not talk.expect(CALLBACKS_MAX + 1, print)
-    assert (talk.take_callback(1), talk.take_callback(2)) == (None, print)
+        assert talk.keep_callback(callback_id, print)
+    assert not talk.keep_callback(CALLBACKS_MAX + 1, print)
+    assert (talk.pop_callback(1), talk.pop_callback(2)) == (None, print)
     assert len(talk.callbacks) == CALLBACKS_MAX - 1
     assert talk.replies_size_bytes == (CALLBACKS_MAX - 1) * CALLBACK_OVERHEAD_BYTES
 
@@ -186,6 +186,6 @@ def test_what_the_callbacks_of_one_peer_take_is_bounded_with_its_replies(monkeyp
     inbox = Inbox()
     for link_id in range(1, 8):
         for callback_id in range(4):
-            inbox.conversation(1, link_id, "mallory").expect(callback_id, print)
-    kept = inbox._shelves["mallory"].conversations.values()
+            inbox.link(1, link_id, "mallory").keep_callback(callback_id, print)
+    kept = inbox._caches["mallory"].links.values()
     assert sum(len(talk.callbacks) for talk in kept) <= 10 + 4

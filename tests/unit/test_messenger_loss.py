@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from immortal.coordinator.messenger.inbox import Conversation, DuplicateTracker, OrderedTracker, Sighting
+from immortal.coordinator.messenger.inbox import Arrival, DuplicateTracker, LinkState, OrderedTracker
 from immortal.coordinator.messenger.outbox import Outbox, RetryPolicy
 
 MESSAGES = 5_000
@@ -25,7 +25,7 @@ def sends_per_message(
     """
     chance = random.Random(seed)
     box = Outbox(RetryPolicy(), chance.random)
-    talk = Conversation(1, 1, (OrderedTracker if ordered else DuplicateTracker)())
+    talk = LinkState(1, 1, (OrderedTracker if ordered else DuplicateTracker)())
     for _ in range(messages):
         box.add((b"x",), None, 0)
     under_way: list[tuple[int, int, bool, tuple[int, int, int]]] = []  # when, number, whether a message, fields
@@ -47,16 +47,16 @@ def sends_per_message(
         while under_way and under_way[0][0] <= now_ns + LOOK_NS:
             _, _, is_message, (message_id, second, third) = heapq.heappop(under_way)
             if not is_message:
-                box.hear(message_id, second)
+                box.record_reply(message_id, second)
                 box.acknowledge(message_id)
                 continue
             sighting = talk.see(message_id, second, third)
-            if sighting == Sighting.FIRST:
+            if sighting == Arrival.FIRST:
                 given.append(message_id)
                 talk.keep_reply(message_id, 0, ())
             if message_id in talk.replies:
                 pass_on(False, (message_id, talk.tracker.highest_seen, 0))
-        box.requeue_due(now_ns)
+        box.retransmit_due(now_ns)
     assert sorted(given) == list(range(1, messages + 1))
     assert not ordered or given == sorted(given)
     return sent_count / messages

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from immortal.coordinator.messenger.limits import SILENCE_NS
-from immortal.coordinator.messenger.outbox import LOOKS_PER_DELAY, Outbox, RetryPolicy
+from immortal.coordinator.messenger.outbox import CHECKS_PER_DELAY, Outbox, RetryPolicy
 
 SECOND_NS = 1_000_000_000
 
@@ -99,7 +99,7 @@ def test_a_reconnect_sends_everything_in_flight_again_first() -> None:
     assert send_all(box) == [1, 2, 3]
     box.acknowledge(2)
     add(box, 1)
-    box.requeue_all()
+    box.retransmit_all()
     assert box.retry_check_ns is None
     assert send_all(box) == [1, 3, 4]
     for message_id in (1, 3, 4):
@@ -111,7 +111,7 @@ def test_acknowledged_while_queued_again() -> None:
     box = outbox()
     add(box, 3)
     send_all(box)
-    box.requeue_all()
+    box.retransmit_all()
     box.acknowledge(1)
     assert send_all(box) == [2, 3]
 
@@ -123,7 +123,7 @@ def test_what_was_sent_before_is_known() -> None:
     assert message is not None
     assert not message.sent_before
     box.mark_sent(message, 0)
-    box.requeue_all()
+    box.retransmit_all()
     message = box.next_to_send()
     assert message is not None
     assert message.sent_before
@@ -136,15 +136,15 @@ def test_only_what_is_due_is_tried_again_in_id_order() -> None:
     add(box, 2)
     send_all(box, SECOND_NS // 2)
     box.acknowledge(2)
-    box.hear(2, 5)
+    box.record_reply(2, 5)
     assert box.retry_check_ns == SECOND_NS
-    assert not box.requeue_due(SECOND_NS - 1)
+    assert not box.retransmit_due(SECOND_NS - 1)
     add(box, 1)
-    assert box.requeue_due(SECOND_NS)
-    assert not box.requeue_due(SECOND_NS), "once"
+    assert box.retransmit_due(SECOND_NS)
+    assert not box.retransmit_due(SECOND_NS), "once"
     assert send_all(box, SECOND_NS) == [1, 3, 6]
-    box.hear(3, 6)
-    assert box.requeue_due(SECOND_NS * 3 // 2)
+    box.record_reply(3, 6)
+    assert box.retransmit_due(SECOND_NS * 3 // 2)
     assert send_all(box, SECOND_NS * 3 // 2) == [4, 5]
 
 
@@ -152,8 +152,8 @@ def test_of_what_is_still_on_its_way_only_the_first_is_tried_again() -> None:
     box = outbox()
     add(box, 5)
     send_all(box, 0)
-    box.hear(1, 2)  # it has had 2, its replies are late
-    assert box.requeue_due(SECOND_NS)
+    box.record_reply(1, 2)  # it has had 2, its replies are late
+    assert box.retransmit_due(SECOND_NS)
     assert send_all(box, SECOND_NS) == [1, 2]
     assert box.retry_check_ns == 2 * SECOND_NS  # the others wait on
 
@@ -163,17 +163,17 @@ def test_until_the_last_question_is_answered_only_the_first_is_asked_again() -> 
     box = outbox()
     add(box, 4)
     send_all(box, 0)
-    box.hear(4, 4)
-    assert box.requeue_due(SECOND_NS)
+    box.record_reply(4, 4)
+    assert box.retransmit_due(SECOND_NS)
     assert send_all(box, SECOND_NS) == [1, 2, 3, 4]
-    box.hear(3, 4)  # perhaps what was sent first
-    assert box.requeue_due(3 * SECOND_NS)
+    box.record_reply(3, 4)  # perhaps what was sent first
+    assert box.retransmit_due(3 * SECOND_NS)
     assert send_all(box, 3 * SECOND_NS) == [1]
-    box.hear(4, 4)  # what was asked last has become 1
-    assert box.requeue_due(5 * SECOND_NS)
+    box.record_reply(4, 4)  # what was asked last has become 1
+    assert box.retransmit_due(5 * SECOND_NS)
     assert send_all(box, 5 * SECOND_NS) == [2]
-    box.hear(2, 4)
-    assert box.requeue_due(10 * SECOND_NS)
+    box.record_reply(2, 4)
+    assert box.retransmit_due(10 * SECOND_NS)
     assert send_all(box, 10 * SECOND_NS) == [1, 2, 3, 4]
 
 
@@ -193,10 +193,10 @@ def test_a_receiver_that_is_stuck_is_asked_by_one_message_in_half_the_shortest_d
     while now_ns < SECOND_NS:
         assert box.retry_check_ns is not None
         now_ns = box.retry_check_ns
-        box.requeue_due(now_ns)
+        box.retransmit_due(now_ns)
         looks += 1
         sent += send_all(box, now_ns)
-    assert 1 < len(sent) <= looks <= SECOND_NS // policy.delay_ns_min * LOOKS_PER_DELAY + 1
+    assert 1 < len(sent) <= looks <= SECOND_NS // policy.delay_ns_min * CHECKS_PER_DELAY + 1
 
 
 def test_a_message_says_how_many_below_it_will_not_come() -> None:
@@ -215,11 +215,11 @@ def test_a_message_says_how_many_below_it_will_not_come() -> None:
         box.acknowledge(acknowledged)
     add(box, 1)
     assert said() == [(7, 2, 0)]
-    box.requeue_all()
+    box.retransmit_all()
     assert said() == [(2, 2, 0), (5, 2, 2), (7, 2, 1)]
     box.acknowledge(2)
-    box.hear(2, 7)
-    assert box.requeue_due(SECOND_NS)
+    box.record_reply(2, 7)
+    assert box.retransmit_due(SECOND_NS)
     assert said() == [(5, 5, 2), (7, 5, 1)]
 
 
@@ -227,23 +227,23 @@ def test_silence_is_counted_from_the_first_question_and_lasts_longer_each_time()
     box = outbox()
     add(box, 1)
     send_all(box, 0)
-    assert box.silent_ns is None, "a reply may take its time"
+    assert box.silence_deadline_ns is None, "a reply may take its time"
     now_ns = 0
     for doublings in (0, 1, 2, 3, 4, 5, 5):
         asked_ns = now_ns + SECOND_NS
         for delay in (1, 2):
             now_ns += delay * SECOND_NS
-            assert box.requeue_due(now_ns)
+            assert box.retransmit_due(now_ns)
             send_all(box, now_ns)
-        assert box.silent_ns == asked_ns + (SILENCE_NS << doublings)
-        box.give_up()
-        box.requeue_all()
-        assert box.silent_ns is None
+        assert box.silence_deadline_ns == asked_ns + (SILENCE_NS << doublings)
+        box.connection_lost()
+        box.retransmit_all()
+        assert box.silence_deadline_ns is None
         send_all(box, now_ns)
-    box.requeue_due(now_ns + SECOND_NS)
+    box.retransmit_due(now_ns + SECOND_NS)
     send_all(box, now_ns + SECOND_NS)
-    box.hear(1, 1)
-    assert box.silent_ns is None
+    box.record_reply(1, 1)
+    assert box.silence_deadline_ns is None
     assert box.silence_ns == SILENCE_NS
 
 
@@ -256,10 +256,10 @@ def test_retries_come_at_growing_distances_until_a_reconnect() -> None:
         assert box.retry_check_ns is not None
         distances.append((box.retry_check_ns - now_ns) // SECOND_NS)
         now_ns = box.retry_check_ns
-        assert box.requeue_due(now_ns)
+        assert box.retransmit_due(now_ns)
         assert send_all(box, now_ns) == [1]
     assert distances == [1, 2, 4, 8, 16, 30, 30]
-    box.requeue_all()
+    box.retransmit_all()
     assert send_all(box, now_ns) == [1]
     assert box.retry_check_ns == now_ns + SECOND_NS
 
@@ -269,7 +269,7 @@ def test_no_retry_for_what_waits_or_is_acknowledged() -> None:
     add(box, 2)
     send_all(box, 0)
     box.acknowledge(1)
-    assert not box.requeue_due(60 * SECOND_NS)
+    assert not box.retransmit_due(60 * SECOND_NS)
     assert box.retry_check_ns is None
     assert send_all(box, 60 * SECOND_NS) == [2]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from immortal.coordinator.messenger.backpressure import Room
+from immortal.coordinator.messenger.backpressure import PendingRoom
 from immortal.coordinator.messenger.limits import PENDING_MAX, PENDING_SIZE_BYTES_MAX
 from immortal.messenger import Messenger, MessengerError, PendingFullError, PendingLimits, Received
 from tests.helpers.messengers import House
@@ -18,8 +18,8 @@ from tests.helpers.messengers import House
 DEADLINE_S = 20.0
 
 
-def room(count_max: int = 2, size_bytes_max: int = 100, wait_s: float | None = 0.0) -> Room:
-    return Room(PendingLimits(count_max, size_bytes_max, wait_s), lambda: True)
+def room(count_max: int = 2, size_bytes_max: int = 100, wait_s: float | None = 0.0) -> PendingRoom:
+    return PendingRoom(PendingLimits(count_max, size_bytes_max, wait_s), lambda: True)
 
 
 def test_a_number_of_messages_to_each_destination() -> None:
