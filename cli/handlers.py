@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import click
-
 from immortal.cli.options import InstanceCommandGroup, name_argument, operator_name, pass_registry
+
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
@@ -124,7 +124,7 @@ def cancel(settings: InstanceSettings, wanted: int, reason: str) -> None:
 def signal(settings: InstanceSettings, wanted: int, event: str, value: str) -> None:
     """Give a handler the EVENT that it waits for, with VALUE, which is JSON.
 
-    As if a handler had done self.signal(EVENT, VALUE); but it goes to this handler, whoever else waits for that name.
+    As if a handler had done immortal.signal(EVENT, VALUE); but it goes to this handler, whoever else waits for it.
     The exit status is 1 if it does not wait for EVENT, or VALUE is not of the type that it waits for.
     """
     try:
@@ -295,9 +295,8 @@ def describe_wait_end(name: str, number: int, wait: Values) -> str:
     if kind == "timer":
         return f"ends at {wait['due']}"
     if kind == "event":
-        return (
-            f"ends with self.signal({wait['event']!r}, ...), or 'immortal handlers {name} signal {number} EVENT VALUE'"
-        )
+        command = f"'immortal handlers {name} signal {number} EVENT VALUE'"
+        return f"ends with immortal.signal({wait['event']!r}, ...), or {command}"
     if kind == "effect":
         if not wait["failure"]:
             return "ends with its result, or when no attempt is left"

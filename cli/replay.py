@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any
 
 import click
-
 from immortal.cli.options import (
     app_or_hand,
     name_argument,
@@ -22,6 +21,7 @@ from immortal.cli.options import (
     settings_with_log,
     trust_pickle_option,
 )
+
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry, RegistryError
@@ -63,7 +63,9 @@ _checkpoint_option = click.option(
 @click.option(
     "--state-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the state there, as the app gives it."
 )
-@click.option("--lines", is_flag=True, help="Show what its handlers write with self.log, and all else that it prints.")
+@click.option(
+    "--lines", is_flag=True, help="Show what its handlers write with immortal.logger, and all else that it prints."
+)
 @click.option("--follow", is_flag=True, help="Go on with what is logged meanwhile, until Ctrl-C or --to.")
 @click.option("--strict", is_flag=True, help="Refuse an app that does what a replay would not repeat.")
 @trust_pickle_option

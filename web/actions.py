@@ -6,24 +6,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from anyio import to_thread
+from immortal.cli.handlers import retry_problem
+from immortal.cli.operations import format_paused, format_resumed
+from immortal.cli.options import operator_name
+from immortal.cli.peers import consequences, live_peers
+from immortal.web.errors import WebError
+from immortal.web.rendering import page
+from immortal.web.site import form_of, settings_of, site_of, text_of
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from immortal.cli.handlers import retry_problem
-from immortal.cli.operations import format_paused, format_resumed
-from immortal.cli.options import operator_name
-from immortal.cli.peers import consequences, live_peers
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.operator import control
 from immortal.protocol import decoding
 from immortal.protocol.command_line import counted
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.system_methods import REASON_CHARACTERS_MAX
-from immortal.web.errors import WebError
-from immortal.web.rendering import page
-from immortal.web.site import form_of, settings_of, site_of, text_of
 
 ANSWER_S = 30.0
 
@@ -175,7 +175,7 @@ ACTIONS = {
         "signal",
         "Give a waiting handler its event",
         "Give it",
-        "As if a handler had done self.signal(event, value); but it goes to this one alone.",
+        "As if a handler had done immortal.signal(event, value); but it goes to this one alone.",
         lambda fields: {"task": _number(fields, "task"), "event": fields.get("event", ""), "value": _json(fields)},
         _ordered,
         (

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from immortal.cli import main
 
 from immortal import Immortal, rpc
-from immortal.cli import main
 from immortal.coordinator.instances.registry import Registry
 from immortal.log import open_reader
 from immortal.protocol.verdicts import VerdictKind
@@ -22,6 +22,7 @@ from tests.helpers.recorded import Instances, load_module, write_module
 
 DEADLINE_S = 30.0
 SOURCE = """
+import immortal
 from immortal import CalleeFailed, Immortal, impulse, peer, rpc
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-
 from immortal.cli import main
+
 from immortal.coordinator.instances.registry import Registry
 from immortal.protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
 from tests.helpers.recorded import Instances, load_module, write_module
@@ -150,7 +150,8 @@ def test_other_code_in_place_of_the_apps_own(home: Home) -> None:
 
 
 def test_the_lines_of_a_replay_are_shown_where_asked_for(home: Home, capfd: pytest.CaptureFixture[str]) -> None:
-    app = home.variant("self.lines += 1", "self.lines += 1; self.log.info('read', text=text); print('printed')")
+    line = "import immortal; immortal.logger.info('read', text=text); print('printed')"
+    app = home.variant("self.lines += 1", f"self.lines += 1; {line}")
     home.run("replay", "reader", "--checkpoint", "1", "--app", f"{app}:Reader")
     assert capfd.readouterr() == ("", "")
     home.run("replay", "reader", "--checkpoint", "1", "--to", "2", "--app", f"{app}:Reader", "--lines")
