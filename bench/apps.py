@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 
+import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 from immortal.bench.workload import argument, encode_measured, measured, read_runs
 
@@ -158,7 +159,7 @@ class Caller(Immortal):
             if answer != data:
                 raise ValueError(f"call {number} got the answer {answer[:16]!r}")
         if pause < end:
-            self.continue_as(pause, end, size_bytes)
+            immortal.continue_as(pause, end, size_bytes)
         await self.loop_done()
 
     @rpc(id=3)

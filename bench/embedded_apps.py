@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 from immortal.bench.workload import BATCH_CALLS, Case, argument, encode_measured, measured, read_tasks
 from immortal.client import connect
@@ -55,7 +56,7 @@ class Caller(Immortal):
     async def calls(self, case: str, first: int, end: int, size_bytes: int) -> None:
         """Awaits the calls from number ``first`` up to ``end``, one after the other."""
         clock_ns, note = _stopwatch.clock_ns, _stopwatch.latencies_ns.append
-        is_step, echo, effect = case == Case.STEP, self.callee.echo, self.effect
+        is_step, echo, effect = case == Case.STEP, self.callee.echo, immortal.effect
         pause = min(first + CALLS_PER_JOURNAL, end)
         for number in range(first, pause):
             data = argument(number, size_bytes)
@@ -65,7 +66,7 @@ class Caller(Immortal):
             if answer != data:
                 raise ValueError(f"call {number} got the answer {answer[:16]!r}")
         if pause < end:
-            self.continue_as(case, pause, end, size_bytes)
+            immortal.continue_as(case, pause, end, size_bytes)
         await self.done()
 
     @rpc(id=3)
@@ -84,7 +85,7 @@ class Caller(Immortal):
             if taken != BATCH_CALLS:
                 raise ValueError(f"{taken} calls were taken, {BATCH_CALLS} were made")
         if pause < end:
-            self.continue_as(pause, end, size_bytes)
+            immortal.continue_as(pause, end, size_bytes)
         await self.done()
 
     @rpc(id=4)

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from types import new_class
 from typing import Any
 
+import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 
 RECEIVERS = [f"receiver{number}" for number in range(10)]
@@ -29,7 +30,7 @@ class Receiver(Immortal):
 
     @rpc(id=2)
     def sample(self, window: int, due_us: int) -> None:
-        now_us = (self.now() - _EPOCH) // timedelta(microseconds=1)
+        now_us = (immortal.now() - _EPOCH) // timedelta(microseconds=1)
         self.latencies_us.setdefault(window, []).append(now_us - due_us)
 
 

@@ -137,7 +137,7 @@ def cancel(settings: InstanceSettings, wanted: int, reason: str) -> None:
 def signal(settings: InstanceSettings, wanted: int, event: str, value: str) -> None:
     """Give a handler the EVENT that it waits for, with VALUE, which is JSON.
 
-    As if a handler had done self.signal(EVENT, VALUE); but it goes to this handler, whoever else waits for that name.
+    As if a handler had done immortal.signal(EVENT, VALUE); but it goes to this handler, whoever else waits for it.
     The exit status is 1 if it does not wait for EVENT, or VALUE is not of the type that it waits for.
     """
     try:

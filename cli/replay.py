@@ -63,7 +63,9 @@ _checkpoint_option = click.option(
 @click.option(
     "--state-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the state there, as the app gives it."
 )
-@click.option("--lines", is_flag=True, help="Show what its handlers write with self.log, and all else that it prints.")
+@click.option(
+    "--lines", is_flag=True, help="Show what its handlers write with immortal.logger, and all else that it prints."
+)
 @click.option("--follow", is_flag=True, help="Go on with what is logged meanwhile, until Ctrl-C or --to.")
 @click.option("--strict", is_flag=True, help="Refuse an app that does what a replay would not repeat.")
 @trust_pickle_option

@@ -180,7 +180,7 @@ def _become_embedded(settings: InstanceSettings, app: str, *, strict: bool, log_
     arguments = [settings.name, app, "--home", home, "--log-level", log_level]
     environment = {**os.environ, **({"IMMORTAL_STRICT": "1"} if strict else {})}
     environment.setdefault("PYTHONHASHSEED", "0")
-    environment["IMMORTAL_LOG_LEVEL"] = log_level  # of self.log
+    environment["IMMORTAL_LOG_LEVEL"] = log_level  # of immortal.logger
     os.execve(sys.executable, [*PYTHON, "-m", "immortal.appsdk.embedded", *arguments], environment)
 
 

@@ -2,7 +2,7 @@
 
 This module and the public modules below are what programs import; all else is internal and may change:
 
-    immortal                  services: the class, its decorators, calls to peers, errors, `run`
+    immortal                  services: the class, its decorators, functions for handlers, peers, errors, `run`
     immortal.client           callers from outside
     immortal.errors           errors of services
     immortal.testing          a test environment: coordinators in memory, crashes, replays
@@ -49,6 +49,28 @@ if TYPE_CHECKING:
         run,
         upgrades,
     )
+    from immortal.appsdk.functions import (
+        at,
+        continue_as,
+        create_node,
+        destroy,
+        effect,
+        event,
+        gather,
+        holders_of,
+        logger,
+        multicast,
+        node_of,
+        now,
+        now_ns,
+        race,
+        random,
+        release_handle,
+        revoke,
+        signal,
+        sleep,
+        uuid4,
+    )
 else:
 
     def __getattr__(name: str) -> object:
@@ -56,8 +78,9 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from immortal import appsdk
+        from immortal.appsdk import functions
 
-        globals()[name] = value = getattr(appsdk, name)
+        globals()[name] = value = getattr(functions if name in functions.NAMES else appsdk, name)
         return value
 
 
@@ -75,17 +98,37 @@ __all__ = [
     "Retry",
     "Transient",
     "Winner",
+    "at",
+    "continue_as",
+    "create_node",
     "cron",
+    "destroy",
+    "effect",
     "effect_context",
     "errors",
+    "event",
     "every",
+    "gather",
+    "holders_of",
     "impulse",
     "initial",
+    "logger",
+    "multicast",
+    "node_of",
+    "now",
+    "now_ns",
     "on_primary",
     "peer",
     "query",
+    "race",
+    "random",
     "register_type",
+    "release_handle",
+    "revoke",
     "rpc",
     "run",
+    "signal",
+    "sleep",
     "upgrades",
+    "uuid4",
 ]

@@ -1,9 +1,9 @@
 """For mypy: in an ``async def`` handler a call of one's own ``def`` handler is something to await, and awaiting
-``self.multicast([...]).count(...)`` gives a tuple of what ``count`` returns.
+``immortal.multicast([...]).count(...)`` gives a tuple of what ``count`` returns.
 
 Types can't say so by themselves, as in a ``def`` handler the same call returns at once (those of
-``self.<handler>.step`` and ``self.multicast([...]).<handler>.all`` can: they are for async handlers alone). In mypy's
-settings: ``plugins = ["immortal.mypy_plugin"]``. Nothing else imports this module.
+``self.<handler>.step`` and ``immortal.multicast([...]).<handler>.all`` can: they are for async handlers alone). In the
+settings of mypy: ``plugins = ["immortal.mypy_plugin"]``. Nothing else imports this module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _all_answers(context: MethodContext) -> Type:
     callee = call.callee if isinstance(call, CallExpr) else None
     receiver = callee.expr if isinstance(callee, MemberExpr) else None
     made = receiver.callee if isinstance(receiver, CallExpr) else None
-    is_multicast = isinstance(made, MemberExpr) and made.name == "multicast"
+    is_multicast = isinstance(made, MemberExpr | NameExpr) and made.name == "multicast"
     if not is_multicast or not isinstance(returned, Instance) or not returned.args:
         return returned
     answers = context.api.named_generic_type("builtins.tuple", list(returned.args))

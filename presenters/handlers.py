@@ -78,9 +78,8 @@ def describe_wait_end(name: str, number: int, wait: Values) -> str:
     if kind == "timer":
         return f"ends at {wait['due']}"
     if kind == "event":
-        return (
-            f"ends with self.signal({wait['event']!r}, ...), or 'immortal handlers {name} signal {number} EVENT VALUE'"
-        )
+        command = f"'immortal handlers {name} signal {number} EVENT VALUE'"
+        return f"ends with immortal.signal({wait['event']!r}, ...), or {command}"
     if kind == "effect":
         if not wait["failure"]:
             return "ends with its result, or when no attempt is left"

@@ -179,8 +179,8 @@ class AppCommand(Struct, frozen=True):
     ) -> AppCommand:
         """An SDK app, "module:Class", in trace mode; BY_HAND: none is started, and it comes in as ``settings`` say.
 
-        ``checks_queries``: the state is compared around each query. ``lines``: those of its handlers' self.log are
-        written as they once were, and shown.
+        ``checks_queries``: the state is compared around each query. ``lines``: what handlers write with
+        immortal.logger is written as it once was, and shown.
         ``code``: a folder or a wheel whose modules come before those of the current folder.
         ``break_at``: (record, message): pdb stops before the handler of that message, in the caller's terminal.
         """

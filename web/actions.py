@@ -174,7 +174,7 @@ ACTIONS = {
         "signal",
         "Give a waiting handler its event",
         "Give it",
-        "As if a handler had done self.signal(event, value); but it goes to this one alone.",
+        "As if a handler had done immortal.signal(event, value); but it goes to this one alone.",
         lambda fields: {"task": _number(fields, "task"), "event": fields.get("event", ""), "value": _json(fields)},
         _ordered,
         (

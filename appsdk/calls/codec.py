@@ -78,8 +78,10 @@ class ArgumentCodec:
         self.signature = signature
         parameters = list(signature.parameters.values())
         self.count = len(parameters)
-        self.required_count = sum(parameter.default is inspect.Parameter.empty for parameter in parameters)
-        self._binds_plainly = all(one.kind is not inspect.Parameter.KEYWORD_ONLY for one in parameters)
+        required = [index for index, one in enumerate(parameters) if one.default is inspect.Parameter.empty]
+        self.required_count = required[-1] + 1 if required else 0
+        self.plain_count = plain_count(signature)
+        self._named = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
         hints = resolve_hints(function)
         self._types = [hints[parameter.name] for parameter in parameters]
         for parameter, annotation in zip(parameters, self._types, strict=True):
@@ -221,11 +223,22 @@ class ArgumentCodec:
     def _shape(self, front: tuple[type, ...], count: int) -> Any:
         return tuple[(*front, *map(readable_type, self._types[:count]))]  # type: ignore[misc, valid-type]
 
+    def apart(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Split arguments that came by position into those by position and those by name, as a call gives them."""
+        at = self.count - len(self._named)
+        return values[:at], dict(zip(self._named, values[at:], strict=False))
+
     def bind(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[Any, ...]:
         """All arguments by position, as a call with them would bind them. Raises TypeError naming the method."""
-        if self._binds_plainly and not keywords and len(arguments) == self.count:
+        if not keywords and len(arguments) == self.plain_count:
             return tuple(arguments)
         return bind_arguments(self.name, self.signature, arguments, keywords)
+
+
+def plain_count(signature: inspect.Signature) -> int:
+    """Count the parameters that a call by position fills; -1: some are keyword-only, so a call must be bound."""
+    parameters = signature.parameters.values()
+    return -1 if any(one.kind is inspect.Parameter.KEYWORD_ONLY for one in parameters) else len(parameters)
 
 
 def bind_arguments(

@@ -11,7 +11,6 @@ import hashlib
 import random
 import threading
 import time
-import uuid
 from datetime import UTC, datetime, timedelta
 from types import FrameType
 from typing import Any
@@ -41,6 +40,7 @@ class Context:
         "_streams_of",
         "carries",
         "committer_id",
+        "definition",
         "handlers",
         "handling_thread_id",
         "instance_name",
@@ -63,9 +63,10 @@ class Context:
     def __init__(self, seed: bytes, outbox: Any = None) -> None:
         self.seed = seed
         self.outbox = outbox  # an immortal.appsdk.calls.outbox.Outbox, or None: no calls
-        self.handlers: Any = (
-            None  # immortal.appsdk.handlers.proxy fills in both: what self.count and self.counter lead to
+        self.definition: Any = (
+            None  # immortal.appsdk.handlers.proxy fills in these: the instance's class as Definition,
         )
+        self.handlers: Any = None  # and what self.count and self.counter lead to
         self.peers: Any = None
         self.tasks: Any = (
             None  # an immortal.appsdk.waiting.tasks.Tasks, or None: a plain object, or one that an upgrade makes
@@ -75,7 +76,7 @@ class Context:
         self.carries = False  # a handle was encoded: what is sent now may hold it
         self.instance_name = ""  # what a call that waits for an answer gives as its caller
         self.sites = CallSites()
-        self.run_contexts = RunContexts()
+        self.run_contexts = RunContexts(self)
         self.thread_id = threading.get_ident()
         self.committer_id = 0
         self.sequence_id = -1
@@ -95,31 +96,32 @@ class Context:
     def require_handler_thread(self, what: str) -> None:
         if threading.get_ident() != self.thread_id:
             raise UsageError(
-                f"{what} is for handlers: it is part of what a replay repeats. In a hook or thread of your own use "
-                f"Python's modules 'time', 'random', 'uuid', and send what the app is to know as an impulse"
+                f"immortal.{what} is for handlers: it is part of what a replay repeats. In a hook or thread of your "
+                f"own use Python's modules 'time', 'random', 'uuid', and send what the app is to know as an impulse"
             )
 
     def now_ns(self) -> int:
         """ns since the Unix epoch: the record's; the real clock's while there is none (``__init__``)."""
-        self.require_handler_thread("self.now()")
+        self.require_handler_thread("now()")
         if self.record_time_ns is not None:
             return self.record_time_ns
         if self.handling_thread_id:
             raise UsageError(
-                f"record {self.sequence_id} has no time: self.now() has no answer that a replay would repeat"
+                f"record {self.sequence_id} has no time: immortal.now() has no answer that a replay would repeat"
             )
         return time.time_ns()
 
-    def random_at(self, frame: FrameType, purpose: bytes = b"random") -> random.Random:
-        """The stream of the place that ``frame`` is at; within one message it goes on where it was."""
-        self.require_handler_thread(f"self.{purpose.decode()}")
+    def random_at(self, frame: FrameType, method: str | None, purpose: bytes = b"random") -> random.Random:
+        """The stream of the place that ``frame`` is at, for draws by ``method``; within one message it goes on where it
+        was."""
+        self.require_handler_thread(purpose.decode())
         if self.handling_thread_id == QUERY_RUNS:
-            raise QueryError(f"self.{purpose.decode()}: a query only reads, and draws nothing: {AS_RPC}")
+            raise QueryError(f"immortal.{purpose.decode()}: a query only reads, and draws nothing: {AS_RPC}")
         moment = (self.sequence_id, self.message_index)
         if self._streams_of != moment:
             self._streams_of = moment
             self._streams.clear()
-        key = (purpose, self.sites.site(frame))
+        key = (purpose, self.sites.site(frame, method))
         stream = self._streams.get(key)
         if stream is None:
             text = f"{self.committer_id} {self.sequence_id} {self.message_index} "
@@ -133,5 +135,7 @@ class Context:
         digest.update(purpose + b"\n" + site)
         return random.Random(int.from_bytes(digest.digest(), "little"))  # noqa: S311 (a replay draws the same)
 
-    def uuid4_at(self, frame: FrameType) -> uuid.UUID:
-        return uuid.UUID(int=self.random_at(frame, b"uuid4").getrandbits(128), version=4)
+
+def is_plain(runs: Any) -> bool:
+    """Whether ``runs``, a value of :data:`~immortal.appsdk.calls.user_code.running`, is None or a plain object."""
+    return runs is None or (isinstance(runs, Context) and runs.outbox is None and runs.tasks is None)

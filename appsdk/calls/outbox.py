@@ -20,6 +20,7 @@ from immortal.appsdk.calls.codec import (
     encoder,
     largest,
     nesting_max,
+    plain_count,
     unencodable,
 )
 from immortal.appsdk.calls.context import QUERY_RUNS, Context
@@ -258,7 +259,7 @@ class Outbox:
     ) -> Callable[..., None]:
         """The ``fork`` of one method of one destination ("" is oneself)."""
         batch: Batch = self._batches.setdefault(destination, Batch(destination))
-        parameters_count: cython.Py_ssize_t = len(signature.parameters)
+        parameters_count: cython.Py_ssize_t = plain_count(signature)
         context: Context = self._context
         opened, get_ident = self._open, threading.get_ident
         fronts = _Fronts(name, method_id, RpcType.FORK)

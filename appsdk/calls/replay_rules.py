@@ -49,7 +49,8 @@ NEWEST_ORDER = max(OrderRules)
 #
 # A replay needs the same names again, from code that was formatted, commented, moved within its file, shipped without
 # its source or compiled by another version of Python since. So a name is made of what all these leave as it is: the
-# function, and the method that is called on ``self.random`` there. docs/decisions/0022 has the reasons.
+# function, and the method that is called on ``immortal.random``, or on the UUID, there. docs/decisions/0022 has the
+# reasons.
 
 
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
@@ -62,7 +63,7 @@ class CallSites:
 
     def __init__(self) -> None:
         self.rules = NEWEST
-        self._sites: dict[tuple[CodeType, int], bytes] = {}
+        self._sites: dict[tuple[CodeType, int | str], bytes] = {}
         self._lines: dict[str, list[str]] = {}
 
     def use(self, rules: Rules) -> None:
@@ -79,12 +80,14 @@ class CallSites:
         if file_name not in self._lines:
             self._lines[file_name] = linecache.getlines(file_name)
 
-    def site(self, frame: FrameType) -> bytes:
+    def site(self, frame: FrameType, method: str | None) -> bytes:
+        """``method``: the method of ``immortal.random`` that is called there; None: read the code behind the call."""
         by_line = self.rules is Rules.FIRST
-        key = frame.f_code, frame.f_lineno if by_line else frame.f_lasti
+        key = frame.f_code, frame.f_lineno if by_line else frame.f_lasti if method is None else method
         site = self._sites.get(key)
         if site is None:
-            site = self._sites[key] = (self._by_line(frame) if by_line else _by_function(frame)).encode()
+            name = self._by_line(frame) if by_line else _by_function(frame, method)
+            site = self._sites[key] = name.encode()
         return site
 
     def _by_line(self, frame: FrameType) -> str:
@@ -92,20 +95,22 @@ class CallSites:
         self.load(code.co_filename)
         lines = self._lines[code.co_filename]
         if 0 < line_number <= len(lines):
-            place = lines[line_number - 1].strip()
+            line = lines[line_number - 1].strip()
+            place = line.replace("immortal.", "self.")  # the form that lines had when these logs began
         else:  # no source at hand
             place = f"+{line_number - code.co_firstlineno}"
         return f"{code.co_qualname}\n{place}"
 
 
-def _by_function(frame: FrameType) -> str:
+def _by_function(frame: FrameType, method: str | None) -> str:
     # Python 3.12 makes no functions of comprehensions any more.
     names = [name for name in frame.f_code.co_qualname.split(".") if name not in _COMPREHENSIONS]
-    return f"{'.'.join(names).removesuffix('.<locals>')}\n{_method(frame)}"
+    method = _attribute_of_result(frame) if method is None else method
+    return f"{'.'.join(names).removesuffix('.<locals>')}\n{method}"
 
 
-def _method(frame: FrameType) -> str:
-    """``choice`` of ``self.random.choice(...)``: what is taken next of what the frame is about to get; "": nothing is.
+def _attribute_of_result(frame: FrameType) -> str:
+    """``hex`` of ``immortal.uuid4().hex``; "" where no attribute is taken.
 
     Not which call it is, first or second: versions of Python write the body of a ``finally`` and the condition of a
     ``while`` a different number of times.

@@ -89,18 +89,28 @@ def mark_interrupts() -> Iterator[None]:
 
 T = TypeVar("T")
 
+running: contextvars.ContextVar[Any] = contextvars.ContextVar("who runs", default=None)
+"""The owner of the code that runs: a :class:`~immortal.appsdk.calls.context.Context`, the
+:class:`~immortal.appsdk.waiting.task.Task` of an ``async def`` handler, the name of the instance (in a function that
+runs as its effect), or None."""
+
+LENGTH_MIN = 1  # a context that user code has left as it was holds ``running`` alone
 _SETTINGS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "traps")  # of a decimal context
 _decimal_variable: contextvars.ContextVar[Any] | None = None
 
 
 class RunContexts:
-    """Those of one instance: copies of what the thread that makes this has now, once the app's modules are imported."""
+    """Makes the contexts of one instance: copies of what this thread has now, when the app's modules are imported.
+
+    ``owner``: who runs in them, see :data:`running`.
+    """
 
     __slots__ = ("_base", "_is_empty")
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Any = None) -> None:
         self._base = _without_usual_decimal(contextvars.copy_context())
-        self._is_empty = not len(self._base)
+        self._base.run(running.set, owner)
+        self._is_empty = len(self._base) == LENGTH_MIN
 
     def new(self) -> contextvars.Context:
         """For one run that nobody else's context is handed down to."""
@@ -115,6 +125,13 @@ class RunContexts:
 def inherited_context() -> contextvars.Context:
     """A copy of the context that runs now, for what it starts: a branch, a step, an effect."""
     return _separated(contextvars.copy_context())
+
+
+def handed_to(owner: Any) -> contextvars.Context:
+    """Copy the caller's context, as :func:`inherited_context`, for code of ``owner``, see :data:`running`."""
+    variables = inherited_context()
+    variables.run(running.set, owner)
+    return variables
 
 
 def copy_of(context: contextvars.Context) -> contextvars.Context:

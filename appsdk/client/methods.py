@@ -106,7 +106,7 @@ class TypedMethod:
 
     def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
         """Checked here, where it can be said what is wrong: the instance only says that something is."""
-        if keywords or len(arguments) != self._codec.count:
+        if keywords or len(arguments) != self._codec.plain_count:
             arguments = self._codec.bind(arguments, keywords)
         if self._codec.may_hold_untyped:
             arguments = self._codec.exactly(arguments)

@@ -33,7 +33,7 @@ from immortal.appsdk.determinism.values import (
     state_names,
     values_of,
 )
-from immortal.appsdk.effects.effect import Effects
+from immortal.appsdk.functions import Effects, at, event, gather, race, sleep
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.waiting.waits import Wait
 
@@ -44,10 +44,19 @@ _ORDERED = frozenset(  # built-in functions and classes
     {"list", "tuple", "iter", "map", "filter", "enumerate", "zip", "dict", "deque", "chain", "islice", "reduce"}
 )
 _ORDERED_METHODS = frozenset({"join", "extend", "extendleft", "fromkeys", "writelines"})
+_WAITING = (sleep, at, event, gather, race)
 _SET_METHODS = frozenset({"copy", "union", "difference", "intersection", "symmetric_difference"})
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar
+
+
+def _is_effect(value: Value) -> bool:
+    """Whether it is ``immortal.effect``, or that with options."""
+    kind = (
+        type(value.value) if isinstance(value, Known) else shape(value.hint)[0] if isinstance(value, Instance) else None
+    )
+    return kind is Effects
 
 
 class Source:
@@ -240,8 +249,10 @@ class Reader(ast.NodeVisitor):
         """What makes that begin which the call gives; "" if it is nothing to await."""
         function = node.func
         value = self._value(function)
+        if _is_effect(value) or is_object(value, *_WAITING):
+            return AWAIT
         if isinstance(value, Instance):
-            return AWAIT if shape(value.hint)[0] is Effects else ""
+            return ""
         called = value.function if isinstance(value, Bound) else value.value if isinstance(value, Known) else None
         if not isinstance(function, ast.Attribute):
             return AWAIT if inspect.iscoroutinefunction(called) else ""
@@ -255,8 +266,6 @@ class Reader(ast.NodeVisitor):
             own = inspect.getattr_static(shape(receiver.hint)[0], function.attr, None)
             if isinstance(own, Handler):
                 return AWAIT_OR_FORK
-            if function.attr in METHODS:
-                return AWAIT
         return AWAIT if inspect.iscoroutinefunction(called) else ""
 
     def _check_attribute(self, node: ast.Attribute) -> None:
@@ -309,8 +318,7 @@ class Reader(ast.NodeVisitor):
         elif rule.holds(node):
             self._report_rule(node, "calls", rule)
         # What runs as an effect is not replayed: it may do what it likes.
-        is_effect = isinstance(function, Instance) and shape(function.hint)[0] is Effects
-        for part in (*node.args[is_effect:], *node.keywords):
+        for part in (*node.args[_is_effect(function) :], *node.keywords):
             self.visit(part)
 
     def _making(self, node: ast.Call, cls: type) -> None:
@@ -465,7 +473,6 @@ def _has(body: list[ast.stmt], kind: type[ast.stmt]) -> bool:
 # Where an awaitable is of no use: what is not awaited there never begins.
 
 
-METHODS = frozenset({"sleep", "at", "event", "gather", "race"})  # of self, in an async handler
 _OF_AWAITABLES = frozenset({"__await__", *dir(Wait)})
 
 

@@ -15,14 +15,14 @@ from msgspec import Struct
 DIFFERS = "which differs at each replay"
 NOT_REPEATED = "which no replay repeats"
 
-_NOW = "use self.now()"
-_NOW_NS = "use self.now_ns()"
-_RANDOM = "use self.random"
-_UUID = "use self.uuid4()"
+_NOW = "use immortal.now()"
+_NOW_NS = "use immortal.now_ns()"
+_RANDOM = "use immortal.random"
+_UUID = "use immortal.uuid4()"
 _SEND = "take it in an @on_primary hook and send it as an impulse"
 _HOOK = "start it in an @on_primary hook, and send what the app is to know as an impulse"
-_EFFECT = "do it in an effect: await self.effect(<function>, ...) in an 'async def' handler"
-_OF_ASYNCIO = "await self.event(...), and what handlers share is in the state, changed by 'def' handlers"
+_EFFECT = "do it in an effect: await immortal.effect(<function>, ...) in an 'async def' handler"
+_OF_ASYNCIO = "await immortal.event(...), and what handlers share is in the state, changed by 'def' handlers"
 NOT_BEGUN = "which so never begins"
 AWAIT = "write 'await' in front of it"
 AWAIT_OR_FORK = f"{AWAIT}, or .fork(...) if nobody is to wait for it"
@@ -53,7 +53,7 @@ class Rule(Struct, frozen=True):
 
 _ROWS: dict[str, list[tuple[str, str, str]]] = {  # module: (names, why, instead)
     "time": [
-        ("sleep", BLOCKS, "await self.sleep(...) in an 'async def' handler"),
+        ("sleep", BLOCKS, "await immortal.sleep(...) in an 'async def' handler"),
         ("time monotonic perf_counter process_time thread_time clock_gettime", DIFFERS, _NOW),
         ("time_ns monotonic_ns perf_counter_ns process_time_ns thread_time_ns clock_gettime_ns", DIFFERS, _NOW_NS),
     ],
@@ -73,9 +73,9 @@ _ROWS: dict[str, list[tuple[str, str, str]]] = {  # module: (names, why, instead
     "_thread": [("start_new_thread start_new", NOT_REPEATED, _HOOK)],
     "asyncio": [
         ("run new_event_loop get_event_loop run_coroutine_threadsafe", NOT_REPEATED, _HOOK),
-        ("sleep", NOT_REPEATED, "await self.sleep(...)"),
-        ("gather wait as_completed", NOT_REPEATED, "await self.gather(...) or self.race(...)"),
-        ("wait_for timeout timeout_at", NOT_REPEATED, "await self.race(..., self.sleep(...))"),
+        ("sleep", NOT_REPEATED, "await immortal.sleep(...)"),
+        ("gather wait as_completed", NOT_REPEATED, "await immortal.gather(...) or immortal.race(...)"),
+        ("wait_for timeout timeout_at", NOT_REPEATED, "await immortal.race(..., immortal.sleep(...))"),
         ("create_task ensure_future to_thread get_running_loop open_connection start_server", NOT_REPEATED, _HOOK),
         ("create_subprocess_exec create_subprocess_shell", NOT_REPEATED, _HOOK),
     ],
@@ -88,13 +88,13 @@ _CLASSES = {  # module: (base class, what people import it from, instead)
     "multiprocessing.pool": ("Pool", "multiprocessing.pool", _HOOK),
     "asyncio": ("Runner", "asyncio", _HOOK),
     "asyncio.mixins": ("_LoopBoundMixin", "asyncio", _OF_ASYNCIO),  # its locks, events and queues
-    "asyncio.taskgroups": ("TaskGroup", "asyncio", "await self.gather(...) or self.race(...)"),
+    "asyncio.taskgroups": ("TaskGroup", "asyncio", "await immortal.gather(...) or immortal.race(...)"),
     "subprocess": ("Popen", "subprocess", _EFFECT),
     "socket": ("socket", "socket", _EFFECT),
     "http.client": ("HTTPConnection", "http.client", _EFFECT),
     "smtplib": ("SMTP", "smtplib", _EFFECT),
 }
-_DATE_METHODS = {"now": _NOW, "utcnow": _NOW, "today": "use self.now().date()"}
+_DATE_METHODS = {"now": _NOW, "utcnow": _NOW, "today": "use immortal.now().date()"}
 _MODULES = {*_ROWS, *_UNLESS_GIVEN, *_CLASSES, "random", "datetime", "multiprocessing"}
 
 

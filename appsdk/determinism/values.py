@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Final, Union
 from msgspec import Struct
 from msgspec.structs import replace
 
-from immortal.appsdk.effects.effect import Effects
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Peer
 
@@ -151,8 +150,6 @@ def _attribute_of_instance(value: Instance, cls: Any, name: str, static: Any) ->
     elif isinstance(static, Peer):
         return PeerOf(value.waits)
     elif isinstance(static, property):
-        if hints_of(static.fget).get("return") is Effects:
-            return Instance(Effects)
         static = static.fget
     elif isinstance(static, functools.cached_property):
         static = static.func

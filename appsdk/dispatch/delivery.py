@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from immortal.appsdk.calls.codec import ArgumentCodec, Decode
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import argument_mismatch, failure_of, refusal
-from immortal.appsdk.calls.user_code import handler_failed, is_user_failure
+from immortal.appsdk.calls.user_code import LENGTH_MIN, handler_failed, is_user_failure
 from immortal.appsdk.dispatch.invocation import receiver, rpc_receiver, waking
 from immortal.appsdk.errors import Failure, HandlerError
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
@@ -161,7 +161,7 @@ class Delivery:
         self, instance: Any, content: bytes, offset: cython.Py_ssize_t, end: cython.Py_ssize_t, variables: Any
     ) -> int:
         """As :meth:`deliver`, in the context ``variables``, until a handler leaves something in it: the next handler
-        has one of its own, which as long as it is empty is the same."""
+        has one of its own, which as long as nothing is left in it is the same."""
         context: Context = self._context
         octets: cython.p_const_uchar = content  # compiled, read without a check: only from offset to end, or below
         index: cython.Py_ssize_t = context.message_index
@@ -214,7 +214,7 @@ class Delivery:
                 method_id, front_count = _method_and_front(content, offset - stride)
                 raise self._failed(method_id, name, arguments[front_count:], error, index) from error
             index += 1
-            if len(variables):
+            if len(variables) > LENGTH_MIN:
                 break
         context.message_index = index
         return offset

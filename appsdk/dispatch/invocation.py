@@ -33,7 +33,7 @@ def receiver(tasks: Tasks, handler: Handler[Any, Any], *, wakes: bool) -> Callab
             tasks.drain()
 
         return run
-    function: Callable[..., None] = partial(tasks.queries.run, handler) if handler.is_query else handler.function
+    function: Callable[..., None] = partial(tasks.queries.run, handler) if handler.is_query else handler.call
     return waking(tasks, function) if wakes else function
 
 

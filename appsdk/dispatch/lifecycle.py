@@ -22,7 +22,7 @@ from immortal.appsdk.handlers.proxy import attach, instances_use_context
 from immortal.appsdk.ordering.machine import Ordering
 from immortal.appsdk.ordering.messages import Plain
 from immortal.appsdk.state.journal import SavedTasks
-from immortal.appsdk.state.schema import Envelope, copied_envelope, decode_envelope, encode_envelope
+from immortal.appsdk.state.schema import Envelope, copied_envelope, decode_envelope, encode_envelope, hook_of
 from immortal.appsdk.waiting.tasks import Tasks
 from immortal.protocol.messages import RpcKind, RpcType
 
@@ -109,7 +109,7 @@ class Life:
         return instance
 
     def _prepare(self, instance: Any) -> None:
-        if hasattr(instance, "prepare"):
+        if hook_of(type(instance), "prepare") is not None:
             prepare = partial(self._context.run_contexts.run, instance.prepare)
             run_user_code(f"{self.definition.name}.prepare", prepare, StateError)
 
@@ -271,10 +271,10 @@ def upgrades(old: type[ImmortalProtocol], *, retry_refused: bool = False) -> Cal
             def upgrade(cls, old: CounterV1) -> Counter: ...
 
     ``upgrade`` gets the old object as it was after the last record and returns a new one. It is repeated by replays, so
-    it takes time and randomness from ``old`` (``old.now()``), and like ``__init__`` it can't send calls. The class's
-    version is the old one's + 1, unless ``version=`` gives another (a lower one: the way back). With ``retry_refused``
-    the upgrade gives the app once more what was refused because its method or parameters were unknown, and nobody waits
-    for. Raises DefinitionError.
+    it takes time and randomness from the SDK (``immortal.now()``), and like ``__init__`` it can't send calls. The
+    version of the class is the old one's + 1, unless ``version=`` gives another (a lower one: the way back). With
+    ``retry_refused`` the upgrade gives the app once more what was refused because its method or parameters were
+    unknown, and nobody waits for. Raises DefinitionError.
     """
     old_definition = definition_of(old)
 
@@ -388,7 +388,7 @@ def upgraded(definition: Definition, old: Any, context: Context) -> Any:
             came = "None" if new is None else f"a {kind.__qualname__}"
             raise failed(definition, f"{what} returned {came}, a {definition.name} was expected")
         attach(new, context)
-        if hasattr(new, "prepare"):
+        if hook_of(type(new), "prepare") is not None:
             guarded(definition, f"{definition.name}.prepare", new.prepare)
     finally:
         context.message_index = record_index
@@ -407,7 +407,7 @@ def moved(definition: Definition, old_definition: Definition, old: Any, context:
         definition.state().restore(new, envelope, memoryview(state))
 
     guarded(definition, f"{definition.name}.restore", move)
-    if hasattr(new, "prepare"):
+    if hook_of(type(new), "prepare") is not None:
         guarded(definition, f"{definition.name}.prepare", new.prepare)
     return new
 

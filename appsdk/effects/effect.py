@@ -1,7 +1,7 @@
 """An effect: what users say of it (Retry, options, context), the function, and the request that runs it.
 
-    await self.effect(fetch, url)
-    await self.effect.options(retry=Retry(attempts=5), timeout=timedelta(seconds=10))(fetch, url)
+    await immortal.effect(fetch, url)
+    await immortal.effect.options(retry=Retry(attempts=5), timeout=timedelta(seconds=10))(fetch, url)
 
 An effect is run once the app is primary, at least once, until the log has a result of it. That result is the only one
 that the handler ever sees; a replay takes it from the log, and runs nothing. What runs effects, and how something else
@@ -13,24 +13,21 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Protocol
 
 import msgspec
 
 from immortal.appsdk.calls.codec import ArgumentCodec, check_value, encoder, signature_of
-from immortal.appsdk.calls.failures import argument_mismatch, checked_raises
+from immortal.appsdk.calls.failures import argument_mismatch
 from immortal.appsdk.calls.user_code import copy_of, is_user_failure, user_traceback
 from immortal.appsdk.errors import DefinitionError, EffectFailed, UsageError
 from immortal.appsdk.state.journal import declared_name, decode_raised, encode_raised
 from immortal.protocol import decoding
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 CONCURRENT_EFFECTS = 32  # that run at once, by default: more threads than that rarely get more done
 
@@ -81,72 +78,12 @@ ONCE = Retry(attempts=1)
 
 @dataclass(frozen=True, slots=True)
 class EffectOptions:
-    """What ``self.effect.options(...)`` was given. ``raises``: by name."""
+    """Holds the options that ``immortal.effect.options(...)`` was given. ``raises``: by name."""
 
     retry: Retry = ONCE
     timeout: timedelta | None = None
     raises: dict[str, type[Exception]] = dataclasses.field(default_factory=dict)
     key: str | None = None
-
-
-class Effects:
-    """``self.effect``. This one is of a plain object and of ``def`` handlers, which do not wait."""
-
-    __slots__ = ("_options",)
-
-    def __init__(self, options: EffectOptions | None = None) -> None:
-        self._options = options or EffectOptions()
-
-    def _with(self, options: EffectOptions) -> Effects:
-        return Effects(options)
-
-    @overload
-    def __call__(
-        self, function: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Awaitable[R]: ...
-    @overload
-    def __call__(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
-    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
-        """``await self.effect(fetch, url)``: run it outside, and wait for what it returns.
-
-        ``function`` is a plain one of a module, with annotations: a ``def`` runs in a thread, an ``async def`` on an
-        asyncio loop. It gets copies of its arguments. It is run at least once; its result is seen exactly once.
-        Raises EffectFailed, and what the options declare; UsageError, TypeError for what can't be run.
-        """
-        raise UsageError("self.effect: only an 'async def' handler waits: a 'def' handler runs to its end at once")
-
-    def options(
-        self,
-        *,
-        retry: Retry | None = None,
-        timeout: timedelta | None = None,
-        raises: Iterable[type[Exception]] | None = None,
-        key: str | None = None,
-    ) -> Effects:
-        """The same with other options; what is not given stays. Raises UsageError, DefinitionError.
-
-        ``retry``: by default, one attempt. ``timeout``: of each attempt. ``raises``: exceptions that are raised in the
-        handler as what they are, at once; all others become EffectFailed. ``key``: in place of the key that the SDK
-        makes (see :func:`effect_context`).
-        """
-        options = self._options
-        if retry is not None:
-            if not isinstance(retry, Retry):
-                raise UsageError(f"self.effect.options(retry={retry!r}): Retry(attempts=...) was expected")
-            options = replace(options, retry=retry)
-        if timeout is not None:
-            if not isinstance(timeout, timedelta) or timeout <= timedelta():
-                raise UsageError(
-                    f"self.effect.options(timeout={timeout!r}): a timedelta was expected, such as timedelta(seconds=5)"
-                )
-            options = replace(options, timeout=timeout)
-        if raises is not None:
-            options = replace(options, raises=checked_raises("self.effect.options", raises))
-        if key is not None:
-            if not isinstance(key, str) or not key:
-                raise UsageError(f"self.effect.options(key={key!r}): a str was expected that is not empty")
-            options = replace(options, key=key)
-        return self._with(options)
 
 
 # --- inside an effect -------------------------------------------------------------------------------------------------
@@ -172,7 +109,7 @@ def effect_context() -> EffectContext:
     try:
         return current_context.get()()
     except LookupError:
-        raise UsageError("effect_context(): only a function that is run by self.effect(...) has one") from None
+        raise UsageError("effect_context(): only a function that is run by immortal.effect(...) has one") from None
 
 
 # An effect between the handler that asks for it and what runs it.
@@ -201,11 +138,6 @@ class EffectFunction:
             self.decode_result = self.codec.decode_result
         except NameError as error:
             raise DefinitionError(f"{self.name}: an annotation can't be resolved: {error}") from error
-        self._keywords = [
-            parameter.name
-            for parameter in self.codec.signature.parameters.values()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        ]
 
     def encode_arguments(self, arguments: tuple[Any, ...], *, keeps_types: bool = True) -> bytes:
         """By position. Raises TypeError for what is not what its annotations say.
@@ -221,9 +153,7 @@ class EffectFunction:
 
     def arguments(self, encoded: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """By position and by name."""
-        values = self.codec.decode(encoded)
-        at = len(values) - len(self._keywords)
-        return values[:at], dict(zip(self._keywords, values[at:], strict=True))
+        return self.codec.apart(self.codec.decode(encoded))
 
     def encode_result(self, value: Any) -> bytes:
         """Raises TypeError for what is not what its annotation says."""
@@ -274,13 +204,15 @@ def _checked_name(function: Callable[..., Any]) -> str:
     name = getattr(function, "__qualname__", None)
     problem = ""
     if not isinstance(name, str) or isinstance(function, type) or not callable(function):
-        problem = "call handlers without self.effect, and anything else in a function of your own"
+        problem = "call handlers without immortal.effect, and anything else in a function of your own"
     elif inspect.ismethod(function):
         problem = "an effect runs beside the handlers, where there is no self"
     elif "<" in name:
         problem = "one inside another shares variables with it, of which no log knows: pass them as arguments"
     if problem:
-        raise UsageError(f"self.effect({name or repr(function)}, ...): a function of a module was expected: {problem}")
+        raise UsageError(
+            f"immortal.effect({name or repr(function)}, ...): a function of a module was expected: {problem}"
+        )
     return str(name)
 
 
@@ -289,27 +221,27 @@ def _checked_signature(name: str, function: Callable[..., Any]) -> inspect.Signa
         signature = signature_of(function)
     except ValueError as error:
         raise UsageError(
-            f"self.effect({name}, ...): it has no signature: write a function of your own that calls it"
+            f"immortal.effect({name}, ...): it has no signature: write a function of your own that calls it"
         ) from error
     for parameter in signature.parameters.values():
         if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
             raise UsageError(
-                f"self.effect({name}, ...): its parameters are not listed one by one ({parameter}): write a function "
-                f"of your own that calls it"
+                f"immortal.effect({name}, ...): its parameters are not listed one by one ({parameter}): write a "
+                f"function of your own that calls it"
             )
     empty = inspect.Parameter.empty
     missing = [one.name for one in signature.parameters.values() if one.annotation is empty]
     missing += ["return"] if signature.return_annotation is empty else []
     if missing:
         raise UsageError(
-            f"self.effect({name}, ...): {', '.join(missing)}: no annotation, by which values are encoded and checked: "
+            f"immortal.effect({name}, ...): {', '.join(missing)}: no annotation to encode and check values by: "
             f"add it, or write a function of your own that calls it"
         )
     return signature
 
 
 class EffectRequest:
-    """One effect to be run. ``number`` is its own in the life of the instance; for the rest see ``self.effect``.
+    """One effect to be run. ``number`` is its own in the life of the instance; for the rest see ``immortal.effect``.
 
     ``stand_in``: what :meth:`call` and :meth:`call_async` call in place of the user's function, if anything.
     ``is_done``: it has been answered. ``is_cancelled``: nobody waits for it any more. ``attempt``: the last that has

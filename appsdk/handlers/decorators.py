@@ -91,7 +91,7 @@ if TYPE_CHECKING:
 
         def fork(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
 
-        # Of a multicast: ``await self.multicast([...]).count(...)`` with a type.
+        # Of a multicast: ``await immortal.multicast([...]).count(...)`` with a type.
         def all(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[tuple[R, ...]]: ...
 
         @overload
@@ -133,7 +133,7 @@ class Running(Struct, frozen=True):
 
 
 class Handler(property, Generic[P, R]):
-    """A method that logged messages call. ``function`` is what was decorated.
+    """A method that logged messages call. ``function`` is what was decorated, ``call`` takes arguments by position.
 
     ``raises``: what it may raise for its caller, by name. ``schedule``: when it runs by itself. ``on_error``: what
     becomes of the state when it raises anything else; None: as the class says. ``running``: how long an ``async def``
@@ -156,6 +156,7 @@ class Handler(property, Generic[P, R]):
         self.decorator = decorator
         self.name = getattr(function, "__name__", repr(function))
         self.signature = check_handler_signature(function, decorator)
+        self.call: Callable[..., R] = by_position(function, self.signature)
         self.is_async = inspect.iscoroutinefunction(function)
         self.is_query = decorator == "query"
         self.raises = checked_raises(f"{self.name}: @{decorator}", raises)
@@ -214,6 +215,18 @@ if TYPE_CHECKING:
         def __get__(self, instance: object, owner: type | None = None, /) -> Any: ...
 
 
+def by_position(function: Callable[..., R], signature: inspect.Signature) -> Callable[..., R]:
+    """Wrap a method with keyword-only parameters: the wrapper takes all arguments by position, as they travel."""
+    parameters = signature.parameters.values()
+    names = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    count = 1 + len(parameters) - len(names)
+
+    def call(*arguments: Any) -> R:
+        return function(*arguments[:count], **dict(zip(names, arguments[count:], strict=False)))
+
+    return call if names else function
+
+
 def _refuse_generator(function: Callable[..., Any], decorator: str, where: str) -> None:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise DefinitionError(f"{where}: a generator can't be run as @{decorator}: it would never be resumed")
@@ -236,10 +249,6 @@ def check_handler_signature(function: Callable[..., Any], decorator: str) -> ins
             raise DefinitionError(
                 f"{where}: parameter {str(parameter).partition(':')[0]!r}: a handler's parameters are listed one by "
                 f"one (a list or dict can be one of them): the types decide how a call is encoded and checked"
-            )
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            raise DefinitionError(
-                f"{where}: parameter {parameter.name!r} is keyword-only: arguments travel by position, remove the '*'"
             )
         if parameter.annotation is inspect.Parameter.empty:
             raise DefinitionError(

@@ -15,7 +15,7 @@ from immortal.appsdk.calls.codec import ArgumentCodec, annotated_names
 from immortal.appsdk.calls.failures import checked_on_error
 from immortal.appsdk.errors import DefinitionError, OnError
 from immortal.appsdk.handlers.decorators import HOOK_MARK, Handler, definition_key
-from immortal.appsdk.state.schema import StateSchema
+from immortal.appsdk.state.schema import StateSchema, hook_of
 from immortal.appsdk.types.registry import current_module
 from immortal.protocol.extensions import ANYBODYS, GROUP_MARK, INSTANCES, NO_ROLES, OWNERS
 from immortal.protocol.limits import NAME_SIZE_BYTES_MAX
@@ -27,18 +27,6 @@ CheckpointMode = Literal["inline", "fork"]
 
 VERSION_DEFAULT = 1
 VERSION_MAX = INT_MAX  # a ZigZagInt in the protocol
-
-GIVES_WAY = {"log"}
-"""Names of Immortal's that a class may have for itself: they came when there were such classes."""
-OVERRIDABLE = {
-    "checkpoint": "def checkpoint(self) -> bytes",
-    "restore": "def restore(self, blob: bytes) -> None",
-    "prepare": "def prepare(self) -> None",
-    "on_destroyed": "def on_destroyed(self, handle: Handle[Any]) -> None",
-    "on_revoked": "def on_revoked(self, handle: Handle[Any]) -> None",
-    "on_last_release": "def on_last_release(self, handle: Handle[Any]) -> None",
-}
-"""Methods that a class may define for itself, and which then can't be handlers or attributes."""
 
 
 class Peer(property):
@@ -119,9 +107,8 @@ class Definition(Struct):
         return self.cls.__qualname__
 
     def new_instance(self) -> Any:
-        """An object of the class, without its ``__init__`` and its own ``__new__``."""
-        base: Any = self.base
-        return base.__new__(self.cls)
+        """An object of the class, without its ``__init__`` and ``__new__``."""
+        return object.__new__(self.cls)
 
     @property
     def label(self) -> str:
@@ -255,10 +242,10 @@ def define(
     for ancestor in reversed(cls.__mro__):
         for name, value in vars(ancestor).items():
             _add(definition, name, value, cls)
-    if ("checkpoint" in dir(cls)) != ("restore" in dir(cls)):
+    if (hook_of(cls, "checkpoint") is None) != (hook_of(cls, "restore") is None):
         raise DefinitionError(
-            f"{cls.__qualname__}: checkpoint and restore go together: define "
-            f"'{OVERRIDABLE['checkpoint']}' and '{OVERRIDABLE['restore']}'"
+            f"{cls.__qualname__}: checkpoint and restore go together: define 'def checkpoint(self) -> bytes' and "
+            f"'def restore(self, blob: bytes) -> None'"
         )
     _check_method_ids(definition)
     inherited: Definition | None = getattr(cls, "_immortal_definition", None)
@@ -283,15 +270,9 @@ def _checked_nodes(cls: type, nodes: Any) -> tuple[Any, ...]:
 
 
 def _check_names(cls: type, base: type) -> None:
-    reserved = {name for name in vars(base) if not name.startswith("__")} - GIVES_WAY
     for name in [*vars(cls), *annotated_names(cls)]:
-        if name in reserved:
-            raise DefinitionError(
-                f"{cls.__qualname__}.{name}: {name!r} is one of Immortal's own names: choose another "
-                f"(taken: {', '.join(sorted(other for other in reserved if not other.startswith('_')))})"
-            )
-        if name in OVERRIDABLE and not callable(getattr(cls, name, None)):
-            raise DefinitionError(f"{cls.__qualname__}.{name}: {name!r} is kept for '{OVERRIDABLE[name]}'")
+        if name == "main" or (name.startswith("_immortal_") and name in vars(base)):
+            raise DefinitionError(f"{cls.__qualname__}.{name}: {name!r} is one of Immortal's own names: choose another")
 
 
 def _add(definition: Definition, name: str, value: object, cls: type) -> None:
@@ -301,8 +282,6 @@ def _add(definition: Definition, name: str, value: object, cls: type) -> None:
                 f"{cls.__qualname__}.{name}: the handler {value.name!r} can't have a second name, since its method ID "
                 f"follows from the first: define {name!r} as a handler of its own"
             )
-        if name in OVERRIDABLE:
-            raise DefinitionError(f"{cls.__qualname__}.{name}: {name!r} is kept for '{OVERRIDABLE[name]}'")
         definition.handlers[name] = value
         definition.by_key[value.key] = value
     elif name in definition.handlers:

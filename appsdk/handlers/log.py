@@ -1,6 +1,6 @@
-"""``self.log``: lines of handlers, which say where they come from, and which a replay does not write again.
+"""``immortal.logger`` writes lines of handlers with the place that they come from; a replay does not repeat them.
 
-    self.log.info("took order", order=3)
+    immortal.logger.info("took order", order=3)
     12:00:01.250 info    shop> took order  order=3 handler=Shop.take record=12:0
 
 The interface is structlog's: levels as methods, values by name, ``bind``. A line is written as its handler runs for
@@ -23,12 +23,12 @@ from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from immortal.appsdk.calls.context import Context
+from immortal.appsdk.calls.user_code import running
 from immortal.protocol.safe_output import printable, printable_json
 
 if TYPE_CHECKING:
     from immortal.appsdk.handlers.definition import Definition
 
-NAME = "log"
 FORMAT_VARIABLE = "IMMORTAL_LOG_FORMAT"  # "human" or "json", as --log-format of `immortal run`
 LEVEL_VARIABLE = "IMMORTAL_LOG_LEVEL"
 REPLAYED_VARIABLE = "IMMORTAL_LOG_REPLAYED"  # "1": what a replay does is written as well
@@ -37,35 +37,12 @@ LEVELS = ("debug", "info", "warning", "error")
 _FRAMES_MAX = 100  # between the handler and whoever writes the line
 
 
-class LogAttribute:
-    """As ``log`` of :class:`immortal.Immortal`. It gives way to whatever a class calls ``log`` itself."""
-
-    def __get__(self, instance: Any, owner: Any) -> Any:
-        if instance is None:
-            return self
-        definition: Definition = owner._immortal_definition
-        if is_own_attribute(definition):
-            raise AttributeError(f"{owner.__qualname__!r} object has no attribute {NAME!r}")
-        return HandlerLog(definition, instance._immortal_context)
-
-
-def is_own_attribute(definition: Definition) -> bool:
-    """Whether the class keeps a state of that name."""
-    schema = definition.state()
-    return NAME in schema.fields or NAME in schema.transient
-
-
 class HandlerLog:
-    """``task``: of an ``async def`` handler."""
+    """The class of ``immortal.logger``."""
 
-    __slots__ = ("_bound", "_context", "_definition", "_task")
+    __slots__ = ("_bound",)
 
-    def __init__(
-        self, definition: Definition, context: Context, task: Any = None, bound: Mapping[str, Any] | None = None
-    ) -> None:
-        self._definition = definition
-        self._context = context
-        self._task = task
+    def __init__(self, bound: Mapping[str, Any] | None = None) -> None:
         self._bound = bound or {}
 
     def debug(self, event: object, *arguments: object, **values: Any) -> None:
@@ -90,10 +67,10 @@ class HandlerLog:
 
     def bind(self, **values: Any) -> HandlerLog:
         """One whose lines have these values too."""
-        return HandlerLog(self._definition, self._context, self._task, {**self._bound, **values})
+        return HandlerLog({**self._bound, **values})
 
     def new(self, **values: Any) -> HandlerLog:
-        return HandlerLog(self._definition, self._context, self._task, values)
+        return HandlerLog(values)
 
     def unbind(self, *names: str) -> HandlerLog:
         return self.new(**{name: value for name, value in self._bound.items() if name not in names})
@@ -101,8 +78,11 @@ class HandlerLog:
     def _write(self, level: str, event: object, arguments: tuple[object, ...], values: Mapping[str, Any]) -> None:
         if not _is_shown(level):
             return
-        here = threading.get_ident() == self._context.thread_id
-        is_new = not here or is_first_time(self._context, self._task)
+        runs = running.get()
+        task = None if runs is None or isinstance(runs, str | Context) else runs
+        context: Context | None = runs if isinstance(runs, Context) else None if task is None else task.tasks.context
+        here = context is not None and threading.get_ident() == context.thread_id
+        is_new = context is None or not here or is_first_time(context, task)
         if not is_new and os.environ.get(REPLAYED_VARIABLE) != "1":
             return
         try:
@@ -110,20 +90,23 @@ class HandlerLog:
         except Exception:
             text = f"{_text(event)} {_text(arguments)}"
         fields = {**self._bound, **values}
-        if here:
-            fields |= self._place(sys._getframe(2))
+        if context is not None and here:
+            fields |= _place(context, task, sys._getframe(2))
         if not is_new:
             fields["replayed"] = True
-        instance = self._context.instance_name or self._definition.name
+        if context is None:
+            instance = runs or "app"
+        else:
+            instance = context.instance_name or context.definition.name
         write_line(level, instance, text, fields)
 
-    def _place(self, frame: FrameType) -> dict[str, Any]:
-        context = self._context
-        if context.sequence_id < 0:
-            return {}
-        name = self._task.name if self._task is not None else _handler_above(self._definition, frame)
-        place = {"record": f"{context.sequence_id}:{context.message_index}"}
-        return place if name is None else {"handler": name, **place}
+
+def _place(context: Context, task: Any, frame: FrameType) -> dict[str, Any]:
+    if context.sequence_id < 0:
+        return {}
+    name = task.name if task is not None else _handler_above(context.definition, frame)
+    place = {"record": f"{context.sequence_id}:{context.message_index}"}
+    return place if name is None else {"handler": name, **place}
 
 
 def is_first_time(context: Context, task: Any) -> bool:

@@ -1,4 +1,4 @@
-"""``self.multicast([self.a, self.b]).count.fork("text")``: calls of a handler of several instances, in one order.
+"""``immortal.multicast([self.a, self.b]).count.fork("text")``: calls of a handler of several instances, in one order.
 
 `docs/guide/ordering.md` says what is promised.
 """
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from immortal.appsdk.calls.codec import bind_arguments
+from immortal.appsdk.calls.codec import bind_arguments, plain_count
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.outbox import encode_call, make_writer, outside_handler_error
 from immortal.appsdk.errors import UsageError
@@ -33,11 +33,11 @@ class NodeHandles:
     def add(self, handle: Any) -> None:
         """Raises UsageError."""
         if handle in self.handles:
-            raise UsageError(f"self.multicast(...): {handle!r} is in it twice")
+            raise UsageError(f"immortal.multicast(...): {handle!r} is in it twice")
         if handle._immortal_of[2] is not self.handles[0]._immortal_of[2]:
             raise UsageError(
-                f"self.multicast(...): {handle!r} and {self.handles[0]!r} are nodes of one instance and of different "
-                f"classes: send to one after the other"
+                f"immortal.multicast(...): {handle!r} and {self.handles[0]!r} are nodes of one instance and of "
+                f"different classes: send to one after the other"
             )
         self.handles.append(handle)
 
@@ -45,7 +45,7 @@ class NodeHandles:
         cls = self.handles[0]._immortal_of[2]
         if cls is None:
             raise UsageError(
-                f"self.multicast([{self.handles[0]!r}]): nobody says of which class its node is: annotate it as "
+                f"immortal.multicast([{self.handles[0]!r}]): nobody says of which class its node is: annotate it as "
                 f"Handle[...] where it comes from"
             )
         return cls._immortal_node
@@ -57,8 +57,8 @@ class NodeHandles:
         """Raises UsageError."""
         if len(self.handles) > 1:
             raise UsageError(
-                f"await self.multicast(...).{name}: {self.handles[0]!r} and {self.handles[1]!r} are of one instance, "
-                f"which answers once: await one after the other, or use .fork(...)"
+                f"await immortal.multicast(...).{name}: {self.handles[0]!r} and {self.handles[1]!r} are of one "
+                f"instance, which answers once: await one after the other, or use .fork(...)"
             )
         return self.handles[0]
 
@@ -76,10 +76,9 @@ def shared_method_id(method_ids: Iterable[int]) -> int:
     return -others.pop()
 
 
-def destinations_of(
-    context: Context, instance: Any, definition: Definition, targets: Iterable[Any]
-) -> list[Destination]:
+def destinations_of(context: Context, targets: Iterable[Any]) -> list[Destination]:
     """Of peers of a handler's self, and of that itself. Raises UsageError."""
+    definition = context.definition
     found: dict[str, Destination] = {}
     for target in targets:
         if isinstance(target, Handle):
@@ -89,17 +88,19 @@ def destinations_of(
                 known[1].add(target)
                 continue
             one: Destination = owner, NodeHandles(target)
-        elif target is instance or target is definition.cls:
-            one = context.instance_name, lambda: definition
         elif isinstance(source := getattr(target, "_immortal_peer", None), Peer):
             one = source.name, source.resolve
+        elif target is definition.cls or getattr(target, "_immortal_context", None) is context:
+            one = context.instance_name, lambda: definition
         else:
-            raise UsageError(f"self.multicast([{target!r}]): peers (self.counter), handles or type(self) were expected")
+            raise UsageError(
+                f"immortal.multicast([{target!r}]): peers (self.counter), handles or type(self) were expected"
+            )
         if one[0] in found:
-            raise UsageError(f"self.multicast(...): {one[0]!r} is in it twice")
+            raise UsageError(f"immortal.multicast(...): {one[0]!r} is in it twice")
         found[one[0]] = one
     if not found:
-        raise UsageError("self.multicast([]): there is nobody to send to")
+        raise UsageError("immortal.multicast([]): there is nobody to send to")
     return list(found.values())
 
 
@@ -109,8 +110,8 @@ def shared_handler(destinations: list[Destination], name: str) -> Handler[Any, A
     for (destination, _), handler in zip(destinations, handlers, strict=True):
         if handler.method_id != handlers[0].method_id or handler.signature != handlers[0].signature:
             raise UsageError(
-                f"self.multicast(...).{name}: {destination!r} and {destinations[0][0]!r} have different handlers of "
-                f"that name: other parameters, or another method ID"
+                f"immortal.multicast(...).{name}: {destination!r} and {destinations[0][0]!r} have different handlers "
+                f"of that name: other parameters, or another method ID"
             )
     return handlers[0]
 
@@ -121,7 +122,7 @@ def make_multicast_fork(
     """Raises what :meth:`immortal.appsdk.ordering.multicasts.Multicasts.send` raises, and TypeError."""
     name, signature, method_id = handler.function.__qualname__, handler.signature, handler.method_id
     write = make_writer(name, method_id, RpcType.FORK, parameters=signature.parameters, context=context)
-    parameters_count = len(signature.parameters)
+    parameters_count = plain_count(signature)
     names = [destination for destination, _ in destinations]
     nodes = [source if isinstance(source, NodeHandles) else None for _, source in destinations]
     write_node = make_writer(name, NODE_METHOD_ID, RpcType.FORK, context=context)
@@ -195,13 +196,13 @@ class MulticastCache:
         self._context = context
         self._known: dict[tuple[int, ...], tuple[Multicast, tuple[Any, ...]]] = {}
 
-    def of(self, instance: Any, definition: Definition, targets: Iterable[Any]) -> Multicast:
+    def of(self, targets: Iterable[Any]) -> Multicast:
         """Raises UsageError."""
         given = tuple(targets)
         if any(isinstance(one, Handle) for one in given):  # there may be any number of them
-            return Multicast(self._context, destinations_of(self._context, instance, definition, given))
+            return Multicast(self._context, destinations_of(self._context, given))
         key = tuple(map(id, given))
         if (found := self._known.get(key)) is None:
-            made = Multicast(self._context, destinations_of(self._context, instance, definition, given))
+            made = Multicast(self._context, destinations_of(self._context, given))
             found = self._known[key] = made, given  # which keeps the identities
         return found[0]

@@ -15,9 +15,10 @@ from itertools import chain
 from types import MethodType, SimpleNamespace
 from typing import Any, TypeVar, overload
 
-from immortal.appsdk.calls.codec import ArgumentCodec, bind_arguments
-from immortal.appsdk.calls.context import SEED_SIZE_BYTES, Context
+from immortal.appsdk.calls.codec import ArgumentCodec, bind_arguments, plain_count
+from immortal.appsdk.calls.context import SEED_SIZE_BYTES, Context, is_plain
 from immortal.appsdk.calls.outbox import ImpulseQueue, make_writer
+from immortal.appsdk.calls.user_code import running
 from immortal.appsdk.errors import DefinitionError, UsageError
 from immortal.appsdk.handlers.decorators import (
     CLOCK_METHOD_ID,
@@ -147,8 +148,9 @@ def _exact_fork(
     def fork_exactly(*arguments: Any, **keywords: Any) -> None:
         if not context.keeps_types:
             fork(*arguments, **keywords)
-        elif keywords or len(arguments) != codec.count:
-            fork(*codec.exactly(codec.bind(arguments, keywords)))
+        elif keywords or len(arguments) != codec.plain_count:
+            arguments, keywords = codec.apart(codec.exactly(codec.bind(arguments, keywords)))
+            fork(*arguments, **keywords)
         else:
             fork(*codec.exactly(arguments))
 
@@ -165,8 +167,25 @@ def handler_namespace(instance: object, definition: Definition, context: Context
         # A call through the log reaches whatever has the name by then, also from an overridden handler.
         fork = make_fork(context, "", definition.handlers[handler.name], definition)
         call = _refuse_call(handler) if handler.is_async else MethodType(handler.function, instance)
+        if is_plain(context):
+            call = _run_plainly(call, context)
         setattr(namespace, key, BoundHandler(call, fork))
     return namespace
+
+
+def _run_plainly(call: Callable[..., Any], context: Context) -> Callable[..., Any]:
+    """Wrap a handler of a plain object: it runs as that object's, unless another handler calls it."""
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        if not is_plain(running.get()):
+            return call(*arguments, **keywords)
+        token = running.set(context)
+        try:
+            return call(*arguments, **keywords)
+        finally:
+            running.reset(token)
+
+    return run
 
 
 def _refuse_call(handler: Handler[Any, Any]) -> Callable[..., Any]:
@@ -253,7 +272,7 @@ def _make_impulse(
 ) -> Callable[..., None]:
     name, signature = handler.function.__qualname__, handler.signature
     write = make_writer(name, handler.method_id, RpcType.IMPULSE, parameters=signature.parameters)
-    parameters_count = len(signature.parameters)
+    parameters_count = plain_count(signature)
     append = queue.append
 
     def send(*arguments: Any, **keywords: Any) -> None:
@@ -327,7 +346,7 @@ _context_factory: ContextVar[Callable[[], Context] | None] = ContextVar("context
 
 def attach(instance: Any, context: Context) -> None:
     """Make ``context`` the life that ``instance`` lives in."""
-    definition = definition_of(type(instance))
+    definition = context.definition = definition_of(type(instance))
     context.handlers = handler_namespace(instance, definition, context)
     context.peers = peer_namespace(definition, context)
     instance._immortal_context = context

@@ -78,13 +78,13 @@ class Queries:
 
     def run(self, handler: Handler[Any, Any], instance: Any, *arguments: Any) -> Any:
         """What the query returns. Raises what it raises, and QueryError where it has changed the state."""
-        return self._run(handler, instance, partial(handler.function, instance, *arguments), self._due(handler))
+        return self._run(handler, instance, partial(handler.call, instance, *arguments), self._due(handler))
 
     def run_unlogged(self, handler: Handler[Any, Any], instance: Any, arguments: tuple[Any, ...]) -> Any:
         """As :meth:`run`, between two messages: nothing of it is in the log."""
         is_small = self.state_size_bytes <= COMPARED_SIZE_BYTES_MAX
         is_due = self.compares_all or (is_small and self._unlogged.allows(handler.method_id))
-        function = partial(handler.function, instance, *arguments)
+        function = partial(handler.call, instance, *arguments)
         return self._run(handler, instance, lambda: self.bound(function), self._unlogged if is_due else None)
 
     def _run(

@@ -1,7 +1,7 @@
 """An asyncio loop that runs inside one ``async def`` handler, for libraries that are written for asyncio.
 
-It is as deterministic as its handler: callbacks run first in, first out, its clock is the handler's ``self.now()``, and
-a delay is a timer of the handler, in its journal. There is no selector and no thread. What comes from outside comes
+It is as deterministic as its handler: callbacks run first in, first out. Its clock is ``immortal.now()``, and a delay
+is a timer of the handler, in its journal. There is no selector and no thread. What comes from outside comes
 through :meth:`HandlerLoop.future_of`, from something that the handler could await itself: an effect, a call, an event.
 """
 
@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, TypeVarTuple, cast
 
 from immortal.appsdk.errors import UsageError
+from immortal.appsdk.functions import sleep
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.waiting.task import Task
 from immortal.appsdk.waiting.task_self import TaskSelf
@@ -175,7 +176,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
             self._ready.append(handle)
             self._wake()
             return handle
-        wait: Any = self.handler_self.sleep(timedelta(seconds=delay))
+        wait: Any = sleep(timedelta(seconds=delay))
         self._timers[handle] = wait
         handle._scheduled = True  # type: ignore[attr-defined]  # asyncio's mark: cancel() then tells of it below
 
@@ -199,7 +200,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
 
     def time(self) -> float:
         """Seconds, of the handler's clock."""
-        return self.handler_self.now_ns() / 1e9
+        return self.handler_task.now_ns() / 1e9
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)

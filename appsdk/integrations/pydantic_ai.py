@@ -48,8 +48,9 @@ from pydantic_ai.run import AgentRunResult
 from pydantic_ai.tools import AgentDepsT, RunContext
 
 from immortal.appsdk.calls.codec import encode_value
-from immortal.appsdk.effects.effect import EffectFunction, Effects, Retry, current_context
+from immortal.appsdk.effects.effect import EffectFunction, Retry, current_context
 from immortal.appsdk.errors import UsageError
+from immortal.appsdk.functions import effect, now, uuid4
 from immortal.appsdk.immortal import Immortal
 from immortal.appsdk.integrations.handler_loop import HandlerLoop
 from immortal.appsdk.waiting.impulses import Effect
@@ -61,7 +62,7 @@ T = TypeVar("T")
 
 Body = Callable[[], Awaitable[object]]
 Config = dict[str, Any]
-"""Keywords of ``self.effect.options``: ``retry`` and ``timeout``."""
+"""Keywords of ``immortal.effect.options``: ``retry`` and ``timeout``."""
 
 TOOL_KEY = "immortal"  # in the metadata of a tool
 
@@ -155,7 +156,7 @@ class _Backend(JournalCallableOperationBackend[Config]):
             own.run(current_context.set, current_context.get())
             return await asyncio.create_task(_with_threads(body), context=own)
 
-        options = Effects().options(**config)._options
+        options = effect.options(**config)._options
         payload = await loop.future_of(Effect(loop.handler_task, _Step(name, perform), (), options))
         record_durable_unit(executed=is_run_here)
         return payload
@@ -164,7 +165,7 @@ class _Backend(JournalCallableOperationBackend[Config]):
 class ImmortalDurability(BaseDurabilityCapability[AgentDepsT]):
     """For ``Agent(..., name="...", capabilities=[ImmortalDurability()])``. Outside handlers it changes nothing.
 
-    ``model_retry``, ``model_timeout``: of each model request, as in ``self.effect.options``; ``tool_retry``,
+    ``model_retry``, ``model_timeout``: of each model request, as in ``immortal.effect.options``; ``tool_retry``,
     ``tool_timeout``: of each tool call. For one tool, the metadata ``{"immortal": {"retry": ..., "timeout": ...}}``;
     ``{"immortal": False}`` lets it run in the handler, and be repeated by replays: see :func:`in_handler`.
     ``models``: those besides the agent's own that runs name. ``event_stream_handler``: gets a request's events while it
@@ -230,14 +231,14 @@ class ImmortalDurability(BaseDurabilityCapability[AgentDepsT]):
 
     def get_default_run_id(self) -> str | None:
         loop = _loop()
-        return None if loop is None else str(loop.handler_self.uuid4())
+        return None if loop is None else str(uuid4())
 
     def get_default_conversation_id(self, run_id: str) -> str | None:
         return conversation_id_from_run_id(run_id) if self.in_durable_context else None
 
     async def get_run_start_time(self, run_id: str) -> datetime | None:
         loop = _loop()
-        return None if loop is None else loop.handler_self.now()
+        return None if loop is None else now()
 
     async def wrap_run(self, ctx: RunContext[AgentDepsT], *, handler: WrapRunHandler) -> AgentRunResult[Any]:
         loop = _loop()
@@ -246,7 +247,7 @@ class ImmortalDurability(BaseDurabilityCapability[AgentDepsT]):
         if ctx.deadline is not None:
             raise UsageError(
                 "agent.run(..., timeout=...) goes by the machine's clock, which differs at each replay: race the run "
-                "against a timer: await self.race(run_agent(self, agent.run(...)), self.sleep(timedelta(seconds=30)))"
+                "against a timer: await immortal.race(run_agent(self, agent.run(...)), immortal.sleep(...))"
             )
         with replay_scope():
             result = await super().wrap_run(ctx, handler=handler)
@@ -276,20 +277,20 @@ def _checked(config: Mapping[str, Any]) -> Config:
         names = ", ".join(map(repr, unknown))
         raise UsageError(f"{names} of an agent's steps: only 'retry' and 'timeout' can be given")
     given = {name: value for name, value in config.items() if value is not None}
-    Effects().options(**given)
+    effect.options(**given)
     return given
 
 
 def _stamp(messages: list[ModelMessage], loop: HandlerLoop) -> None:
     """What the agent's own code took from the machine's clock is to be the same at each replay."""
-    now = loop.handler_self.now()
+    moment = now()
     for message in messages:
         if isinstance(message, ModelRequest) and id(message) not in loop.stamped:
             loop.stamped[id(message)] = message
-            message.timestamp = now
+            message.timestamp = moment
             for part in message.parts:
                 if hasattr(part, "timestamp"):
-                    part.timestamp = now
+                    part.timestamp = moment
 
 
 class _Here(Executor):

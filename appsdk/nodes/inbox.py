@@ -30,6 +30,7 @@ from immortal.appsdk.nodes.reference_counts import (
     Word,
     decode_word,
 )
+from immortal.appsdk.state.schema import hook_of
 from immortal.appsdk.types.handles import MARK, Handle
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.system_methods import HANDLES_METHOD_ID, NODE_METHOD_ID
@@ -189,11 +190,17 @@ class Inbox:
         self._hooks += [("on_last_release", self._life.handle(one.key, one.node)) for one in released]
 
     def _run_hook(self, name: str, handle: Any) -> None:
-        function = getattr(type(self._life.instance), name, None)
+        function = hook_of(type(self._life.instance), name)
         if function is None:
             return
         hook: Any = SimpleNamespace(
-            function=function, raises={}, is_query=False, on_error=None, method_id=HANDLES_METHOD_ID, name=name
+            function=function,
+            call=function,
+            raises={},
+            is_query=False,
+            on_error=None,
+            method_id=HANDLES_METHOD_ID,
+            name=name,
         )
         run = partial(self._context.tasks.handler_runs.run_handler, hook, (handle,), waits=False)
         self._context.run_contexts.run(run)

@@ -122,7 +122,7 @@ class NodeContext:
     def _fork(self, name: str) -> Any:
         def fork(*arguments: Any, **keywords: Any) -> None:
             if self.life is None:
-                raise UsageError(f"{name}.fork: no instance has made this node: self.create_node(...) does")
+                raise UsageError(f"{name}.fork: no instance has made this node: immortal.create_node(...) does")
             getattr(self.life.handle_of(self.number), name).fork(*arguments, **keywords)
 
         return fork
@@ -131,7 +131,7 @@ class NodeContext:
 class Node:
     """A part of an instance that others call by a handle, with handlers (``@rpc``) and state of its own.
 
-    Its state is its annotated attributes, kept with its owner's. It is made by ``self.create_node(Order, ...)`` in a
+    Its state is its annotated attributes, kept with its owner's. ``immortal.create_node(Order, ...)`` makes it in a
     handler of an instance whose class names it: ``class Exchange(Immortal, nodes=(Order,))``. ``formerly=("Old",)``
     names what the class was called when older checkpoints were taken.
     """
@@ -158,7 +158,7 @@ class Node:
         life = self._immortal_context.life
         if life is None:
             raise UsageError(
-                f"{type(self).__qualname__}.owner: no instance has made this node: self.create_node(...) does"
+                f"{type(self).__qualname__}.owner: no instance has made this node: immortal.create_node(...) does"
             )
         return life.instance
 

@@ -110,13 +110,13 @@ class Nodes:
 
     def create(self, cls: type, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """A new node's handle. Raises UsageError, DefinitionError, and what its ``__init__`` raises."""
-        self._require_handler("self.create_node")
+        self._require_handler("immortal.create_node")
         node_definition(cls)
         definition = self.living.definition
         if definition is None or cls not in definition.nodes:
             name = "the class" if definition is None else definition.name
             raise UsageError(
-                f"self.create_node({cls.__qualname__}): {name} does not name it: class {name}(Immortal, "
+                f"immortal.create_node({cls.__qualname__}): {name} does not name it: class {name}(Immortal, "
                 f"nodes=({cls.__qualname__},))"
             )
         self._last_number = number = self._last_number + 1
@@ -149,10 +149,10 @@ class Nodes:
 
     def node_of(self, handle: Any) -> Node:
         """Raises UsageError."""
-        grant = self._own(handle, "self.node_of")
+        grant = self._own(handle, "immortal.node_of")
         node = None if grant is None or grant.stage == Stage.ENDED else self.living.get(grant.node)
         if node is None:
-            raise UsageError(f"self.node_of({handle!r}): it was destroyed or revoked")
+            raise UsageError(f"immortal.node_of({handle!r}): it was destroyed or revoked")
         return node
 
     def _own(self, handle: Any, what: str) -> Grant | None:
@@ -164,26 +164,26 @@ class Nodes:
 
     def destroy(self, handle: Any) -> None:
         """Raises UsageError."""
-        self._require_handler("self.destroy")
-        grant = self._own(handle, "self.destroy")
+        self._require_handler("immortal.destroy")
+        grant = self._own(handle, "immortal.destroy")
         if grant is None or grant.stage == Stage.ENDED:
-            raise UsageError(f"self.destroy({handle!r}): it was destroyed or revoked before")
+            raise UsageError(f"immortal.destroy({handle!r}): it was destroyed or revoked before")
         if grant.stage == Stage.LIVE:
             self._end(grant.key, DESTROYED)
 
     def revoke(self, handle: Any, holder: Any) -> Any:
         """Raises UsageError."""
-        own_name = self._require_handler("self.revoke")
-        grant = self._own(handle, "self.revoke")
+        own_name = self._require_handler("immortal.revoke")
+        grant = self._own(handle, "immortal.revoke")
         if grant is None or grant.stage != Stage.LIVE:
-            raise UsageError(f"self.revoke({handle!r}): it was destroyed or revoked before, or is about to be")
+            raise UsageError(f"immortal.revoke({handle!r}): it was destroyed or revoked before, or is about to be")
         if holder is None:
             self._end(grant.key, REVOKED)
             return self._grant(grant.node)
         source = getattr(holder, "_immortal_peer", None)
         name = source.name if isinstance(source, Peer) else holder
         if not isinstance(name, str) or name == own_name or not is_encodable(name):
-            raise UsageError(f"self.revoke({handle!r}, {holder!r}): a peer (self.q) or its name was expected")
+            raise UsageError(f"immortal.revoke({handle!r}, {holder!r}): a peer (self.q) or its name was expected")
         if name not in grant.banned:
             self.accounts.owner.ban(grant.key, name)
             self.accounts.act()
@@ -200,17 +200,19 @@ class Nodes:
 
     def release_handle(self, handle: Any) -> None:
         """Raises UsageError."""
-        own_name = self._require_handler("self.release_handle")
-        owner, key = _parts(handle, "self.release_handle")
+        own_name = self._require_handler("immortal.release_handle")
+        owner, key = _parts(handle, "immortal.release_handle")
         if owner == own_name:
-            raise UsageError(f"self.release_handle({handle!r}): it is one's own: self.destroy(...) ends its node")
+            raise UsageError(
+                f"immortal.release_handle({handle!r}): it is one's own: immortal.destroy(...) ends its node"
+            )
         if self.accounts.holder.holds(owner, key):  # else it has ended meanwhile, or was released before
             self.accounts.holder.release(owner, key)
             self.accounts.act()
 
     def holders_of(self, handle: Any) -> list[str]:
         """Raises UsageError."""
-        grant = self._own(handle, "self.holders_of")
+        grant = self._own(handle, "immortal.holders_of")
         return [] if grant is None else sorted(grant.holders)
 
     def require_usable(self, handle: Any) -> None:
@@ -261,6 +263,6 @@ def _parts(handle: Any, what: str) -> tuple[str, Key]:
     """Raises UsageError."""
     found = getattr(handle, "_immortal_of", None)
     if found is None:
-        raise UsageError(f"{what}({handle!r}): a handle was expected, as self.create_node(...) gives it")
+        raise UsageError(f"{what}({handle!r}): a handle was expected, as immortal.create_node(...) gives it")
     owner, key, _, _ = found
     return owner, key

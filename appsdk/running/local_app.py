@@ -47,7 +47,7 @@ class LocalApp:
     ``fails_alone`` False: a message that fails stops it. ``make_delivery``: as :class:`Dispatcher`'s.
     ``outsiders``: who may look at handles, and holds none: a test.
 
-    ``now_ns``: what ``self.now()`` is in ``__init__``, ns since the Unix epoch. What it is to say is in ``output``.
+    ``now_ns``: what ``immortal.now()`` is in ``__init__``, ns since the Unix epoch. What it is to say is in ``output``.
     ``error`` is why it has stopped, if it has: nothing is given to it any more.
     """
 

@@ -14,10 +14,12 @@ nodes or handles.
 
 from __future__ import annotations
 
+import inspect
 import io
 import pickle
 import typing
 from collections.abc import Iterable
+from types import FunctionType
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 import msgspec
@@ -136,6 +138,12 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(current_module(module_name), name)
 
 
+def hook_of(cls: type, name: str) -> FunctionType | None:
+    """Return the plain method that the SDK calls as a hook, such as ``prepare``; None where the name is the user's."""
+    found = inspect.getattr_static(cls, name, None)
+    return found if isinstance(found, FunctionType) else None
+
+
 class StateSchema:
     """How the state of one class is written and read. Raises DefinitionError, NameError (an unresolved annotation)."""
 
@@ -144,7 +152,7 @@ class StateSchema:
         self._cls: Any = cls
         self._formerly = frozenset(formerly)
         self._not_state = frozenset(not_state)
-        self.serializer = "own" if hasattr(cls, "checkpoint") else serializer
+        self.serializer = serializer if hook_of(cls, "checkpoint") is None else "own"
         self.fields: dict[str, Any] = {}
         self.transient: set[str] = set()
         self._decoders: dict[str, ValueDecoder] = {}

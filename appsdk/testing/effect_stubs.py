@@ -15,7 +15,7 @@ from immortal.appsdk.effects.effect import EffectRequest, current_context
 from immortal.appsdk.errors import UsageError
 
 EffectStubs = Mapping[Callable[..., Any], Callable[..., Any]]
-"""By the function that ``self.effect`` is given: what runs in its place, with its arguments."""
+"""By the function that ``immortal.effect`` is given: what runs in its place, with its arguments."""
 
 
 class StubEffectRunner:

@@ -81,8 +81,8 @@ class Environment:
     def start(self, cls: type[T], name: str, *, effects: EffectStubs | None = None) -> Instance[T]:
         """Start a new instance of ``cls`` under the name by which others call it. Returns once all is at rest.
 
-        ``effects``: what runs in place of the functions that its handlers give to ``self.effect``. Raises UsageError,
-        and as :meth:`run`.
+        ``effects``: what runs in place of the functions that its handlers give to ``immortal.effect``. Raises
+        UsageError, and as :meth:`run`.
         """
         __tracebackhide__ = True
         self._world.require_open()

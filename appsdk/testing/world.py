@@ -87,7 +87,7 @@ class World:
             if steps_left <= 0:
                 raise LivelockError(
                     f"after {STEPS_MAX:,} steps there is still something to do at one moment of the clock: do "
-                    f"handlers call each other for ever? (A pause, such as await self.sleep(...), ends it.)"
+                    f"handlers call each other for ever? (A pause, such as await immortal.sleep(...), ends it.)"
                 )
 
     def _pass(self, steps_max: int) -> tuple[int, bool]:

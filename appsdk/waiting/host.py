@@ -15,7 +15,7 @@ from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import answer_of, encode_failed, failure_of, reference, verdict_on
 from immortal.appsdk.calls.outbox import Send, encode_call, make_writer
 from immortal.appsdk.calls.replay_rules import Rules
-from immortal.appsdk.calls.user_code import handler_failed, inherited_context, is_user_failure
+from immortal.appsdk.calls.user_code import handed_to, handler_failed, is_user_failure
 from immortal.appsdk.errors import HandlerError, StateError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Definition, Peer
@@ -296,7 +296,7 @@ class HandlerRuns:
             if handler.is_query:
                 value = self.queries.run(handler, self.instance, *arguments)
             else:
-                value = handler.function(self.instance if node is None else node, *arguments)
+                value = handler.call(self.instance if node is None else node, *arguments)
         except BaseException as error:
             if not is_user_failure(error):
                 raise
@@ -381,7 +381,7 @@ class HandlerRuns:
         verdict = self.verdicts.get(key)
         if verdict is None or not verdict.skips:
             try:
-                return inherited_context().run(self.run_handler, handler, arguments)
+                return handed_to(context).run(self.run_handler, handler, arguments)
             except HandlerError as error:
                 if error.failure is None:
                     raise

@@ -15,7 +15,7 @@ import msgspec
 
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.outbox import make_writer
-from immortal.appsdk.calls.user_code import inherited_context
+from immortal.appsdk.calls.user_code import handed_to
 from immortal.appsdk.effects.effect import EffectFunction, EffectOptions, EffectRequest, EffectRunner
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, Handler
@@ -264,7 +264,7 @@ class Effect(Operation):
         self.variables: contextvars.Context | None = None
 
     def _start(self) -> None:
-        self.variables = inherited_context()
+        self.variables = handed_to(self.task.instance_name)
         self.encoded = self.function.encode_arguments(self._arguments, keeps_types=self.task.keeps_types)
         self._arguments = ()
         self.detail = crc64(self.encoded)
@@ -452,9 +452,10 @@ class Events:
             return
         if self._count >= KEPT_SIGNALS_MAX or self._size_bytes + len(value) > KEPT_SIGNALS_BYTES_MAX:
             raise UsageError(
-                f"self.signal({name!r}, ...): {self._count} signals of {self._size_bytes} bytes wait for nobody, and "
-                f"with this one there would be more than {KEPT_SIGNALS_MAX}, or {KEPT_SIGNALS_BYTES_MAX} bytes: let "
-                f"handlers wait for each of them (await self.event(...)), or signal only what somebody will wait for"
+                f"immortal.signal({name!r}, ...): {self._count} signals of {self._size_bytes} bytes wait for nobody, "
+                f"and with this one there would be more than {KEPT_SIGNALS_MAX}, or {KEPT_SIGNALS_BYTES_MAX} bytes: "
+                f"let handlers wait for each of them (await immortal.event(...)), or signal only what somebody will "
+                f"wait for"
             )
 
     def signal(self, name: str, value: bytes) -> None:

@@ -57,6 +57,10 @@ class Owner(Fibers):
         raise NotImplementedError
 
     @property
+    def instance_name(self) -> str:
+        raise NotImplementedError
+
+    @property
     def keeps_types(self) -> bool:
         """As :attr:`immortal.appsdk.calls.context.Context.keeps_types`."""
         raise NotImplementedError
@@ -306,13 +310,13 @@ def encode_signal(name: str, value: object) -> bytes:
     try:
         return encode_value(value)
     except Exception as error:
-        raise TypeError(f"self.signal({name!r}, ...): the value can't be encoded: {error}") from error
+        raise TypeError(f"immortal.signal({name!r}, ...): the value can't be encoded: {error}") from error
 
 
 def event_decoder(kind: Any) -> Callable[[bytes], Any]:
     """Raises UsageError for a type that can't be encoded."""
     if problem := unsupported_type(kind):
-        raise UsageError(f"self.event(..., {kind!r}): {problem}")
+        raise UsageError(f"immortal.event(..., {kind!r}): {problem}")
     return ValueDecoder(kind).decode
 
 

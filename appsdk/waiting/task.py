@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import uuid
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
@@ -11,7 +10,7 @@ from typing import Any, NoReturn
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import datetime_of
 from immortal.appsdk.calls.failures import encode_failed, text_of
-from immortal.appsdk.calls.user_code import ControlFlowSignal, describe_arguments, is_user_failure
+from immortal.appsdk.calls.user_code import ControlFlowSignal, describe_arguments, is_user_failure, running
 from immortal.appsdk.errors import AppError, Cancelled, HandlerError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, SavedTask, described
@@ -47,7 +46,7 @@ class ContinueAs(ControlFlowSignal):
 
 
 class Task(Owner):
-    """``call`` began it. ``number`` is its own in the life of the instance. ``time_ns``: what ``self.now()`` says.
+    """``call`` began it. ``number`` is its own in the life of the instance. ``time_ns``: what ``immortal.now()`` says.
 
     ``main``: the coroutine of the handler itself.
     """
@@ -98,8 +97,10 @@ class Task(Owner):
         self._steps_count = 0
         self._resumed_count = 0
         self._continuation: ContinueAs | None = None
-        coroutine = self.handler.function(self.tasks.make_self(self), *self.decoded_arguments())
-        self.main: Fiber[Any] = Fiber(self, coroutine, self.tasks.context.run_contexts.new())
+        coroutine = self.handler.call(self.tasks.make_self(self), *self.decoded_arguments())
+        variables = self.tasks.context.run_contexts.new()
+        variables.run(running.set, self)
+        self.main: Fiber[Any] = Fiber(self, coroutine, variables)
         self.main.begin()
 
     @property
@@ -123,6 +124,10 @@ class Task(Owner):
     def is_silent(self) -> bool:
         """What it does now is not to be done: it was done before, or Python clears away what is no more."""
         return self._rebuild is not None or not self._is_running
+
+    @property
+    def instance_name(self) -> str:
+        return self.tasks.context.instance_name
 
     @property
     def keeps_types(self) -> bool:
@@ -319,23 +324,20 @@ class Task(Owner):
 
     def now_ns(self) -> int:
         if not self.time_ns:
-            raise UsageError("the records have no time: self.now() has no answer that a replay would repeat")
+            raise UsageError("the records have no time: immortal.now() has no answer that a replay would repeat")
         return self.time_ns
 
-    def random_at(self, frame: FrameType, purpose: bytes = b"random") -> random.Random:
+    def random_at(self, frame: FrameType, method: str | None, purpose: bytes = b"random") -> random.Random:
         """As Context.random_at: a message there is here what happens between two waits."""
         context = self.tasks.context
         if self._streams is None:
             self._streams = {}
-        key = (purpose, context.sites.site(frame))
+        key = (purpose, context.sites.site(frame, method))
         if (stream := self._streams.get(key)) is None:
             moment = f"task {self.number} {self.generation} {self._resumed_count} "
             made: random.Random = context.make_stream(moment, *key)
             stream = self._streams[key] = made
         return stream
-
-    def uuid4_at(self, frame: FrameType) -> uuid.UUID:
-        return uuid.UUID(int=self.random_at(frame, b"uuid4").getrandbits(128), version=4)
 
     # --- saving, and running again ----------------------------------------------------------------------------------
 

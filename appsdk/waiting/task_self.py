@@ -10,51 +10,25 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-import uuid
-from collections.abc import Awaitable, Callable, Iterable
-from datetime import datetime, timedelta
-from random import Random
+from collections.abc import Awaitable, Callable
 from types import FrameType, FunctionType, MethodType
-from typing import Any, NoReturn
+from typing import Any
 
-from immortal.appsdk.calls.context import datetime_of
-from immortal.appsdk.calls.failures import argument_mismatch
-from immortal.appsdk.effects.effect import EffectOptions, Effects
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.handlers.decorators import Handler
 from immortal.appsdk.handlers.definition import Peer
-from immortal.appsdk.handlers.log import HandlerLog, LogAttribute
-from immortal.appsdk.handlers.multicast import (
-    Destination,
-    NodeHandles,
-    destinations_of,
-    make_multicast_fork,
-    shared_handler,
-)
+from immortal.appsdk.handlers.multicast import Destination, NodeHandles, make_multicast_fork, shared_handler
 from immortal.appsdk.handlers.proxy import find_handler
-from immortal.appsdk.handlers.schedules import TIME_NS_MAX
 from immortal.appsdk.ordering.messages import Scope
-from immortal.appsdk.waiting.impulses import Effect
-from immortal.appsdk.waiting.operations import (
-    Call,
-    Event,
-    MulticastCall,
-    NodeTarget,
-    Step,
-    Target,
-    Timer,
-    encode_signal,
-    event_name,
-)
+from immortal.appsdk.waiting.operations import Call, MulticastCall, NodeTarget, Step, Target
 from immortal.appsdk.waiting.task import Task
-from immortal.appsdk.waiting.waits import Gather, Race, Wait, as_wait
+from immortal.appsdk.waiting.waits import Gather
 
 _MISSING = object()
-NODE_METHODS = frozenset({"create_node", "destroy", "holders_of", "node_of", "release_handle", "revoke"})
 
 
 class TaskSelf:
-    """See :class:`immortal.Immortal` for what its methods do."""
+    """Stands for the app in the run of a handler."""
 
     __slots__ = ("_immortal_task",)
 
@@ -75,18 +49,11 @@ class TaskSelf:
         """What the handlers and peers of the class look themselves up in, for ``super()``."""
         return _Namespaces(self._immortal_task)
 
-    # --- the class's own --------------------------------------------------------------------------------------------
-
     def __getattr__(self, name: str) -> Any:
         task = self._immortal_task
         member = task.tasks.members.get(name)
         if member is not None:
             return TaskHandler(task, member) if isinstance(member, Target) else TaskPeer(task, member)
-        if name in NODE_METHODS:
-            raise UsageError(
-                f"self.{name}: an async handler touches no nodes, as others change them while it waits: move this into "
-                f"a 'def' handler (@rpc) and await that: await self.<handler>(...)"
-            )
         definition = task.tasks.definition
         found: Any = inspect.getattr_static(definition.cls, name, _MISSING)
         if isinstance(found, Handler):
@@ -101,9 +68,7 @@ class TaskSelf:
             return found.fget(self)
         schema = definition.state()
         if name not in schema.fields and name not in schema.transient:
-            if isinstance(found, LogAttribute):
-                return HandlerLog(definition, task.tasks.context, task)
-            if found is not _MISSING:
+            if found is not _MISSING and name not in vars(task.tasks.instance):
                 return found.__get__(None, definition.cls) if hasattr(found, "__get__") else found
             if name.startswith("__") or not hasattr(task.tasks.instance, name):
                 raise AttributeError(f"{definition.name!r} object has no attribute {name!r}")
@@ -114,93 +79,6 @@ class TaskSelf:
 
     def __delattr__(self, name: str) -> None:
         raise _refused(self._immortal_task, "deletes", name, sys._getframe(1))
-
-    # --- the SDK's --------------------------------------------------------------------------------------------------
-
-    def now(self) -> datetime:
-        return datetime_of(self._immortal_task.now_ns())
-
-    def now_ns(self) -> int:
-        return self._immortal_task.now_ns()
-
-    @property
-    def random(self) -> Random:
-        return self._immortal_task.random_at(sys._getframe(1))
-
-    def uuid4(self) -> uuid.UUID:
-        return self._immortal_task.uuid4_at(sys._getframe(1))
-
-    @property
-    def effect(self) -> TaskEffects:
-        return TaskEffects(self._immortal_task)
-
-    def sleep(self, duration: timedelta) -> Wait[None]:
-        if not isinstance(duration, timedelta):
-            raise UsageError(f"self.sleep({duration!r}): a timedelta was expected, such as timedelta(seconds=5)")
-        task = self._immortal_task
-        now_ns = task.now_ns()
-        return _timer(task, now_ns + duration // timedelta(microseconds=1) * 1000, now_ns)
-
-    def at(self, moment: datetime) -> Wait[None]:
-        if not isinstance(moment, datetime) or moment.tzinfo is None:
-            raise UsageError(
-                f"self.at({moment!r}): a datetime with a time zone was expected, such as self.now() + timedelta(days=1)"
-            )
-        return _timer(self._immortal_task, (moment - datetime_of(0)) // timedelta(microseconds=1) * 1000)
-
-    def gather(self, *awaitables: Awaitable[Any]) -> Wait[Any]:
-        task = self._immortal_task
-        return Gather(task, [as_wait(task, awaitable) for awaitable in awaitables])
-
-    def race(self, *awaitables: Awaitable[Any]) -> Wait[Any]:
-        if not awaitables:
-            raise UsageError("self.race(): nothing takes part, so nobody could win")
-        task = self._immortal_task
-        return Race(task, [as_wait(task, awaitable) for awaitable in awaitables])
-
-    def event(self, name: str, kind: Any = Any) -> Wait[Any]:
-        name = event_name("self.event", name)
-        task = self._immortal_task
-        return Event(task, name, task.tasks.event_decoder(kind))
-
-    def signal(self, name: str, value: Any = None) -> None:
-        task = self._immortal_task
-        name = event_name("self.signal", name)
-        encoded = encode_signal(name, value)
-        if task.is_silent:
-            return
-        tasks = task.tasks
-        if tasks.signals_have_limit:
-            try:
-                tasks.events.require_room(name, encoded)
-            except UsageError as error:  # the handler ends, whatever it catches: a rebuild would not refuse it again
-                raise task.abandon(error) from error
-        tasks.events.signal(name, encoded)
-
-    def multicast(self, targets: Iterable[Any]) -> TaskMulticast:
-        task = self._immortal_task
-        definition = task.tasks.definition
-        given = [definition.cls if one in (TaskSelf, self) else one for one in targets]
-        return TaskMulticast(task, destinations_of(task.tasks.context, None, definition, given))
-
-    def continue_as(self, *arguments: Any, **keywords: Any) -> NoReturn:
-        task = self._immortal_task
-        codec = task.tasks.codec(task.handler)
-        try:
-            _, encoded = codec.encoded(codec.bind(arguments, keywords), keeps_types=task.keeps_types)
-        except TypeError as error:
-            raise TypeError(f"self.continue_as: {error}") from None
-        try:
-            codec.decode(encoded)
-        except Exception as error:
-            raise TypeError(f"self.continue_as: {argument_mismatch(codec, error, encoded, 0)}") from None
-        task.continue_as(encoded)
-
-
-def _timer(task: Task, due_ns: int, began_ns: int | None = None) -> Timer:
-    if due_ns > TIME_NS_MAX:
-        raise UsageError("a timer can be set up to the year 2262: wait for an earlier time, and then again")
-    return Timer(task, max(due_ns, 0), began_ns)
 
 
 def _refused(task: Task, verb: str, name: str, frame: FrameType) -> UsageError:
@@ -241,7 +119,8 @@ class TaskHandler:
         task, target = self._task, self._target
         if not task.is_silent:
             if target.codec.may_hold_untyped and task.keeps_types:
-                arguments, keywords = target.codec.exactly(target.codec.bind(arguments, keywords)), {}
+                codec = target.codec
+                arguments, keywords = codec.apart(codec.exactly(codec.bind(arguments, keywords)))
             task.tasks.fork(target.destination, target.handler)(*arguments, **keywords)
 
 
@@ -354,20 +233,3 @@ class _ByKey:
 
     def __getattr__(self, key: str) -> Any:
         return self._find(key)
-
-
-class TaskEffects(Effects):
-    """``self.effect`` of an ``async def`` handler."""
-
-    __slots__ = ("_task",)
-
-    def __init__(self, task: Task, options: EffectOptions | None = None) -> None:
-        super().__init__(options)
-        self._task = task
-
-    def _with(self, options: EffectOptions) -> Effects:
-        return TaskEffects(self._task, options)
-
-    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
-        found = self._task.tasks.effects.function(function)
-        return Effect(self._task, found, found.codec.bind(args, kwargs), self._options)

@@ -139,13 +139,13 @@ class Tasks(Host):
     def signal(self, name: str, value: Any) -> None:
         """Of a ``def`` handler."""
         if self.context.handling_thread_id == QUERY_RUNS:
-            raise QueryError(f"self.signal: a query only reads, and signals nobody: {AS_RPC}")
+            raise QueryError(f"immortal.signal: a query only reads, and signals nobody: {AS_RPC}")
         if threading.get_ident() != self.context.handling_thread_id:
             raise UsageError(
-                "self.signal: only handlers signal: what hooks, __init__, prepare and upgrade do is not in the log; "
-                "send an impulse to a handler that does it"
+                "immortal.signal: only handlers signal: what hooks, __init__, prepare and upgrade do is not in the "
+                "log; send an impulse to a handler that does it"
             )
-        name = event_name("self.signal", name)
+        name = event_name("immortal.signal", name)
         encoded = encode_signal(name, value)
         if self.signals_have_limit:
             self.events.require_room(name, encoded)

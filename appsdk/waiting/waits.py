@@ -360,27 +360,29 @@ class Race(_Several[Winner[Any]]):
 # They are told by where they come from, and said with the name of what was used and what is used in its place.
 
 
-_SEVERAL = "await self.gather(...) or self.race(...) for several at once, and .fork(...) for what nobody waits for"
-_EVENT = "wait with await self.event(...), which self.signal(...) in a 'def' handler ends"
-_TIME = "await self.race(..., self.sleep(...)), or give the whole handler @rpc(timeout=...)"
+_SEVERAL = (
+    "await immortal.gather(...) or immortal.race(...) for several at once, and .fork(...) for what nobody waits for"
+)
+_EVENT = "wait with await immortal.event(...), which immortal.signal(...) in a 'def' handler ends"
+_TIME = "await immortal.race(..., immortal.sleep(...)), or give the whole handler @rpc(timeout=...)"
 _ALONE = (
     "nothing comes between two awaits: put what must not be disturbed into one 'def' handler (@rpc), or let one run at "
     "once with @rpc(limit=1)"
 )
 _ROWS = (
-    ("sleep", "await self.sleep(...) or self.at(...)"),
+    ("sleep", "await immortal.sleep(...) or immortal.at(...)"),
     ("wait_for timeout timeout_at Timeout", _TIME),
     ("gather wait as_completed shield ensure_future create_task Task TaskGroup _GatheringFuture", _SEVERAL),
     ("Queue PriorityQueue LifoQueue", f"keep the items in the state, changed by 'def' handlers (@rpc), and {_EVENT}"),
     ("Event Condition Barrier create_future", _EVENT),
-    ("Future wrap_future", f"{_EVENT}; what is done outside is an effect: await self.effect(<function>, ...)"),
+    ("Future wrap_future", f"{_EVENT}; what is done outside is an effect: await immortal.effect(<function>, ...)"),
     ("Lock Semaphore BoundedSemaphore", _ALONE),
 )
 _INSTEAD = {name: instead for names, instead in _ROWS for name in names.split()}
-_EFFECT = "do it in an effect: await self.effect(<function>, ...)"
+_EFFECT = "do it in an effect: await immortal.effect(<function>, ...)"
 CAN_AWAIT = (
-    "it can await calls (await self.<peer>.<method>(...)), its own handlers, self.effect, self.sleep, self.at, "
-    "self.event, self.gather and self.race"
+    "it can await calls (await self.<peer>.<method>(...)), its own handlers, immortal.effect, immortal.sleep, "
+    "immortal.at, immortal.event, immortal.gather and immortal.race"
 )
 _TELLING = (  # in what asyncio raises where no loop runs
     "event loop",

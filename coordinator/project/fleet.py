@@ -36,7 +36,7 @@ QUESTION_AFTER_S = 0.15  # as long as no print() takes from its text to its end
 _READ_SIZE_BYTES = 64 << 10
 _LINE = re.compile(
     r"(?P<clock>\d\d:\d\d:\d\d\.\d{3}) (?P<level>debug|info|warning|error) +"
-    r"(?P<name>[^\s>]+)(?P<sign>> |  )(?P<text>.*)"  # "> ": self.log of its app
+    r"(?P<name>[^\s>]+)(?P<sign>> |  )(?P<text>.*)"  # "> ": immortal.logger of its app
 )
 
 

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from immortal import Immortal, rpc
+from immortal import Immortal, effect, gather, rpc
 from immortal.client import connect
 from immortal.embedded import start
 
@@ -37,7 +37,7 @@ def open_index() -> sqlite3.Connection:
 class Indexing(Immortal):
     @rpc
     async def index_documents(self, urls: list[str]) -> int:
-        pages = sum(await self.gather(*(self.effect(index_document, url) for url in urls)))
+        pages = sum(await gather(*(effect(index_document, url) for url in urls)))
         print(f"indexed {len(urls)} documents with {pages} pages", flush=True)
         return pages
 

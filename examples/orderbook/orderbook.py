@@ -10,6 +10,7 @@ import os
 from heapq import heappop, heappush
 from zlib import crc32
 
+import immortal
 from immortal import Immortal, initial, peer, rpc
 
 ORDERS = int(os.environ.get("ORDERBOOK_ORDERS", "1000"))  # of each trader
@@ -78,11 +79,11 @@ class Trader(Immortal):
 
     @rpc
     def trade(self) -> None:
-        books = self.multicast([self.b1, self.b2, self.b3, self.b4, self.b5])
+        books = immortal.multicast([self.b1, self.b2, self.b3, self.b4, self.b5])
         for _ in range(min(ORDERS_PER_TURN, ORDERS - self.placed)):
             self.placed += 1
-            quantity = self.random.choice((1, -1)) * self.random.randint(1, 9)
-            books.place.fork(NAME, self.placed, self.random.randint(90, 110), quantity)
+            quantity = immortal.random.choice((1, -1)) * immortal.random.randint(1, 9)
+            books.place.fork(NAME, self.placed, immortal.random.randint(90, 110), quantity)
         if self.placed < ORDERS:
             self.trade.fork()
 
@@ -90,7 +91,7 @@ class Trader(Immortal):
     async def buy(self, price: int, quantity: int) -> tuple[int, ...]:
         """What all five books have traded at once: five equal numbers."""
         number = await self.next_number.step()
-        books = self.multicast([self.b1, self.b2, self.b3, self.b4, self.b5])
+        books = immortal.multicast([self.b1, self.b2, self.b3, self.b4, self.b5])
         return await books.place.all(NAME, number, price, quantity)
 
     @rpc

@@ -6,6 +6,7 @@ import sys
 import time
 from statistics import median
 
+import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, query, rpc
 from immortal.bench.apps import Caller, course, say
 from scripts.benchmarks.rivals.steps import STEPS, step
@@ -38,7 +39,7 @@ class EffectSteps(Immortal):
     @rpc(id=1)
     async def echo(self, data: bytes) -> bytes:
         for number in STEPS:
-            data = await self.effect(step, data, number)
+            data = await immortal.effect(step, data, number)
         return data
 
 
@@ -79,7 +80,7 @@ class WaitingCaller(Caller):
     @rpc(id=11)
     async def wait_for(self, number: int) -> None:
         await self.begun()
-        await self.event(f"never {number}", bool)
+        await immortal.event(f"never {number}", bool)
 
     @rpc(id=12)
     def begun(self) -> None:
@@ -184,7 +185,7 @@ class Fan(Immortal):
     def burst(self, count: int, destinations: int, ordered: bool) -> None:
         sinks = self.sinks(destinations)
         if ordered:
-            all_of_them = self.multicast(sinks)
+            all_of_them = immortal.multicast(sinks)
             for number in range(count):
                 all_of_them.note.fork(number)
             return
@@ -199,9 +200,9 @@ class Fan(Immortal):
         for number in range(count):
             begun_ns = clock_ns()
             if ordered:
-                await self.multicast(sinks).note.all(number)
+                await immortal.multicast(sinks).note.all(number)
             else:
-                await self.gather(*(sink.note(number) for sink in sinks))
+                await immortal.gather(*(sink.note(number) for sink in sinks))
             note(clock_ns() - begun_ns)
 
     @rpc
@@ -215,7 +216,7 @@ class Fan(Immortal):
         clock_ns, note = _stopwatch.clock_ns, _stopwatch.note
         for number in range(count):
             begun_ns = clock_ns()
-            await self.multicast(both).note.all(number)
+            await immortal.multicast(both).note.all(number)
             note(clock_ns() - begun_ns)
 
     @rpc

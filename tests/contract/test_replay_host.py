@@ -48,6 +48,7 @@ from tests.helpers.recorded import Instances, load_module, write_module
 DEADLINE_S = 30.0
 SOURCE = """
 import os
+import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 
 
@@ -84,7 +85,7 @@ class Reader(Immortal, on_error=os.environ.get("ON_ERROR", "undo")):
         if text == os.environ.get("EXIT_AT"):
             os._exit(9)
         self.lines += 1
-        self.seen_ns = int(self.now().timestamp() * 1_000_000)
+        self.seen_ns = int(immortal.now().timestamp() * 1_000_000)
         for word in text.split():
             self.counter.count.fork(word)
 

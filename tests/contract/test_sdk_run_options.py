@@ -192,7 +192,7 @@ def test_findings_are_warnings(tmp_path: Path) -> None:
     assert status == 0
     assert errors.splitlines() == [
         "app Careless: warning: wordcount.py, line 30: Careless.count calls time.time(), which differs at each "
-        "replay: use self.now()",
+        "replay: use immortal.now()",
         "app Careless: warning: wordcount.py, line 31: Careless.count goes through self.tags, a set, whose order can "
         "differ after a recovery: use sorted(self.tags)",
     ]
@@ -225,16 +225,17 @@ def test_options_that_mean_nothing(tmp_path: Path, options: list[str], variables
 
 
 ASYNC_PROGRAM = """
+import immortal
 from immortal import Immortal, rpc
 
 class Waiter(Immortal):
     @rpc(id=1)
     async def wait(self, text: str) -> None:
-        got = await self.event(text)
+        got = await immortal.event(text)
 
     @rpc(id=2)
     def send(self, text: str) -> None:
-        self.signal(text, 1)
+        immortal.signal(text, 1)
 """
 
 
@@ -245,7 +246,7 @@ def test_a_break_at_handlers_of_an_app_that_waits(tmp_path: Path) -> None:
         it.send(GOODBYE)
 
     (tmp_path / "waiter.py").write_text(ASYNC_PROGRAM)
-    for where, first_line in (("1:0", "got = await self.event(text)"), ("1:1", "self.signal(text, 1)")):
+    for where, first_line in (("1:0", "got = await immortal.event(text)"), ("1:1", "immortal.signal(text, 1)")):
         it = ScriptedCoordinator(waiting)
         status, output, errors = run_app(
             tmp_path, "Waiter", it, "--break", where, stdin="s\np ('in', text)\nc\n", module="waiter"

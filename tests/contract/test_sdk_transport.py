@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import immortal
 import immortal.appsdk.calls.outbox
 import immortal.appsdk.running.transport
 from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
@@ -130,7 +131,7 @@ class Sleeper(Counter):
 
     @impulse(id=2)
     async def sleep_until(self, time_ns: int) -> None:
-        await self.at(datetime.fromtimestamp(time_ns / 1e9, UTC))
+        await immortal.at(datetime.fromtimestamp(time_ns / 1e9, UTC))
         self.counter.count.fork("awake")
 
 

@@ -14,6 +14,7 @@ ORDERS = """
 import os
 from datetime import timedelta
 
+import immortal
 from immortal import Cancelled, Immortal, Impulses, impulse, initial, on_primary, rpc
 
 
@@ -36,10 +37,10 @@ class Orders(Immortal):
     async def order(self, number: int) -> None:
         await self.note("waits")
         try:
-            await self.event("approved")
+            await immortal.event("approved")
         except Cancelled as cancelled:
             await self.note(f"cancelled: {cancelled.reason}")
-            await self.event("stock is back")
+            await immortal.event("stock is back")
             await self.note("cleaned up")
             raise
 
@@ -117,9 +118,9 @@ def test_what_is_shown_of_a_handler(runs: list[Run], folder: Path) -> None:
     (one,) = waiting(folder)
     line = next(number for number, text in enumerate(ORDERS.splitlines(), 1) if 'event("approved")' in text)
     (frame,) = one["at"][0]
-    assert (frame["file"], frame["line"], frame["text"]) == ("orders.py", line, 'await self.event("approved")')
+    assert (frame["file"], frame["line"], frame["text"]) == ("orders.py", line, 'await immortal.event("approved")')
     table = immortal(folder, "handlers", "orders")
-    assert f"orders.py:{line}  await self.event" in table
+    assert f"orders.py:{line}  await immortal.event" in table
     assert "event approved, since" in table
     explained = immortal(folder, "handlers", "orders", "explain", str(one["id"]))
     assert f"handler {one['id']}: Orders.order(7)" in explained

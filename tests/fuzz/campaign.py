@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+import immortal
 from immortal import CalleeFailed, CallRefused, EffectFailed, Handle, Immortal, Node, Retry, peer, query, rpc
 from immortal.appsdk.handlers.decorators import EFFECT_METHOD_ID
 from immortal.appsdk.handlers.definition import definition_of
@@ -108,7 +109,7 @@ class Service(Immortal):
     @rpc
     async def charge(self, seed: int) -> None:
         try:
-            await self.effect.options(retry=Retry(attempts=None))(made, seed)
+            await immortal.effect.options(retry=Retry(attempts=None))(made, seed)
         except EffectFailed:
             await self.note_failed()
 

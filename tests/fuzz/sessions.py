@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import msgspec
 
+import immortal
 from immortal import Immortal, initial, peer, rpc
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, method_id_of_name
 from immortal.appsdk.handlers.definition import definition_of
@@ -95,17 +96,17 @@ class Service(Immortal):
 
     @rpc
     async def wait_long(self) -> str:
-        await self.sleep(timedelta(hours=2))
+        await immortal.sleep(timedelta(hours=2))
         return "waited"
 
     @rpc
     async def nap(self) -> None:
-        await self.sleep(timedelta(hours=1))
+        await immortal.sleep(timedelta(hours=1))
         await self.note("woken")
 
     @rpc
     async def pay(self) -> None:
-        await self.note(f"paid {await self.effect(charge)}")
+        await self.note(f"paid {await immortal.effect(charge)}")
 
 
 METHODS = ("note", "hit", "add", "boom", "ask", "wait_long", "nap", "pay", "total")

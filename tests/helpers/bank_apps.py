@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
+import immortal
 from immortal import Immortal, Impulses, every, impulse, on_primary, peer, rpc, upgrades
 
 
@@ -41,14 +42,14 @@ class Teller(Immortal):
 
     def __init__(self) -> None:
         self.moved = 0
-        self.began = self.now()
+        self.began = immortal.now()
         self.ticks = []
         self.draws = []
 
     @rpc
     def count(self, amount: int) -> int:
         self.moved += amount
-        self.draws.append(self.random.random())
+        self.draws.append(immortal.random.random())
         return self.moved
 
     @impulse
@@ -57,7 +58,7 @@ class Teller(Immortal):
             await self.bank.debit(payer, amount)
         except InsufficientFundsError:
             return False
-        await self.sleep(timedelta(hours=1))
+        await immortal.sleep(timedelta(hours=1))
         await self.bank.credit(payee, amount)
         await self.count(amount)  # type: ignore[misc] # a step: mypy needs the plugin
         return True
@@ -68,15 +69,15 @@ class Teller(Immortal):
 
     @impulse
     async def approved(self) -> str:
-        return await self.event("approved", str)
+        return await immortal.event("approved", str)
 
     @impulse
     def approve(self, how: str) -> None:
-        self.signal("approved", how)
+        immortal.signal("approved", how)
 
     @every("1d")
     def tick(self) -> None:
-        self.ticks.append(self.now())
+        self.ticks.append(immortal.now())
 
     @on_primary
     def feed(self, impulses: Impulses) -> None:

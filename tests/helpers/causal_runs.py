@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import immortal
 from immortal import Immortal, impulse, peer, rpc
 from immortal.testing import Environment, Instance
 from tests.helpers.ordering_runs import _crash, _some_steps
@@ -41,7 +42,7 @@ class Member(Immortal):
         if len(peers) == 1:
             peers[0].hear.fork(label, known, rest)
         else:
-            self.multicast(peers).hear.fork(label, known, rest)
+            immortal.multicast(peers).hear.fork(label, known, rest)
 
     @impulse
     def begin(self, plans: list[list[list[str]]]) -> None:

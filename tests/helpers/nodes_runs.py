@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import immortal
 from immortal import Handle, Immortal, Node, impulse, peer, rpc
 from immortal.appsdk.nodes.reference_counts import Owner
 from immortal.testing import Environment, Instance
@@ -92,7 +93,7 @@ class Member(Immortal, nodes=(Part,)):
     def create(self, to: list[str]) -> None:
         self.created += 1
         name = f"{self.name()}n{self.created}"
-        self.made[name] = self.create_node(Part, name)
+        self.made[name] = immortal.create_node(Part, name)
         for one in self.peers([name for name in to if name != self.name()]):
             one.take.fork(name, self.made[name])
 
@@ -120,16 +121,16 @@ class Member(Immortal, nodes=(Part,)):
         if how == "badly":
             one.take_badly.fork(name, self.held[name])
         elif how == "multicast":
-            self.multicast([one]).take.fork(name, self.held[name])
+            immortal.multicast([one]).take.fork(name, self.held[name])
         else:
             one.take.fork(name, self.held[name])
         if which % 2:
-            self.release_handle(self.held.pop(name))
+            immortal.release_handle(self.held.pop(name))
 
     @impulse
     def drop(self) -> None:
         for name in sorted(self.held):
-            self.release_handle(self.held.pop(name))
+            immortal.release_handle(self.held.pop(name))
 
     @impulse
     def tell(self, which: int, to: list[str]) -> None:
@@ -144,7 +145,7 @@ class Member(Immortal, nodes=(Part,)):
         self.sent += 1
         others = self.peers([name for name in to if name not in nodes and name != self.name()])
         targets = "+".join(name for name, one in self.held.items() if one in nodes.values())
-        self.multicast([*nodes.values(), *others]).hear.fork(f"{self.name()}t{self.sent}:{targets}")
+        immortal.multicast([*nodes.values(), *others]).hear.fork(f"{self.name()}t{self.sent}:{targets}")
 
     @rpc
     def hear(self, text: str) -> None:
@@ -154,7 +155,7 @@ class Member(Immortal, nodes=(Part,)):
     def close(self, which: int) -> None:
         names = sorted(self.made)
         if names:
-            self.destroy(self.made.pop(names[which % len(names)]))
+            immortal.destroy(self.made.pop(names[which % len(names)]))
 
     def note(self, what: str, handle: Handle[Any]) -> None:
         self.told.append((what, _key_of(handle).hex()))

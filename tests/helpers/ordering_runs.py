@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
+import immortal
 from immortal import Immortal, impulse, peer, rpc
 from immortal.testing import Environment, Instance
 
@@ -41,7 +42,7 @@ class Member(Immortal):
         self.seen.append(("sent", name, kind))
         peers = [self.peer_of(one) for one in to.split(",")]
         if kind == "run":
-            self.multicast(peers).hear.fork(name, kind, plan[1:])
+            immortal.multicast(peers).hear.fork(name, kind, plan[1:])
         else:
             peers[0].hear.fork(name, kind, plan[1:])
 

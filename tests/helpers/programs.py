@@ -19,6 +19,7 @@ _numbers = itertools.count()
 HEAD = """
 from __future__ import annotations
 from typing import Any
+import immortal
 from immortal import Immortal, Impulses, Transient, impulse, initial, on_primary, peer, rpc
 """
 

@@ -12,6 +12,7 @@ from tests.helpers import commands
 from tests.helpers.cli import DEADLINE_S
 
 SHOP = """
+import immortal
 from immortal import Immortal, peer, rpc
 
 
@@ -25,7 +26,7 @@ class Till(Immortal):
     def sold(self, cents: int) -> None:
         self.cents += cents
         print("till has", self.cents)
-        self.log.warning("restarting nothing", cents=self.cents)
+        immortal.logger.warning("restarting nothing", cents=self.cents)
 
 
 class Shop(Immortal):

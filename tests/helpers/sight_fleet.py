@@ -13,6 +13,7 @@ SOURCE = """
 from dataclasses import dataclass
 from datetime import timedelta
 
+import immortal
 from immortal import Immortal, impulse, peer, rpc
 
 
@@ -64,11 +65,11 @@ class Reader(Immortal):
 
     @impulse
     async def rated(self, word: str) -> None:
-        await self.effect(rate, word)
+        await immortal.effect(rate, word)
 
     @impulse
     async def later(self, word: str) -> None:
-        await self.sleep(timedelta(days=1))
+        await immortal.sleep(timedelta(days=1))
 """
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import immortal
 from immortal import EffectFailed, Immortal, impulse, peer, rpc
 from immortal.appsdk.effects.effect import EffectRequest
 from tests.helpers.memory import in_memory
@@ -79,7 +80,7 @@ class Worker(Immortal):
 
     @rpc
     def send_signal(self, name: str, value: int) -> None:
-        self.signal(name, value)
+        immortal.signal(name, value)
 
     @rpc
     async def nested(self, key: str, program: Program) -> int:
@@ -92,7 +93,7 @@ class Worker(Immortal):
         await self.note(key, "end")  # type: ignore[misc]
 
     async def play(self, key: str, program: Program) -> str:
-        number = self.random.random()
+        number = immortal.random.random()
         for index, (operation, *arguments) in enumerate(program):
             here = f"{key}.{index}"
             value: Any = None
@@ -102,25 +103,25 @@ class Worker(Immortal):
                 except TooMuch as error:
                     value = f"TooMuch {error.args}"
             elif operation == "sleep":
-                await self.sleep(timedelta(milliseconds=arguments[0]))
+                await immortal.sleep(timedelta(milliseconds=arguments[0]))
             elif operation == "gather":
                 parts = [self.play(f"{here}.{part}", sub) for part, sub in enumerate(arguments[0])]
-                value = list(await self.gather(*parts))
+                value = list(await immortal.gather(*parts))
             elif operation == "race":
                 lost = self.lose(here)
-                value = (await self.race(self.play(f"{here}.won", arguments[0]), lost)).index
+                value = (await immortal.race(self.play(f"{here}.won", arguments[0]), lost)).index
             elif operation == "fork":
                 self.other.double.fork(arguments[0] % 10)
             elif operation == "signal":
                 self.send_signal.fork(here, arguments[0])
-                value = await self.event(here, int)
+                value = await immortal.event(here, int)
             elif operation == "kept":
-                self.signal(here, arguments[0])
-                await self.sleep(timedelta(milliseconds=1))
-                value = await self.event(here, int)
+                immortal.signal(here, arguments[0])
+                await immortal.sleep(timedelta(milliseconds=1))
+                value = await immortal.event(here, int)
             elif operation == "effect":
                 try:
-                    outcome = await self.effect.options(raises=[TooMuch])(work_outside, arguments[0])
+                    outcome = await immortal.effect.options(raises=[TooMuch])(work_outside, arguments[0])
                     assert await self.keep(f"{here} outcome", outcome), "another result when it was run again"  # type: ignore[misc]
                 except TooMuch as error:
                     value = f"TooMuch {error.args}"
@@ -135,8 +136,8 @@ class Worker(Immortal):
         return key
 
     async def lose(self, here: str) -> None:
-        await self.effect(work_outside, 1)
-        await self.event(here)
+        await immortal.effect(work_outside, 1)
+        await immortal.event(here)
 
 
 numbers = st.integers(0, 20)

@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import immortal
 from immortal import CallCancelled, Cancelled, Immortal, impulse, peer, rpc
 from immortal.coordinator.core import events as ev
 from immortal.protocol.system_methods import Order
@@ -36,20 +37,20 @@ class Worker(Immortal):
         while True:
             try:
                 if kind == 0:
-                    await self.event(key)
+                    await immortal.event(key)
                 elif kind == 1:
-                    await self.gather(self.event(key), self.nap(key))
+                    await immortal.gather(immortal.event(key), self.nap(key))
                 elif kind == 2:
                     await self.other.wait(key)
                 else:
-                    await self.race(self.sleep(timedelta(days=1)), self.event(key))
+                    await immortal.race(immortal.sleep(timedelta(days=1)), immortal.event(key))
                 await self.note(key, "ended")
                 return
             except Cancelled as cancelled:
                 await self.note(key, f"cancelled {cancelled.reason}")
                 if kind == 3 and cancelled.reason < "2":
                     continue
-                await self.sleep(timedelta(milliseconds=5))
+                await immortal.sleep(timedelta(milliseconds=5))
                 await self.other.note(key, "left")
                 raise
             except CallCancelled as cancelled:
@@ -57,12 +58,12 @@ class Worker(Immortal):
                 return
 
     async def nap(self, key: str) -> None:
-        await self.sleep(timedelta(milliseconds=1))
+        await immortal.sleep(timedelta(milliseconds=1))
 
     @rpc
     async def wait(self, key: str) -> None:
         try:
-            await self.event(key)
+            await immortal.event(key)
         finally:
             await self.note(key, "let go")
 

@@ -13,6 +13,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import immortal
 from immortal import Immortal, impulse, peer, rpc
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.running.inspection import unanswered
@@ -73,12 +74,12 @@ class Orders(Immortal):
     async def place(self, order: int, stages: Stages) -> None:
         said: list[Any] = []
         for stage in changed.get(order, stages):
-            said += await self.gather(*(self._begin(what, value) for what, value in stage))
-        await self.finish(order, [*said, self.random.random() if order not in changed else 0])
+            said += await immortal.gather(*(self._begin(what, value) for what, value in stage))
+        await self.finish(order, [*said, immortal.random.random() if order not in changed else 0])
 
     def _begin(self, what: str, value: int) -> Any:
         if what == "effect":
-            return self.effect(outside, value)
+            return immortal.effect(outside, value)
         return self.itself(value) if what == "itself" else getattr(self.peer, what)(value)
 
     @rpc

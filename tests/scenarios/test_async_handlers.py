@@ -14,6 +14,7 @@ import os
 import threading
 from datetime import timedelta
 
+import immortal
 from immortal import Immortal, Impulses, Transient, impulse, initial, on_primary, peer, rpc
 
 
@@ -63,10 +64,10 @@ class Teller(Immortal):
     async def work(self, amount: int) -> None:
         await self.note(f"bank has {await self.bank.credit(amount)}")
         await self.note("credited")
-        await self.note(f"sent {await self.event('go', int)}")
-        await self.sleep(timedelta(milliseconds=200))
+        await self.note(f"sent {await immortal.event('go', int)}")
+        await immortal.sleep(timedelta(milliseconds=200))
         try:
-            await self.gather(self.bank.credit(5), self.bank.credit(5))
+            await immortal.gather(self.bank.credit(5), self.bank.credit(5))
         except Full as error:
             await self.note(f"full at {error.args[0]}")
         await self.note("finished")
@@ -75,7 +76,7 @@ class Teller(Immortal):
     def born(self) -> None:
         self.lives += 1
         if self.lives > 1:
-            self.signal("go", self.lives)
+            immortal.signal("go", self.lives)
 
     @on_primary
     def feed(self, impulses: Impulses) -> None:

@@ -52,6 +52,7 @@ import os
 import sys
 from datetime import timedelta
 
+import immortal
 from immortal import Immortal, query, rpc
 
 
@@ -72,7 +73,7 @@ class Ledger(Immortal):
 
     @rpc
     async def later(self, entry: str, ms: int) -> int:
-        await self.sleep(timedelta(milliseconds=ms))
+        await immortal.sleep(timedelta(milliseconds=ms))
         return await self.add(entry)
 
     @rpc

@@ -23,6 +23,7 @@ from tests.helpers.cli import HOME, Run, immortal
 TIMELY = """
 from datetime import timedelta
 
+import immortal
 from immortal import Immortal, every, rpc
 
 
@@ -38,11 +39,11 @@ class Timely(Immortal):
 
     @rpc
     def count(self) -> tuple[int, int]:
-        return self.beats, self.now_ns()
+        return self.beats, immortal.now_ns()
 
     @rpc
     async def nap(self, ms: int) -> int:
-        await self.sleep(timedelta(milliseconds=ms))
+        await immortal.sleep(timedelta(milliseconds=ms))
         return ms
 """
 LATE_S = 8.0  # of a nap, on a busy machine

@@ -389,6 +389,7 @@ def test_without_a_checkpoint_of_all_it_is_not_upgraded_here(tmp_path: Path) -> 
 
 
 PAYING = """
+import immortal
 from immortal import EffectFailed, Immortal, rpc
 
 
@@ -400,7 +401,7 @@ class Shop(Immortal):
     @rpc
     async def pay(self, cents: int) -> str:
         try:
-            return await self.effect(charge, cents)
+            return await immortal.effect(charge, cents)
         except EffectFailed as failed:
             return failed.message
 """

@@ -22,6 +22,7 @@ from tests.helpers.recorded import Instances, load_module, write_module
 
 DEADLINE_S = 30.0
 SOURCE = """
+import immortal
 from immortal import CalleeFailed, Immortal, impulse, peer, rpc
 
 

@@ -14,6 +14,7 @@ from tests.helpers.cli import Run, immortal, wait_until
 APP = """
 import os
 
+import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc
 
 
@@ -47,7 +48,7 @@ class Crowd(Immortal):
     @impulse
     def arrive(self, name: str) -> None:
         self.sent += 1
-        self.multicast([self.east, self.west, type(self)]).place.fork(name)
+        immortal.multicast([self.east, self.west, type(self)]).place.fork(name)
 
     @rpc
     def place(self, what: str) -> None:

@@ -32,6 +32,7 @@ from immortal.patterns import clone, harmony, pirate, queue
 CHILD_S = 15.0
 AT_ONCE_S = 1.0
 APP = """
+import immortal
 from immortal import Immortal, Impulses, on_primary, query, rpc
 
 ways = []
@@ -54,12 +55,12 @@ class Counter(Immortal):
 
     @rpc
     async def wait(self, event: str) -> str:
-        await self.event(event)
+        await immortal.event(event)
         return event
 
     @rpc
     def go(self, event: str) -> None:
-        self.signal(event)
+        immortal.signal(event)
 
     @on_primary
     def hook(self, impulses: Impulses) -> None:

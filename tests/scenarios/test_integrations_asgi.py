@@ -25,6 +25,7 @@ LOOK_S = 0.01
 SERVICE = """
 from datetime import timedelta
 
+import immortal
 from immortal import Immortal, query, rpc
 
 
@@ -58,12 +59,12 @@ class Ledger(Immortal):
     @rpc
     async def add_when_released(self, entry: str) -> int:
         await self.waits.step()
-        await self.event("released")
+        await immortal.event("released")
         return await self.add.step(entry)
 
     @rpc
     def release(self) -> None:
-        self.signal("released")
+        immortal.signal("released")
 
     @rpc
     def fail(self) -> None:

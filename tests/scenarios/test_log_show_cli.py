@@ -17,6 +17,7 @@ SOURCE = """
 from datetime import timedelta
 from typing import Any
 
+import immortal
 from immortal import Immortal, impulse, initial, peer, rpc
 
 
@@ -47,8 +48,8 @@ class Reader(Immortal):
         try:
             await self.counter.count(word)
         except Missing:
-            await self.effect(rate, word)
-            await self.sleep(timedelta(seconds=1))
+            await immortal.effect(rate, word)
+            await immortal.sleep(timedelta(seconds=1))
 
     @impulse
     def keep(self, value: Any) -> None: ...

@@ -15,6 +15,7 @@ APP = """
 import os
 import threading
 
+import immortal
 from immortal import Handle, Immortal, Impulses, Node, Transient, impulse, on_primary, peer, rpc
 
 ORDERS = 60
@@ -58,14 +59,14 @@ class Exchange(Immortal, nodes=(Order,)):
     @impulse
     def open(self, number: int) -> None:
         if number not in self.orders:
-            self.orders[number] = self.create_node(Order, number)
+            self.orders[number] = immortal.create_node(Order, number)
             self.broker.work_on.fork(self.orders[number])
 
     def on_last_release(self, handle: Handle[Order]) -> None:
-        node = self.node_of(handle)
+        node = immortal.node_of(handle)
         self.released.append(node.number)
         self.filled[node.number] = node.filled
-        self.destroy(handle)
+        immortal.destroy(handle)
         self.look()
 
     @on_primary
@@ -89,10 +90,10 @@ class Broker(Immortal):
 
     @rpc
     def work_on(self, order: Handle[Order]) -> None:
-        self.multicast([order]).fill.fork(1)
+        immortal.multicast([order]).fill.fork(1)
         order.fill.fork(2)
         self.helper.finish.fork(order)
-        self.release_handle(order)
+        immortal.release_handle(order)
 
     @rpc
     async def finish(self, order: Handle[Order]) -> None:
@@ -101,7 +102,7 @@ class Broker(Immortal):
 
     @rpc
     def drop(self, order: Handle[Order]) -> None:
-        self.release_handle(order)
+        immortal.release_handle(order)
 
     @on_primary
     def feed(self, impulses: Impulses) -> None:

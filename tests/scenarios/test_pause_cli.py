@@ -16,6 +16,7 @@ SHOP = """
 from datetime import timedelta
 from pathlib import Path
 
+import immortal
 from immortal import Immortal, Retry, rpc
 
 
@@ -41,7 +42,7 @@ class Shop(Immortal):
     async def pay(self, amount: int) -> None:
         hours = timedelta(hours=9)
         retry = Retry(attempts=None, first_wait=hours, max_wait=hours)
-        got = await self.effect.options(retry=retry)(charge, amount)
+        got = await immortal.effect.options(retry=retry)(charge, amount)
         await self.paid(got)
 
     @rpc

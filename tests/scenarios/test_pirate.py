@@ -32,7 +32,7 @@ FOR_INSTANCES = Policy(tries=5, try_timeout_s=1.5, heartbeat_s=0.1, silence_s=1.
 SLOWLY = """
     @rpc
     async def slowly(self, ms: int) -> int:
-        await self.sleep(timedelta(milliseconds=ms))
+        await immortal.sleep(timedelta(milliseconds=ms))
         return ms
 """
 
@@ -167,7 +167,8 @@ def in_folder(folder: Path, *arguments: str) -> str:
 
 @contextmanager
 def banks(folder: Path) -> Iterator[list[Run]]:
-    source = PROGRAMS["bank"].replace("from immortal", "from datetime import timedelta\n\nfrom immortal", 1)
+    imports = "from datetime import timedelta\n\nimport immortal\n"
+    source = PROGRAMS["bank"].replace("from immortal", f"{imports}from immortal", 1)
     (folder / "bank.py").write_text(source + SLOWLY)
     runs: list[Run] = []
     try:

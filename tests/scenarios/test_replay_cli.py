@@ -150,7 +150,8 @@ def test_other_code_in_place_of_the_apps_own(home: Home) -> None:
 
 
 def test_the_lines_of_a_replay_are_shown_where_asked_for(home: Home, capfd: pytest.CaptureFixture[str]) -> None:
-    app = home.variant("self.lines += 1", "self.lines += 1; self.log.info('read', text=text); print('printed')")
+    line = "import immortal; immortal.logger.info('read', text=text); print('printed')"
+    app = home.variant("self.lines += 1", f"self.lines += 1; {line}")
     home.run("replay", "reader", "--checkpoint", "1", "--app", f"{app}:Reader")
     assert capfd.readouterr() == ("", "")
     home.run("replay", "reader", "--checkpoint", "1", "--to", "2", "--app", f"{app}:Reader", "--lines")

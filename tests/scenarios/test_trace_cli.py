@@ -123,6 +123,7 @@ def test_a_call_leads_to_its_handler_and_causes_to_their_effects(folder: Path) -
 SHOP = """
 from datetime import timedelta
 
+import immortal
 from immortal import Immortal, rpc
 
 
@@ -138,8 +139,8 @@ class Shop(Immortal):
 
     @rpc
     async def buy(self, cents: int) -> None:
-        await self.sleep(timedelta(milliseconds=30))
-        await self.note(await self.effect(charge, cents))
+        await immortal.sleep(timedelta(milliseconds=30))
+        await self.note(await immortal.effect(charge, cents))
 
     @rpc
     def note(self, receipt: str) -> None:

@@ -50,7 +50,7 @@ def test_a_project_in_the_background(folder: Path) -> None:
     }  # the same processes
     immortal(folder, "call", "shop", "order", "2")
     assert seen(folder, "till has").startswith("till | ")
-    line = seen(folder, "restarting nothing")  # of self.log, which says nothing of the process
+    line = seen(folder, "restarting nothing")  # of immortal.logger, which says nothing of the process
     assert re.fullmatch(r"till \| \S+Z warning restarting nothing  cents=200 handler=Till.sold record=\d+:0\n", line), (
         line
     )

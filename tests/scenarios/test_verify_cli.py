@@ -24,6 +24,7 @@ DEADLINE_S = 30.0
 SOURCE = """
 import random
 import time
+import immortal
 from immortal import Immortal, impulse, peer, query, rpc
 
 
@@ -51,8 +52,8 @@ class Sound(Immortal):
     def put(self, key: str) -> None:
         self.count += 1
         self.sizes[key] = len(key)
-        self.store.keep.fork(key, self.random.random())
-        self.noted.fork(key, self.now().timestamp())
+        self.store.keep.fork(key, immortal.random.random())
+        self.noted.fork(key, immortal.now().timestamp())
 
     @rpc
     def noted(self, key: str, at: float) -> None:
@@ -335,7 +336,7 @@ def test_a_set_in_another_order_is_the_same_state(home: Home) -> None:
 def test_changed_code_is_found_too(home: Home) -> None:
     home.record("Sound", puts("a", "b", "c", "checkpoint"))
     fewer = write_module(
-        home.folder, SOURCE.replace("self.noted.fork(key, self", "key == 'b' or self.noted.fork(key, self")
+        home.folder, SOURCE.replace("self.noted.fork(key, immortal", "key == 'b' or self.noted.fork(key, immortal")
     )
     (section,) = home.json("--app", f"{fewer}:Sound", status=3)["sections"]
     assert [divergence["destination"] for divergence in section["output_divergences"]] == ["app"]
@@ -355,7 +356,7 @@ def test_changed_code_is_found_too(home: Home) -> None:
 
 def test_a_replay_that_makes_too_few_calls(home: Home) -> None:
     home.record("Sound", puts("a", "b", "checkpoint"))
-    silent = write_module(home.folder, SOURCE.replace("self.store.keep.fork(key, self.random.random())", "pass"))
+    silent = write_module(home.folder, SOURCE.replace("self.store.keep.fork(key, immortal.random.random())", "pass"))
     (section,) = home.json("--app", f"{silent}:Sound", status=3)["sections"]
     (divergence,) = section["output_divergences"]
     assert (divergence["destination"], divergence["made_position"], divergence["made"]) == ("store", 0, [])
@@ -408,6 +409,7 @@ def test_what_cannot_be_found_out(home: Home, arguments: list[str], status: int,
 
 FEEDING = """
 import os
+import immortal
 from immortal import Immortal, Impulses, impulse, on_primary
 
 
@@ -419,7 +421,7 @@ class Feeder(Immortal):
 
     @impulse
     def line(self, text: str) -> None:
-        self.lines[text] = self.random.randrange(1000)
+        self.lines[text] = immortal.random.randrange(1000)
 
     @on_primary
     def feed(self, impulses: Impulses) -> None:

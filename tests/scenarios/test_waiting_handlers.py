@@ -16,6 +16,7 @@ BANK = """
 import os
 from datetime import datetime, timedelta, timezone
 
+import immortal
 from immortal import Immortal, Impulses, impulse, initial, on_primary, peer, rpc
 
 
@@ -38,7 +39,7 @@ class Bank(Immortal):
     async def credit(self, amount: int) -> int:
         asked = await self.count()
         print("asked", asked, flush=True)
-        await self.event("open")
+        await immortal.event("open")
         if amount > 10:
             raise Refused(amount)
         return asked
@@ -46,7 +47,7 @@ class Bank(Immortal):
     @impulse
     def open(self) -> None:
         for _ in range(2):
-            self.signal("open")
+            immortal.signal("open")
 
     @on_primary
     def feed(self, impulses: Impulses) -> None:
@@ -75,7 +76,7 @@ class Teller(Immortal):
     @rpc
     async def work(self) -> None:
         good, bad = self.bank.credit(5), self.ask_too_much()
-        await self.note(f"{await self.gather(good, bad)}")
+        await self.note(f"{await immortal.gather(good, bad)}")
 
     async def ask_too_much(self) -> str:
         try:
@@ -85,9 +86,9 @@ class Teller(Immortal):
 
     @rpc
     async def rest(self) -> None:
-        due = self.now() + timedelta(seconds=1.5)
+        due = immortal.now() + timedelta(seconds=1.5)
         print("due", due.timestamp(), flush=True)
-        await self.at(due)
+        await immortal.at(due)
         await self.note("rested")
 
     @on_primary
@@ -141,6 +142,7 @@ def test_caller_and_callee_crash_alone_and_together_and_a_timer_is_due_while_dow
 CROWD = """
 import os
 
+import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, rpc
 
 COUNT = 10_000
@@ -168,12 +170,12 @@ class Crowd(Immortal):
     @impulse
     async def wait(self, number: int) -> None:
         await self.begin()
-        await self.end(await self.event("go", int))
+        await self.end(await immortal.event("go", int))
 
     @impulse
     def let_go(self) -> None:
         for number in range(COUNT):
-            self.signal("go", number)
+            immortal.signal("go", number)
 
     @on_primary
     def feed(self, impulses: Impulses) -> None:
@@ -208,6 +210,7 @@ SHOP = """
 import os
 import time
 
+import immortal
 from immortal import EffectFailed, Immortal, Impulses, Retry, effect_context, initial, on_primary, rpc
 
 
@@ -237,7 +240,7 @@ class Shop(Immortal):
 
     @rpc
     async def order(self, customer: str, cents: int) -> None:
-        receipt = await self.effect(charge, customer, cents)
+        receipt = await immortal.effect(charge, customer, cents)
         await self.note(receipt)
         print("noted", receipt, flush=True)
 
@@ -250,6 +253,7 @@ SHOP2 = """
 from __future__ import annotations
 
 import shop
+import immortal
 from immortal import Immortal, rpc, upgrades
 
 
@@ -274,7 +278,7 @@ class Shop(Immortal):
 
     @rpc
     async def order(self, customer: str, cents: int) -> None:
-        receipt = await self.effect(shop.charge, customer, cents)
+        receipt = await immortal.effect(shop.charge, customer, cents)
         await self.note(receipt)
         print("noted", receipt, flush=True)
 """

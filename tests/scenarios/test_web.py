@@ -38,6 +38,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import immortal
 from immortal import Immortal, Retry, every, impulse, peer, query, rpc
 
 LONG = timedelta(hours=9)
@@ -92,7 +93,7 @@ class Desk(Immortal):
 
     @rpc
     async def ask(self, who: str) -> Any:
-        return await self.event(f"approval of {who}")
+        return await immortal.event(f"approval of {who}")
 
     @rpc
     def send(self, what: str) -> None:
@@ -102,7 +103,7 @@ class Desk(Immortal):
 
     @rpc
     async def sends(self) -> None:
-        await self.effect.options(retry=Retry(first_wait=LONG, max_wait=LONG))(post)
+        await immortal.effect.options(retry=Retry(first_wait=LONG, max_wait=LONG))(post)
 
     @rpc
     def refuse(self, what: str) -> None:

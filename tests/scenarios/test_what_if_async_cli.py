@@ -16,6 +16,7 @@ from tests.scenarios.test_what_if_cli import what_if
 SHOP = """
 from datetime import timedelta
 
+import immortal
 from immortal import Immortal, impulse, peer, rpc
 
 
@@ -59,15 +60,15 @@ class Orders(Immortal):
     @impulse
     async def place(self, order: str, amount: int) -> None:
         said = [await self.stock.reserve(order)]
-        said += [await self.pay.charge(order, amount), str(await self.effect(rate, order))]
-        await self.sleep(timedelta(hours=amount))
+        said += [await self.pay.charge(order, amount), str(await immortal.effect(rate, order))]
+        await immortal.sleep(timedelta(hours=amount))
         said += [await self.checked(order), await self.stock.release(order)]
-        self.stock.packed.fork(order, self.random.randrange(1_000_000))
+        self.stock.packed.fork(order, immortal.random.randrange(1_000_000))
         await self.note(order, said)
 
     @rpc
     async def checked(self, order: str) -> str:
-        await self.sleep(timedelta(hours=1))
+        await immortal.sleep(timedelta(hours=1))
         return f"checked {order}"
 
     @rpc
@@ -176,15 +177,17 @@ def test_calls_that_are_made_in_another_order_get_their_own_answers(shop: Shop) 
     values = shop.values(
         (
             "said = [await self.stock.reserve(order)]",
-            "released, said = await self.gather(self.stock.release(order), self.rest(order, amount))",
+            "released, said = await immortal.gather(self.stock.release(order), self.rest(order, amount))",
         ),
         (
             "        said += [await self.pay",
             "        self.stock.packed.fork(order, 0)\n        await self.note(order, [*said, released])\n\n"
             "    async def rest(self, order: str, amount: int) -> list[str]:\n"
-            "        paid, reserved = await self.gather(self.pay.charge(order, amount), self.stock.reserve(order))\n"
-            "        said = [reserved, paid, str(await self.effect(rate, order))]\n"
-            "        await self.sleep(timedelta(hours=amount))\n"
+            "        paid, reserved = await immortal.gather(\n"
+            "            self.pay.charge(order, amount), self.stock.reserve(order)\n"
+            "        )\n"
+            "        said = [reserved, paid, str(await immortal.effect(rate, order))]\n"
+            "        await immortal.sleep(timedelta(hours=amount))\n"
             "        return [*said, await self.checked(order)]\n\n"
             "    async def unused(self, order: str, amount: int, said: list[str]) -> None:\n"
             "        said += [await self.pay",
@@ -195,14 +198,14 @@ def test_calls_that_are_made_in_another_order_get_their_own_answers(shop: Shop) 
 
 
 def test_an_effect_that_the_log_does_not_have(shop: Shop) -> None:
-    values = shop.values(("self.effect(rate, order)", 'self.effect(rate, order + "x" * (order == "o-3"))'))
+    values = shop.values(("immortal.effect(rate, order)", 'immortal.effect(rate, order + "x" * (order == "o-3"))'))
     assert {call.partition("('")[2].partition("'")[0] for _, call in differences(values)} == {"o-3"}
     assert [each["waits_for"].partition(" (")[0] for each in values["unanswered"]] == ["effect rate"]
 
 
 def test_a_timer_more_shifts_no_number(shop: Shop) -> None:
-    sleep = "        await self.sleep(timedelta(hours=amount))\n"
-    more = '        if order == "o-0":\n            await self.sleep(timedelta(seconds=1))\n'
+    sleep = "        await immortal.sleep(timedelta(hours=amount))\n"
+    more = '        if order == "o-0":\n            await immortal.sleep(timedelta(seconds=1))\n'
     values = shop.values((sleep, more + sleep))
     assert {call.partition("('")[2].partition("'")[0] for _, call in differences(values)} == {"o-0"}
     assert values["unanswered"] == []

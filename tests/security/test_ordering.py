@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import immortal
 from immortal import Immortal, impulse, peer, rpc
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID
 from immortal.appsdk.handlers.definition import definition_of
@@ -45,7 +46,7 @@ class Sender(Immortal):
 
     @impulse
     def send(self, text: str) -> None:
-        self.multicast([self.box]).keep.fork(text)
+        immortal.multicast([self.box]).keep.fork(text)
 
 
 KEEP, OTHER = (definition_of(Box).handlers[name].method_id for name in ("keep", "other"))

@@ -28,6 +28,7 @@ VICTIM = """
 import asyncio
 from datetime import timedelta
 
+import immortal
 from immortal import Immortal, initial, peer, rpc
 
 
@@ -66,7 +67,7 @@ class Victim(Immortal):
 
     @rpc
     async def nap(self) -> None:
-        await self.sleep(timedelta(hours=1))
+        await immortal.sleep(timedelta(hours=1))
         await self.note("woken")
 
     @rpc
@@ -75,7 +76,7 @@ class Victim(Immortal):
 
     @rpc
     async def pay(self) -> None:
-        await self.note(f"paid {await self.effect(charge)}")
+        await self.note(f"paid {await immortal.effect(charge)}")
 
     @rpc
     def wait_for_all(self) -> None:
@@ -85,7 +86,7 @@ class Victim(Immortal):
 
     @rpc
     async def wait_for(self, seconds: int) -> str:
-        await self.sleep(timedelta(seconds=seconds))
+        await immortal.sleep(timedelta(seconds=seconds))
         return "done"
 
     @rpc

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from immortal import peer, query, rpc
+from immortal import event, peer, query, rpc, signal
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.client import CalleeFailed, CallRefused, connect
@@ -521,12 +521,12 @@ class Patient(Ledger):
 
     @rpc
     async def hold(self, token: int) -> int:
-        await self.event("go")
+        await event("go")
         return token
 
     @rpc
     def go(self, token: int) -> None:
-        self.signal("go")
+        signal("go")
 
 
 PATIENT = definition_of(Patient)
@@ -892,7 +892,7 @@ def test_permissions_that_make_no_sense_are_refused(tmp_path: Path, text: str, p
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 SHOP = (
-    "from immortal import CalleeFailed, CallRefused, peer, query\n"
+    "import immortal\nfrom immortal import CalleeFailed, CallRefused, peer, query\n"
     + COUNTER
     + """
     @query
@@ -913,12 +913,12 @@ class Gate(Immortal):
 
     @rpc
     async def enter(self) -> None:
-        await self.event("open")
+        await immortal.event("open")
 
     @rpc
     def open(self) -> None:
         for _ in range(9):
-            self.signal("open")
+            immortal.signal("open")
 
 
 class Crowd(Immortal):
@@ -944,7 +944,7 @@ class Crowd(Immortal):
     def note(self, inside: bool) -> None:
         self.inside += inside
         self.refused += not inside
-        self.signal("noted")
+        immortal.signal("noted")
 
     @rpc
     def enter_all(self, count: int) -> None:
@@ -958,7 +958,7 @@ class Crowd(Immortal):
     @rpc
     async def wait_for(self, inside: int, refused: int) -> list[int]:
         while (counts := await self.counts())[0] < inside or counts[1] < refused:
-            await self.event("noted")
+            await immortal.event("noted")
         return counts
 
 

@@ -16,6 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
 
+import immortal
 from immortal import Immortal, Impulses, every, impulse, peer, rpc
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
 from immortal.appsdk.dispatch.events import BecamePrimary, Event, MessageFailed, SnapshotBegun
@@ -81,16 +82,16 @@ class Worker(Failing):
         elif kind == 0:
             result = await self.ask(first, number)
         elif kind == 1:
-            result, more = await self.gather(self.ask(first, number), self.ask(second, number))
+            result, more = await immortal.gather(self.ask(first, number), self.ask(second, number))
             result += more
         elif kind == 2:
-            winner = await self.race(self.ask_later(first, number), self.sleep(timedelta(milliseconds=1)))
+            winner = await immortal.race(self.ask_later(first, number), immortal.sleep(timedelta(milliseconds=1)))
             result = winner.index
         elif kind == 3:
             await self.ask_for_signal(first, number)
-            result = await self.event(f"deal {number}", int)
+            result = await immortal.event(f"deal {number}", int)
         elif kind == 4:
-            await self.sleep(timedelta(milliseconds=2))
+            await immortal.sleep(timedelta(milliseconds=2))
             try:
                 await self.ask(first, -number)
             except RefusedDeal:
@@ -111,8 +112,8 @@ class Worker(Failing):
 
     @rpc
     async def think(self, number: int) -> int:
-        await self.sleep(timedelta(milliseconds=1))
-        return number + self.random.randrange(100)
+        await immortal.sleep(timedelta(milliseconds=1))
+        return number + immortal.random.randrange(100)
 
     @rpc
     def begin(self, number: int) -> tuple[str, str, int]:
@@ -146,7 +147,7 @@ class Worker(Failing):
     @rpc
     async def answer_later(self, caller: str, count: int, number: int) -> int:
         await self.take(caller, count)
-        await self.sleep(timedelta(microseconds=500))
+        await immortal.sleep(timedelta(microseconds=500))
         return number * 5
 
     @rpc
@@ -169,7 +170,7 @@ class Worker(Failing):
     @rpc
     def hear(self, caller: str, count: int, number: int) -> None:
         self.take(caller, count)
-        self.signal(f"deal {number}", number + self.version)
+        immortal.signal(f"deal {number}", number + self.version)
 
     @impulse
     def note(self, sender: str, number: int) -> None:
@@ -193,7 +194,7 @@ class Worker(Failing):
     @rpc
     async def serve_later(self, client: int, number: int) -> int:
         value = await self.serve(client, number)
-        await self.sleep(timedelta(microseconds=300))
+        await immortal.sleep(timedelta(microseconds=300))
         return value
 
     @every("20ms")
@@ -208,7 +209,7 @@ class Worker(Failing):
 
     @rpc
     async def oversleep(self) -> None:
-        await self.sleep(timedelta(minutes=30))
+        await immortal.sleep(timedelta(minutes=30))
         await self.overslept()
 
     @rpc

@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, ClassVar, Protocol
 
+import immortal
 from immortal import CalleeFailed, CallRefused, Immortal, impulse, rpc
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.handlers.decorators import method_id_of_name
@@ -67,7 +68,7 @@ class Failing(Immortal):
         for other in self.others:
             getattr(self, f"to_{other}").poison.fork()
         self.poison.fork()
-        self.signal(f"deal {number}", 1)
+        immortal.signal(f"deal {number}", 1)
         context = Now.life.context
         Now.life.failures.called((context.sequence_id, context.message_index, 0, 0))
 
@@ -110,12 +111,12 @@ class Failing(Immortal):
     @rpc
     async def undone_later(self, number: int) -> int:
         await self.count_kept()
-        await self.sleep(timedelta(microseconds=200))
+        await immortal.sleep(timedelta(microseconds=200))
         raise Broken(f"later {number}")
 
     @rpc
     async def lethal_later(self, number: int) -> int:
-        await self.sleep(timedelta(microseconds=200))
+        await immortal.sleep(timedelta(microseconds=200))
         for other in self.others:
             getattr(self, f"to_{other}").poison.fork()
         raise Death
@@ -177,7 +178,7 @@ class Failing(Immortal):
             return await expect_failed(to.lethal(number), KILLED_TYPE)
         if kind == 5:
             await expect_failed(to.remains(number), Broken.__name__, f"kept {number}")
-            return await expect_failed(self.gather(self.think(number), to.undone(number)), Broken.__name__)  # type: ignore[attr-defined]
+            return await expect_failed(immortal.gather(self.think(number), to.undone(number)), Broken.__name__)  # type: ignore[attr-defined]
         await self.fork_doomed(number)
         return number
 

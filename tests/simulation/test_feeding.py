@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+import immortal
 from immortal import Immortal, Impulses, impulse, on_primary, peer, rpc, upgrades
 from immortal.appsdk.dispatch.lifecycle import HookGate
 from immortal.appsdk.handlers.proxy import Impulses as ImpulsesOf
@@ -59,9 +60,9 @@ class Crowd(Grouped):
         if self.sent % 4 == 0:
             self.guests.place.fork(name)
         elif self.sent % 4 == 1:
-            self.multicast([self.east, type(self)]).place.fork(name)
+            immortal.multicast([self.east, type(self)]).place.fork(name)
         else:
-            self.multicast([self.east, self.west, type(self)]).place.fork(name)
+            immortal.multicast([self.east, self.west, type(self)]).place.fork(name)
 
     @rpc
     def place(self, name: str) -> None:
@@ -181,7 +182,7 @@ class Slow(Immortal):
     @impulse(limit=1)
     async def arrive(self, name: str) -> None:
         await self.count()
-        await self.event("go", bool)
+        await immortal.event("go", bool)
         await self.end(name)
 
     @rpc
@@ -194,7 +195,7 @@ class Slow(Immortal):
 
     @rpc
     def go(self) -> None:
-        self.signal("go", True)
+        immortal.signal("go", True)
 
     @on_primary
     def feed(self, impulses: Impulses) -> None:

@@ -12,6 +12,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+import immortal
 from immortal import (
     Handle,
     Immortal,
@@ -109,7 +110,7 @@ class Teller(Immortal):
     def later(self, amount: int) -> None:
         self.bank.rename.fork("ann")
         self.transfer.fork("ann", amount)
-        self.signal("approved", True)
+        immortal.signal("approved", True)
 
     @impulse
     async def transfer(self, account: str, amount: int) -> bool:
@@ -118,22 +119,24 @@ class Teller(Immortal):
         assert_type(await self.other(account), str)
         assert_type(await self.bank.balance(account), int)
         assert_type(await self.bank.total(above=3), int)
-        assert_type(await self.gather(self.bank.debit(account), self.bank.quote(account)), tuple[int, float])
-        assert_type(await self.race(self.bank.debit(account), self.bank.debit(account, 2)), Winner[int])
-        assert_type((await self.race(self.bank.debit(account), self.sleep(timedelta(hours=1)))).index, int)
-        assert_type(await self.event("approved", bool), bool)
-        await self.sleep(timedelta(seconds=1))
-        await self.at(self.now() + timedelta(days=1))
-        assert_type(await self.effect(fetch, "x", times=2), bytes)
-        careful = self.effect.options(retry=Retry(attempts=3), timeout=timedelta(seconds=5), raises=[KeyError], key="x")
-        assert_type(await self.gather(careful(ping, 5), careful(fetch, url="x")), tuple[float, bytes])
+        assert_type(await immortal.gather(self.bank.debit(account), self.bank.quote(account)), tuple[int, float])
+        assert_type(await immortal.race(self.bank.debit(account), self.bank.debit(account, 2)), Winner[int])
+        assert_type((await immortal.race(self.bank.debit(account), immortal.sleep(timedelta(hours=1)))).index, int)
+        assert_type(await immortal.event("approved", bool), bool)
+        await immortal.sleep(timedelta(seconds=1))
+        await immortal.at(immortal.now() + timedelta(days=1))
+        assert_type(await immortal.effect(fetch, "x", times=2), bytes)
+        careful = immortal.effect.options(
+            retry=Retry(attempts=3), timeout=timedelta(seconds=5), raises=[KeyError], key="x"
+        )
+        assert_type(await immortal.gather(careful(ping, 5), careful(fetch, url="x")), tuple[float, bytes])
         self.bank.debit.fork(account, amount)
-        both = self.multicast([self.bank, self.late])
+        both = immortal.multicast([self.bank, self.late])
         both.debit.fork(account, amount=2)
         assert_type(await both.quote.all(account), tuple[float, ...])
-        self.multicast([self.other_teller, type(self)]).later.fork(3)
+        immortal.multicast([self.other_teller, type(self)]).later.fork(3)
         if amount:
-            return self.continue_as(account, 0)
+            return immortal.continue_as(account, 0)
         return True
 
     @rpc
@@ -229,7 +232,9 @@ class Assistant(Immortal):
     async def ask(self, question: str) -> int:
         result = await run_agent(self, assistant.run(question, deps="x"))
         assert_type(result.output, int)
-        first = await self.race(run_agent(self, assistant.run(question, deps="x")), self.sleep(timedelta(minutes=1)))
+        first = await immortal.race(
+            run_agent(self, assistant.run(question, deps="x")), immortal.sleep(timedelta(minutes=1))
+        )
         assert_type(first.index, int)
         return result.output
 
@@ -286,18 +291,18 @@ class Exchange(Immortal, nodes=(Order,)):
 
     @rpc
     def open(self, text: str) -> Handle[Order]:
-        handle = self.create_node(Order, text, size=3)
+        handle = immortal.create_node(Order, text, size=3)
         assert_type(handle, Handle[Order])
         self.orders[text] = handle
-        assert_type(self.node_of(handle), Order)
-        assert_type(self.revoke(handle), Handle[Order])
-        self.revoke(handle, self.teller)
-        assert_type(self.holders_of(handle), list[str])
-        self.destroy(handle)
+        assert_type(immortal.node_of(handle), Order)
+        assert_type(immortal.revoke(handle), Handle[Order])
+        immortal.revoke(handle, self.teller)
+        assert_type(immortal.holders_of(handle), list[str])
+        immortal.destroy(handle)
         return handle
 
     def on_last_release(self, handle: Handle[Order]) -> None:
-        self.destroy(handle)
+        immortal.destroy(handle)
 
 
 class Trader(Immortal):
@@ -306,13 +311,13 @@ class Trader(Immortal):
     @rpc
     def take(self, order: Handle[Order], others: list[Handle[Order]]) -> None:
         order.fill.fork(3)
-        self.multicast([order, *others]).fill.fork(count=2)
-        self.release_handle(order)
+        immortal.multicast([order, *others]).fill.fork(count=2)
+        immortal.release_handle(order)
 
     @rpc
     async def finish(self, order: Handle[Order]) -> int:
         assert_type(await order.fill(3), int)
-        assert_type(await self.multicast([order]).fill.all(1), tuple[int, ...])
+        assert_type(await immortal.multicast([order]).fill.all(1), tuple[int, ...])
         assert_type(await self.exchange.open("x"), Handle[Order])
         return await order.fill(4)
 

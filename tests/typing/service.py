@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import assert_type
 
+import immortal
 from immortal import Immortal, Impulses, Retry, every, impulse, initial, on_primary, peer, rpc
 from immortal.client import Connector, connect, start, with_key, with_timeout
 from immortal.patterns import clone, harmony, pirate, queue
@@ -61,7 +62,7 @@ class Stock(Immortal):
             await self.take.step(item)
         except SoldOutError:
             return False
-        await self.sleep(duration)
+        await immortal.sleep(duration)
         await self.give_back.step(item)
         return True
 
@@ -110,7 +111,7 @@ class Shop(Immortal):
         try:
             left = await self.stock.take(item)
             assert_type(left, int)
-            receipt = await self.effect.options(retry=Retry(attempts=3), raises=[CardRefusedError])(
+            receipt = await immortal.effect.options(retry=Retry(attempts=3), raises=[CardRefusedError])(
                 charge, customer, cents
             )
             assert_type(receipt, str)
@@ -118,7 +119,7 @@ class Shop(Immortal):
             assert_type(await self.cancel.step(order.number), Order | None)
             self.stock.give_back.fork(item)
             raise
-        await self.gather(self.pay.step(order.number), self.effect(mail, customer, receipt))
+        await immortal.gather(self.pay.step(order.number), immortal.effect(mail, customer, receipt))
         await self.note.step("sold", level=1)
         return receipt
 
@@ -126,9 +127,9 @@ class Shop(Immortal):
     async def count(self) -> int:
         orders, cents = await self.totals.step()
         assert_type(cents, int)
-        first = await self.race(self.totals.step(), self.totals.step())
+        first = await immortal.race(self.totals.step(), self.totals.step())
         assert_type(first.value, tuple[int, int])
-        both = await self.gather(self.totals.step(), self.buy("ann", "book", 5))
+        both = await immortal.gather(self.totals.step(), self.buy("ann", "book", 5))
         assert_type(both, tuple[tuple[int, int], str])
         assert_type(await self.buy("ann", "book", 5), str)
         return orders

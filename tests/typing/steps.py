@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import assert_type
 
+import immortal
 from immortal import Immortal, peer, query, rpc
 
 
@@ -33,19 +34,19 @@ class Counter(Immortal):
         await self.clear()  # pyright: "None" is not awaitable
         assert_type(await self.look(), int)  # pyright: "int" is not awaitable
         assert_type(await self.look.step(), int)
-        both = await self.gather(self.count(1), self.count(2))  # pyright: "int" is not assignable to "Awaitable[A@gather]"
+        both = await immortal.gather(self.count(1), self.count(2))  # pyright: "int" is not assignable to "Awaitable[A@gather]"
         assert_type(await self.count.step(number), int)
         assert_type(await self.clear.step(), None)
-        assert_type(await self.gather(self.count.step(1), self.count.step(2)), tuple[int, int])
+        assert_type(await immortal.gather(self.count.step(1), self.count.step(2)), tuple[int, int])
         wrong: str = await self.count.step(4)  # mypy: the result is an int  # pyright: "int" is not assignable to "str"
         await self.count.step("5")  # mypy: a str for an int  # pyright: "Literal['5']" cannot be assigned
         await self.twice.step(5)  # mypy: it is none of a def handler  # pyright: Cannot access attribute "step"
         late: int = self.count(3)  # mypy: it is not awaited
         text: str = await self.count(4)  # mypy: the result is an int  # pyright: "int" is not awaitable
         await self.count("5")  # mypy: a str for an int  # pyright: "int" is not awaitable
-        numbers = await self.multicast([self.other, type(self)]).count.all(3)
+        numbers = await immortal.multicast([self.other, type(self)]).count.all(3)
         assert_type(numbers, tuple[int, ...])
-        short = await self.multicast([self.other, self.third]).count(3)
+        short = await immortal.multicast([self.other, self.third]).count(3)
         assert_type(short, tuple[int, ...])  # pyright: "assert_type" mismatch
-        await self.multicast([self.other, self.third]).count("3")  # mypy: a str for an int  # pyright: cannot be assigned
+        await immortal.multicast([self.other, self.third]).count("3")  # mypy: a str for an int  # pyright: cannot be assigned
         return both[0] + late + len(text + wrong)

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pydantic_ai import Agent
 from starlette.requests import Request
 
+import immortal
 from immortal import Handle, Immortal, Impulses, Node, impulse, on_primary, peer, query, register_type, rpc, upgrades
 from immortal.appsdk.integrations.asgi import progress
 from immortal.client import connect
@@ -75,17 +76,19 @@ class Teller(Immortal):
         await self.bank.balance(5)  # wrong: an int for a str
         half: int = await self.bank.quote(account)  # wrong: the result is a float
         also: int = await self.other(account)  # wrong: the result is a str
-        pair: tuple[int, int] = await self.gather(self.bank.debit(account), self.bank.quote(account))  # wrong: a float
-        first: str = (await self.race(self.bank.debit(account), self.bank.debit(account))).value  # wrong: an int
-        event: str = await self.event("approved", bool)  # wrong: a bool
-        await self.sleep(5)  # wrong: no timedelta
-        await self.at(timedelta(days=1))  # wrong: no datetime
-        text = await self.effect(fetch, "x")  # wrong: the result is bytes
-        await self.effect(fetch, 5)  # wrong: an int for a str
-        await self.effect(fetch)  # wrong: too few
-        await self.effect.options(timeout=5)(fetch, "x")  # wrong: no timedelta
-        self.signal(5, True)  # wrong: the name is no str
-        await self.event(5, bool)  # wrong: the name is no str
+        pair: tuple[int, int] = await immortal.gather(  # wrong: a float
+            self.bank.debit(account), self.bank.quote(account)
+        )
+        first: str = (await immortal.race(self.bank.debit(account), self.bank.debit(account))).value  # wrong: an int
+        event: str = await immortal.event("approved", bool)  # wrong: a bool
+        await immortal.sleep(5)  # wrong: no timedelta
+        await immortal.at(timedelta(days=1))  # wrong: no datetime
+        text = await immortal.effect(fetch, "x")  # wrong: the result is bytes
+        await immortal.effect(fetch, 5)  # wrong: an int for a str
+        await immortal.effect(fetch)  # wrong: too few
+        await immortal.effect.options(timeout=5)(fetch, "x")  # wrong: no timedelta
+        immortal.signal(5, True)  # wrong: the name is no str
+        await immortal.event(5, bool)  # wrong: the name is no str
         print(text, half, also, pair, first, event, balance)
         return 5  # wrong: no bool
 
@@ -256,14 +259,14 @@ class Order(Node):
 class Exchange(Immortal, nodes=(Order,)):
     @rpc
     def open(self, given: Handle[Order]) -> None:
-        self.create_node(Order)  # wrong: too few
-        self.create_node(Order, 5)  # wrong: an int for a str
-        self.create_node(Bank)  # wrong: no node
+        immortal.create_node(Order)  # wrong: too few
+        immortal.create_node(Order, 5)  # wrong: an int for a str
+        immortal.create_node(Bank)  # wrong: no node
         given.fill.fork("x")  # wrong: a str for an int
         given.sell.fork(1)  # wrong: no such handler
-        self.node_of(given).fill("x")  # wrong: a str for an int
-        self.multicast([given]).fill.fork()  # wrong: too few
-        self.release_handle("x")  # wrong: no handle
+        immortal.node_of(given).fill("x")  # wrong: a str for an int
+        immortal.multicast([given]).fill.fork()  # wrong: too few
+        immortal.release_handle("x")  # wrong: no handle
 
     @rpc
     async def ask(self, given: Handle[Order]) -> None:

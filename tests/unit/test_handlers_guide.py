@@ -49,7 +49,7 @@ def test_orders(orders: Any, tmp_path: Path) -> None:
     one["orders"].impulse("order", 8)
     first, second = one.ask("orders", ev.HandlersAsked, 0)["handlers"]
     assert (first["id"], second["id"]) == (1, 4)
-    assert f"orders.py:{first['at'][0][-1]['line']}  answer = await self.race(" in GUIDE
+    assert f"orders.py:{first['at'][0][-1]['line']}  answer = await immortal.race(" in GUIDE
     ended = one.cancel("orders", first["id"], "out of stock")["text"]
     assert f"orders: {ended} (" in GUIDE
     signal = Order("signal", second["id"], "order 8", "ann", msgspec.Raw(b"\xc3"))

@@ -26,6 +26,7 @@ from pydantic_ai.models.function import AgentInfo, FunctionModel
 from pydantic_ai.models.test import TestModel
 from pydantic_ai.toolsets import DynamicToolset, FunctionToolset
 
+import immortal
 from immortal import EffectFailed, Immortal, Retry, effect_context, peer, rpc
 from immortal.appsdk.integrations.handler_loop import HandlerLoop
 from immortal.appsdk.state.journal import JournalError
@@ -257,7 +258,7 @@ def test_a_run_that_has_lost_a_race_is_given_up(immortal_env: Environment) -> No
     made.tool(metadata={"immortal": False})(slow)
 
     async def program(self: Any) -> str:
-        winner = await self.race(run_agent(self, made.run("hello")), self.sleep(timedelta(minutes=1)))
+        winner = await immortal.race(run_agent(self, made.run("hello")), immortal.sleep(timedelta(minutes=1)))
         return f"won: {winner.index}"
 
     assert said(immortal_env, program) == "won: 1"
@@ -269,12 +270,12 @@ def test_a_tool_that_is_given_up_takes_no_event_from_others(immortal_env: Enviro
 
     @made.tool(metadata={"immortal": False})
     async def approved(ctx: RunContext[Any]) -> str:
-        return await in_handler(ctx.deps.event("approved", str))
+        return await in_handler(immortal.event("approved", str))
 
     async def program(self: Any) -> str:
-        await self.race(run_agent(self, made.run("hello", deps=self)), self.sleep(timedelta(minutes=1)))
-        self.signal("approved", "yes")
-        return str(await self.event("approved", str))
+        await immortal.race(run_agent(self, made.run("hello", deps=self)), immortal.sleep(timedelta(minutes=1)))
+        immortal.signal("approved", "yes")
+        return str(await immortal.event("approved", str))
 
     assert said(immortal_env, program) == "yes"
 
@@ -282,7 +283,7 @@ def test_a_tool_that_is_given_up_takes_no_event_from_others(immortal_env: Enviro
 def test_a_delay_that_is_cancelled_is_no_timer_any_more(immortal_env: Environment) -> None:
     async def program(self: Any) -> str:
         await run_agent(self, asyncio.wait_for(asyncio.sleep(1), 3600))
-        await self.event("never")
+        await immortal.event("never")
         return ""
 
     programs.append(program)
@@ -314,7 +315,7 @@ def test_a_runs_timeout_is_refused_with_the_way_out(immortal_env: Environment) -
         made = Agent(TestModel(), name="one", capabilities=[ImmortalDurability()])
         return (await run_agent(self, made.run("hello", timeout=5))).output
 
-    assert "race the run against a timer: await self.race(" in said(immortal_env, program)
+    assert "race the run against a timer: await immortal.race(" in said(immortal_env, program)
 
 
 def test_sync_functions_of_the_agent_run_in_the_handlers_thread(immortal_env: Environment) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import immortal
 from immortal import CallRefused, Immortal, peer, query, rpc
 from immortal.appsdk.calls.codec import encode_value
 from immortal.appsdk.client.methods import NamedMethod, typed_method
@@ -59,11 +60,11 @@ class Ledger(Immortal):
 
     @rpc
     async def later(self, number: int) -> int:
-        return number + await self.event("go", int)
+        return number + await immortal.event("go", int)
 
     @rpc
     def go(self, number: int) -> None:
-        self.signal("go", number)
+        immortal.signal("go", number)
 
 
 class Asking(Immortal):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import immortal
 from immortal import CalleeFailed, Immortal, peer, rpc
 from immortal.appsdk.client.proxies import with_key
 from immortal.appsdk.patterns.queue.model import Submission
@@ -30,31 +31,31 @@ class Waiting(Immortal):
 
     @rpc
     async def wait(self, name: int) -> int:
-        return await self.event(EVENTS[name], int)
+        return await immortal.event(EVENTS[name], int)
 
     @rpc
     async def wait_for_subclass(self) -> int:
-        return await self.event(Name("approved"), int)
+        return await immortal.event(Name("approved"), int)
 
     @rpc
     def tell(self, name: int, value: int) -> None:
-        self.signal(EVENTS[name], value)
+        immortal.signal(EVENTS[name], value)
 
     @rpc
     def tell_subclass(self, value: int) -> None:
-        self.signal(Name("approved"), value)
+        immortal.signal(Name("approved"), value)
 
     @rpc
     def tell_half(self) -> None:
-        self.signal("approved", HALF)
+        immortal.signal("approved", HALF)
 
     @rpc
     async def tells(self, name: int) -> None:
-        self.signal(EVENTS[name], 1)
+        immortal.signal(EVENTS[name], 1)
 
     @rpc
     async def goes_on(self, text: str) -> None:
-        self.continue_as(HALF)
+        immortal.continue_as(HALF)
 
     @rpc
     def ping(self) -> int:
@@ -65,12 +66,12 @@ class Waiting(Immortal):
 @pytest.mark.parametrize(
     ("handler", "arguments", "said"),
     [
-        (Waiting.wait, (1,), "UsageError: self.event.*without lone surrogates"),
-        (Waiting.wait, (2,), "UsageError: self.event.*without lone surrogates"),
-        (Waiting.tell, (1, 3), "UsageError: self.signal.*without lone surrogates"),
-        (Waiting.tells, (1,), "UsageError: self.signal.*without lone surrogates"),
-        (Waiting.tell_half, (), "TypeError: self.signal.*can't be encoded"),
-        (Waiting.goes_on, ("a",), "TypeError: self.continue_as: .*parameter 'text'"),
+        (Waiting.wait, (1,), "UsageError: immortal.event.*without lone surrogates"),
+        (Waiting.wait, (2,), "UsageError: immortal.event.*without lone surrogates"),
+        (Waiting.tell, (1, 3), "UsageError: immortal.signal.*without lone surrogates"),
+        (Waiting.tells, (1,), "UsageError: immortal.signal.*without lone surrogates"),
+        (Waiting.tell_half, (), "TypeError: immortal.signal.*can't be encoded"),
+        (Waiting.goes_on, ("a",), "TypeError: immortal.continue_as: .*parameter 'text'"),
     ],
 )
 def test_what_handlers_give(handler: Callable[..., Any], arguments: tuple[Any, ...], said: str) -> None:

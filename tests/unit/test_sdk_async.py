@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import immortal
 import immortal.appsdk.waiting.impulses
 from immortal import Immortal, Winner, every, impulse, initial, peer, rpc
 from immortal.appsdk.calls.replay_rules import Rules
@@ -67,11 +68,11 @@ class Bank(Immortal):
 
     @rpc
     def moment(self) -> datetime | None:
-        return None if self.quotes else self.now()
+        return None if self.quotes else immortal.now()
 
     @rpc(raises=[InsufficientFunds])
     async def quote(self, after_s: int) -> float:
-        await self.sleep(timedelta(seconds=after_s))
+        await immortal.sleep(timedelta(seconds=after_s))
         await self.counted()
         if after_s == 7:
             raise InsufficientFunds("quote", 7)
@@ -111,7 +112,7 @@ class Teller(Base):
 
     @rpc
     def approve(self, name: str, value: Any) -> None:
-        self.signal(name, value)
+        immortal.signal(name, value)
 
     @rpc
     def items(self, given: list[int]) -> list[str]:
@@ -154,32 +155,36 @@ class Teller(Base):
     @impulse
     async def many(self, kind: str) -> None:
         if kind == "gather":
-            one, two, three = await self.gather(self.bank.credit("a", 1), self.take(5), self.twice("b"))
+            one, two, three = await immortal.gather(self.bank.credit("a", 1), self.take(5), self.twice("b"))
             await self.note(f"{one} {two} {three}")
         elif kind == "gather nothing":
-            await self.note(f"{await self.gather()}")
+            await self.note(f"{await immortal.gather()}")
         elif kind == "gather fails":
             try:
-                await self.gather(self.bank.debit("b", 5), self.sleep(timedelta(days=1)), self.twice("a"))
+                await immortal.gather(self.bank.debit("b", 5), immortal.sleep(timedelta(days=1)), self.twice("a"))
             except InsufficientFunds as error:
                 await self.note(f"{error}")
         elif kind == "race":
-            first = await self.race(self.bank.quote(3600), self.sleep(timedelta(seconds=1)))
+            first = await immortal.race(self.bank.quote(3600), immortal.sleep(timedelta(seconds=1)))
             await self.note(f"{first}")
         elif kind == "race of coroutines":
-            first = await self.race(self.slow(), self.twice("a"))
+            first = await immortal.race(self.slow(), self.twice("a"))
             await self.note(f"{first}")
         elif kind == "race fails":
             try:
-                await self.race(self.sleep(timedelta(days=1)), self.bank.debit("b", 2000))
+                await immortal.race(immortal.sleep(timedelta(days=1)), self.bank.debit("b", 2000))
             except InsufficientFunds as error:
                 await self.note(f"{type(error).__name__} {error.missing}")
         elif kind == "nested":
-            got = await self.race(self.gather(self.bank.quote(7), self.sleep(timedelta(days=1))), self.event("never"))
+            got = await immortal.race(
+                immortal.gather(self.bank.quote(7), immortal.sleep(timedelta(days=1))), immortal.event("never")
+            )
             await self.note(f"{got}")
         elif kind == "shared":
             quote = self.bank.quote(3600)
-            first, also = await self.gather(self.race(quote, self.sleep(timedelta(seconds=1))), self.shares(quote))
+            first, also = await immortal.gather(
+                immortal.race(quote, immortal.sleep(timedelta(seconds=1))), self.shares(quote)
+            )
             await self.note(f"{first.index} {also}")
         elif kind == "awaited twice":
             call = self.bank.counted()
@@ -190,7 +195,7 @@ class Teller(Base):
 
     async def slow(self) -> None:
         try:
-            await self.sleep(timedelta(days=1))
+            await immortal.sleep(timedelta(days=1))
         finally:
             self.note.fork("slow was given up")
 
@@ -222,7 +227,7 @@ class Teller(Base):
 
     @rpc
     async def asked(self, number: int) -> int:
-        await self.sleep(timedelta(seconds=1))
+        await immortal.sleep(timedelta(seconds=1))
         return number * 2
 
     @rpc
@@ -231,72 +236,72 @@ class Teller(Base):
 
     @impulse
     async def moments(self) -> None:
-        before = (self.now(), self.random.random(), self.uuid4())
+        before = (immortal.now(), immortal.random.random(), immortal.uuid4())
         await self.note(f"before {before}")
         await self.bank.nothing()
-        again = (self.now(), self.random.random(), self.uuid4())
+        again = (immortal.now(), immortal.random.random(), immortal.uuid4())
         await self.note(f"before {before}")
         await self.note(f"then {again}")
-        await self.sleep(timedelta(seconds=1))
-        await self.note(f"again {before[0] < again[0] < self.now()} {before[1:] != again[1:]}")
+        await immortal.sleep(timedelta(seconds=1))
+        await self.note(f"again {before[0] < again[0] < immortal.now()} {before[1:] != again[1:]}")
         await self.note(f"then {again}")
 
     @impulse
     async def wait(self, name: str, kind: str) -> None:
         if kind == "bool":
-            value: Any = await self.event(name, bool)
+            value: Any = await immortal.event(name, bool)
         elif kind == "time":
-            value = await self.event(name, datetime)
+            value = await immortal.event(name, datetime)
         else:
-            value = await self.event(name)
+            value = await immortal.event(name)
         await self.note(f"{name} {value!r}")
 
     @impulse
     async def wait_later(self, after_s: int) -> None:
-        await self.sleep(timedelta(seconds=after_s))
-        await self.note(f"{await self.event('later')} after {after_s}")
+        await immortal.sleep(timedelta(seconds=after_s))
+        await self.note(f"{await immortal.event('later')} after {after_s}")
 
     @impulse
     async def effects(self, name: str) -> None:
         self.bank.credit.fork("b", 1)
         self.note.fork("forked")
-        self.signal(name, "sent")
-        await self.sleep(timedelta(seconds=1))
+        immortal.signal(name, "sent")
+        await immortal.sleep(timedelta(seconds=1))
         self.bank.credit.fork("b", 10)
 
     @impulse
     def approve_often(self, name: str, count: int) -> None:
         for number in range(count):
-            self.signal(name, number)
+            immortal.signal(name, number)
 
     @impulse
     async def signals_anyway(self, name: str) -> None:
         with contextlib.suppress(UsageError):
-            self.signal(name, 1)
+            immortal.signal(name, 1)
         await self.note("still here")
 
     @impulse
     async def signals(self, name: str) -> None:
-        self.signal(name, "from async")
+        immortal.signal(name, "from async")
         await self.note("signalled")
 
     @impulse
     async def loop_beside(self, count: int) -> None:
         try:
-            await self.gather(self.event("never"), self.starts_over(count))
+            await immortal.gather(immortal.event("never"), self.starts_over(count))
         finally:
             self.note.fork(f"left {count}")
 
     async def starts_over(self, count: int) -> None:
-        await self.sleep(timedelta(seconds=1))
-        self.continue_as(count - 1)
+        await immortal.sleep(timedelta(seconds=1))
+        immortal.continue_as(count - 1)
 
     @impulse
     async def loop(self, count: int) -> None:
         await self.take(1)
-        await self.sleep(timedelta(seconds=1))
+        await immortal.sleep(timedelta(seconds=1))
         if count > 1:
-            self.continue_as(count - 1)
+            immortal.continue_as(count - 1)
         await self.note("looped")
 
     @impulse
@@ -317,11 +322,11 @@ class Teller(Base):
             self.take(1)
             await self.bank.nothing()
         elif kind == "naive":
-            await self.at(datetime(2030, 1, 1))
+            await immortal.at(datetime(2030, 1, 1))
         elif kind == "seconds":
-            await self.sleep(5)  # type: ignore[arg-type]
+            await immortal.sleep(5)  # type: ignore[arg-type]
         elif kind == "too late":
-            await self.sleep(timedelta(days=100_000))
+            await immortal.sleep(timedelta(days=100_000))
         elif kind == "step bug":
             try:
                 await self.strict(-1)
@@ -340,18 +345,18 @@ class Teller(Base):
             await self.note("before")
             raise InsufficientFunds("undeclared", 1)
         elif kind == "gather foreign":
-            await self.gather(5)  # type: ignore[call-overload]
+            await immortal.gather(5)  # type: ignore[call-overload]
         elif kind == "race nobody":
-            await self.race()
+            await immortal.race()
         elif kind == "lost":
-            lost = self.gather(self.event("x"), self.race(self.event("y"), self.clings()))
-            await self.race(self.take(1), lost)
+            lost = immortal.gather(immortal.event("x"), immortal.race(immortal.event("y"), self.clings()))
+            await immortal.race(self.take(1), lost)
             await lost
         elif kind == "finally":
-            await self.race(self.bank.nothing(), self.clings())
+            await immortal.race(self.bank.nothing(), self.clings())
         elif kind == "each other":
             both: list[Any] = []
-            both.append(self.gather(self.on_other(both)))
+            both.append(immortal.gather(self.on_other(both)))
             await both[0]
         elif kind == "handler":
             await self.bank.stolen()  # type: ignore[attr-defined]
@@ -361,7 +366,7 @@ class Teller(Base):
 
     async def clings(self) -> None:
         try:
-            await self.sleep(timedelta(days=1))
+            await immortal.sleep(timedelta(days=1))
         finally:
             await self.bank.nothing()
 
@@ -554,7 +559,7 @@ class Scheduled(Immortal):
 
     @every("10m")
     def run(self) -> None:
-        self.runs.append(self.now())
+        self.runs.append(immortal.now())
 
     @rpc
     def add(self) -> None:
@@ -562,7 +567,7 @@ class Scheduled(Immortal):
 
     @every(timedelta(hours=1))
     async def later(self) -> None:
-        await self.sleep(timedelta(minutes=1))
+        await immortal.sleep(timedelta(minutes=1))
         await self.add()  # type: ignore[func-returns-value]
 
 
@@ -712,9 +717,10 @@ def test_a_value_that_is_not_what_is_waited_for(two: WaitingInstances) -> None:
 
 def test_who_may_signal(two: WaitingInstances) -> None:
     with pytest.raises(UsageError, match="only handlers signal"):
-        two.app("teller").signal("x")
+        two["teller"].dispatcher.context.run_contexts.run(immortal.signal, "x")
+    Teller()
     with pytest.raises(UsageError, match="does not run beside a coordinator"):
-        Teller().signal("x")
+        immortal.signal("x")
 
 
 # --- continue_as ------------------------------------------------------------------------------------------------------
@@ -755,8 +761,8 @@ def test_continue_as_beside_others_ends_them_first(two: WaitingInstances) -> Non
         ("sets", ["Teller.wrong sets self.balance"]),
         ("deletes", ["Teller.wrong deletes self.balance"]),
         ("typo", ["AttributeError", "'balanced'"]),
-        ("asyncio", ["asyncio does not run async handlers", "self.sleep"]),
-        ("asyncio yield", ["a bare 'yield'", "self.sleep"]),
+        ("asyncio", ["asyncio does not run async handlers", "immortal.sleep"]),
+        ("asyncio yield", ["a bare 'yield'", "immortal.sleep"]),
         ("not awaited", ["step take was made and never awaited"]),
         ("naive", ["with a time zone"]),
         ("seconds", ["a timedelta was expected"]),
@@ -792,12 +798,12 @@ def test_a_bug_in_the_callee_stops_the_callee(two: WaitingInstances) -> None:
 def test_def_handlers_do_not_wait() -> None:
     teller = Teller()
     for call in (
-        lambda: teller.sleep(timedelta(1)),
-        lambda: teller.at(datetime.now(UTC)),
-        lambda: teller.event("x"),
-        lambda: teller.race(),
-        lambda: teller.gather(),
-        lambda: teller.continue_as(),
+        lambda: immortal.sleep(timedelta(1)),
+        lambda: immortal.at(datetime.now(UTC)),
+        lambda: immortal.event("x"),
+        lambda: immortal.race(),
+        lambda: immortal.gather(),
+        lambda: immortal.continue_as(),
     ):
         with pytest.raises(UsageError, match="only an 'async def' handler waits"):
             call()
@@ -826,7 +832,7 @@ class Stepping(Immortal):
     @rpc
     async def run(self) -> list[int]:
         counts = [await self.put.step(1), await self.put(2), await self.put.step(3, times=2)]
-        counts += await self.gather(self.put.step(5), self.bank.credit("a", 1))
+        counts += await immortal.gather(self.put.step(5), self.bank.credit("a", 1))
         try:
             await self.put.step(10)
         except InsufficientFunds as error:
@@ -859,7 +865,7 @@ class Journaled(Immortal):
     async def work(self, text: str) -> None:
         await self.note(f"first {text}")  # type: ignore[func-returns-value]
         await self.bank.credit("a", 1)
-        await self.sleep(timedelta(seconds=5))
+        await immortal.sleep(timedelta(seconds=5))
         await self.note("done")  # type: ignore[func-returns-value]
 
 
@@ -880,13 +886,13 @@ def changed(body: Any, **keywords: Any) -> type:
 async def _other_step(self: Any, text: str) -> None:
     await self.note(f"1st {text}")
     await self.bank.credit("a", 1)
-    await self.sleep(timedelta(seconds=5))
+    await immortal.sleep(timedelta(seconds=5))
 
 
 async def _other_call(self: Any, text: str) -> None:
     await self.note(f"first {text}")
     await self.bank.debit("a", 1)
-    await self.sleep(timedelta(seconds=5))
+    await immortal.sleep(timedelta(seconds=5))
 
 
 async def _fewer(self: Any, text: str) -> None:
@@ -902,7 +908,7 @@ async def _more(self: Any, text: str) -> None:
 async def _other_timer(self: Any, text: str) -> None:
     await self.note(f"first {text}")
     await self.bank.credit("a", 1)
-    await self.sleep(timedelta(seconds=6))
+    await immortal.sleep(timedelta(seconds=6))
 
 
 async def _raises(self: Any, text: str) -> None:
@@ -910,7 +916,7 @@ async def _raises(self: Any, text: str) -> None:
     try:
         await self.bank.credit("a", 2)
     except Exception:  # what is wrong is none of its business
-        await self.sleep(timedelta(seconds=1))
+        await immortal.sleep(timedelta(seconds=1))
 
 
 async def _fails(self: Any, text: str) -> None:
@@ -974,7 +980,7 @@ class Upgraded(Immortal):
     async def work(self, text: str) -> None:
         await self.note(f"first {text}")  # type: ignore[func-returns-value]
         await self.bank.credit("a", 1)
-        await self.sleep(timedelta(seconds=5))
+        await immortal.sleep(timedelta(seconds=5))
         await self.note("done")  # type: ignore[func-returns-value]
         await self.note(f"{await self.bank.credit('a', 5)}")  # type: ignore[func-returns-value]
 
@@ -1022,7 +1028,7 @@ def test_discarding_what_waits_runs_nothing_of_it(tmp_path: Path) -> None:
         @impulse
         async def work(self) -> None:
             try:
-                await self.sleep(timedelta(seconds=5))
+                await immortal.sleep(timedelta(seconds=5))
             finally:
                 self.bank.credit.fork("b", 1)
 
@@ -1036,7 +1042,7 @@ def test_discarding_what_waits_runs_nothing_of_it(tmp_path: Path) -> None:
 
         @impulse
         async def work(self) -> None:
-            await self.sleep(timedelta(seconds=5))
+            await immortal.sleep(timedelta(seconds=5))
             self.bank.credit.fork("b", 10)
 
     two = WaitingInstances(tmp_path, {"bank": Bank, "one": Old})

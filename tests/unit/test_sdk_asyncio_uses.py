@@ -82,29 +82,33 @@ async def made_by_the_loop() -> None:
 
 Use = Callable[[], Awaitable[Any]]
 USES: list[tuple[Use, str, str]] = [
-    (lambda: asyncio.Queue[int]().get(), "asyncio.Queue.get", "self.event"),
+    (lambda: asyncio.Queue[int]().get(), "asyncio.Queue.get", "immortal.event"),
     (lambda: asyncio.PriorityQueue[int]().get(), "asyncio.PriorityQueue.get", "keep the items in the state"),
     (put, "asyncio.Queue.put", "keep the items in the state"),
-    (join, "asyncio.Queue.join", "self.event"),
-    (lambda: asyncio.Event().wait(), "asyncio.Event.wait", "await self.event(...), which self.signal(...)"),
-    (lambda: asyncio.Barrier(2).wait(), "asyncio.Barrier.wait", "self.event"),
-    (condition, "asyncio.Condition.wait", "self.event"),
+    (join, "asyncio.Queue.join", "immortal.event"),
+    (lambda: asyncio.Event().wait(), "asyncio.Event.wait", "await immortal.event(...), which immortal.signal(...)"),
+    (lambda: asyncio.Barrier(2).wait(), "asyncio.Barrier.wait", "immortal.event"),
+    (condition, "asyncio.Condition.wait", "immortal.event"),
     (lock, "asyncio.Lock", "@rpc(limit=1)"),
     (semaphore, "asyncio.Semaphore", "@rpc(limit=1)"),
-    (lambda: asyncio.sleep(1), "asyncio.sleep", "await self.sleep(...)"),
-    (lambda: asyncio.sleep(0), "asyncio.sleep", "self.sleep"),
+    (lambda: asyncio.sleep(1), "asyncio.sleep", "await immortal.sleep(...)"),
+    (lambda: asyncio.sleep(0), "asyncio.sleep", "immortal.sleep"),
     (lambda: asyncio.wait_for(sub(), 1), "asyncio.wait_for", "@rpc(timeout=...)"),
     (timeout, "asyncio.timeout", "@rpc(timeout=...)"),
-    (wait, "asyncio.wait", "self.gather"),
-    (group, "asyncio.TaskGroup", "self.gather"),
-    (completed, "asyncio.as_completed", "self.race"),
-    (running, "asyncio.get_running_loop", "self.effect"),
-    (wrapped, "asyncio.", "self.effect"),
-    (made_by_the_loop, "asyncio.Future", "self.event"),
-    (lambda: asyncio.to_thread(len, "a"), "asyncio.to_thread", "await self.effect(<function>, ...)"),
-    (lambda: asyncio.open_connection("localhost", 1), "asyncio.open_connection", "await self.effect(<function>, ...)"),
-    (lambda: asyncio.create_subprocess_exec("true"), "asyncio.create_subprocess_exec", "await self.effect"),
-    (lambda: asyncio.gather(sub(), sub()), "asyncio.gather", "self.gather"),
+    (wait, "asyncio.wait", "immortal.gather"),
+    (group, "asyncio.TaskGroup", "immortal.gather"),
+    (completed, "asyncio.as_completed", "immortal.race"),
+    (running, "asyncio.get_running_loop", "immortal.effect"),
+    (wrapped, "asyncio.", "immortal.effect"),
+    (made_by_the_loop, "asyncio.Future", "immortal.event"),
+    (lambda: asyncio.to_thread(len, "a"), "asyncio.to_thread", "await immortal.effect(<function>, ...)"),
+    (
+        lambda: asyncio.open_connection("localhost", 1),
+        "asyncio.open_connection",
+        "await immortal.effect(<function>, ...)",
+    ),
+    (lambda: asyncio.create_subprocess_exec("true"), "asyncio.create_subprocess_exec", "await immortal.effect"),
+    (lambda: asyncio.gather(sub(), sub()), "asyncio.gather", "immortal.gather"),
 ]
 
 
@@ -167,5 +171,5 @@ class Locked(Immortal):
 
 def test_what_would_work_until_somebody_waits_is_warned_of() -> None:
     found = [str(finding) for finding in check(definition_of(Locked))]
-    for name, instead in (("asyncio.Lock", "self.event"), ("asyncio.TaskGroup", "self.gather")):
+    for name, instead in (("asyncio.Lock", "immortal.event"), ("asyncio.TaskGroup", "immortal.gather")):
         assert [text for text in found if name in text and instead in text], found

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import immortal
 from immortal import Immortal, impulse, initial, peer, rpc
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.outbox import AWAITED_BATCH_SIZE_BYTES
@@ -83,12 +84,12 @@ class Teller(Immortal):
     @rpc(id=12)
     async def double(self, number: int) -> int:
         if number:
-            await self.sleep(timedelta(seconds=number))
+            await immortal.sleep(timedelta(seconds=number))
         return number * 2
 
     @impulse(id=13)
     async def many(self, count: int) -> None:
-        await self.gather(*(self.bank.large(number) for number in range(count)))
+        await immortal.gather(*(self.bank.large(number) for number in range(count)))
 
 
 def started(cls: type, name: str = "teller") -> Life:
@@ -383,7 +384,7 @@ def test_an_initial_method_starts_one() -> None:
         @initial
         def begin(self) -> None:
             self.ask.fork("begun")
-            self.signal("begun", 5)
+            immortal.signal("begun", 5)
 
     wire = Wire(Starting)
     saved = wire.dispatcher.tasks.save()
@@ -397,7 +398,7 @@ def test_a_signal_in_a_class_where_nobody_waits_is_kept() -> None:
     class Signals(Immortal):
         @rpc(id=1)
         def send(self) -> None:
-            self.signal("x", 5)
+            immortal.signal("x", 5)
 
     wire = Wire(Signals)
     wire.give(logged(1, [call(1), call(1)]))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import immortal
 from immortal import CalleeFailed, Cancelled, Immortal, impulse, peer, rpc
 from immortal.testing import Environment, ProcessDies
 
@@ -28,7 +29,7 @@ class Book(Immortal):
 
     @rpc
     async def later(self, text: str) -> str:
-        await self.sleep(timedelta(seconds=5))
+        await immortal.sleep(timedelta(seconds=5))
         return text
 
 
@@ -48,7 +49,7 @@ class Desk(Immortal):
     @rpc
     def tell_all(self, name: str, times: int) -> None:
         for _ in range(times):
-            self.signal("go", name)
+            immortal.signal("go", name)
 
     async def _end(self, name: str) -> str:
         self.book.note.fork(f"{name} goes on")
@@ -57,18 +58,18 @@ class Desk(Immortal):
 
     @rpc
     async def remind(self, name: str, seconds: int) -> str:
-        await self.sleep(timedelta(seconds=seconds))
+        await immortal.sleep(timedelta(seconds=seconds))
         return await self._end(name)
 
     @impulse
     async def remind_unasked(self, name: str, seconds: int) -> None:
-        await self.sleep(timedelta(seconds=seconds))
+        await immortal.sleep(timedelta(seconds=seconds))
         await self._end(name)
 
     @rpc
     async def dies_again(self, seconds: int) -> None:
         try:
-            await self.sleep(timedelta(seconds=seconds))
+            await immortal.sleep(timedelta(seconds=seconds))
             raise ProcessDies
         except Exception:
             raise ProcessDies from None
@@ -77,33 +78,33 @@ class Desk(Immortal):
 
     @rpc
     async def dies_at_the_second(self, seconds: int) -> None:
-        await self.gather(self._tells(seconds), self.remind_beside("poison", seconds))
+        await immortal.gather(self._tells(seconds), self.remind_beside("poison", seconds))
 
     async def _tells(self, seconds: int) -> None:
-        await self.sleep(timedelta(seconds=seconds))
+        await immortal.sleep(timedelta(seconds=seconds))
         self.book.note.fork("first")
         await self.note("first")  # type: ignore[misc] # a step
 
     async def remind_beside(self, name: str, seconds: int) -> str:
-        await self.sleep(timedelta(seconds=seconds))
+        await immortal.sleep(timedelta(seconds=seconds))
         return await self._end(name)
 
     @rpc
     async def hear(self, name: str) -> str:
-        await self.event("go", str)
+        await immortal.event("go", str)
         return await self._end(name)
 
     @rpc(limit=1)
     async def one_at_a_time(self, name: str, seconds: int) -> str:
         if name == "poison":
             raise ProcessDies
-        await self.sleep(timedelta(seconds=seconds))
+        await immortal.sleep(timedelta(seconds=seconds))
         return await self._end(name)
 
     @rpc(timeout=timedelta(seconds=10))
     async def expires(self, name: str) -> str:
         try:
-            await self.sleep(timedelta(days=1))
+            await immortal.sleep(timedelta(days=1))
         except Cancelled:
             await self._end(name)
         return name
@@ -116,7 +117,7 @@ class Desk(Immortal):
 
     @rpc
     async def effect_of(self, name: str, seconds: int) -> str:
-        await self.effect(tick, seconds)
+        await immortal.effect(tick, seconds)
         return await self._end(name)
 
 
@@ -258,7 +259,7 @@ def test_what_takes_long_is_said_of_the_handler_itself() -> None:
     class Slow(Immortal):
         @rpc
         async def work(self, seconds: int) -> None:
-            await self.sleep(timedelta(seconds=seconds))
+            await immortal.sleep(timedelta(seconds=seconds))
             said.append(slow._app().dispatcher.records.now_handling)
 
     with Environment(fail_alone=True) as env:

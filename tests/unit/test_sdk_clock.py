@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import immortal
 from immortal import Immortal, every, impulse, rpc
+from immortal.appsdk.calls.context import datetime_of
 from immortal.appsdk.waiting.impulses import ToldTime
 from immortal.coordinator.core import events as ev
 from immortal.protocol.errors import RemoteProtocolError
@@ -40,12 +42,12 @@ class Sleeper(Immortal):
 
     @impulse
     async def sleep_for(self, name: str, minutes: int) -> None:
-        await self.sleep(timedelta(minutes=minutes))
+        await immortal.sleep(timedelta(minutes=minutes))
         await self.wake(name)  # type: ignore[func-returns-value]
 
     @impulse
     async def sleep_until(self, name: str, moment: datetime) -> None:
-        await self.at(moment)
+        await immortal.at(moment)
         await self.wake(name)  # type: ignore[func-returns-value]
 
 
@@ -117,7 +119,7 @@ def test_who_sleeps_sleeps_no_less_for_a_step(one: Sleeping, crashes: bool, chec
 
 
 def test_a_moment_is_one_of_the_clock(one: Sleeping) -> None:
-    moment = one.app("one").now() + timedelta(minutes=30)
+    moment = datetime_of(one["one"].dispatcher.context.record_time_ns or 0) + timedelta(minutes=30)
     one["one"].impulse("sleep_until", "at", moment)
     one.pass_time(60)
     assert one.woken == []

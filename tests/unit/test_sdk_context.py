@@ -5,15 +5,18 @@ from __future__ import annotations
 import linecache
 import threading
 import uuid
+from datetime import timedelta
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 
+import immortal
 from immortal import Immortal, rpc
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.replay_rules import NEWEST, Rules
+from immortal.appsdk.calls.user_code import running
 from immortal.appsdk.handlers.proxy import attach
 from immortal.appsdk.state.schema import FRONT, Envelope, decode_envelope, encode_envelope
 from immortal.errors import StateError, UsageError
@@ -28,19 +31,22 @@ class Dice(Immortal):
     def roll(self) -> None: ...
 
     def two_places(self) -> tuple[float, float]:
-        first = self.random.random()
-        second = self.random.random()
+        first = immortal.random.random()
+        second = immortal.random.random()
         return first, second
 
     def one_place(self, count: int) -> list[float]:
-        return [self.random.random() for _ in range(count)]
+        return [immortal.random.random() for _ in range(count)]
 
     def kept(self) -> list[int]:
-        source = self.random
+        source = immortal.random
         return [source.randrange(1000), source.randrange(1000)]
 
+    def drawn(self) -> tuple[float, str]:
+        return immortal.random.random(), immortal.uuid4().hex
+
     def name(self) -> uuid.UUID:
-        return self.uuid4()
+        return immortal.uuid4()
 
 
 def dice(
@@ -55,6 +61,7 @@ def dice(
     context.sites.use(rule)
     context.committer_id, context.sequence_id, context.message_index = committer_id, sequence_id, message_index
     attach(made, context)
+    running.set(context)
     return made
 
 
@@ -67,16 +74,17 @@ def test_the_same_moment_gives_the_same_values() -> None:
 
 def test_before_the_first_record_the_moment_is_that_of_no_log() -> None:
     made = Dice()
-    attach(made, Context(SEED))
+    attach(made, context := Context(SEED))
+    running.set(context)
     assert made.two_places() == dice(sequence_id=-1, committer_id=0).two_places()
 
 
 def test_golden_values() -> None:
     # A change of these would make every log that is replayed diverge.
-    assert dice().kept() == KEPT
+    assert dice().drawn() == DRAWN
     assert str(dice().name()) == NAME
     by_line = dice(rule=Rules.FIRST)
-    assert by_line.kept() == KEPT_BY_LINE
+    assert by_line.drawn() == BY_LINE
     assert str(by_line.name()) == NAME_BY_LINE
 
 
@@ -109,60 +117,64 @@ def compiled(source: str) -> Any:
     """The function ``draw`` of a program with this source, known to linecache under a name of its own."""
     name = f"<program {len(linecache.cache)}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    namespace: dict[str, Any] = {}
+    namespace: dict[str, Any] = {"immortal": immortal}
     exec(compile(source, name, "exec"), namespace)
     draw: FunctionType = namespace["draw"]
     return draw
 
 
 def test_adding_a_call_elsewhere_shifts_no_other_stream() -> None:
-    before = compiled("def draw(self):\n    return self.random.random()\n")
-    after = compiled("import math\n\ndef draw(self):\n    self.random.choice('abc')\n    return self.random.random()\n")
+    before = compiled("def draw(self):\n    return immortal.random.random()\n")
+    after = compiled(
+        "import math\n\ndef draw(self):\n    immortal.random.choice('abc')\n    return immortal.random.random()\n"
+    )
     assert before(dice()) == after(dice())
 
 
 LAID_OUT = {
     "a line that is broken": (
-        "def draw(self):\n    return self.random.choice('abcdefghijklmnop'), self.random.randrange(10**9)\n",
-        "def draw(self):\n    return (\n        self.random.choice(\n            'abcdefghijklmnop',\n        ),\n"
-        "        self.random.randrange(10**9),\n    )\n",
+        "def draw(self):\n    return immortal.random.choice('abcdefghijklmnop'), immortal.random.randrange(10**9)\n",
+        "def draw(self):\n    return (\n        immortal.random.choice(\n            'abcdefghijklmnop',\n        ),\n"
+        "        immortal.random.randrange(10**9),\n    )\n",
     ),
     "a comment and other quotes": (
-        "def draw(self):\n    return self.random.choice('abc'), self.uuid4()\n",
-        '# what\ndef draw(self):\n    # one of three\n    return self.random.choice("abc"), self.uuid4()  # !\n',
+        "def draw(self):\n    return immortal.random.choice('abc'), immortal.uuid4()\n",
+        '# what\ndef draw(self):\n    # of three\n    return immortal.random.choice("abc"), immortal.uuid4()  # !\n',
     ),
     "two statements on one line": (
-        "def draw(self):\n    a = self.random.random(); b = self.random.random()\n    return a, b\n",
-        "def draw(self):\n    a = self.random.random()\n    b = self.random.random()\n    return a, b\n",
+        "def draw(self):\n    a = immortal.random.random(); b = immortal.random.random()\n    return a, b\n",
+        "def draw(self):\n    a = immortal.random.random()\n    b = immortal.random.random()\n    return a, b\n",
     ),
     "a loop": (
-        "def draw(self):\n    found = []\n    while self.random.random() < 0.9: found.append(self.uuid4())\n"
+        "def draw(self):\n    found = []\n    while immortal.random.random() < 0.9: found.append(immortal.uuid4())\n"
         "    return found\n",
-        "def draw(self):\n    found = []\n    while (\n        self.random.random() < 0.9\n    ):\n"
-        "        found.append(self.uuid4())\n    return found\n",
+        "def draw(self):\n    found = []\n    while (\n        immortal.random.random() < 0.9\n    ):\n"
+        "        found.append(immortal.uuid4())\n    return found\n",
     ),
     "a finally, which is compiled twice": (
         "def draw(self):\n    found = []\n    for one in range(3):\n        try:\n            if one == 1: 1 / 0\n"
-        "        except ZeroDivisionError: pass\n        finally: found += [self.random.random()]\n    return found\n",
+        "        except ZeroDivisionError: pass\n        finally: found += [immortal.random.random()]\n"
+        "    return found\n",
         "def draw(self):\n    found = []\n    for one in range(3):\n        try:\n            if one == 1:\n"
         "                1 / 0\n        except ZeroDivisionError:\n            pass\n        finally:\n"
-        "            found += [\n                self.random.random()\n            ]\n    return found\n",
+        "            found += [\n                immortal.random.random()\n            ]\n    return found\n",
     ),
     "lambdas and comprehensions": (
-        "def draw(self):\n    return [(lambda: self.random.random())() for _ in 'ab'], {self.uuid4() for _ in 'ab'}, "
-        "(lambda: self.random.random())(), list(self.random.random() for _ in 'ab')\n",
-        "def draw(self):\n    return (\n        [(lambda: self.random.random())() for _ in 'ab'],\n"
-        "        {\n            self.uuid4()\n            for _ in 'ab'\n        },\n"
-        "        (lambda: self.random.random())(),\n        list(self.random.random() for _ in 'ab'),\n    )\n",
+        "def draw(self):\n    return [(lambda: immortal.random.random())() for _ in 'ab'], "
+        "{immortal.uuid4() for _ in 'ab'}, (lambda: immortal.random.random())(), "
+        "list(immortal.random.random() for _ in 'ab')\n",
+        "def draw(self):\n    return (\n        [(lambda: immortal.random.random())() for _ in 'ab'],\n"
+        "        {\n            immortal.uuid4()\n            for _ in 'ab'\n        },\n"
+        "        (lambda: immortal.random.random())(),\n        list(immortal.random.random() for _ in 'ab'),\n    )\n",
     ),
     "functions in functions, and decorated ones": (
-        "def twice(function):\n    def run(self): return self.random.random(), function(self), function(self)\n"
-        "    return run\n\n@twice\ndef draw(self):\n    def inner(): return self.random.random()\n"
-        "    return inner(), self.random.random()\n",
-        "def twice(function):\n    def run(self):\n        return (\n            self.random.random(),\n"
+        "def twice(function):\n    def run(self): return immortal.random.random(), function(self), function(self)\n"
+        "    return run\n\n@twice\ndef draw(self):\n    def inner(): return immortal.random.random()\n"
+        "    return inner(), immortal.random.random()\n",
+        "def twice(function):\n    def run(self):\n        return (\n            immortal.random.random(),\n"
         "            function(self),\n            function(self),\n        )\n\n    return run\n\n\n@twice\n"
-        "def draw(self):\n    def inner():\n        return self.random.random()\n\n"
-        "    return (\n        inner(),\n        self.random.random(),\n    )\n",
+        "def draw(self):\n    def inner():\n        return immortal.random.random()\n\n"
+        "    return (\n        inner(),\n        immortal.random.random(),\n    )\n",
     ),
 }
 
@@ -174,7 +186,7 @@ def test_how_a_function_is_laid_out_changes_no_number(what: str) -> None:
 
 
 def without_source(source: str) -> Any:
-    namespace: dict[str, Any] = {}
+    namespace: dict[str, Any] = {"immortal": immortal}
     exec(compile(source, "<nowhere>", "exec"), namespace)
     return namespace["draw"]
 
@@ -198,26 +210,28 @@ def test_a_hot_place_is_the_place_that_it_was() -> None:
 
 def test_a_comprehension_is_part_of_its_function() -> None:
     # Python 3.12 makes no function of it any more.
-    loop = "def draw(self):\n    found = []\n    for _ in 'abc': found.append(self.random.random())\n    return found\n"
-    draw = compiled("def draw(self):\n    return [self.random.random() for _ in 'abc']\n")
+    loop = "def draw(self):\n    a = []\n    for _ in 'abc': a.append(immortal.random.random())\n    return a\n"
+    draw = compiled("def draw(self):\n    return [immortal.random.random() for _ in 'abc']\n")
     assert draw(dice()) == compiled(loop)(dice())
 
 
 def test_another_function_or_method_is_another_place() -> None:
-    draws = "lambda self: self.random.getrandbits(64)", "lambda self: self.random.randbytes(8)"
+    draws = "lambda self: immortal.random.getrandbits(64)", "lambda self: immortal.random.randbytes(8)"
     classes = f"class A:\n    a = {draws[0]}\n    b = {draws[1]}\nclass B:\n    a = {draws[0]}\n"
     source = f"{classes}draw = lambda self: (A.a(self), B.a(self))"
     one, other = compiled(source)(dice())
     assert one != other
-    draw = compiled("def draw(self):\n    return self.random.getrandbits(64), self.random.randbytes(8)\n")
+    draw = compiled("def draw(self):\n    return immortal.random.getrandbits(64), immortal.random.randbytes(8)\n")
     first, second = draw(dice())
     assert first.to_bytes(8, "little") != second
 
 
 def test_what_has_no_frame_draws_as_part_of_its_caller() -> None:
     # As a helper does that Cython has compiled.
-    by_attribute = "from operator import attrgetter\ndef draw(self):\n    return attrgetter('random')(self).random()\n"
-    assert compiled(by_attribute)(dice()) == compiled("def draw(self):\n    return self.random.random()\n")(dice())
+    by_attribute = (
+        "from operator import attrgetter\ndef draw(self):\n    return attrgetter('random.random')(immortal)()\n"
+    )
+    assert compiled(by_attribute)(dice()) == compiled("def draw(self):\n    return immortal.random.random()\n")(dice())
 
 
 class Drawing(Immortal):
@@ -228,7 +242,23 @@ class Drawing(Immortal):
 
     @rpc(id=1)
     def draw(self) -> None:
-        self.numbers.append(self.random.randrange(10**9))
+        self.numbers.append(immortal.random.randrange(10**9))
+
+
+class Waiting(Immortal):
+    drawn: ClassVar[list[tuple[float, str, str]]] = []
+
+    def __init__(self) -> None: ...
+
+    @rpc(id=1)
+    async def draw(self) -> None:
+        self.drawn.append((immortal.random.random(), immortal.uuid4().hex, str(immortal.uuid4())))
+        await immortal.sleep(timedelta(seconds=1))
+
+
+def test_golden_values_of_a_handler_that_waits() -> None:
+    first_start(Waiting).give(logged(1, [call(1)]) + logged(2, [call(1)]))
+    assert Waiting.drawn == DRAWN_WAITING
 
 
 def test_a_log_keeps_the_rule_that_it_was_begun_with() -> None:
@@ -277,13 +307,13 @@ def test_other_threads_are_sent_to_the_real_thing() -> None:
     problems = []
 
     def hook() -> None:
-        for attempt in (lambda: one.random, one.uuid4, one.now, one.now_ns):
+        for attempt in (lambda: immortal.random.random(), immortal.uuid4, immortal.now, immortal.now_ns):
             try:
                 attempt()
             except UsageError as error:
                 problems.append(str(error))
 
-    thread = threading.Thread(target=hook)
+    thread = threading.Thread(target=one._immortal_context.run_contexts.run, args=(hook,))
     thread.start()
     thread.join()
     assert len(problems) == 4
@@ -293,16 +323,20 @@ def test_other_threads_are_sent_to_the_real_thing() -> None:
 def test_time_is_the_records() -> None:
     one = dice()
     one._immortal_context.record_time_ns = 1_700_000_000_123_456_789
-    assert one.now_ns() == 1_700_000_000_123_456_789
-    assert one.now().isoformat() == "2023-11-14T22:13:20.123456+00:00"
+    assert immortal.now_ns() == 1_700_000_000_123_456_789
+    assert immortal.now().isoformat() == "2023-11-14T22:13:20.123456+00:00"
     one._immortal_context.record_time_ns = None
     one._immortal_context.handling_thread_id = threading.get_ident()
     with pytest.raises(UsageError, match="record 3 has no time"):
-        one.now()
+        immortal.now()
 
 
-KEPT = [416, 384]
+DRAWN = (0.7114506626781469, "34d8405debbb4d35a6ecfca725aa80d4")
 NAME = "86962863-a9b6-42d4-8925-c3e8c679a0c3"
+BY_LINE = (0.8646976147212575, "cb0e4eb84fe54842b93dbb933905eb06")
 DRAWN_BY_LINE = [780626578]
-KEPT_BY_LINE = [252, 324]
 NAME_BY_LINE = "9a72526c-6c47-4b1b-b4dd-4686ca5f3f34"
+DRAWN_WAITING = [
+    (0.8930373312140789, "62a9815775504c70a4ac4c97131459cb", "27974e97-1873-472b-b584-a1b36cd09b60"),
+    (0.030387042251314278, "e5f3e4bcd0c949efa4bed7283f40ead8", "5b72e13b-9f3e-4d36-8a67-4813d8b3680d"),
+]

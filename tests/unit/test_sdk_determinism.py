@@ -38,55 +38,60 @@ def handler(body: str, head: str = "", attributes: str = "tags: set[str]") -> st
 @pytest.mark.parametrize(
     ("head", "expression", "name", "instead"),
     [
-        ("import time", "time.time()", "time.time()", "use self.now()"),
-        ("import time", "(clock := time).time()", "time.time()", "use self.now()"),
-        ("import time as t", "t.time_ns()", "time.time_ns()", "use self.now_ns()"),
-        ("from time import time", "time()", "time.time()", "use self.now()"),
-        ("from time import monotonic as clock", "clock()", "time.monotonic()", "use self.now()"),
-        ("import time", "time.perf_counter_ns()", "time.perf_counter_ns()", "use self.now_ns()"),
-        ("import time", "time.localtime()", "time.localtime()", "use self.now()"),
-        ("import time", "time.gmtime(None)", "time.gmtime()", "use self.now()"),
-        ("import time", "time.strftime('%Y')", "time.strftime()", "use self.now()"),
-        ("from datetime import datetime", "datetime.now()", "datetime.now()", "use self.now()"),
-        ("import datetime as d", "d.datetime.now(d.UTC)", "datetime.now()", "use self.now()"),
-        ("import datetime", "datetime.datetime.utcnow()", "datetime.utcnow()", "use self.now()"),
-        ("from datetime import datetime", "datetime.today()", "datetime.today()", "use self.now()"),
-        ("from datetime import date", "date.today()", "date.today()", "use self.now().date()"),
-        ("import random", "random.random()", "random.random()", "use self.random"),
-        ("from random import choice", "choice([1])", "random.choice()", "use self.random"),
-        ("import random", "random.Random()", "random.Random()", "use self.random"),
-        ("import random", "random.Random(None)", "random.Random()", "use self.random"),
-        ("from random import SystemRandom", "SystemRandom()", "random.SystemRandom()", "use self.random"),
-        ("import random\ndice = random.Random(6)", "dice.choice([1])", "choice of a random.Random", "use self.random"),
-        ("import secrets", "secrets.token_hex(8)", "secrets.token_hex()", "use self.random"),
-        ("import secrets", "secrets.choice([1])", "secrets.choice()", "use self.random"),
-        ("import uuid", "uuid.uuid4()", "uuid.uuid4()", "use self.uuid4()"),
-        ("from uuid import uuid1", "str(uuid1())", "uuid.uuid1()", "use self.uuid4()"),
-        ("import os", "os.urandom(8)", "os.urandom()", "use self.random"),
+        ("import time", "time.time()", "time.time()", "use immortal.now()"),
+        ("import time", "(clock := time).time()", "time.time()", "use immortal.now()"),
+        ("import time as t", "t.time_ns()", "time.time_ns()", "use immortal.now_ns()"),
+        ("from time import time", "time()", "time.time()", "use immortal.now()"),
+        ("from time import monotonic as clock", "clock()", "time.monotonic()", "use immortal.now()"),
+        ("import time", "time.perf_counter_ns()", "time.perf_counter_ns()", "use immortal.now_ns()"),
+        ("import time", "time.localtime()", "time.localtime()", "use immortal.now()"),
+        ("import time", "time.gmtime(None)", "time.gmtime()", "use immortal.now()"),
+        ("import time", "time.strftime('%Y')", "time.strftime()", "use immortal.now()"),
+        ("from datetime import datetime", "datetime.now()", "datetime.now()", "use immortal.now()"),
+        ("import datetime as d", "d.datetime.now(d.UTC)", "datetime.now()", "use immortal.now()"),
+        ("import datetime", "datetime.datetime.utcnow()", "datetime.utcnow()", "use immortal.now()"),
+        ("from datetime import datetime", "datetime.today()", "datetime.today()", "use immortal.now()"),
+        ("from datetime import date", "date.today()", "date.today()", "use immortal.now().date()"),
+        ("import random", "random.random()", "random.random()", "use immortal.random"),
+        ("from random import choice", "choice([1])", "random.choice()", "use immortal.random"),
+        ("import random", "random.Random()", "random.Random()", "use immortal.random"),
+        ("import random", "random.Random(None)", "random.Random()", "use immortal.random"),
+        ("from random import SystemRandom", "SystemRandom()", "random.SystemRandom()", "use immortal.random"),
+        (
+            "import random\ndice = random.Random(6)",
+            "dice.choice([1])",
+            "choice of a random.Random",
+            "use immortal.random",
+        ),
+        ("import secrets", "secrets.token_hex(8)", "secrets.token_hex()", "use immortal.random"),
+        ("import secrets", "secrets.choice([1])", "secrets.choice()", "use immortal.random"),
+        ("import uuid", "uuid.uuid4()", "uuid.uuid4()", "use immortal.uuid4()"),
+        ("from uuid import uuid1", "str(uuid1())", "uuid.uuid1()", "use immortal.uuid4()"),
+        ("import os", "os.urandom(8)", "os.urandom()", "use immortal.random"),
         ("import os", "os.getpid()", "os.getpid()", "on_primary hook"),
         ("", "id(line)", "id()", "a key of your own"),
         ("", "input()", "input()", "on_primary hook"),
         ("import threading", "threading.Thread(target=print)", "threading.Thread()", "on_primary hook"),
         ("from threading import Timer", "Timer(1, print)", "threading.Timer()", "on_primary hook"),
         ("import threading\nclass Mine(threading.Thread): pass", "Mine().start()", "Mine()", "on_primary hook"),
-        ("import time", "time.sleep(1)", "time.sleep()", "await self.sleep(...)"),
+        ("import time", "time.sleep(1)", "time.sleep()", "await immortal.sleep(...)"),
         (
             "from urllib.request import urlopen",
             "urlopen('http://localhost')",
             "urllib.request.urlopen()",
-            "self.effect",
+            "immortal.effect",
         ),
-        ("import subprocess", "subprocess.run(['true'])", "subprocess.run()", "await self.effect(<function>, ...)"),
-        ("import subprocess", "subprocess.Popen(['true'])", "subprocess.Popen()", "await self.effect("),
-        ("import socket", "socket.create_connection(('h', 1))", "socket.create_connection()", "await self.effect("),
-        ("import socket", "socket.socket()", "socket.socket()", "await self.effect("),
+        ("import subprocess", "subprocess.run(['true'])", "subprocess.run()", "await immortal.effect(<function>, ...)"),
+        ("import subprocess", "subprocess.Popen(['true'])", "subprocess.Popen()", "await immortal.effect("),
+        ("import socket", "socket.create_connection(('h', 1))", "socket.create_connection()", "await immortal.effect("),
+        ("import socket", "socket.socket()", "socket.socket()", "await immortal.effect("),
         (
             "from http.client import HTTPSConnection as C",
             "C('h')",
             "http.client.HTTPSConnection()",
-            "await self.effect(",
+            "await immortal.effect(",
         ),
-        ("import os", "os.system('true')", "os.system()", "await self.effect("),
+        ("import os", "os.system('true')", "os.system()", "await immortal.effect("),
         ("import _thread", "_thread.start_new_thread(print, ())", "_thread.start_new_thread()", "on_primary hook"),
         (
             "from concurrent.futures import ThreadPoolExecutor",
@@ -97,8 +102,8 @@ def handler(body: str, head: str = "", attributes: str = "tags: set[str]") -> st
         ("import multiprocessing", "multiprocessing.Process()", "multiprocessing.Process()", "on_primary hook"),
         ("import multiprocessing", "multiprocessing.Pool(2)", "multiprocessing.Pool()", "on_primary hook"),
         ("import asyncio\nasync def main() -> None: ...", "asyncio.run(main())", "asyncio.run()", "on_primary hook"),
-        ("import asyncio", "asyncio.sleep(1)", "asyncio.sleep()", "await self.sleep(...)"),
-        ("from asyncio import gather", "gather()", "asyncio.gather()", "await self.gather(...)"),
+        ("import asyncio", "asyncio.sleep(1)", "asyncio.sleep()", "await immortal.sleep(...)"),
+        ("from asyncio import gather", "gather()", "asyncio.gather()", "await immortal.gather(...)"),
     ],
 )
 def test_calls_that_differ(program: Program, head: str, expression: str, name: str, instead: str) -> None:
@@ -129,11 +134,11 @@ def test_what_runs_as_an_effect_may_do_what_it_likes(program: Program) -> None:
         class Counter(Immortal):
             @rpc
             async def count(self) -> None:
-                await self.effect(moment)
-                await self.effect.options(key="x")(moment)
-                careful = self.effect.options(key="x")
+                await immortal.effect(moment)
+                await immortal.effect.options(key="x")(moment)
+                careful = immortal.effect.options(key="x")
                 await careful(moment)
-                await self.effect(stamped, time.time())  #: Counter.count calls time.time()
+                await immortal.effect(stamped, time.time())  #: Counter.count calls time.time()
                 fetch("http://localhost")
                 time.sleep(1)  #: Counter.count calls time.sleep(), which holds up the whole instance
         """
@@ -148,7 +153,7 @@ def test_the_message(program: Program, tmp_path: Path, monkeypatch: pytest.Monke
     line = (HEAD + source).splitlines().index("        time.time()") + 1
     assert str(finding) == (
         f"wordcount_program.py, line {line}: Counter.count calls time.time(), which differs at each replay: "
-        f"use self.now()"
+        f"use immortal.now()"
     )
     error = DeterminismError([finding, finding])
     assert error.exit_status == 2
@@ -158,7 +163,7 @@ def test_the_message(program: Program, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "body",
     [
-        "self.now(), self.now_ns(), self.random.choice([1]), self.uuid4()",
+        "immortal.now(), immortal.now_ns(), immortal.random.choice([1]), immortal.uuid4()",
         "time.localtime(5), time.gmtime(0), time.strftime('%Y', time.gmtime(0))",
         "datetime(2024, 1, 1), datetime.fromtimestamp(0), datetime.fromisoformat(line), date(2024, 1, 1)",
         "random.Random(5).random(), random.Random(x=line)",
@@ -322,7 +327,7 @@ def test_what_handlers_reach(program: Program) -> None:
                 time.time()  #: Counter.begin
                 self.helped()
                 made = Item("a")  #: makes a Item without 'id', whose default is uuid.uuid4()
-                Item("a", id=self.uuid4())
+                Item("a", id=immortal.uuid4())
                 Row()
                 for item in self.items:
                     item.touch()
@@ -350,7 +355,7 @@ def test_findings_in_other_modules_are_theirs(program: Program) -> None:
     helpers = program.module("import time\ndef stamp() -> float:\n    return time.time()\n", "helpers_of_program")
     (finding,) = program.check(handler("stamp()", "from helpers_of_program import stamp"))
     assert finding.file == helpers.__file__
-    assert (finding.where, finding.line) == ("stamp", 7)
+    assert (finding.where, finding.line) == ("stamp", 8)
 
 
 def test_sets_of_the_state(program: Program) -> None:

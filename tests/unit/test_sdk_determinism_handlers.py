@@ -60,19 +60,19 @@ class Counter(Immortal):
 
     @rpc
     async def late(self) -> int:
-        self.sleep(timedelta(1))  #: Counter.late does not await self.sleep(...), which so never begins: write 'await'
-        self.at(self.now())  #: self.at(...)
-        self.event("x", bool)  #: self.event(...)
+        immortal.sleep(timedelta(1))  #: Counter.late does not await immortal.sleep(...), which so never begins: write
+        immortal.at(immortal.now())  #: immortal.at(...)
+        immortal.event("x", bool)  #: immortal.event(...)
         self.add(1)  #: self.add(...), which so never begins: write 'await' in front of it, or .fork(...) if
         self.add.step(1)  #: self.add.step(...)
         self.late()  #: self.late(...)
         self.other.price("x")  #: self.other.price(...)
         other = self.other
         other.quote("x")  #: other.quote(...)
-        self.gather(self.add(1), self.other.quote("x"))  #: self.gather(...)
-        self.race(self.add(1), self.sleep(timedelta(1)))  #: self.race(...)
-        self.effect(fetch, "x")  #: self.effect(...)
-        careful = self.effect.options(key="x")
+        immortal.gather(self.add(1), self.other.quote("x"))  #: immortal.gather(...)
+        immortal.race(self.add(1), immortal.sleep(timedelta(1)))  #: immortal.race(...)
+        immortal.effect(fetch, "x")  #: immortal.effect(...)
+        careful = immortal.effect.options(key="x")
         careful(fetch, "x")  #: careful(...)
         both(self, "x")  #: both(...)
         self.helped()  #: self.helped(...)
@@ -87,7 +87,7 @@ class Counter(Immortal):
         count = 1 + self.add(count)  #: self.add(...)
         print(f"{self.add(1)}", self.add(1) > 5)  #: self.add(...)
         for number in self.other.price("x"): pass  #: self.other.price(...)
-        self.other.price("x")["a"], self.race(self.add(1)).index  #: self.race(...) #: self.other.price(...)
+        self.other.price("x")["a"], immortal.race(self.add(1)).index  #: immortal.race(...) #: self.other.price(...)
         return count
 
     async def helped(self) -> None:
@@ -102,16 +102,16 @@ class Counter(Immortal):
         global pending_elsewhere
         pending_elsewhere = self.add(1)
         await elsewhere()
-        await self.sleep(timedelta(1))
+        await immortal.sleep(timedelta(1))
         pending = self.add(1)
-        pair = self.gather(pending, self.other.price("x"))
+        pair = immortal.gather(pending, self.other.price("x"))
         waits = [self.add(number) for number in range(5)]
         waits.append(self.late())
-        await self.gather(*waits, both(self, "x"), *(self.effect(fetch, "x") for _ in range(2)))
-        self.add.fork(1), self.late.fork(), self.other.price.fork("x"), self.signal("x", 5)
+        await immortal.gather(*waits, both(self, "x"), *(immortal.effect(fetch, "x") for _ in range(2)))
+        self.add.fork(1), self.late.fork(), self.other.price.fork("x"), immortal.signal("x", 5)
         if await self.is_open() and (await self.add.step(1)) > 5:
             return await self.plain() + await (self.add(1) if pair else self.add(2))
-        return self.continue_as()
+        return immortal.continue_as()
 """
     )
 
@@ -165,13 +165,13 @@ class Counter(Base):
         def inner() -> int:
             return self.total  #: reads self.total
         await self.other.price(self.LIMIT)
-        await self.gather(self.add(1), super().of_base())
-        return self.of_both() + self.count + counter.total + self.now_ns()
+        await immortal.gather(self.add(1), super().of_base())
+        return self.of_both() + self.count + counter.total + immortal.now_ns()
 
     @every("5s")
     async def tick(self) -> None:
         print(self.total)  # immortal: deterministic
-        await self.add(self.random.randint(1, self.LIMIT))
+        await self.add(immortal.random.randint(1, self.LIMIT))
 """
     )
 

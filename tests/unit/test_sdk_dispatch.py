@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 import msgspec
 import pytest
 
+import immortal
 from immortal import Immortal, Transient, impulse, initial, peer, rpc
 from immortal.appsdk.calls.outbox import BATCH_SIZE_BYTES, READY_SIZE_BYTES_MAX
 from immortal.appsdk.dispatch import delivery
@@ -45,7 +46,7 @@ class Counter(Immortal):
 
     @rpc(id=5)
     def note(self) -> None:
-        self.times.append(self.now())
+        self.times.append(immortal.now())
 
     @rpc
     def store(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""``self.effect``: instances with real machines and logs, whose effects are run by hand."""
+"""``immortal.effect``: instances with real machines and logs, whose effects are run by hand."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import immortal
 from immortal import EffectContext, EffectFailed, Immortal, Retry, effect_context, impulse, peer, rpc
 from immortal.appsdk.dispatch.lifecycle import upgrades
 from immortal.appsdk.effects.effect import FAILURE_TEXT_CHARACTERS_MAX
@@ -108,24 +109,24 @@ class Shop(Immortal):
         found: Any = None
         try:
             if kind == "price":
-                found = await self.effect(price, "apple", currency="USD")
+                found = await immortal.effect(price, "apple", currency="USD")
             elif kind == "cached":
-                found = (await self.effect(cached, "x"), await self.effect(self.static, "abc"))
+                found = (await immortal.effect(cached, "x"), await immortal.effect(self.static, "abc"))
             elif kind == "nothing":
-                found = await self.effect(nothing)
+                found = await immortal.effect(nothing)
             elif kind == "context":
-                found = await self.effect(context)
+                found = await immortal.effect(context)
             elif kind == "change":
                 items = ["a"]
-                found = (await self.effect(change, items), items)
+                found = (await immortal.effect(change, items), items)
             elif kind == "two":
-                found = await self.gather(self.effect(price, "apple"), self.effect(ask, "why"))
+                found = await immortal.gather(immortal.effect(price, "apple"), immortal.effect(ask, "why"))
             elif kind == "race":
-                found = await self.race(self.effect(price, "apple"), self.event("enough"))
+                found = await immortal.race(immortal.effect(price, "apple"), immortal.event("enough"))
             elif kind == "declared":
-                found = await self.effect.options(raises=[SoldOut])(price, "apple")
+                found = await immortal.effect.options(raises=[SoldOut])(price, "apple")
             elif kind == "key":
-                found = await self.effect.options(key="order 7")(price, "apple")
+                found = await immortal.effect.options(key="order 7")(price, "apple")
             elif kind == "uncaught":
                 await self.uncaught.fork()  # type: ignore[func-returns-value]
         except SoldOut as error:
@@ -136,26 +137,26 @@ class Shop(Immortal):
 
     @impulse
     def send(self) -> None:
-        self.signal("enough", 1)
+        immortal.signal("enough", 1)
 
     @impulse
     async def price_and_send(self) -> None:
-        await self.effect(price, "apple")
-        self.signal("enough", 2)
+        await immortal.effect(price, "apple")
+        immortal.signal("enough", 2)
 
     @impulse
     async def uncaught(self) -> None:
-        await self.effect(price, "apple")
+        await immortal.effect(price, "apple")
 
     @impulse
     async def over(self, rounds: int) -> None:
-        await self.effect(price, "apple")
+        await immortal.effect(price, "apple")
         if rounds:
-            self.continue_as(rounds - 1)
+            immortal.continue_as(rounds - 1)
 
     @impulse
     async def wrong(self, kind: str) -> None:
-        effect: Any = self.effect
+        effect: Any = immortal.effect
         if kind == "lambda":
             effect(lambda: 1)
         elif kind == "inner":
@@ -433,7 +434,7 @@ def test_the_context_of_an_effect(shop: WaitingInstances, by_hand: EffectsByHand
     shop["shop"].impulse("work", "context")
     (request,) = by_hand.requests
     assert [request.call(attempt) for attempt in (1, 2)] == [f"{EffectContext(request.key, n)}" for n in (1, 2)]
-    with pytest.raises(UsageError, match=r"only a function that is run by self\.effect"):
+    with pytest.raises(UsageError, match=r"only a function that is run by immortal\.effect"):
         effect_context()
 
 
@@ -454,7 +455,7 @@ def test_no_effect_is_run_before_the_app_is_primary(shop: WaitingInstances, by_h
 class Changed(Shop, formerly=("Shop",)):
     @impulse
     async def work(self, kind: str) -> None:
-        found = await self.effect(other, "apple")
+        found = await immortal.effect(other, "apple")
         await self.note(f"{found}")  # type: ignore[misc]
 
 
@@ -502,14 +503,14 @@ def test_an_upgrade_while_an_effect_is_in_flight(shop: WaitingInstances, by_hand
         ("lambda", ["function of a module was expected", "pass them as arguments"]),
         ("inner", ["Shop.wrong.<locals>.inner", "pass them as arguments"]),
         ("method", ["Shop.helper", "there is no self"]),
-        ("handler", ["call handlers without self.effect"]),
+        ("handler", ["call handlers without immortal.effect"]),
         ("class", ["SoldOut", "function of a module was expected"]),
-        ("no function", ["self.effect(5, ...)"]),
-        ("unannotated", ["self.effect(unannotated, ...): item, return: no annotation"]),
+        ("no function", ["immortal.effect(5, ...)"]),
+        ("unannotated", ["immortal.effect(unannotated, ...): item, return: no annotation"]),
         ("listless", ["not listed one by one (*items: 'str')"]),
         ("unencodable", ["unencodable: parameter 'item'"]),
         ("unresolvable", ["unresolvable: an annotation can't be resolved: name 'Missing'"]),
-        ("built in", ["self.effect(hypot, ...)", "write a function of your own that calls it"]),
+        ("built in", ["immortal.effect(hypot, ...)", "write a function of your own that calls it"]),
         ("too few", ["price(item", "missing a required argument: 'item'"]),
         ("by position", ["price(item", "too many positional arguments"]),
         ("other type", ["price: parameter 'item': Expected `str`, got `int`"]),
@@ -517,7 +518,7 @@ def test_an_upgrade_while_an_effect_is_in_flight(shop: WaitingInstances, by_hand
         ("not awaited", ["effect price was made and never awaited"]),
         ("retry", ["Retry(attempts=...) was expected"]),
         ("timeout", ["a timedelta was expected"]),
-        ("raises", ["self.effect.options(raises=[<class 'BaseException'>])", "a class below Exception"]),
+        ("raises", ["immortal.effect.options(raises=[<class 'BaseException'>])", "a class below Exception"]),
         ("key", ["a str was expected that is not empty"]),
     ],
 )
@@ -530,10 +531,11 @@ def test_what_stops_the_app(shop: WaitingInstances, by_hand: EffectsByHand, kind
 
 
 def test_only_async_handlers_have_effects() -> None:
-    with pytest.raises(UsageError, match=r"self\.effect: only an 'async def' handler waits"):
-        Shop().effect(nothing)
-    with pytest.raises(UsageError, match=r"self\.effect: only an 'async def' handler waits"):
-        Shop().effect.options(timeout=timedelta(seconds=1))(nothing)
+    Shop()
+    with pytest.raises(UsageError, match=r"immortal\.effect: only an 'async def' handler waits"):
+        immortal.effect(nothing)
+    with pytest.raises(UsageError, match=r"immortal\.effect: only an 'async def' handler waits"):
+        immortal.effect.options(timeout=timedelta(seconds=1))(nothing)
 
 
 def test_how_often_to_retry() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import immortal
 from immortal import CalleeFailed, CallRefused, Immortal, impulse, initial, peer, rpc, upgrades
 from immortal.appsdk.calls.failures import FAILED_IN_A_ROW_MAX
 from immortal.appsdk.dispatch.events import MessageFailed
@@ -485,7 +486,7 @@ class Sleeper(Immortal):
     @rpc(id=2)
     async def nap(self) -> str:
         try:
-            await self.sleep(timedelta(seconds=5))
+            await immortal.sleep(timedelta(seconds=5))
         except CalleeFailed as error:
             return error.type_name
         return "slept"

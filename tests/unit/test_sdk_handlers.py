@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import immortal
 from immortal import CallCancelled, CalleeFailed, Cancelled, Immortal, impulse, peer, rpc
 from immortal.coordinator.core import events as ev
 from immortal.protocol.system_methods import REASON_CHARACTERS_MAX, Order
@@ -34,7 +35,7 @@ class Clerk(Immortal):
     @rpc
     async def slow(self, text: str) -> str:
         try:
-            return await self.event(text, str)
+            return await immortal.event(text, str)
         except Cancelled as cancelled:
             await self.note(f"{text} was cancelled by {cancelled.who}: {cancelled.reason}")
             raise
@@ -45,26 +46,26 @@ class Desk(Clerk):
 
     @impulse
     async def plain(self, name: str) -> None:
-        await self.event(name, int)
+        await immortal.event(name, int)
         await self.note(f"{name} went on")
 
     @impulse
     async def cleans_up(self, name: str) -> None:
         try:
             try:
-                await self.gather(self.event(name, bool), self.sleep(timedelta(hours=1)))
+                await immortal.gather(immortal.event(name, bool), immortal.sleep(timedelta(hours=1)))
             except Exception:
                 await self.note(f"{name} failed")
         finally:
-            await self.sleep(timedelta(seconds=10))
+            await immortal.sleep(timedelta(seconds=10))
             number = await self.clerk.note(f"{name} is over")
-            await self.note(f"{name} cleaned up, {number} {self.random.random() < 2}")
+            await self.note(f"{name} cleaned up, {number} {immortal.random.random() < 2}")
 
     @impulse
     async def refuses(self, name: str) -> None:
         for _ in range(3):
             try:
-                await self.event(name)
+                await immortal.event(name)
             except Cancelled:
                 await self.note(f"{name} does not care")
         await self.note(f"{name} ends")
@@ -72,29 +73,29 @@ class Desk(Clerk):
     @impulse
     async def turns(self, name: str) -> None:
         try:
-            await self.event(name)
+            await immortal.event(name)
         except Cancelled as cancelled:
             raise ValueError(f"turned: {cancelled.reason}") from None
 
     @impulse
     async def in_part(self, name: str) -> None:
-        await self.gather(self.part(name), self.sleep(timedelta(hours=1)))
+        await immortal.gather(self.part(name), immortal.sleep(timedelta(hours=1)))
 
     async def part(self, name: str) -> None:
         try:
-            await self.event(name)
+            await immortal.event(name)
         finally:
             self.note.fork(f"the part of {name} is given up")
 
     @impulse
     async def stubborn(self, name: str) -> None:
-        await self.gather(self.stubborn_part(name))
+        await immortal.gather(self.stubborn_part(name))
 
     async def stubborn_part(self, name: str) -> None:
         try:
-            await self.event(name)
+            await immortal.event(name)
         finally:
-            await self.sleep(timedelta(hours=1))
+            await immortal.sleep(timedelta(hours=1))
 
     @rpc
     def breaks(self, text: str) -> None:
@@ -104,13 +105,13 @@ class Desk(Clerk):
     @impulse
     async def breaks_down(self, name: str) -> None:
         try:
-            await self.event(name)
+            await immortal.event(name)
         except Cancelled:
             try:
                 await self.breaks(name)
             except CalleeFailed as error:
                 await self.note(f"{name}: {error.type_name}")
-            await self.event("more")
+            await immortal.event("more")
             raise
 
     @impulse
@@ -123,7 +124,7 @@ class Desk(Clerk):
 
     @impulse
     async def fetches(self, url: str) -> None:
-        await self.effect(fetch, url)
+        await immortal.effect(fetch, url)
 
 
 @pytest.fixture
@@ -170,7 +171,7 @@ def test_each_handler_says_what_it_waits_for_and_where(two: WaitingInstances) ->
     assert gathered["handler"] == "Desk.cleans_up"
     assert (gathered["arguments"], gathered["caller"]) == ("('a')", None)
     ((frame,),) = gathered["at"]
-    assert frame["text"].startswith("await self.gather(self.event(name, bool)")
+    assert frame["text"].startswith("await immortal.gather(immortal.event(name, bool)")
     assert frame["file"].endswith("tests/unit/test_sdk_handlers.py")
     assert frame["function"] == "Desk.cleans_up"
     (wait,) = asking["waits"]
@@ -214,7 +215,7 @@ def test_coroutines_that_run_beside_each_other_are_listed_each(two: WaitingInsta
     (one,) = listed(two)
     ((outer, inner),) = one["at"]
     assert outer["function"] == "Desk.in_part"
-    assert (inner["function"], inner["text"]) == ("Desk.part", "await self.event(name)")
+    assert (inner["function"], inner["text"]) == ("Desk.part", "await immortal.event(name)")
 
 
 # --- cancelled -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import immortal
 from immortal import CalleeFailed, Immortal, impulse, initial, peer, query, register_type, rpc, upgrades
 from immortal.appsdk.patterns.clone.model import encode as encode_entry
 from immortal.appsdk.patterns.queue import clients
@@ -67,7 +68,7 @@ class Purse(Immortal):
     @rpc
     async def later(self, amount: int) -> int:
         await self.step_in(amount)
-        await self.sleep(timedelta(hours=1))
+        await immortal.sleep(timedelta(hours=1))
         return 1
 
     @rpc
@@ -421,7 +422,7 @@ class Porter(Immortal):
 
     @rpc
     async def returns_later(self) -> Heavy:
-        await self.sleep(timedelta(seconds=1))
+        await immortal.sleep(timedelta(seconds=1))
         return Heavy(500)
 
     @rpc
@@ -430,25 +431,25 @@ class Porter(Immortal):
 
     @rpc
     async def lifts(self) -> int:
-        return await self.effect(lift, Heavy(500))
+        return await immortal.effect(lift, Heavy(500))
 
     @rpc
     async def continues(self, heavy: Heavy | None = None) -> int:
-        await self.sleep(timedelta(seconds=1))
-        return self.continue_as(Heavy(500))
+        await immortal.sleep(timedelta(seconds=1))
+        return immortal.continue_as(Heavy(500))
 
     @rpc
     def signals(self) -> None:
-        self.signal("done", Heavy(500))
+        immortal.signal("done", Heavy(500))
 
     @rpc
     def signals_nothing_that_has_a_name(self) -> None:
         self.count += 100
-        self.signal("\ud800", 1)
+        immortal.signal("\ud800", 1)
 
     @rpc
     async def waits_for_nothing_that_has_a_name(self) -> None:
-        await self.event("\ud800", int)
+        await immortal.event("\ud800", int)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import immortal
 from immortal import CallCancelled, Cancelled, Immortal, impulse, peer, rpc, upgrades
 from immortal.coordinator.core import events as ev
 from immortal.errors import DefinitionError
@@ -34,9 +35,9 @@ class Shop(Log, concurrent_handlers=4):
     @rpc(timeout=10 * MINUTE)
     async def place(self, item: str, minutes: int) -> str:
         try:
-            await self.sleep(minutes * MINUTE)
+            await immortal.sleep(minutes * MINUTE)
         except Cancelled as cancelled:
-            await self.sleep(MINUTE)
+            await immortal.sleep(MINUTE)
             await self.note.step(f"{item}: {cancelled.who}: {cancelled.reason}")
             raise
         await self.note.step(item)
@@ -44,20 +45,20 @@ class Shop(Log, concurrent_handlers=4):
 
     @rpc(limit=2)
     async def two(self, name: str) -> int:
-        await self.sleep(MINUTE)
+        await immortal.sleep(MINUTE)
         return await self.note.step(name)
 
     @rpc(limit=1, limit_by="customer")
     async def one_each(self, name: str, customer: str = "nobody") -> int:
-        await self.sleep(MINUTE)
+        await immortal.sleep(MINUTE)
         return await self.note.step(f"{customer} {name}")
 
     @impulse(timeout=5 * MINUTE, limit=1)
     async def round_again(self, left: int) -> None:
-        await self.sleep(4 * MINUTE)
+        await immortal.sleep(4 * MINUTE)
         await self.note.step(f"{left} left")
         if left:
-            self.continue_as(left - 1)
+            immortal.continue_as(left - 1)
 
     @rpc(limit=1)
     async def at_once(self, number: int) -> int:
@@ -181,7 +182,7 @@ def test_a_timeout_and_its_clean_up_survive_a_crash_anywhere() -> None:
 class Narrow(Log):
     @rpc(limit=1)
     async def work(self, name: str) -> int:
-        await self.sleep(MINUTE)
+        await immortal.sleep(MINUTE)
         return await self.note.step(name)
 
 
@@ -189,7 +190,7 @@ class Narrow(Log):
 class Wide(Narrow):
     @rpc(limit=3)
     async def work(self, name: str) -> int:
-        await self.sleep(MINUTE)
+        await immortal.sleep(MINUTE)
         return await self.note.step(name)
 
     @classmethod
@@ -224,7 +225,7 @@ def clerk(tmp_path: Path) -> Iterator[WaitingInstances]:
 class Queue(Log):
     @impulse(limit=1)
     async def wait(self, name: str) -> None:
-        await self.event(name)
+        await immortal.event(name)
         await self.note.step(name)
 
 

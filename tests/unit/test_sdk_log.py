@@ -1,9 +1,10 @@
-"""``self.log``: which lines come, what they say, and that nothing of it is felt by a handler."""
+"""``immortal.logger``: which lines come, what they say, and that nothing of it is felt by a handler."""
 
 from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+import immortal
 from immortal import Immortal, Impulses, Transient, impulse, initial, on_primary, peer, query, rpc
 from immortal.appsdk.determinism.check import check
 from immortal.appsdk.handlers.definition import definition_of
@@ -26,11 +28,11 @@ class Shop(Immortal):
 
     def __init__(self) -> None:
         self.orders = 0
-        self.log.info("begins")
+        immortal.logger.info("begins")
 
     @initial
     def begin(self) -> None:
-        self.log.info("begun")
+        immortal.logger.info("begun")
 
     @impulse
     def take(self, what: str) -> None:
@@ -40,7 +42,7 @@ class Shop(Immortal):
             raise ValueError(what)
 
     def _note(self, what: str) -> None:
-        self.log.info("took order", what=what, orders=self.orders)
+        immortal.logger.info("took order", what=what, orders=self.orders)
 
     @query
     def count(self) -> int:
@@ -48,11 +50,11 @@ class Shop(Immortal):
 
     @impulse
     async def wait(self, what: str) -> None:
-        log = self.log.bind(what=what)
+        log = immortal.logger.bind(what=what)
         log.info("waits")
-        await self.sleep(timedelta(seconds=1))
+        await immortal.sleep(timedelta(seconds=1))
         log.warning("waited")
-        await self.sleep(timedelta(seconds=1))
+        await immortal.sleep(timedelta(seconds=1))
         log.info("done")
 
 
@@ -140,7 +142,7 @@ class Hostile:
 class Careless(Immortal):
     @impulse
     def say(self) -> None:
-        log = self.log
+        log = immortal.logger
         log.info("%d of %s", 1, "x")
         log.info("%d", "no number")
         log.info(Hostile(), value=Hostile(), huge=10**5000, line="a\nb\x1b[2J", text="\ud800")
@@ -318,10 +320,8 @@ def test_a_hook_has_it(tmp_path: Path, said: Said) -> None:
         def serve(self, impulses: Impulses) -> None: ...
 
     instances = Instances(tmp_path)
-    app = instances.start("one", Hooked).app
-    import threading
-
-    thread = threading.Thread(target=lambda: app.log.info("from a hook"))
+    run = instances.start("one", Hooked).dispatcher.context.run_contexts.run
+    thread = threading.Thread(target=run, args=(immortal.logger.info, "from a hook"))
     thread.start()
     thread.join()
     assert said() == ["info one from a hook"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import immortal
 from immortal import CalleeFailed, Immortal, impulse, peer, rpc, upgrades
 from immortal.appsdk.calls.replay_rules import OrderRules
 from immortal.appsdk.ordering import multicasts
@@ -40,11 +41,11 @@ class Sender(Immortal):
 
     @impulse
     def send(self, text: str) -> None:
-        self.multicast([self.a, self.b, self.c]).add.fork(text)
+        immortal.multicast([self.a, self.b, self.c]).add.fork(text)
 
     @impulse
     def send_and_tell(self, text: str) -> None:
-        self.multicast([self.a, self.b]).add.fork(text)
+        immortal.multicast([self.a, self.b]).add.fork(text)
         self.c.add.fork(f"after {text}")
 
     @rpc
@@ -53,7 +54,7 @@ class Sender(Immortal):
 
     @rpc
     async def ask(self, text: str) -> int:
-        got = await self.multicast([self.c, self.a, self.b]).add.all(text)
+        got = await immortal.multicast([self.c, self.a, self.b]).add.all(text)
         await self.keep(got)
         return sum(got)
 
@@ -140,7 +141,7 @@ class Teller(Immortal):
 
     @impulse
     def tell(self, text: str) -> None:
-        self.multicast([self.x, self.y]).hear.fork(text)
+        immortal.multicast([self.x, self.y]).hear.fork(text)
 
 
 class Node(Immortal):
@@ -175,24 +176,24 @@ class Node(Immortal):
 
     @impulse
     async def look(self, number: int) -> None:
-        await self.note(f"fetched {await self.effect(fetch, number)}")
+        await self.note(f"fetched {await immortal.effect(fetch, number)}")
 
     @impulse
     def fail_after(self, text: str) -> None:
-        self.multicast([self.x, self.y]).hear.fork(text)
+        immortal.multicast([self.x, self.y]).hear.fork(text)
         raise ValueError(text)
 
     @impulse
     def to_all(self, text: str) -> None:
-        self.multicast([self.x, self.y, self.z]).hear.fork(text)
+        immortal.multicast([self.x, self.y, self.z]).hear.fork(text)
 
     @impulse
     def to_all_with_me(self, text: str) -> None:
-        self.multicast([self.x, type(self), self.z]).hear.fork(text)
+        immortal.multicast([self.x, type(self), self.z]).hear.fork(text)
 
     @rpc
     async def ask_all_with_me(self, text: str) -> int:
-        return len(await self.multicast([self.x, type(self), self.z]).note.all(text))
+        return len(await immortal.multicast([self.x, type(self), self.z]).note.all(text))
 
 
 def blocked(env: Environment) -> tuple[Instance[Node], Instance[Node], Instance[Teller]]:
@@ -325,23 +326,23 @@ def test_who_can_not_be_multicast_to_is_said() -> None:
 
         @rpc
         def nobody(self) -> None:
-            self.multicast([]).add.fork("x")
+            immortal.multicast([]).add.fork("x")
 
         @rpc
         def twice(self) -> None:
-            self.multicast([self.a, self.a]).add.fork("x")
+            immortal.multicast([self.a, self.a]).add.fork("x")
 
         @rpc
         def text(self) -> None:
-            self.multicast(["a"]).add.fork("x")  # type: ignore[list-item]
+            immortal.multicast(["a"]).add.fork("x")  # type: ignore[list-item]
 
         @rpc
         def different(self) -> None:
-            self.multicast([self.a, self.x]).add.fork("x")  # type: ignore[attr-defined]
+            immortal.multicast([self.a, self.x]).add.fork("x")  # type: ignore[attr-defined]
 
         @rpc
         def not_async(self) -> None:
-            self.multicast([self.a]).add("x")
+            immortal.multicast([self.a]).add("x")
 
     with Environment(fail_alone=True) as env:
         wrong = env.start(Wrong, "wrong")
@@ -370,8 +371,8 @@ class Notifier(Immortal):
 
     @impulse
     async def tell(self, number: int) -> None:
-        self.multicast([self.x, self.y]).hear.fork(str(number))
-        await self.note(await self.effect(fetch, number))
+        immortal.multicast([self.x, self.y]).hear.fork(str(number))
+        await self.note(await immortal.effect(fetch, number))
 
 
 def test_a_destination_that_refuses_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import immortal
 from immortal import CalleeFailed, Handle, Immortal, Node, impulse, initial, peer, rpc, upgrades
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.running.inspection import inspect_state
@@ -56,27 +57,27 @@ class Exchange(Immortal, nodes=(Order,)):
 
     @rpc
     def open(self, note: str, to: list[str]) -> None:
-        handle = self.create_node(Order, note)
+        handle = immortal.create_node(Order, note)
         self.orders.append(handle)
         for name in to:
             (self.broker if name == "broker" else self.other).take.fork(handle)
 
     @rpc
     def order_for(self, note: str) -> Handle[Order]:
-        self.orders.append(self.create_node(Order, note))
+        self.orders.append(immortal.create_node(Order, note))
         return self.orders[-1]
 
     @rpc
     def filled(self, index: int) -> int:
-        return self.node_of(self.orders[index]).filled
+        return immortal.node_of(self.orders[index]).filled
 
     @rpc
     def close(self, index: int) -> None:
-        self.destroy(self.orders[index])
+        immortal.destroy(self.orders[index])
 
     @rpc
     def withdraw(self, index: int, name: str) -> None:
-        self.orders[index] = self.revoke(self.orders[index], name or None)
+        self.orders[index] = immortal.revoke(self.orders[index], name or None)
 
     @rpc
     def give(self, index: int) -> None:
@@ -84,7 +85,7 @@ class Exchange(Immortal, nodes=(Order,)):
 
     @rpc
     def who(self, index: int) -> list[str]:
-        return self.holders_of(self.orders[index])
+        return immortal.holders_of(self.orders[index])
 
     def on_last_release(self, handle: Handle[Any]) -> None:
         self.seen.append(f"released {self.orders.index(handle)}")
@@ -152,7 +153,7 @@ class Broker(Immortal):
 
     @rpc
     def drop(self) -> None:
-        self.release_handle(self.held.pop())
+        immortal.release_handle(self.held.pop())
 
     @rpc
     def hear(self, text: str) -> None:
@@ -161,7 +162,7 @@ class Broker(Immortal):
     @impulse
     def tell(self, to: str, text: str) -> None:
         listener = self.other if to == "other" else self.broker
-        self.multicast([self.held[-1], listener]).hear.fork(text)  # type: ignore[list-item]
+        immortal.multicast([self.held[-1], listener]).hear.fork(text)  # type: ignore[list-item]
 
     def on_destroyed(self, handle: Handle[Any]) -> None:
         self.ended += self.held.count(handle)
@@ -406,7 +407,7 @@ class Hub(Immortal, nodes=(Listener,)):
 
     @rpc
     def make(self) -> None:
-        self.mine.append(self.create_node(Listener))
+        self.mine.append(immortal.create_node(Listener))
         self.a.take.fork(self.mine[-1])
 
     @rpc
@@ -433,11 +434,11 @@ class Hub(Immortal, nodes=(Listener,)):
     @rpc
     async def ask_all(self, text: str) -> list[int]:
         handles = await self.all_others()
-        return list(await self.multicast([handles[0], self.c, handles[1]]).hear.all(text))  # type: ignore[list-item]
+        return list(await immortal.multicast([handles[0], self.c, handles[1]]).hear.all(text))  # type: ignore[list-item]
 
     @impulse
     def tell_all(self, text: str) -> None:
-        self.multicast([*self.others, self.c]).hear.fork(text)  # type: ignore[list-item]
+        immortal.multicast([*self.others, self.c]).hear.fork(text)  # type: ignore[list-item]
 
     @rpc
     def give(self) -> None:
@@ -445,7 +446,7 @@ class Hub(Immortal, nodes=(Listener,)):
 
     @rpc
     def call_own(self) -> list[int]:
-        node = self.node_of(self.mine[0])
+        node = immortal.node_of(self.mine[0])
         self.mine[0].later.fork("forked")
         return [node.hear("direct"), node.twice("twice")]
 
@@ -459,12 +460,12 @@ class Hub(Immortal, nodes=(Listener,)):
 
     @rpc
     def heard(self) -> list[list[str]]:
-        return [self.node_of(one).heard for one in self.mine]
+        return [immortal.node_of(one).heard for one in self.mine]
 
     @rpc
     def end(self) -> None:
-        self.destroy(self.mine[0])
-        self.destroy(self.mine[0])
+        immortal.destroy(self.mine[0])
+        immortal.destroy(self.mine[0])
 
     @rpc
     def fail_next(self) -> None:
@@ -472,19 +473,19 @@ class Hub(Immortal, nodes=(Listener,)):
 
     @rpc
     async def create_in_async(self) -> None:
-        self.create_node(Listener)
+        immortal.create_node(Listener)
 
     @rpc
     def release_own(self) -> None:
-        self.release_handle(self.mine[0])
+        immortal.release_handle(self.mine[0])
 
     @rpc
     def destroy_others(self) -> None:
-        self.destroy(self.others[0])
+        immortal.destroy(self.others[0])
 
     @rpc
     def wrong_class(self) -> None:
-        self.create_node(Order, "x")
+        immortal.create_node(Order, "x")
 
     @rpc
     def no_such(self) -> None:
@@ -496,7 +497,7 @@ class Hub(Immortal, nodes=(Listener,)):
 
     @rpc
     def both(self) -> None:
-        self.multicast([self.others[0], self.b]).hear.fork("x")  # type: ignore[list-item]
+        immortal.multicast([self.others[0], self.b]).hear.fork("x")  # type: ignore[list-item]
 
     def on_destroyed(self, handle: Handle[Any]) -> None:
         self.others.remove(handle)
@@ -623,7 +624,7 @@ class House(Immortal, nodes=(Place,)):
 
     @initial
     def begin(self) -> None:
-        self.place = self.create_node(Place)
+        self.place = immortal.create_node(Place)
         self.guest.take.fork(self.place)
 
 

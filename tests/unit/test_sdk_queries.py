@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import immortal
 from immortal import CalleeFailed, Immortal, Transient, peer, query, rpc, upgrades
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
 from immortal.appsdk.handlers import queries as module
@@ -59,7 +60,7 @@ class Shop(Immortal):
 
     @query(id=4)
     def asked_at(self) -> datetime:
-        return self.now()
+        return immortal.now()
 
     @query(id=5)
     def cached(self) -> int:
@@ -93,15 +94,15 @@ class Shop(Immortal):
             case "call itself":
                 self.put.fork("pen", 3)
             case "signal":
-                self.signal("sold", 3)
+                immortal.signal("sold", 3)
             case "random":
-                return str(self.random.random())
+                return str(immortal.random.random())
             case "uuid4":
-                return str(self.uuid4())
+                return str(immortal.uuid4())
             case "sleep":
-                self.sleep(timedelta(seconds=1))
+                immortal.sleep(timedelta(seconds=1))
             case "effect":
-                self.effect(str, 5)
+                immortal.effect(str, 5)
             case "raise":
                 raise KeyError("raised")
             case "raise in silence":
@@ -114,8 +115,8 @@ class Shop(Immortal):
     @rpc(id=7)
     def after(self) -> str:
         self.other.put.fork("pen", 4)
-        self.signal("sold", 4)
-        return str(self.random.random())
+        immortal.signal("sold", 4)
+        return str(immortal.random.random())
 
     @rpc(id=8)
     async def later(self, what: str) -> str:
@@ -135,11 +136,11 @@ CHANGES = {
 REFUSED = {
     "call": "Shop.put.fork: a query only reads, and calls nobody: make the method an @rpc, or leave this out",
     "call itself": "Shop.put.fork: a query only reads, and calls nobody",
-    "signal": "self.signal: a query only reads, and signals nobody",
-    "random": "self.random: a query only reads, and draws nothing",
-    "uuid4": "self.uuid4: a query only reads, and draws nothing",
-    "sleep": "self.sleep: only an 'async def' handler waits",
-    "effect": "self.effect: only an 'async def' handler waits",
+    "signal": "immortal.signal: a query only reads, and signals nobody",
+    "random": "immortal.random: a query only reads, and draws nothing",
+    "uuid4": "immortal.uuid4: a query only reads, and draws nothing",
+    "sleep": "immortal.sleep: only an 'async def' handler waits",
+    "effect": "immortal.effect: only an 'async def' handler waits",
 }
 
 

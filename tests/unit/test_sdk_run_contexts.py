@@ -17,6 +17,7 @@ import numpy
 import pytest
 import structlog
 
+import immortal
 from immortal import Immortal, impulse, query, rpc
 from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.user_code import RunContexts, inherited_context
@@ -109,9 +110,9 @@ class Desk(Immortal):
     async def wait(self, name: str, seconds: int) -> list[str]:
         found = [seen()]
         change(name)
-        await self.sleep(timedelta(seconds=seconds))
+        await immortal.sleep(timedelta(seconds=seconds))
         found.append(seen())
-        await self.sleep(timedelta(seconds=seconds))
+        await immortal.sleep(timedelta(seconds=seconds))
         return [*found, seen()]
 
     @rpc
@@ -120,7 +121,7 @@ class Desk(Immortal):
             context.prec = digits
             token = tenant.set(f"{digits}")
             try:
-                await self.sleep(timedelta(seconds=seconds))
+                await immortal.sleep(timedelta(seconds=seconds))
                 return f"{third()} {tenant.get()} {structlog.contextvars.get_contextvars()}"
             finally:
                 tenant.reset(token)
@@ -134,19 +135,19 @@ class Desk(Immortal):
     async def _branch(self, digits: int) -> list[str]:
         begun = third()
         decimal.getcontext().prec = digits
-        await self.sleep(timedelta(seconds=digits))
+        await immortal.sleep(timedelta(seconds=digits))
         return [begun, third()]
 
     @rpc
     async def branches(self) -> list[Any]:
         decimal.getcontext().prec = 3
-        both = await self.gather(self._branch(4), self._branch(5))
+        both = await immortal.gather(self._branch(4), self._branch(5))
         return [*both, third()]
 
     @rpc
     async def race_that_loses(self) -> str:
         decimal.getcontext().prec = 3
-        await self.race(self.sleep(timedelta(seconds=1)), self.coarse_branch())
+        await immortal.race(immortal.sleep(timedelta(seconds=1)), self.coarse_branch())
         return f"{third()} {tenant.get()}"
 
     async def coarse_branch(self) -> None:
@@ -154,14 +155,14 @@ class Desk(Immortal):
         try:
             with decimal.localcontext() as context:
                 context.prec = 7
-                await self.sleep(timedelta(days=1))
+                await immortal.sleep(timedelta(days=1))
         finally:
             tenant.reset(token)  # a ValueError in any other context
 
     @rpc
     async def effect_of(self, name: str) -> list[str]:
         change(name)
-        found = await self.effect(outside, 1)
+        found = await immortal.effect(outside, 1)
         return [found, seen()]
 
     @rpc
@@ -169,8 +170,8 @@ class Desk(Immortal):
         begun = seen()
         if left:
             change("before")
-            await self.sleep(timedelta(seconds=1))
-            self.continue_as(left - 1)
+            await immortal.sleep(timedelta(seconds=1))
+            immortal.continue_as(left - 1)
         return [begun]
 
 
@@ -305,7 +306,7 @@ def test_numbers_of_a_module_are_no_setting() -> None:
         decimal.getcontext().traps[decimal.Inexact] = True
         return usual, len(RunContexts().new())
 
-    assert contextvars.Context().run(run) == (0, 1)
+    assert contextvars.Context().run(run) == (1, 2)
 
 
 def test_decimals_flags_are_each_runs_own() -> None:
@@ -332,7 +333,7 @@ def test_opentelemetrys_context_is_one_of_them(env: Environment) -> None:
         @rpc
         async def wait(self, name: str) -> list[str]:
             otel.attach(otel.set_value(made, name))
-            await self.sleep(timedelta(seconds=5))
+            await immortal.sleep(timedelta(seconds=5))
             return [str(otel.get_value(made))]
 
         @rpc

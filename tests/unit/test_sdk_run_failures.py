@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import immortal
 from immortal import CalleeFailed, CallRefused, EffectFailed, Immortal, Node, Retry, impulse, query, rpc
 from immortal.appsdk.calls.user_code import RunContexts, interrupt, is_user_failure, mark_interrupts
 from immortal.appsdk.client.errors import CalleeFailed as ClientCalleeFailed
@@ -107,26 +108,26 @@ class Desk(Immortal):
 
     @rpc
     async def fail_later(self, kind: str) -> None:
-        await self.sleep(timedelta(seconds=1))
+        await immortal.sleep(timedelta(seconds=1))
         throw(kind)
 
     async def _branch(self, kind: str) -> None:
-        await self.sleep(timedelta(seconds=1))
+        await immortal.sleep(timedelta(seconds=1))
         throw(kind)
 
     @rpc
     async def fail_in_a_branch(self, kind: str) -> None:
-        await self.gather(self._branch(kind), self.sleep(timedelta(days=1)))
+        await immortal.gather(self._branch(kind), immortal.sleep(timedelta(days=1)))
 
     @rpc
     async def fail_cleaning_up(self, kind: str) -> None:
         async def loses() -> None:
             try:
-                await self.sleep(timedelta(days=1))
+                await immortal.sleep(timedelta(days=1))
             finally:
                 throw(kind)
 
-        await self.race(self.sleep(timedelta(seconds=1)), loses())
+        await immortal.race(immortal.sleep(timedelta(seconds=1)), loses())
 
     @rpc
     async def fail_in_a_step(self, kind: str) -> str:
@@ -138,7 +139,7 @@ class Desk(Immortal):
 
     @rpc
     async def fail_in_an_effect(self, kind: str) -> tuple[str, int]:
-        twice = self.effect.options(retry=Retry(attempts=2, first_wait=timedelta(seconds=1)))
+        twice = immortal.effect.options(retry=Retry(attempts=2, first_wait=timedelta(seconds=1)))
         try:
             await twice(outside, kind)
         except EffectFailed as error:
@@ -348,7 +349,7 @@ class Interrupted(Immortal):
 
     @rpc
     async def work_later(self) -> None:
-        await self.sleep(timedelta(seconds=1))
+        await immortal.sleep(timedelta(seconds=1))
         raise_signal(signal.SIGINT)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import immortal
 from immortal import Immortal, cron, every, rpc
 from immortal.appsdk.handlers.decorators import CLOCK_METHOD_ID
 from immortal.appsdk.handlers.definition import definition_of
@@ -47,7 +48,7 @@ class Nightly(Immortal):
 
     @cron("30 3 * * *")
     def run(self) -> None:
-        self.runs.append(self.now())
+        self.runs.append(immortal.now())
 
     @rpc
     def add(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import immortal
 from immortal import Immortal, initial, peer, rpc
 from immortal.appsdk.dispatch.dispatcher import Dispatcher
 from immortal.appsdk.handlers.decorators import INITIAL_METHOD_ID, method_id_of_name
@@ -201,7 +202,7 @@ class Waiter(Immortal):
     async def wait(self, words: str) -> None:
         for word in words:
             await self.counter.count(word)
-        await self.note(words, self.random.random())
+        await self.note(words, immortal.random.random())
 
     @rpc
     def note(self, words: str, value: float) -> None:

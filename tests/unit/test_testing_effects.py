@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 
+import immortal
 from immortal import EffectFailed, Immortal, Retry, effect_context, impulse, rpc
 from immortal.errors import UsageError
 from immortal.testing import Environment, crash_everywhere
@@ -36,7 +37,7 @@ class Crawler(Immortal):
 
     @impulse
     async def crawl(self, url: str) -> str:
-        careful = self.effect.options(
+        careful = immortal.effect.options(
             retry=Retry(attempts=3, first_wait=timedelta(minutes=1), on=(OSError,)), raises=[NotFoundError]
         )
         try:
@@ -50,7 +51,7 @@ class Crawler(Immortal):
 
     @impulse
     async def reach(self, host: str) -> float:
-        return await self.effect(ping, host)
+        return await immortal.effect(ping, host)
 
 
 def test_a_stand_in_gets_the_arguments_and_gives_the_result() -> None:

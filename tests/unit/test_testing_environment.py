@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import immortal
 from immortal import Immortal, every, rpc, upgrades
 from immortal.appsdk.testing.world import LivelockError
 from immortal.coordinator.core.effects import Effect
@@ -93,11 +94,11 @@ class Ticking(Immortal):
 
     @every("5s")
     def tick(self) -> None:
-        self.seen.append(self.now())
+        self.seen.append(immortal.now())
 
     @rpc
     async def wait(self, duration: timedelta) -> None:
-        await self.sleep(duration)
+        await immortal.sleep(duration)
 
 
 def test_a_clock_that_jumps_makes_up_for_what_was_due_with_one_run() -> None:

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 TESTS = """
 import random
+import immortal
 from immortal import Immortal, rpc
 
 class Dice(Immortal):
@@ -24,7 +25,7 @@ class Dice(Immortal):
 
     @rpc
     def fair(self, sides: int) -> float:
-        return self.random.random() * sides
+        return immortal.random.random() * sides
 
 def test_fair(immortal_env):
     assert immortal_env.start(Dice, "dice").call(Dice.fair, 6) < 6

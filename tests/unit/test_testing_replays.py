@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import immortal
 from immortal import Immortal, peer, rpc
 from immortal.coordinator.core.errors import LogFormatError
 from immortal.testing import Environment, ReplayDiffers, assert_replays
@@ -38,7 +39,7 @@ class Dice(Immortal):
 
     @rpc
     def fair(self, sides: int) -> None:
-        self.sink.put.fork(self.random.random() * sides)
+        self.sink.put.fork(immortal.random.random() * sides)
 
     @rpc
     def send(self, sides: int) -> None:
@@ -257,6 +258,7 @@ def test_a_copy_of_a_log_folder_replays(tmp_path: Path) -> None:
 
 
 DRAWS = """
+import immortal
 from immortal import Immortal, peer, rpc
 from tests.unit.test_testing_replays import Sink
 
@@ -268,11 +270,11 @@ class Draws(Immortal):
     def draw(self, sides: int) -> None:
         BODY
 """
-WRITTEN = "for _ in range(3): self.sink.put.fork(self.random.random() * sides + self.random.choice([1, 2, 3]))"
+WRITTEN = "for _ in range(3): self.sink.put.fork(immortal.random.random() * sides + immortal.random.choice([1, 2, 3]))"
 FORMATTED = """for _ in range(3):  # as a formatter has it
             self.sink.put.fork(
-                self.random.random() * sides
-                + self.random.choice(
+                immortal.random.random() * sides
+                + immortal.random.choice(
                     [1, 2, 3],
                 )
             )"""

@@ -25,6 +25,7 @@ import pyarrow as pa
 import pydantic
 import pytest
 
+import immortal
 from immortal import CalleeFailed, CallRefused, Immortal, peer, register_type, rpc, upgrades
 from immortal.appsdk.calls.codec import ValueDecoder, encoder
 from immortal.appsdk.client.methods import NamedMethod, TypedMethod
@@ -322,9 +323,9 @@ class Services:
             async def ask(self, value: annotation) -> annotation:  # type: ignore[valid-type]
                 await self.keeper.keep(value)
                 heard = await self.keeper.give()
-                done = await self.effect(passed_on, heard)
-                await self.sleep(timedelta(hours=1))
-                event = await self.event("value", annotation)
+                done = await immortal.effect(passed_on, heard)
+                await immortal.sleep(timedelta(hours=1))
+                event = await immortal.event("value", annotation)
                 await self.note(event)
                 return done
 
@@ -334,7 +335,7 @@ class Services:
 
             @rpc
             def signal_value(self, value: annotation) -> None:  # type: ignore[valid-type]
-                self.signal("value", value)
+                immortal.signal("value", value)
 
             @rpc
             def pass_on(self, value: annotation) -> None:  # type: ignore[valid-type]
@@ -601,7 +602,7 @@ def test_what_cannot_be_encoded_is_an_error_at_the_call(value: Any, words: str, 
 
         @rpc
         async def works(self) -> None:
-            await self.effect(take_anything, value)
+            await immortal.effect(take_anything, value)
 
     handler: Any = {"fork": Caller.forks, "await": Caller.awaits, "effect": Caller.works}[way]
     with pytest.raises(CalleeFailed) as caught:

@@ -13,6 +13,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
+import immortal
 from immortal import CalleeFailed, Immortal, peer, rpc
 from immortal.appsdk.calls.replay_rules import CallSites, Rules
 from immortal.appsdk.client.methods import typed_method
@@ -54,18 +55,18 @@ class Keeper(Immortal):
 
     @rpc
     async def later(self, what: Any) -> Any:
-        await self.event("go")
+        await immortal.event("go")
         return await self.keep(what)
 
     @rpc
     async def twice(self, what: Any, again: bool = True) -> Any:
         if again:
-            self.continue_as(what, False)
+            immortal.continue_as(what, False)
         return what
 
     @rpc
     def go(self) -> None:
-        self.signal("go")
+        immortal.signal("go")
 
     @rpc
     def makes(self, index: int) -> Any:
@@ -79,7 +80,7 @@ class Sender(Immortal):
     def forks(self, what: Any) -> None:
         self.keeper.keep.fork(what)
         self.keeper.keep.fork(what, more={"it": what})
-        self.multicast([self.keeper]).keep.fork(what)
+        immortal.multicast([self.keeper]).keep.fork(what)
 
     @rpc
     async def awaits(self, what: Any) -> Any:
@@ -185,11 +186,11 @@ async def echo(what: Any) -> Any:
 class Effective(Immortal):
     @rpc
     async def do(self, what: Any) -> Any:
-        return await self.effect(echo, what)
+        return await immortal.effect(echo, what)
 
     @rpc
     async def do_refused(self, index: int) -> Any:
-        return await self.effect(echo, REFUSED[index])
+        return await immortal.effect(echo, REFUSED[index])
 
 
 def test_effects_get_and_give_what_it_is() -> None:

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import msgspec
 
+import immortal
 from immortal.appsdk.errors import Cancelled
 from immortal.appsdk.handlers.decorators import impulse, initial, on_primary, query, rpc
 from immortal.appsdk.handlers.definition import ANYBODY
@@ -101,7 +102,7 @@ class Table(Immortal, roles=ROLES):
         for change in changes:
             check_change(change)
         self._check_room(changes)
-        now_ns = self.now_ns()
+        now_ns = immortal.now_ns()
         with self._publishing() as rows:
             for change in changes:
                 self._change(rows, change.key, change.value, now_ns + round(change.ttl_s * 1e9) if change.ttl_s else 0)
@@ -121,10 +122,10 @@ class Table(Immortal, roles=ROLES):
         wait = await self.wait_for_room.step()
         if not wait:
             return True
-        came = await self.race(self.event(_room(wait)), self.sleep(timedelta(seconds=limits.ROOM_S)))
+        came = await immortal.race(immortal.event(_room(wait)), immortal.sleep(timedelta(seconds=limits.ROOM_S)))
         if came.index == 0 or await self.stop_waiting.step(wait):
             return came.index == 0
-        await self.event(_room(wait))  # it came at the same moment, and would be kept
+        await immortal.event(_room(wait))  # it came at the same moment, and would be kept
         return True
 
     @rpc
@@ -214,7 +215,7 @@ class Table(Immortal, roles=ROLES):
     @impulse
     def publisher_begins(self, place: Place) -> None:
         """It knows nothing of the streams that were there before."""
-        now_ns = self.now_ns()
+        now_ns = immortal.now_ns()
         self.looked_ns = now_ns  # how long the table was away counts for nobody's silence
         with self._publishing() as rows:
             self._lose(rows, _OWN)
@@ -284,7 +285,7 @@ class Table(Immortal, roles=ROLES):
             feed.has_forwarders = len(self.forwarders) > 1
 
     def _listen(self) -> None:
-        now_ns = self.now_ns()
+        now_ns = immortal.now_ns()
         self.listened_ns += min(max(0, now_ns - self.looked_ns), int(limits.BEAT_S * 1e9))
         self.looked_ns = now_ns
 
@@ -309,7 +310,7 @@ class Table(Immortal, roles=ROLES):
     def _tell_room(self) -> None:
         if self.waiting and not self._held_by():
             for wait in self.waiting:
-                self.signal(_room(wait))
+                immortal.signal(_room(wait))
             self.waiting = []
 
     # --- rows --------------------------------------------------------------------------------------------------------
@@ -353,7 +354,7 @@ class Table(Immortal, roles=ROLES):
 
     @initial
     def begin(self) -> None:
-        self.table = self.uuid4()
+        self.table = immortal.uuid4()
         self.alarm.fork()
 
     @rpc(limit=1)
@@ -364,17 +365,17 @@ class Table(Immortal, roles=ROLES):
                 sleep_ns = await self.expire.step()
                 if sleep_ns:
                     duration = timedelta(microseconds=-(-sleep_ns // 1000))
-                    await self.race(self.event(_ALARM), self.sleep(duration))
+                    await immortal.race(immortal.event(_ALARM), immortal.sleep(duration))
                 else:
-                    await self.event(_ALARM)
+                    await immortal.event(_ALARM)
             except Cancelled:
                 continue  # without it nothing would ever expire
-        self.continue_as()
+        immortal.continue_as()
 
     @rpc
     def expire(self) -> int:
         """Rows whose time is over go. How long until the next one's is: nanoseconds; 0: there is none."""
-        now_ns = self.now_ns()
+        now_ns = immortal.now_ns()
         self.alarm_ns = _LOOKS
         with self._publishing() as rows:
             for key in self.deadlines.take_due(now_ns, limits.EXPIRED_MAX):
@@ -386,7 +387,7 @@ class Table(Immortal, roles=ROLES):
         due_ns = self.deadlines.next_ns()
         if due_ns and self.alarm_ns != _LOOKS and (not self.alarm_ns or due_ns < self.alarm_ns):
             self.alarm_ns = _LOOKS
-            self.signal(_ALARM)
+            immortal.signal(_ALARM)
 
 
 def _room(wait: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ClassVar
 
+import immortal
 from immortal.appsdk.handlers.decorators import query, rpc
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.handlers.proxy import make_fork
@@ -89,7 +90,7 @@ class Cluster(Immortal, roles=ROLES):
         """Waits until there is room for more tasks, some seconds at most; whether there is."""
         if not await self.wait_for_room.step(batch):
             return True
-        came = await self.race(self.event(f"room {batch}"), self.sleep(timedelta(seconds=IDLE_S)))
+        came = await immortal.race(immortal.event(f"room {batch}"), immortal.sleep(timedelta(seconds=IDLE_S)))
         if came.index == 1:
             await self.stop_waiting.step(batch)
         return came.index == 0
@@ -112,7 +113,7 @@ class Cluster(Immortal, roles=ROLES):
 
     @query(raises=[BatchError])
     def progress(self, batch: str) -> Progress:
-        return self.dispatch.progress(batch, self.now_ns(), self.silence_s)
+        return self.dispatch.progress(batch, immortal.now_ns(), self.silence_s)
 
     @query
     def batches(self) -> list[str]:
@@ -143,7 +144,7 @@ class Cluster(Immortal, roles=ROLES):
         """Until there may be work for it, or some seconds are over."""
         wait_s = await self.rest.step(worker, functions)
         if wait_s:
-            came = await self.race(self.event(f"work {worker}"), self.sleep(timedelta(seconds=wait_s)))
+            came = await immortal.race(immortal.event(f"work {worker}"), immortal.sleep(timedelta(seconds=wait_s)))
             if came.index == 1:
                 await self.stop_resting.step(worker)
 
@@ -171,7 +172,7 @@ class Cluster(Immortal, roles=ROLES):
 
     def _listen(self, worker: str) -> None:
         self.dispatch.hear(worker)
-        self._pass_on(self.dispatch.listen(self.now_ns(), self.silence_s, self.deaths_max))
+        self._pass_on(self.dispatch.listen(immortal.now_ns(), self.silence_s, self.deaths_max))
 
     def _pass_on(self, responses: Sequence[Response]) -> None:
         """To the collectors."""
@@ -187,9 +188,9 @@ class Cluster(Immortal, roles=ROLES):
     def _call(self) -> None:
         """Those who wait for what there is now."""
         for worker in self.dispatch.called():
-            self.signal(f"work {worker}")
+            immortal.signal(f"work {worker}")
         for batch in self.dispatch.roomy():
-            self.signal(f"room {batch}")
+            immortal.signal(f"room {batch}")
 
 
 # Calls to an instance whose name is known only at run time: a batch names its collector.

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import msgspec
 
+import immortal
 from immortal.appsdk.handlers.decorators import query, rpc
 from immortal.appsdk.handlers.definition import ANY_INSTANCE
 from immortal.appsdk.immortal import Immortal
@@ -142,7 +143,7 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
         there = [event for event, number in waiting.items() if self._has_come(gathered, number)]
         for event in there:
             del waiting[event]
-            self.signal(event)
+            immortal.signal(event)
         if not waiting:
             self.readers.pop(batch, None)
 
@@ -185,7 +186,7 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
         gathered = self._known(batch, life)
         if self._has_come(gathered, number):
             return ""
-        event = f"{batch} {self.uuid4()}"
+        event = f"{batch} {immortal.uuid4()}"
         self.readers.setdefault(batch, {})[event] = number
         return event
 
@@ -202,7 +203,7 @@ class Collector(BaseCollector, roles={"reader": ["page", "watch"]}):
         """Until that result or the end before it has come, or some seconds are over."""
         event = await self.wait_for.step(batch, number, life)
         if event:
-            came = await self.race(self.event(event), self.sleep(timedelta(seconds=IDLE_S)))
+            came = await immortal.race(immortal.event(event), immortal.sleep(timedelta(seconds=IDLE_S)))
             if came.index == 1:
                 await self.stop_waiting.step(batch, event)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import immortal
 from immortal.appsdk.errors import Cancelled
 from immortal.appsdk.handlers.decorators import initial, query, rpc
 from immortal.appsdk.immortal import Immortal
@@ -81,10 +82,10 @@ class Queue(Immortal, roles=ROLES):
         told = False
         try:
             duration = timedelta(seconds=min(seconds, limits.WAIT_S_MAX))
-            told = (await self.race(self.event(_call(outcome.wait)), self.sleep(duration))).index == 0
+            told = (await immortal.race(immortal.event(_call(outcome.wait)), immortal.sleep(duration))).index == 0
         finally:
             if not told and not await self.look_no_more.step(task, outcome.wait):
-                await self.event(_call(outcome.wait))  # it came at the same moment, and would be kept
+                await immortal.event(_call(outcome.wait))  # it came at the same moment, and would be kept
         return await self.look.step(task, False)
 
     @rpc(raises=[UnknownTask])
@@ -105,10 +106,10 @@ class Queue(Immortal, roles=ROLES):
         offer = await self.say_ready.step(worker, session, functions, heartbeat_s, report)
         if offer.waits:
             try:
-                await self.event(_call(offer.call))
+                await immortal.event(_call(offer.call))
             except Cancelled:
                 if not await self.withdraw.step(offer.call):
-                    await self.event(_call(offer.call))  # it came at the same moment, and would be kept
+                    await immortal.event(_call(offer.call))  # it came at the same moment, and would be kept
                 raise
             offer = await self.take_offer.step(offer.call)
         if offer.superseded:
@@ -167,7 +168,7 @@ class Queue(Immortal, roles=ROLES):
 
     @query
     def overview(self, state: State) -> Overview:
-        return _overview(self.records, state, self.now_ns())
+        return _overview(self.records, state, immortal.now_ns())
 
     @query(raises=[UnknownTask])
     def task(self, task: int) -> TaskDetail:
@@ -190,17 +191,17 @@ class Queue(Immortal, roles=ROLES):
                 sleep_ns = await self.advance.step()
                 if sleep_ns:
                     duration = timedelta(microseconds=-(-sleep_ns // 1000))
-                    await self.race(self.event(_ALARM), self.sleep(duration))
+                    await immortal.race(immortal.event(_ALARM), immortal.sleep(duration))
                 else:
-                    await self.event(_ALARM)
+                    await immortal.event(_ALARM)
             except Cancelled:
                 continue  # without it nothing would ever be due
-        self.continue_as()
+        immortal.continue_as()
 
     @rpc
     def advance(self) -> int:
         """What is due happens. How long until something is: nanoseconds; 0: not before something else happens."""
-        now_ns = self.now_ns()
+        now_ns = immortal.now_ns()
         self.alarm_ns = _LOOKS
         self.scheduler.advance(now_ns)
         self._tell()
@@ -211,18 +212,18 @@ class Queue(Immortal, roles=ROLES):
     def _now(self) -> Iterator[int]:
         """The time of a handler. Who has waited for what happens in it goes on, also if it raises."""
         try:
-            yield self.now_ns()
+            yield immortal.now_ns()
         finally:
             self._tell()
 
     def _tell(self) -> None:
         for number in self.scheduler.woken:
-            self.signal(_call(number))
+            immortal.signal(_call(number))
         self.scheduler.woken.clear()
         due_ns = self.scheduler.next_due_ns()
         if due_ns is not None and self.alarm_ns != _LOOKS and (not self.alarm_ns or due_ns < self.alarm_ns):
             self.alarm_ns = _LOOKS
-            self.signal(_ALARM)
+            immortal.signal(_ALARM)
 
 
 def _call(number: int) -> str:

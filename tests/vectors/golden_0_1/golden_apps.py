@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 from uuid import UUID
 
+import immortal
 from immortal import (
     CalleeFailed,
     CallRefused,
@@ -115,9 +116,18 @@ class Store(Immortal, roles={"reader": ["total", "item"], "clerk": ["put"]}):
             raise TooMuchError(item.name, int(item.price))
         self.items[item.name] = item
         self.cache[item.name] = len(item.name)
-        self.numbers |= {self.random.randrange(1000), item.place.number}
-        self.drawn.append((self.random.random(), self.random.choice(sorted(self.numbers)), self.uuid4()))
-        self.exact[item.name] = (item.price, self.now(), {1, 2}, frozenset([3]), b"bytes", 2**80, (), self.uuid4())
+        self.numbers |= {immortal.random.randrange(1000), item.place.number}
+        self.drawn.append((immortal.random.random(), immortal.random.choice(sorted(self.numbers)), immortal.uuid4()))
+        self.exact[item.name] = (
+            item.price,
+            immortal.now(),
+            {1, 2},
+            frozenset([3]),
+            b"bytes",
+            2**80,
+            (),
+            immortal.uuid4(),
+        )
         return len(self.items)
 
     @rpc
@@ -221,7 +231,7 @@ class Teller(Grouped):
 
     @rpc
     async def stock(self, name: str, price: Decimal) -> int:
-        item = Item(name, Kind.TOY, price, {name}, Place("s", len(name)), self.now(), Money(7, "EUR"))
+        item = Item(name, Kind.TOY, price, {name}, Place("s", len(name)), immortal.now(), Money(7, "EUR"))
         try:
             return await self.store.put(item)
         except TooMuchError as error:
@@ -241,52 +251,52 @@ class Teller(Grouped):
             except (CalleeFailed, CallRefused) as failed:
                 await self.note("failures", f"{name}: {type(failed).__name__} {getattr(failed, 'type_name', '')}")
         self.store.fail.fork("nobody waits")
-        await self.sleep(timedelta(seconds="long"))  # type: ignore[arg-type]  # which fails this handler
+        await immortal.sleep(timedelta(seconds="long"))  # type: ignore[arg-type]  # which fails this handler
 
     @rpc
     async def sleeps(self) -> str:
-        await self.sleep(timedelta(seconds=40))
+        await immortal.sleep(timedelta(seconds=40))
         await self.note("sleeps", "woke")
         return "woken"
 
     @rpc
     async def decide(self, number: int) -> None:
-        answer = await self.race(self.event(f"decide {number}", bool), self.sleep(timedelta(days=2000)))
+        answer = await immortal.race(immortal.event(f"decide {number}", bool), immortal.sleep(timedelta(days=2000)))
         await self.note("decide", f"{number}: {answer}")
 
     @rpc
     def signals(self, number: int, value: bool) -> None:
-        self.signal(f"decide {number}", value)
+        immortal.signal(f"decide {number}", value)
 
     @rpc
     async def gathers(self) -> None:
-        found = await self.gather(
-            self.store.total(), self.event("gather", int), self.part("a"), self.note("gather", "-")
+        found = await immortal.gather(
+            self.store.total(), immortal.event("gather", int), self.part("a"), self.note("gather", "-")
         )
         await self.note("gather", f"{found}")
 
     async def part(self, text: str) -> str:
         first = await self.store.note(text)
-        value: int = await self.event("part", int)
+        value: int = await immortal.event("part", int)
         return f"{first} {value}"
 
     @rpc
     def signals_parts(self, value: int) -> None:
-        self.signal("gather", value)
-        self.signal("part", value + 1)
+        immortal.signal("gather", value)
+        immortal.signal("part", value + 1)
 
     @rpc
     def signals_nobody(self) -> None:
-        self.signal("nobody", Decimal("1.5"))
+        immortal.signal("nobody", Decimal("1.5"))
 
     @rpc
     async def takes_signal(self) -> Decimal:
-        value: Decimal = await self.event("nobody", Decimal)
+        value: Decimal = await immortal.event("nobody", Decimal)
         return value
 
     @rpc
     async def pays(self, customer: str) -> str:
-        careful = self.effect.options(raises=[CardRefusedError], timeout=timedelta(seconds=30))
+        careful = immortal.effect.options(raises=[CardRefusedError], timeout=timedelta(seconds=30))
         try:
             receipt, money = await careful(pay, customer, 500)
         except CardRefusedError as error:
@@ -300,50 +310,50 @@ class Teller(Grouped):
 
     @rpc
     async def pays_slowly(self) -> None:
-        await self.note("slow", await self.effect(slow, "slow"))
+        await self.note("slow", await immortal.effect(slow, "slow"))
 
     @rpc
     async def pays_flakily(self) -> None:
-        often = self.effect.options(
+        often = immortal.effect.options(
             retry=Retry(attempts=None, first_wait=timedelta(hours=1), max_wait=timedelta(hours=2))
         )
         await self.note("flaky", await often(flaky, "flaky"))
 
     @rpc
     async def polls(self, first: int) -> None:
-        value: int = await self.event("poll", int)
+        value: int = await immortal.event("poll", int)
         await self.note("polls", f"{first} {value}")
-        return self.continue_as(first + 1)  # type: ignore[no-any-return]
+        return immortal.continue_as(first + 1)  # type: ignore[no-any-return]
 
     @rpc
     def signals_poll(self, value: int) -> None:
-        self.signal("poll", value)
+        immortal.signal("poll", value)
 
     @rpc(limit=1, timeout=timedelta(days=3000))
     async def one_at_a_time(self, name: str) -> None:
-        await self.event(f"turn {name}", type(None))
+        await immortal.event(f"turn {name}", type(None))
         await self.note("turns", name)
 
     @rpc
     def signals_turn(self, name: str) -> None:
-        self.signal(f"turn {name}", None)
+        immortal.signal(f"turn {name}", None)
 
     @rpc
     async def is_cancelled(self) -> None:
         try:
-            await self.event("never", int)
+            await immortal.event("never", int)
         except Cancelled as cancelled:
             await self.note("cancelled", str(cancelled.reason))
             raise
 
     @rpc
     def trade(self, order: str) -> None:
-        self.multicast([self.b1, self.b2]).place.fork(order)
+        immortal.multicast([self.b1, self.b2]).place.fork(order)
         self.prices.place.fork(f"{order} of the group")
 
     @rpc
     async def trade_and_wait(self, order: str) -> None:
-        await self.note("trades", f"{len(await self.multicast([self.b1, self.b2]).place.all(order))}")
+        await self.note("trades", f"{len(await immortal.multicast([self.b1, self.b2]).place.all(order))}")
         await self.note("trades", f"{len(await self.prices.place.all(f'{order} of the group'))}")
 
     @rpc
@@ -410,21 +420,21 @@ class Exchange(Immortal, nodes=(Order,)):
 
     @impulse
     def open(self, text: str, size: int) -> None:
-        self.orders[text] = self.create_node(Order, text, size)
+        self.orders[text] = immortal.create_node(Order, text, size)
         self.broker.work_on.fork(text, self.orders[text])
         if text == "shared":
             self.b2.hold.fork(self.orders[text])
 
     @impulse
     def close(self, text: str) -> None:
-        self.destroy(self.orders.pop(text))
+        immortal.destroy(self.orders.pop(text))
 
     @query
     def all_trades(self) -> list[str]:
         return self.trades
 
     def on_last_release(self, handle: Handle[Order]) -> None:
-        self.trades.append(f"nobody works on {self.node_of(handle).text}")
+        self.trades.append(f"nobody works on {immortal.node_of(handle).text}")
 
 
 class Slip(Node):
@@ -460,13 +470,13 @@ class Broker(Immortal, nodes=(Slip,), serializer="pickle"):
     def work_on(self, text: str, order: Handle[Order]) -> None:
         self.working[text] = order
         order.fill.fork(3)
-        self.slips.append(self.create_node(Slip))
-        self.multicast([self.slips[-1]]).hear.fork(text)
+        self.slips.append(immortal.create_node(Slip))
+        immortal.multicast([self.slips[-1]]).hear.fork(text)
         self.finish.fork(text, order, self.slips[-1])
 
     @rpc
     async def finish(self, text: str, order: Handle[Order], slip: Handle[Slip]) -> None:
-        winner = await self.race(self.event(f"finish {text}", int), self.sleep(timedelta(days=2000)))
+        winner = await immortal.race(immortal.event(f"finish {text}", int), immortal.sleep(timedelta(days=2000)))
         left = await order.fill(winner.value or 0)
         await slip.hear(f"{text} {left}")
         await self.done(text, left, winner.index)
@@ -474,11 +484,11 @@ class Broker(Immortal, nodes=(Slip,), serializer="pickle"):
     @rpc
     def done(self, text: str, left: int, index: int) -> None:
         self.kept[text] = Winner(index, left)
-        self.release_handle(self.working.pop(text))
+        immortal.release_handle(self.working.pop(text))
 
     @rpc
     def signals(self, text: str, count: int) -> None:
-        self.signal(f"finish {text}", count)
+        immortal.signal(f"finish {text}", count)
 
     @query
     def show(self) -> str:
@@ -504,12 +514,12 @@ class Counter(Immortal):
 
     @rpc
     async def waits(self, name: str) -> None:
-        await self.event(name, type(None))
+        await immortal.event(name, type(None))
         await self.count(f"{name} came")
 
     @rpc
     def signals(self, name: str) -> None:
-        self.signal(name, None)
+        immortal.signal(name, None)
 
     @query
     def show(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import golden_apps
 
+import immortal
 from immortal import Immortal, query, rpc, upgrades
 
 
@@ -20,7 +21,7 @@ class Counter(Immortal):
     def upgrade(cls, old: golden_apps.Counter) -> Counter:
         new = cls()
         new.words = {word.upper(): count for word, count in old.words.items()}
-        new.lines = old.random.randrange(100)
+        new.lines = immortal.random.randrange(100)
         return new
 
     @rpc
@@ -31,12 +32,12 @@ class Counter(Immortal):
 
     @rpc
     async def waits(self, name: str) -> None:
-        await self.event(name, type(None))
+        await immortal.event(name, type(None))
         await self.count(f"{name} came")
 
     @rpc
     def signals(self, name: str) -> None:
-        self.signal(name, None)
+        immortal.signal(name, None)
 
     @query
     def show(self) -> str:

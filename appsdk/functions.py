@@ -1,0 +1,377 @@
+"""The functions that handlers use. Each function finds the handler that calls it.
+
+    started = immortal.now()
+    await immortal.sleep(timedelta(minutes=5))
+
+So the names in a class are the user's. :data:`immortal.appsdk.calls.user_code.running` says who runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import replace
+from datetime import datetime, timedelta
+from random import Random
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, overload
+
+from immortal.appsdk.calls.context import Context, datetime_of
+from immortal.appsdk.calls.failures import argument_mismatch, checked_raises
+from immortal.appsdk.calls.user_code import running
+from immortal.appsdk.effects.effect import EffectOptions, Retry
+from immortal.appsdk.errors import UsageError
+from immortal.appsdk.handlers.log import HandlerLog
+from immortal.appsdk.handlers.multicast import MulticastCache, destinations_of
+from immortal.appsdk.handlers.schedules import TIME_NS_MAX
+from immortal.appsdk.nodes.node import Node
+from immortal.appsdk.waiting.impulses import Effect
+from immortal.appsdk.waiting.operations import Event, Timer, encode_signal, event_name
+from immortal.appsdk.waiting.task import Task
+from immortal.appsdk.waiting.task_self import TaskMulticast, TaskSelf
+from immortal.appsdk.waiting.waits import Gather, Race, Winner, as_wait
+
+NAMES = (
+    *("at", "continue_as", "create_node", "destroy", "effect", "event", "gather", "holders_of", "logger", "multicast"),
+    *("node_of", "now", "now_ns", "race", "random", "release_handle", "revoke", "signal", "sleep", "uuid4"),
+)
+"""The names of the functions, which `immortal` has too."""
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+N = TypeVar("N", bound=Node)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+_RUNNERS = (Context, Task)  # a tuple takes half the time of a union
+
+
+def _runner(what: str) -> Any:
+    """Return the Task of an ``async def`` handler, or the Context of an instance. Raises UsageError: neither runs."""
+    found = running.get()
+    if isinstance(found, _RUNNERS):
+        return found
+    where = "no handler runs here" if found is None else "an effect's function is no part of what a replay repeats"
+    raise UsageError(
+        f"immortal.{what}: {where}: it is for handlers, and what they call; elsewhere use Python's modules 'time', "
+        f"'random', 'uuid', and give the app what it is to know: as an effect's result, an impulse or a call"
+    )
+
+
+def _task(what: str) -> Task:
+    found = _runner(what)
+    if not isinstance(found, Task):
+        raise UsageError(f"immortal.{what}: only an 'async def' handler waits: a 'def' handler runs to its end at once")
+    return found
+
+
+# --- what differs from run to run -------------------------------------------------------------------------------------
+
+
+def now() -> datetime:
+    """Return the time of the call that is being handled: aware, UTC, the same at each replay.
+
+    ``__init__`` gets the time of the first start; ``prepare`` and ``upgrade`` get that of the last call before. Raises
+    UsageError outside of handlers.
+    """
+    return datetime_of(_runner("now()").now_ns())
+
+
+def now_ns() -> int:
+    """Return the same time as :func:`now`, in nanoseconds since the Unix epoch. Raises UsageError."""
+    now_ns: int = _runner("now_ns()").now_ns()
+    return now_ns
+
+
+class _Random:
+    """Finds the stream of the place that looks up a method of :class:`random.Random`."""
+
+    def __getattribute__(self, name: str) -> Any:  # a third faster than __getattr__
+        if name.startswith("__"):
+            return object.__getattribute__(self, name)
+        return getattr(_runner("random").random_at(sys._getframe(1), name), name)
+
+
+if TYPE_CHECKING:
+    random: Random
+else:
+    random = _Random()
+"""``immortal.random.choice(...)``: random numbers that are the same at each replay. Each function has a stream of its
+own for each method that it calls. Raises UsageError outside of handlers."""
+
+
+def uuid4() -> uuid.UUID:
+    """Return a version 4 UUID, the same at each replay. Raises UsageError outside of handlers."""
+    stream = _runner("uuid4()").random_at(sys._getframe(1), None, b"uuid4")
+    return uuid.UUID(int=stream.getrandbits(128), version=4)
+
+
+logger = HandlerLog()
+"""``immortal.logger.info("took order", order=3)`` writes a line, and none where a replay handles the call again."""
+
+
+# --- for async handlers -----------------------------------------------------------------------------------------------
+
+
+def sleep(duration: timedelta) -> Awaitable[None]:
+    """``await immortal.sleep(timedelta(minutes=5))`` waits; the timer outlives crashes. Raises UsageError."""
+    task = _task("sleep")
+    if not isinstance(duration, timedelta):
+        raise UsageError(f"immortal.sleep({duration!r}): a timedelta was expected, such as timedelta(seconds=5)")
+    now_ns = task.now_ns()
+    return _timer(task, now_ns + duration // timedelta(microseconds=1) * 1000, now_ns)
+
+
+def at(moment: datetime) -> Awaitable[None]:
+    """``await immortal.at(moment)`` waits until ``moment``, an aware datetime. Raises UsageError."""
+    task = _task("at")
+    if not isinstance(moment, datetime) or moment.tzinfo is None:
+        raise UsageError(
+            f"immortal.at({moment!r}): a datetime with a time zone was expected, such as immortal.now() + "
+            f"timedelta(days=1)"
+        )
+    return _timer(task, (moment - datetime_of(0)) // timedelta(microseconds=1) * 1000)
+
+
+def _timer(task: Task, due_ns: int, began_ns: int | None = None) -> Timer:
+    if due_ns > TIME_NS_MAX:
+        raise UsageError("a timer can be set up to the year 2262: wait for an earlier time, and then again")
+    return Timer(task, max(due_ns, 0), began_ns)
+
+
+@overload
+def gather(first: Awaitable[A], /) -> Awaitable[tuple[A]]: ...
+@overload
+def gather(first: Awaitable[A], second: Awaitable[B], /) -> Awaitable[tuple[A, B]]: ...
+@overload
+def gather(first: Awaitable[A], second: Awaitable[B], third: Awaitable[C], /) -> Awaitable[tuple[A, B, C]]: ...
+@overload
+def gather(*awaitables: Awaitable[A]) -> Awaitable[tuple[A, ...]]: ...
+def gather(*awaitables: Awaitable[Any]) -> Awaitable[tuple[Any, ...]]:
+    """``await immortal.gather(one, two)`` waits for all and returns their values. The first error gives up the others.
+
+    Takes calls, timers, events, steps, other gathers and races, and coroutines of one's own. Raises UsageError.
+    """
+    task = _task("gather")
+    return Gather(task, [as_wait(task, awaitable) for awaitable in awaitables])
+
+
+@overload
+def race(*awaitables: Awaitable[A]) -> Awaitable[Winner[A]]: ...
+@overload
+def race(*awaitables: Awaitable[Any]) -> Awaitable[Winner[Any]]: ...
+def race(*awaitables: Awaitable[Any]) -> Awaitable[Winner[Any]]:
+    """``await immortal.race(one, two)`` returns the first that is done, with its value, and gives up the others.
+
+    A call that has lost is executed all the same. Takes what :func:`gather` takes. Raises UsageError.
+    """
+    task = _task("race")
+    if not awaitables:
+        raise UsageError("immortal.race(): nothing takes part, so nobody could win")
+    return Race(task, [as_wait(task, awaitable) for awaitable in awaitables])
+
+
+@overload
+def event(name: str) -> Awaitable[Any]: ...
+@overload
+def event(name: str, kind: type[A]) -> Awaitable[A]: ...
+def event(name: str, kind: Any = Any) -> Awaitable[Any]:
+    """``await immortal.event("approved", bool)`` waits for a signal and returns its value, of the type ``kind``.
+
+    Each signal is for one who waits, the one that has waited longest. Raises UsageError.
+    """
+    task = _task("event")
+    return Event(task, event_name("immortal.event", name), task.tasks.event_decoder(kind))
+
+
+def continue_as(*arguments: Any, **keywords: Any) -> NoReturn:
+    """``return immortal.continue_as(...)`` begins this handler again, with these arguments and an empty journal.
+
+    Raises TypeError for arguments that it does not take, UsageError.
+    """
+    task = _task("continue_as")
+    codec = task.tasks.codec(task.handler)
+    try:
+        _, encoded = codec.encoded(codec.bind(arguments, keywords), keeps_types=task.keeps_types)
+    except TypeError as error:
+        raise TypeError(f"immortal.continue_as: {error}") from None
+    try:
+        codec.decode(encoded)
+    except Exception as error:
+        raise TypeError(f"immortal.continue_as: {argument_mismatch(codec, error, encoded, 0)}") from None
+    task.continue_as(encoded)
+
+
+class Effects:
+    """The class of ``immortal.effect``, which runs work in the outside world: ``await immortal.effect(fetch, url)``."""
+
+    __slots__ = ("_options",)
+
+    def __init__(self, options: EffectOptions | None = None) -> None:
+        self._options = options or EffectOptions()
+
+    @overload
+    def __call__(
+        self, function: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[R]: ...
+    @overload
+    def __call__(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+        """``await immortal.effect(fetch, url)`` runs ``fetch`` outside and returns its result.
+
+        ``function`` is a plain one of a module, with annotations: a ``def`` runs in a thread, an ``async def`` on an
+        asyncio loop. It gets copies of its arguments. It is run at least once; its result is seen exactly once.
+        Raises EffectFailed, and what the options declare; UsageError, TypeError for what can't be run.
+        """
+        task = _task("effect")
+        found = task.tasks.effects.function(function)
+        return Effect(task, found, found.codec.bind(args, kwargs), self._options)
+
+    def options(
+        self,
+        *,
+        retry: Retry | None = None,
+        timeout: timedelta | None = None,
+        raises: Iterable[type[Exception]] | None = None,
+        key: str | None = None,
+    ) -> Effects:
+        """Return ``immortal.effect`` with these options in place of its own. Raises UsageError, DefinitionError.
+
+        ``retry``: by default, one attempt. ``timeout``: of each attempt. ``raises``: exceptions that are raised in the
+        handler as what they are, at once; all others become EffectFailed. ``key``: in place of the key that the SDK
+        makes (see :func:`~immortal.effect_context`).
+        """
+        options = self._options
+        if retry is not None:
+            if not isinstance(retry, Retry):
+                raise UsageError(f"immortal.effect.options(retry={retry!r}): Retry(attempts=...) was expected")
+            options = replace(options, retry=retry)
+        if timeout is not None:
+            if not isinstance(timeout, timedelta) or timeout <= timedelta():
+                raise UsageError(
+                    f"immortal.effect.options(timeout={timeout!r}): a timedelta was expected, such as "
+                    f"timedelta(seconds=5)"
+                )
+            options = replace(options, timeout=timeout)
+        if raises is not None:
+            options = replace(options, raises=checked_raises("immortal.effect.options", raises))
+        if key is not None:
+            if not isinstance(key, str) or not key:
+                raise UsageError(f"immortal.effect.options(key={key!r}): a str was expected that is not empty")
+            options = replace(options, key=key)
+        return Effects(options)
+
+
+effect = Effects()
+
+
+# --- for all handlers -------------------------------------------------------------------------------------------------
+
+
+def _beside_a_coordinator(found: Any, what: str) -> Any:
+    """Return ``found``, a part of a Context. Raises UsageError where it is None."""
+    if found is None:
+        raise UsageError(f"immortal.{what}: this instance does not run beside a coordinator")
+    return found
+
+
+def signal(name: str, value: Any = None) -> None:
+    """Give ``value`` to the handler that has waited longest in ``immortal.event(name)``, or keep it for the next.
+
+    Raises TypeError for a value that can't be encoded, UsageError outside of handlers.
+    """
+    task = _runner("signal")
+    if isinstance(task, Context):
+        _beside_a_coordinator(task.tasks, "signal").signal(name, value)
+        return
+    name = event_name("immortal.signal", name)
+    encoded = encode_signal(name, value)
+    if task.is_silent:
+        return
+    tasks = task.tasks
+    if tasks.signals_have_limit:
+        try:
+            tasks.events.require_room(name, encoded)
+        except UsageError as error:  # the handler ends, whatever it catches: a rebuild would not refuse it again
+            raise task.abandon(error) from error
+    tasks.events.signal(name, encoded)
+
+
+def multicast(targets: Iterable[type[A]]) -> type[A]:
+    """``immortal.multicast([self.a, self.b]).count.fork("text")`` calls all of them, in one order for everybody.
+
+    Two instances that get the same two multicasts get them in the same order, and an effect never comes before its
+    cause; see ``docs/guide/ordering.md``. ``targets``: peers of one class or of several with that handler, and
+    ``type(self)`` for this instance too. In an ``async def`` handler
+    ``await immortal.multicast([...]).count("text")`` gives all answers, in the order of the targets. Raises UsageError.
+    """
+    found: Any = _runner("multicast")
+    if isinstance(found, Task):
+        context, cls = found.tasks.context, found.tasks.definition.cls
+        given: list[Any] = list(targets)
+        given = [cls if one is TaskSelf or type(one) is TaskSelf else one for one in given]
+        destinations: Any = TaskMulticast(found, destinations_of(context, given))
+    else:
+        multicasts = _beside_a_coordinator(found.multicasts, "multicast")
+        if multicasts.proxies is None:
+            multicasts.proxies = MulticastCache(found)
+        destinations = multicasts.proxies.of(targets)
+    return destinations  # type: ignore[no-any-return]
+
+
+# --- nodes and handles: docs/guide/nodes.md ---------------------------------------------------------------------------
+
+
+def _nodes(what: str) -> Any:
+    found = _runner(what)
+    if isinstance(found, Task):
+        raise UsageError(
+            f"immortal.{what}: an async handler touches no nodes, as others change them while it waits: move this into "
+            f"a 'def' handler (@rpc) and await that: await self.<handler>(...)"
+        )
+    return _beside_a_coordinator(found.nodes, what)
+
+
+def create_node(cls: Callable[P, N], /, *args: P.args, **kwargs: P.kwargs) -> type[N]:
+    """``immortal.create_node(Order, "GOLD")`` makes a node and returns its handle, an ``immortal.Handle[Order]``.
+
+    Only who is passed the handle can call it. Raises UsageError, DefinitionError, what ``__init__`` raises.
+    """
+    found: type[N] = _nodes("create_node").create(cls, args, kwargs)
+    return found
+
+
+def node_of(handle: type[N]) -> N:
+    """Return the node of a handle that is this instance's own. Raises UsageError."""
+    found: N = _nodes("node_of").node_of(handle)
+    return found
+
+
+def destroy(handle: type[Node]) -> None:
+    """End a node of this instance. Calls that come before this in the order are delivered, later ones are not.
+
+    All holders hear of it in that order (``on_destroyed``). Raises UsageError.
+    """
+    _nodes("destroy").destroy(handle)
+
+
+def revoke(handle: type[N], holder: Any = None) -> type[N]:
+    """End ``handle``, of a node of this instance, for ``holder`` (a peer or its name; None: all).
+
+    Returns a handle that leads to the node. Raises UsageError.
+    """
+    found: type[N] = _nodes("revoke").revoke(handle, holder)
+    return found
+
+
+def release_handle(handle: type[Node]) -> None:
+    """Let go of ``handle``, of another instance's node; do nothing if it is not held. Raises UsageError."""
+    _nodes("release_handle").release_handle(handle)
+
+
+def holders_of(handle: type[Node]) -> list[str]:
+    """Return the names of the known holders of ``handle``, of a node of this instance. Raises UsageError."""
+    found: list[str] = _nodes("holders_of").holders_of(handle)
+    return found
