@@ -11,7 +11,7 @@ from immortal.bench.calls import IDLE_PEERS, TurnCosts
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.parts import Components
 from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers, SetClock
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.log.memory import MemoryLogStore
@@ -82,7 +82,7 @@ class _Core:
     def __init__(self, peers: int) -> None:
         inbox: list[ev.Event] = []
         log = PlainLog(MemoryLogStore(1), inbox)
-        machine = Machine(Parts("a"))
+        machine = Machine(Components("a"))
         self._log, self._peers = log, _Peers()
         self._driver = Driver(machine, inbox, PlainApp(), self._peers, log, SetClock(NOW_NS), PlainHost())
         self._driver.start()

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from immortal.coordinator.core.errors import LogError
-from immortal.coordinator.core.formatting import CallText, Methods, call_in_words, format_counted_method, method_name
+from immortal.coordinator.core.formatting import CallText, Methods, format_call, format_counted_method, method_name
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log import LogReader
 from immortal.coordinator.log.record_contents import message_at, record_of
@@ -147,7 +147,7 @@ class Report:
         except LogError:  # trimmed meanwhile
             return None
         message = None if value is None else message_at(record_of(value).content, key[1])
-        return None if message is None else call_in_words(message, "", self._methods)
+        return None if message is None else format_call(message, "", self._methods)
 
     def _exception(self, side: Side) -> Values | None:
         result = self._outcome.results.get(side)

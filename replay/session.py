@@ -302,13 +302,13 @@ class ReplaySession:
 
     def receive(self, data: bytes) -> Iterator[Event]:
         """Bytes from the app. Raises RemoteProtocolError, UpgradeFailedError, StateUnsavedError."""
-        was_heard = self._app.heard
+        was_heard = self._app.has_spoken
         self._reader.receive_data(data)
         while self.phase is not Phase.DONE and (event := self._reader.next_event()) is not None:
             if isinstance(event, Message):
                 yield from self._message(event)
             elif isinstance(event, BlobStart):
-                if not self._app.heard:
+                if not self._app.has_spoken:
                     self._hear(None)
                 self._require_asked()
             elif isinstance(event, BlobData):
@@ -320,7 +320,7 @@ class ReplaySession:
             yield NumbersDrawn(None)
 
     def _message(self, message: Message) -> Iterable[Event]:
-        if not self._app.heard:
+        if not self._app.has_spoken:
             self._hear(message)
             if message.message_type == MessageType.HELLO:
                 return ()
@@ -372,7 +372,7 @@ class ReplaySession:
 
     def _hear(self, message: Message | None) -> None:
         """The app's first message (None: a blob): is it the kind of app that the log was begun with?"""
-        self._app.hear(message)
+        self._app.note_first_message(message)
         time = MessageType.RECORD_TIME
         logged, asked = time in (self._summary.extensions or ()), time in self._app.extensions
         if logged != asked:

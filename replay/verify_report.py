@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from immortal.coordinator.core.formatting import CallText, Methods, call_in_words, format_divergence, method_name
+from immortal.coordinator.core.formatting import CallText, Methods, format_call, format_divergence, method_name
 from immortal.coordinator.core.output.output_check import Divergence
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import message_at, record_of
@@ -100,7 +100,7 @@ class Report:
         )
 
     def _call(self, message: bytes, finding: OutputDivergence) -> str:
-        return call_in_words(message, finding.destination, self._methods)
+        return format_call(message, finding.destination, self._methods)
 
     def _both(self, destination: str, difference: Difference) -> tuple[str, str]:
         """Both calls whole; of large ones the part where they differ."""
@@ -124,7 +124,7 @@ class Report:
         try:
             for value in self._source.values(origin.sequence_id, origin.sequence_id):
                 message = message_at(record_of(value).content, origin.message_index)
-                return call_in_words(message, "", self._methods) if message is not None else ""
+                return format_call(message, "", self._methods) if message is not None else ""
         except ImmortalError:
             pass  # trimmed meanwhile: the report does without
         return ""

@@ -18,7 +18,7 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.parts import Components
 from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.log.memory import MemoryLogStore
@@ -83,7 +83,7 @@ class Node:
     def start(self) -> None:
         """Coordinator and app begin, from what the log has."""
         self.failure = None
-        machine = Machine(Parts(self.name, LIMITS, self.upgrade_to))
+        machine = Machine(Components(self.name, LIMITS, self.upgrade_to))
         inbox: list[ev.Event] = []
         self._log = PlainLog(self.store, inbox)
         self._driver = Driver(

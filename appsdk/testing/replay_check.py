@@ -19,7 +19,7 @@ from immortal.appsdk.running.local_app import LocalApp
 from immortal.appsdk.state.tree import differences
 from immortal.appsdk.testing.outside import OUTSIDERS
 from immortal.coordinator.core.errors import require
-from immortal.coordinator.core.formatting import call_in_words
+from immortal.coordinator.core.formatting import format_call
 from immortal.coordinator.core.interfaces import CheckpointHeader
 from immortal.coordinator.instances.own_logs import refuse_pickle
 from immortal.coordinator.log import open_reader
@@ -237,7 +237,7 @@ def _first_unsteady(source: RecordSource, section: VerifySection, definition: De
             content = record_of(value).content
             for index in range(BLAMED_MESSAGES_MAX):
                 if (message := message_at(content, index)) is not None:
-                    calls.append(call_in_words(message, "", description.methods if description else {}))
+                    calls.append(format_call(message, "", description.methods if description else {}))
         return f"record {sequence_id}: {', '.join(calls)}"
     return ""
 

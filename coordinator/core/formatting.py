@@ -27,7 +27,7 @@ Methods = Mapping[tuple[str, int], str]
 ARGUMENTS_SIZE_MAX = 200  # characters
 
 
-def call_in_words(message: bytes, destination: str, methods: Methods) -> str:
+def format_call(message: bytes, destination: str, methods: Methods) -> str:
     """One RPC message in incoming form: ``Counter.count('the', 3)``, or ``the answer 3 of Counter.total to call 17``.
 
     The arguments of an app that names its methods are a MessagePack array; others are shown in hex.
@@ -58,7 +58,7 @@ class CallText:
 
         ``size_max``: of the arguments, in characters; None: all of them.
         """
-        return cls(rpc.method_id, rpc.kind, *_around_the_name(rpc, is_msgpack, size_max))
+        return cls(rpc.method_id, rpc.kind, *_around_name(rpc, is_msgpack, size_max))
 
     def with_method(self, name: str | None) -> str:
         return f"{self.front}{name or f'method {self.method_id}'}{self.behind}"
@@ -89,7 +89,7 @@ def format_counted_method(method_id: int, kind: int, destination: str, methods: 
     return f"exceptions of {name}" if kind == RpcKind.RAISED else f"answers of {name}"
 
 
-def _around_the_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tuple[str, str]:
+def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tuple[str, str]:
     try:
         values = decoding.decode_shown(rpc.arguments) if is_msgpack else None
     except decoding.DecodeError:
@@ -127,15 +127,15 @@ def format_divergence(divergence: Divergence, name: str, methods: Methods, shown
     else:
         text += f"{span} are others now" if first != last else f"{span} is another one now"
     parts = [
-        f"{when}: {_calls_in_words(calls, divergence.destination, methods, shown)}"
+        f"{when}: {_format_calls(calls, divergence.destination, methods, shown)}"
         for when, calls in (("then", divergence.logged), ("now", divergence.made))
         if calls
     ]
     return f"{text} ({'; '.join(parts)})" if parts else text
 
 
-def _calls_in_words(calls: Sequence[tuple[int, bytes]], destination: str, methods: Methods, shown: int) -> str:
-    words = [f"{position}: {call_in_words(message, destination, methods)}" for position, message in calls[:shown]]
+def _format_calls(calls: Sequence[tuple[int, bytes]], destination: str, methods: Methods, shown: int) -> str:
+    words = [f"{position}: {format_call(message, destination, methods)}" for position, message in calls[:shown]]
     more = len(calls) - len(words)
     return f"{'; '.join(words)}{f'; and {more} more' if more > 0 else ''}"
 

@@ -18,8 +18,8 @@ from immortal.coordinator.core.effects import Commit, Effect, ReadCheckpointChun
 from immortal.coordinator.core.errors import FencedError
 from immortal.coordinator.core.life_cycle.recovery import BEHIND
 from immortal.coordinator.core.life_cycle.session import NORMAL, RECOVERED, WORKS, Phase, Step
-from immortal.coordinator.core.parts import Parts
-from immortal.coordinator.core.status import View
+from immortal.coordinator.core.parts import Components
+from immortal.coordinator.core.status import StatusView
 from immortal.protocol.client_frames import CLIENTS, ClientFrameType
 from immortal.protocol.errors import ImmortalError, RemoteProtocolError
 from immortal.protocol.messages import MessageType
@@ -31,18 +31,18 @@ class Machine:
     ``view``: what operators ask.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Components) -> None:
         self.stopped = False
         self.parts = parts
-        self.view = View(parts)
+        self.view = StatusView(parts)
         self.name, self.limits, self.running = parts.name, parts.limits, parts.running
-        self.right, self.epoch = parts.right, parts.epoch
+        self.write_lease, self.epoch = parts.write_lease, parts.epoch
         self._turn, self._session, self._log, self._peers = parts.turn, parts.session, parts.log, parts.peers
-        self._committing = committing = LogCommitter(parts)
+        self._committer = committer = LogCommitter(parts)
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.Started: parts.failover.started,
-            ev.WriteLeaseHeld: parts.failover.held,
-            ev.WriteLeaseGranted: self._right_granted,
+            ev.WriteLeaseHeld: parts.failover.lease_held,
+            ev.WriteLeaseGranted: self._lease_granted,
             ev.AppConnected: parts.lifecycle.connected,
             ev.AppData: parts.inbox.received,
             ev.AppSent: self._app_sent,
@@ -52,32 +52,32 @@ class Machine:
             ev.PermissionsChanged: self._permissions_changed,
             ev.PeerReplied: self._peer_replied,
             ev.PeerMoved: self._peer_moved,
-            ev.PeerReset: parts.resets.peer_reset,
-            ev.Reclaimed: parts.resets.reclaimed,
+            ev.PeerReset: parts.peer_resets.peer_reset,
+            ev.Reclaimed: parts.peer_resets.reclaimed,
             ev.LettersDropped: parts.operator.drop,
             ev.LettersRetried: parts.operator.retry,
             ev.MessageSkipped: parts.operator.skip,
-            ev.InstancePaused: parts.pausing.pause,
-            ev.InstanceResumed: parts.pausing.resume,
-            ev.HandlersAsked: parts.waiting.ask,
-            ev.HandlerOrdered: parts.waiting.order,
-            ev.Committed: committing.committed,
-            ev.ChunkWritten: committing.chunk_written,
+            ev.InstancePaused: parts.pause.requested,
+            ev.InstanceResumed: parts.pause.resume_requested,
+            ev.HandlersAsked: parts.waiting_handlers.ask,
+            ev.HandlerOrdered: parts.waiting_handlers.order,
+            ev.Committed: committer.committed,
+            ev.ChunkWritten: committer.chunk_written,
             ev.StandbysChanged: parts.snapshot_receiver.standbys_changed,
-            ev.CheckpointOffered: parts.snapshot_receiver.offered,
-            ev.CheckpointAsked: parts.snapshot_sender.asked,
+            ev.CheckpointOffered: parts.snapshot_receiver.checkpoint_offered,
+            ev.CheckpointAsked: parts.snapshot_sender.checkpoint_asked,
             ev.ChunkOffered: parts.snapshot_sender.chunk_offered,
-            ev.LogLoaded: committing.was_read(self._log_loaded),
-            ev.CheckpointChecked: committing.was_read(self._checkpoint_checked),
-            ev.CheckpointChunkRead: committing.was_read(parts.feeding.checkpoint_chunk_read),
-            ev.RecordsRead: committing.was_read(parts.feeding.records_read),
-            ev.SpilledRead: committing.was_read(self._spilled_read),
-            ev.LettersRead: committing.was_read(parts.operator.letters_read),
-            ev.TailRead: committing.tail_read,
-            ev.Fenced: committing.fenced,
-            ev.LogMeasured: committing.log_measured,
-            ev.LogFailed: committing.log_failed,
-            ev.CheckpointRequested: committing.checkpoint_requested,
+            ev.LogLoaded: committer.was_read(self._log_loaded),
+            ev.CheckpointChecked: committer.was_read(self._checkpoint_checked),
+            ev.CheckpointChunkRead: committer.was_read(parts.record_feeder.checkpoint_chunk_read),
+            ev.RecordsRead: committer.was_read(parts.record_feeder.records_read),
+            ev.SpilledRead: committer.was_read(self._spilled_read),
+            ev.LettersRead: committer.was_read(parts.operator.letters_read),
+            ev.TailRead: committer.tail_read,
+            ev.Fenced: committer.fenced,
+            ev.LogMeasured: committer.log_measured,
+            ev.LogFailed: committer.log_failed,
+            ev.CheckpointRequested: committer.checkpoint_requested,
             ev.Tick: self._tick,
             ev.ClockMoved: parts.app_clock.moved,
             ev.StopRequested: self._stop_requested,
@@ -130,18 +130,18 @@ class Machine:
         peers, clients = self._peers, self.parts.clients
         if self.parts.lifecycle.proof is BEHIND:
             self.parts.lifecycle.check_replay_complete()
-        if self.parts.failover.waits:
-            self.parts.failover.go_on()
-            self.parts.feeding.feed()
-            self.parts.failover.go_on()  # that may have brought the app to where it follows
+        if self.parts.failover.has_work:
+            self.parts.failover.advance()
+            self.parts.record_feeder.feed()
+            self.parts.failover.advance()  # that may have brought the app to where it follows
         else:
-            self.parts.feeding.feed()
-        if self.parts.snapshot_sender.waits:
-            self.parts.snapshot_sender.go_on()
-        if self.parts.waiting.waits:
-            self.parts.waiting.go_on()
-        if self.parts.queries.waits:
-            self.parts.queries.go_on()
+            self.parts.record_feeder.feed()
+        if self.parts.snapshot_sender.has_work:
+            self.parts.snapshot_sender.advance()
+        if self.parts.waiting_handlers.has_work:
+            self.parts.waiting_handlers.advance()
+        if self.parts.queries.has_work:
+            self.parts.queries.advance()
         if self.parts.impulses.held_bytes:
             self.parts.inbox.admit_impulses()
         if peers.turns.waiting_bytes:
@@ -151,30 +151,30 @@ class Machine:
             clients.answered(answers)
         clients.flush()
         if self.parts.snapshot_receiver.is_under_way and self._session.phase is NORMAL:
-            self.parts.snapshot_receiver.go_on()
+            self.parts.snapshot_receiver.advance()
         while self._log.commits_next:
-            self._committing.commit(now_ns)
+            self._committer.commit(now_ns)
 
     def _settle(self, now_ns: int) -> None:
         if self._session.phase is NORMAL and self.parts.checkpoints.settled:
-            self.parts.taking.ask_if_due()
-        self.parts.back_pressure.look()
-        self.parts.wakes.schedule_wakes(self._peers, now_ns)
-        stopping = self.parts.stopping
-        if stopping.said_goodbye and self._session.unsent_bytes <= 0:
+            self.parts.checkpoint_taker.ask_if_due()
+        self.parts.back_pressure.update()
+        self.parts.timers.schedule_wakes(self._peers, now_ns)
+        shutdown = self.parts.shutdown
+        if shutdown.said_goodbye and self._session.unsent_bytes <= 0:
             self._stop(None)
-        elif stopping.hands_over and self._log.is_idle:
-            stopping.report_stop_reason()
+        elif shutdown.hands_over and self._log.is_idle:
+            shutdown.report_stop_reason()
             self._stop(None)
 
     # --- the log -----------------------------------------------------------------------------------------------------
 
-    def _right_granted(self, event: ev.WriteLeaseGranted) -> None:
-        self.parts.failover.granted(event)
+    def _lease_granted(self, event: ev.WriteLeaseGranted) -> None:
+        self.parts.failover.lease_granted(event)
         self.parts.snapshot_sender.took_over()
 
     def _checkpoint_checked(self, event: ev.CheckpointChecked) -> None:
-        if not self.parts.snapshot_receiver.checked(event):
+        if not self.parts.snapshot_receiver.checkpoint_checked(event):
             self.parts.lifecycle.checkpoint_checked(event)
 
     def _log_loaded(self, event: ev.LogLoaded) -> None:
@@ -189,37 +189,37 @@ class Machine:
     @property
     def waits_for_room(self) -> bool:
         """The log has too little: to be measured again although nothing happens."""
-        return bool(self.parts.log_room.full)
+        return bool(self.parts.log_capacity.full)
 
     # --- the app's connection ----------------------------------------------------------------------------------------
 
     @property
     def waits_for_app(self) -> bool:
         """Whether an AppSent would change anything now, or may as well come with the next event."""
-        return self._session.unsent_bytes >= self.limits.app_window_bytes or self.parts.stopping.said_goodbye
+        return self._session.unsent_bytes >= self.limits.app_window_bytes or self.parts.shutdown.said_goodbye
 
     def _app_sent(self, event: ev.AppSent) -> None:
         self._session.unsent_bytes -= event.size_bytes
 
     def _app_closed(self, event: ev.AppClosed) -> None:
-        session, turn, stopping = self._session, self._turn, self.parts.stopping
+        session, turn, shutdown = self._session, self._turn, self.parts.shutdown
         if session.phase is Phase.WAITING:
             return
         if not session.refused and (session.reader.buffered_bytes or session.reader.inside_blob):
             turn.report(notices.AppCutOff())
-        if stopping.said_goodbye:
+        if shutdown.said_goodbye:
             self._stop(None)
             return
         turn.report(notices.AppGone(session.phase.value))
         self.parts.upgrades.app_lost()
         # While it was not read, something that it had sent may be lost.
-        at_query = self.parts.failing.died_at_query(stopping=stopping.asked)
-        self.parts.failing.app_lost(stopping=stopping.asked, all_heard=not self.parts.back_pressure.paused)
-        caller, deaths = self.parts.failing.watch.died_of
-        self.parts.failing.caused_deaths(self.parts.clients.who_is(caller), deaths, turn.now_ns)
+        at_query = self.parts.call_failures.died_at_query(stopping=shutdown.is_requested)
+        self.parts.call_failures.app_lost(stopping=shutdown.is_requested, all_heard=not self.parts.back_pressure.paused)
+        caller, deaths = self.parts.call_failures.poison_guard.died_of
+        self.parts.call_failures.caused_deaths(self.parts.clients.who_is(caller), deaths, turn.now_ns)
         self.parts.operator.app_lost()
-        self.parts.saving.app_lost()
-        self.parts.waiting.app_lost()
+        self.parts.unsaved_state.app_lost()
+        self.parts.waiting_handlers.app_lost()
         self.parts.queries.app_lost(at_query=at_query)
         session.advance(Step.APP_LOST)
         session.connect()
@@ -233,7 +233,7 @@ class Machine:
         self.parts.lifecycle.app_lost()
         self.parts.back_pressure.paused = False
         self.parts.impulses.forget()
-        if stopping.asked:
+        if shutdown.is_requested:
             self._stop(None)
 
     # --- peers and clients -------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class Machine:
             self._peers.wants_replies
             or self.parts.back_pressure.paused
             or self.parts.lifecycle.is_cut
-            or self.parts.stopping.asked
+            or self.parts.shutdown.is_requested
         )
 
     def _peer_frame_received(self, event: ev.PeerFrameReceived) -> None:
@@ -257,7 +257,7 @@ class Machine:
             self.parts.queries.received(event.token, event.frame, event.caller)
             return
         if event.frame.frame_type is ClientFrameType.REQUEST:
-            self._peers.turns.heard(CLIENTS, now_ns)
+            self._peers.turns.note_sender(CLIENTS, now_ns)
         self.parts.clients.received(event.token, event.frame, now_ns, event.caller)
 
     def _permissions_changed(self, event: ev.PermissionsChanged) -> None:
@@ -279,27 +279,27 @@ class Machine:
 
     def _tick(self, event: ev.Tick) -> None:
         """Time has passed. Whether a checkpoint is due is looked at in each turn."""
-        self.parts.access.tick()
-        self.parts.wakes.tick(self._turn.now_ns, self._peers.retry_failed, self._answer_parked)
+        self.parts.log_requests.tick()
+        self.parts.timers.tick(self._turn.now_ns, self._peers.retry_failed, self._answer_parked)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _stop_requested(self, event: ev.StopRequested) -> None:
-        stopping = self.parts.stopping
-        if stopping.asked:
+        shutdown = self.parts.shutdown
+        if shutdown.is_requested:
             return
-        stopping.ask(hands_over=event.hands_over and self._session.phase in WORKS)
+        shutdown.request(hands_over=event.hands_over and self._session.phase in WORKS)
         self._peers.accepting = self.parts.clients.accepting = False
-        self.parts.failing.stop_asked(self._turn.now_ns)
+        self.parts.call_failures.stop_asked(self._turn.now_ns)
         if self._session.phase not in RECOVERED:
-            stopping.report_stop_reason()
+            shutdown.report_stop_reason()
             self._stop(None)
 
     def _stop(self, error: ImmortalError | None) -> None:
         if self.stopped:
             return
         if error is not None and self._session.phase is not Phase.WAITING:
-            self.parts.outbox.say(MessageType.REFUSAL, f"the coordinator stops: {error}")
+            self.parts.outbox.send_text(MessageType.REFUSAL, f"the coordinator stops: {error}")
         self.stopped = True
         self._session.advance(Step.STOP)
         self._turn.effects.append(Stop(error))
@@ -311,10 +311,10 @@ class Machine:
 class LogCommitter:
     """Of the machine that has these parts. What there is no way on from is raised, an ImmortalError."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Components) -> None:
         self._parts = parts
         self._turn, self._session, self._peers = parts.turn, parts.session, parts.peers
-        self._log, self._access, self._checkpoints = parts.log, parts.access, parts.checkpoints
+        self._log, self._log_requests, self._checkpoints = parts.log, parts.log_requests, parts.checkpoints
 
     def commit(self, now_ns: int) -> None:
         """What is to become durable next, if there is anything."""
@@ -324,24 +324,24 @@ class LogCommitter:
         marked = self._session.phase in WORKS and log.seals_next
         group = log.next_commit(now_ns, self._peers.new_marks(log.next_ticket) if marked else {})
         if group is not None:
-            expected_last, fence = group.expected_last_sequence_id, parts.right.fence
-            self._access.write(Commit(group.ticket, group.transaction, group.size_bytes, expected_last, fence))
+            expected_last, fence = group.expected_last_sequence_id, parts.write_lease.fence
+            self._log_requests.write(Commit(group.ticket, group.transaction, group.size_bytes, expected_last, fence))
 
     def committed(self, event: ev.Committed) -> None:
         parts = self._parts
-        self._access.written()
+        self._log_requests.write_done()
         ticket, now_ns, peers = event.ticket, self._turn.now_ns, self._peers
         group = self._log.committed(ticket)
         peers.turns.committed(ticket, now_ns)
         transaction = group.transaction
         if group.impulses_accepted:
             self._session.note_accepted(group.impulses_accepted, self._log.durable_sequence_id)
-        parts.feeding.committed(group)
+        parts.record_feeder.committed(group)
         if transaction.sources:
             peers.became_durable(transaction.sources.items(), now_ns)
         if CLIENTS in transaction.acknowledged:
             peers.answers_durable(transaction.acknowledged[CLIENTS])
-        parts.resets.committed(ticket)
+        parts.peer_resets.committed(ticket)
         parts.operator.committed(ticket)
         if transaction.epoch is not None:
             self._turn.report(notices.NewEpoch(transaction.epoch))
@@ -353,17 +353,17 @@ class LogCommitter:
         if transaction.version is not None:
             parts.upgrades.began(transaction.version)
         if transaction.checkpoint is not None:
-            parts.taking.durable(transaction.checkpoint, adopted=transaction.adopts)
+            parts.checkpoint_taker.durable(transaction.checkpoint, adopted=transaction.adopts)
 
     def chunk_written(self, event: ev.ChunkWritten) -> None:
-        self._access.written()
+        self._log_requests.write_done()
         self._checkpoints.chunks_pending_bytes -= event.size_bytes
 
     def checkpoint_requested(self, event: ev.CheckpointRequested) -> None:
         self._checkpoints.wanted = True
 
     def tail_read(self, event: ev.TailRead) -> None:
-        for write in self._access.settle(event):
+        for write in self._log_requests.resolve_writes(event):
             if isinstance(write, Commit):
                 self.committed(ev.Committed(write.ticket))
             else:
@@ -372,12 +372,12 @@ class LogCommitter:
     def log_failed(self, event: ev.LogFailed) -> None:
         parts = self._parts
         if event.retryable:
-            self._access.failed(event)
-            parts.wakes.log_at(self._access.due_ns)
-        elif isinstance(event.request, ReadCheckpointChunk) and parts.right.follows:
+            self._log_requests.request_failed(event)
+            parts.timers.log_at(self._log_requests.due_ns)
+        elif isinstance(event.request, ReadCheckpointChunk) and parts.write_lease.follows:
             if self._session.phase is Phase.RESTORING:  # its writer may have removed it; the next look says
                 self._session.reading = False
-                parts.lifecycle.begin_anew(f"the checkpoint can't be restored ({event.error})")
+                parts.lifecycle.start_over(f"the checkpoint can't be restored ({event.error})")
         else:
             raise event.error
 
@@ -396,10 +396,10 @@ class LogCommitter:
 
     def was_read(self, then: Callable[[Any], None]) -> Callable[[Any], None]:
         """``then``, behind a look whether that ends a silence of the log."""
-        access = self._access
+        log_requests = self._log_requests
 
         def read(event: Any) -> None:
-            access.read()
+            log_requests.read_done()
             then(event)
 
         return read
@@ -407,7 +407,7 @@ class LogCommitter:
     def log_measured(self, event: ev.LogMeasured) -> None:
         """A log that is full takes no input but what the app makes of it: that is the way to a checkpoint, and room."""
         parts = self._parts
-        room, session, turn = parts.log_room, self._session, self._turn
+        room, session, turn = parts.log_capacity, self._session, self._turn
         if room.measured(event.space):
             self._peers.log_full = room.full
             parts.clients.log_full = bool(room.full)

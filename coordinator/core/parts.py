@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from immortal.coordinator.core.availability.failover import TakingOver
+from immortal.coordinator.core.availability.failover import Failover
 from immortal.coordinator.core.availability.snapshot_transfer import SnapshotReceiver, SnapshotSender
-from immortal.coordinator.core.availability.write_lease import LogRequests, Right
+from immortal.coordinator.core.availability.write_lease import LogRequests, WriteLease
 from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy, Recovery
 from immortal.coordinator.core.checkpoints.taking import CheckpointTaker
 from immortal.coordinator.core.client.queries import Queries
 from immortal.coordinator.core.client.requests import Clients
 from immortal.coordinator.core.clock import AppClock, RunningTime
-from immortal.coordinator.core.failures.call_failure import Failing, Verdicts
+from immortal.coordinator.core.failures.call_failure import CallFailures, Verdicts
 from immortal.coordinator.core.failures.dead_letters import OperatorActions
-from immortal.coordinator.core.failures.poison_guard import CallerPenalties, Watch
+from immortal.coordinator.core.failures.poison_guard import CallerPenalties, PoisonGuard
 from immortal.coordinator.core.failures.unsaved_state import UnsavedState
 from immortal.coordinator.core.group_commit import GroupCommit
 from immortal.coordinator.core.input.admission import Admission
@@ -22,20 +22,20 @@ from immortal.coordinator.core.input.app_inbox import AppInbox
 from immortal.coordinator.core.input.back_pressure import BackPressure, Impulses, LogCapacity
 from immortal.coordinator.core.interfaces import NO_SUSPECT, LogSummary, StoredClients
 from immortal.coordinator.core.life_cycle.feeding import RecordFeeder
-from immortal.coordinator.core.life_cycle.pause_stop import Pausing, Stopping
+from immortal.coordinator.core.life_cycle.pause_stop import Pause, Shutdown
 from immortal.coordinator.core.life_cycle.recovery import Lifecycle, Upgrades
 from immortal.coordinator.core.life_cycle.session import AppSession
-from immortal.coordinator.core.life_cycle.waiting_handlers import Handlers
+from immortal.coordinator.core.life_cycle.waiting_handlers import WaitingHandlers
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.output.replay_check import ReplayPolicy
 from immortal.coordinator.core.peers import PeerResets, Peers
 from immortal.coordinator.core.permissions import Permission
 from immortal.coordinator.core.state import AppOutbox, Epoch, Turn, Versions
-from immortal.coordinator.core.timers import Wakes
+from immortal.coordinator.core.timers import Timers
 from immortal.protocol.limits import RPC_FRONT_SIZE_BYTES_MAX
 
 
-class Parts:
+class Components:
     """Of one machine. Each part has what it needs of those before it.
 
     ``name``: the instance. ``upgrade_to``: the version of the app that its next recovery is to end in. ``promote``: a
@@ -60,13 +60,13 @@ class Parts:
         self.limits = limits = limits or Limits()
         self.running = running or RunningTime()
         self.turn = turn = Turn()
-        self.right = right = Right()
+        self.write_lease = write_lease = WriteLease()
         self.log = log = GroupCommit(limits.group_size_bytes)
-        self.access = access = LogRequests(limits, log, turn)
+        self.log_requests = log_requests = LogRequests(limits, log, turn)
         self.epoch = epoch = Epoch(log, turn)
         self.session = session = AppSession(limits.arguments_bytes_max + RPC_FRONT_SIZE_BYTES_MAX)
         self.outbox = outbox = AppOutbox(session, turn)
-        self.app_clock = app_clock = AppClock(session, outbox.control)
+        self.app_clock = app_clock = AppClock(session, outbox.send_control)
         self.policy = policy = ReplayPolicy(name, limits, session, turn.effects)
         self.admission = admission = Admission(name, permissions or {}, limits.nesting_max, has_keys=has_keys)
         self.peers = peers = Peers(name, limits, log, turn.effects, policy=policy, admission=admission)
@@ -74,11 +74,11 @@ class Parts:
         self.impulses = Impulses(limits, log, peers, epoch, turn)
         self.checkpoints = CheckpointPolicy(limits)
         self.versions = Versions(upgrade_to)
-        self.wakes = Wakes(limits, turn.effects)
-        self.log_room = LogCapacity(name, limits)
+        self.timers = Timers(limits, turn.effects)
+        self.log_capacity = LogCapacity(name, limits)
         verdicts = Verdicts(limits, log)
-        watch = Watch(NO_SUSPECT, limits.kills_max)
-        self.failing = failing = Failing(
+        poison_guard = PoisonGuard(NO_SUSPECT, limits.kills_max)
+        self.call_failures = call_failures = CallFailures(
             name,
             limits,
             log,
@@ -87,30 +87,30 @@ class Parts:
             self.checkpoints,
             turn.effects,
             verdicts,
-            watch,
-            right,
+            poison_guard,
+            write_lease,
             CallerPenalties(limits),
         )
-        admission.failing = failing
-        self.saving = UnsavedState(
-            name, limits, turn, outbox, session, peers, self.checkpoints, verdicts, self.log_room
+        admission.call_failures = call_failures
+        self.unsaved_state = UnsavedState(
+            name, limits, turn, outbox, session, peers, self.checkpoints, verdicts, self.log_capacity
         )
         self.operator = OperatorActions(
-            failing, verdicts, self.impulses, self.log_room, self.versions, self.saving, turn
+            call_failures, verdicts, self.impulses, self.log_capacity, self.versions, self.unsaved_state, turn
         )
-        self.pausing = pausing = Pausing(name, session, turn)
-        self.waiting = handlers = Handlers(name, session, outbox, self.impulses, self.log_room, pausing, turn)
-        self.queries = Queries(name, limits, session, outbox, self.clients, admission, failing, peers, turn)
-        self.resets = PeerResets(log, peers, epoch, turn)
-        self.stopping = stopping = Stopping(outbox, turn)
+        self.pause = pause = Pause(name, session, turn)
+        self.waiting_handlers = WaitingHandlers(name, session, outbox, self.impulses, self.log_capacity, pause, turn)
+        self.queries = Queries(name, limits, session, outbox, self.clients, admission, call_failures, peers, turn)
+        self.peer_resets = PeerResets(log, peers, epoch, turn)
+        self.shutdown = shutdown = Shutdown(outbox, turn)
         self.back_pressure = BackPressure(
-            limits, session, log, peers, self.checkpoints, self.impulses, stopping, pausing, turn
+            limits, session, log, peers, self.checkpoints, self.impulses, shutdown, pause, turn
         )
         self.upgrades = Upgrades(self.versions, session, outbox, self.operator, epoch, turn)
         recovery = Recovery(name)
         self.lifecycle = Lifecycle(
             turn,
-            right,
+            write_lease,
             outbox,
             session,
             app_clock,
@@ -120,7 +120,7 @@ class Parts:
             self.clients,
             admission,
             policy,
-            failing,
+            call_failures,
             recovery,
             self.checkpoints,
             self.upgrades,
@@ -128,12 +128,12 @@ class Parts:
             limits,
             promote,
         )
-        self.failover = TakingOver(name, turn, right, session, log, epoch, self.lifecycle, self.load, follow)
-        self.feeding = RecordFeeder(
+        self.failover = Failover(name, turn, write_lease, session, log, epoch, self.lifecycle, self.load, follow)
+        self.record_feeder = RecordFeeder(
             turn,
             outbox,
             session,
-            right,
+            write_lease,
             limits,
             log,
             peers,
@@ -141,44 +141,44 @@ class Parts:
             self.versions,
             recovery,
             self.lifecycle,
-            stopping,
-            pausing,
+            shutdown,
+            pause,
         )
         self.snapshot_sender = SnapshotSender(
             turn,
-            right,
+            write_lease,
             outbox,
             session,
             log,
             peers,
             admission,
-            failing,
+            call_failures,
             self.checkpoints,
             self.versions,
             policy,
             limits,
         )
         self.snapshot_receiver = SnapshotReceiver(
-            turn, session, log, epoch, peers, failing, self.checkpoints, self.versions, limits, self.wakes
+            turn, session, log, epoch, peers, call_failures, self.checkpoints, self.versions, limits, self.timers
         )
-        self.taking = CheckpointTaker(
+        self.checkpoint_taker = CheckpointTaker(
             name,
             turn,
             outbox,
             session,
             log,
-            access,
+            log_requests,
             peers,
             admission,
-            failing,
+            call_failures,
             self.checkpoints,
             self.upgrades,
             self.lifecycle,
-            stopping,
-            self.wakes,
+            shutdown,
+            self.timers,
             self.snapshot_sender,
             self.snapshot_receiver,
-            self.saving,
+            self.unsaved_state,
         )
         self.inbox = AppInbox(
             name,
@@ -188,16 +188,16 @@ class Parts:
             peers,
             self.clients,
             self.impulses,
-            self.log_room,
+            self.log_capacity,
             admission,
-            failing,
+            call_failures,
             self.operator,
-            handlers,
+            self.waiting_handlers,
             self.queries,
             self.lifecycle,
-            self.taking,
+            self.checkpoint_taker,
             self.upgrades,
-            stopping,
+            shutdown,
         )
 
     def load(self, summary: LogSummary, clients: StoredClients | None = None) -> None:
@@ -210,8 +210,8 @@ class Parts:
         self.impulses.load(summary)
         self.checkpoints.load(summary.checkpoints)
         self.versions.load(summary.versions)
-        self.failing.load(summary)
+        self.call_failures.load(summary)
         self.admission.open_calls.is_known = not peers.ready  # if it is, the next app recovers
         if clients is not None:
             self.clients.load(summary.committer_id, clients)
-            peers.accepting = self.clients.accepting = not self.stopping.asked
+            peers.accepting = self.clients.accepting = not self.shutdown.is_requested

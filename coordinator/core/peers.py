@@ -31,7 +31,7 @@ from immortal.coordinator.core.life_cycle.session import INTRODUCED
 from immortal.coordinator.core.output.handshake import Handshake, Receivers
 from immortal.coordinator.core.output.outbound import Outbound
 from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
-from immortal.coordinator.core.output.replay_check import Expected, FollowerOutputs, ReplayPolicy
+from immortal.coordinator.core.output.replay_check import ExpectedOutputs, FollowerOutputs, ReplayPolicy
 from immortal.coordinator.core.state import Epoch, LocalEndpoint, Turn
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.messages import MessageType
@@ -55,7 +55,7 @@ class Peers(LocalEndpoint):
         self.inbound = inbound = Inbound(self, self.delivery)
         receivers = Receivers(self, self.committer_ids, self.starts)
         handshake = Handshake(self, receivers)
-        expected = Expected(self, self.policy)
+        expected = ExpectedOutputs(self, self.policy)
         self.followed = followed = FollowerOutputs(self)
         self.outbound = outbound = Outbound(self, receivers, handshake, expected, inbound, self.admission, followed)
         replay = OutboundReplay(self, receivers, handshake, expected, inbound, outbound)
@@ -87,7 +87,7 @@ class Peers(LocalEndpoint):
         self.log_grew = replay.log_grew
         self.take_over = replay.take_over
         self.replay_is_behind = replay.is_behind
-        self.unheard = replay.unheard
+        self.unanswered_receivers = replay.unanswered_receivers
         self.finish_replay = replay.finish
         self.heal_cut = replay.heal_cut
 
@@ -107,7 +107,7 @@ class Peers(LocalEndpoint):
 
     def app_asked_for(self, extensions: Set[int]) -> None:
         """The log was begun with an app that asked for these ``extensions``."""
-        self.app_speaks = not INTRODUCED.isdisjoint(extensions)
+        self.app_knows_extensions = not INTRODUCED.isdisjoint(extensions)
         self.app_takes_verdicts = MessageType.VERDICTS in extensions
 
     def became_durable(self, sources: Iterable[tuple[str, SourcePosition]], now_ns: int) -> None:
@@ -129,7 +129,7 @@ class OutboundReplay:
     end: LocalEndpoint
     receivers: Receivers
     handshake: Handshake
-    expected: Expected
+    expected: ExpectedOutputs
     inbound: Inbound
     outbound: Outbound
 
@@ -223,7 +223,7 @@ class OutboundReplay:
         kept = [stream.has_kept_impulses for stream in streams]  # all of them: a mark may wait for one
         return any(kept) or self.expected.has_more
 
-    def unheard(self) -> list[str]:
+    def unanswered_receivers(self) -> list[str]:
         """The receivers that were called before and have not said yet how much they have."""
         self._open_all_called()
         streams = self.outbound.streams.items()

@@ -138,29 +138,29 @@ class AppOutbox:
         self._session.unsent_bytes += len(data)
         self._turn.effects.append(SendToApp(data))
 
-    def record(self, record: memoryview, batches: Sequence[BatchSource]) -> None:
+    def send_record(self, record: memoryview, batches: Sequence[BatchSource]) -> None:
         """A logged ``record``, whose trailer has ``batches``."""
         sources = self._session.sources_record(batches)
         if sources is not None:
             self._turn.effects.append(SendToApp(sources))
         self.send(record)
 
-    def control(self, message_type: MessageType, message: bytes | None = None) -> None:
+    def send_control(self, message_type: MessageType, message: bytes | None = None) -> None:
         """A control record: ``message``, whole, or one of that type without data."""
         self._turn.effects.append(SendToApp(self._session.control_record(message_type, message)))
 
-    def say(self, message_type: MessageType, text: str) -> None:
+    def send_text(self, message_type: MessageType, text: str) -> None:
         """In words, to an app that has asked for them."""
         if self._session.phase is Phase.RESTORING or not self._session.is_loaded:
             return  # the app would take it for a part of the blob; or for words of another instance
         if message_type in self._session.extensions:
-            self.control(message_type, encode_message(message_type, text.encode()))
+            self.send_control(message_type, encode_message(message_type, text.encode()))
 
-    def acceptances(self) -> None:
+    def send_acceptances(self) -> None:
         """How many impulses are durable, once the app has the record behind which that is."""
         accepted = self._session.acceptance_to_send()
         if accepted is not None and MessageType.IMPULSES_ACCEPTED in self._session.extensions:
-            self.control(MessageType.IMPULSES_ACCEPTED, encode_impulses_accepted(accepted))
+            self.send_control(MessageType.IMPULSES_ACCEPTED, encode_impulses_accepted(accepted))
 
 
 # This instance's end of all its streams: who it is, and what they share.
@@ -177,7 +177,7 @@ class LocalEndpoint:
     committer_id: int = 0
     epoch: int = 0
     ready: bool = False  # the instance has completed its first start
-    app_speaks: bool = False  # its calls and answers are as WIRE.md's part 4.1 says: who waits shows
+    app_knows_extensions: bool = False  # its calls and answers are as WIRE.md's part 4.1 says: who waits shows
     app_takes_verdicts: bool = False  # it can leave out a call that is refused
     accepting: bool = False  # of new input: by the right to write, and not while stopping
     following: bool = False  # another writes the log: what the app makes goes nowhere

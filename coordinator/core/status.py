@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from immortal.coordinator.core.availability.write_lease import LogRequests, Right
+from immortal.coordinator.core.availability.write_lease import LogRequests, WriteLease
 from immortal.coordinator.core.client.table import ClientTable
 from immortal.coordinator.core.group_commit import GroupCommit
 from immortal.coordinator.core.input.back_pressure import BackPressure, LogCapacity
 from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader
 from immortal.coordinator.core.life_cycle.session import GETS_RECORDS, WORKS, AppSession, Phase
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.parts import Components
 from immortal.coordinator.core.peers import Peers
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.verdicts import MessageKey
 
 
-class View:
+class StatusView:
     """Of the machine that has these parts."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Components) -> None:
         self._parts = parts
 
     def peers(self) -> dict[str, dict[str, object]]:
@@ -34,32 +34,36 @@ class View:
     @property
     def forbidden(self) -> Mapping[str, int]:
         """Calls that were refused as their caller may not make them, by caller, since the start."""
-        return self._parts.failing.forbidden
+        return self._parts.call_failures.forbidden
 
     @property
     def refusals(self) -> Mapping[str, Mapping[str, int]]:
         """How often what was done to a caller, by what and whom, since the start: for the audit log."""
-        failing = self._parts.failing
+        call_failures = self._parts.call_failures
         return {
             "refused: a method that it may not call": self.forbidden,
-            "refused: nested too deeply": failing.nested,
+            "refused: nested too deeply": call_failures.nested,
             "held back: too many calls": self._parts.admission.permissions.held_back,
-            "its call has ended the app's process": failing.penalties.deaths,
+            "its call has ended the app's process": call_failures.penalties.deaths,
         }
 
     @property
     def letters(self) -> list[MessageKey]:
         """The dead letters that are kept, oldest first."""
-        return list(self._parts.failing.verdicts.letters)
+        return list(self._parts.call_failures.verdicts.letters)
 
     @property
     def can_hand_over(self) -> bool:
         """The app works: all that there is is in the log, or is made once more from it."""
-        return self._parts.right.writes and self._parts.session.phase in WORKS and not self._parts.stopping.asked
+        return (
+            self._parts.write_lease.writes
+            and self._parts.session.phase in WORKS
+            and not self._parts.shutdown.is_requested
+        )
 
-    def handling_in_words(self, now_ns: int) -> str:
+    def long_handler_text(self, now_ns: int) -> str:
         """The handler that the app does not come back from, in words; "" where there is none."""
-        return self._parts.failing.watch.in_words(now_ns)
+        return self._parts.call_failures.poison_guard.long_handler_text(now_ns)
 
     def status(self, now_ns: int) -> dict[str, object]:
         """What `immortal status` shows of a live instance; plain values."""
@@ -74,14 +78,14 @@ class View:
             parts.checkpoints.last,
             now_ns,
         ) | {
-            **describe_write_lease(parts.right, parts.access, now_ns),
-            **describe_flow(parts.back_pressure, parts.log_room, parts.log, parts.name, parts.limits),
-            **parts.failing.describe(now_ns),
-            **parts.saving.describe(now_ns),
-            **parts.pausing.describe(),
+            **describe_write_lease(parts.write_lease, parts.log_requests, now_ns),
+            **describe_flow(parts.back_pressure, parts.log_capacity, parts.log, parts.name, parts.limits),
+            **parts.call_failures.describe(now_ns),
+            **parts.unsaved_state.describe(now_ns),
+            **parts.pause.describe(),
             "impulses": parts.impulses.count,
-            "nested": dict(parts.failing.nested),
-            "deaths_caused": parts.failing.penalties.deaths,
+            "nested": dict(parts.call_failures.nested),
+            "deaths_caused": parts.call_failures.penalties.deaths,
             "held_back": dict(parts.admission.permissions.held_back),
             "open_calls": parts.admission.open_calls.counts,
             "clients": parts.clients.describe() | parts.queries.describe(),
@@ -151,12 +155,12 @@ def _granted(peers: Peers, source: str) -> dict[str, int]:
     return {} if granted_bytes is None else {"window_bytes": granted_bytes}
 
 
-def describe_write_lease(right: Right, access: LogRequests, now_ns: int) -> dict[str, object]:
+def describe_write_lease(write_lease: WriteLease, log_requests: LogRequests, now_ns: int) -> dict[str, object]:
     """Whether this coordinator writes the log, or who does; and since when the log does not answer."""
-    since_ns = access.silent_since_ns
+    since_ns = log_requests.silent_since_ns
     return {
-        "role": right.role.value,
-        "follows": right.holder if right.follows else None,
+        "role": write_lease.role.value,
+        "follows": write_lease.holder if write_lease.follows else None,
         "log_silent_s": None if since_ns is None else round(max(0, now_ns - since_ns) / 1e9, 3),
     }
 

@@ -11,7 +11,7 @@ from immortal.coordinator.core.peers import Peers
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Wakes:
+class Timers:
     """Times in ns since the Unix epoch; None where nothing is waited for."""
 
     limits: Limits

@@ -55,11 +55,11 @@ class OperatorEndpoint:
             reach(FaultPoint.CONTROL)
             self._auditor.operator(f"uid {asked.uid}", asked.verb, asked.argument.decode(errors="replace"))
             verb = self._verbs.get(asked.verb)
-            right = self._machine.right
+            lease = self._machine.write_lease
             if verb is None:
                 asked.answer({"error": f"unknown verb {asked.verb!r}; known: {', '.join(self._verbs)}"})
-            elif not right.writes and asked.verb not in READ_ONLY:
-                asked.answer({"refused": f"it does not write the log now ({right.role.value}): ask {right.holder}"})
+            elif not lease.writes and asked.verb not in READ_ONLY:
+                asked.answer({"refused": f"it does not write the log now ({lease.role.value}): ask {lease.holder}"})
             else:
                 verb(asked)
 

@@ -36,7 +36,7 @@ from immortal.coordinator.core.errors import (
 from immortal.coordinator.core.interfaces import LogStore
 from immortal.coordinator.core.limits import MIB, Limits
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.parts import Components
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.fault_points import FaultPoint, reach
 from immortal.coordinator.instances import upgrade_mark
@@ -122,7 +122,7 @@ class Coordinator:
             is_ours=store is not None,
         )
         self._machine = machine = Machine(
-            Parts(
+            Components(
                 settings.name,
                 limits_of(settings),
                 upgrade_to,
@@ -191,14 +191,14 @@ class Coordinator:
                 self._epoll.register(descriptor, select.EPOLLIN)
             self._driver.start()
             self._app.listen()
-            if self._machine.right.writes:
+            if self._machine.write_lease.writes:
                 self._become_the_instance()
             else:
                 self._begin_to_follow()
             while not self._machine.stopped:
                 self._take_in()
                 self._driver.turn()
-                if not self._is_the_instance and self._machine.right.writes:
+                if not self._is_the_instance and self._machine.write_lease.writes:
                     self._become_the_instance()
             if not isinstance(self._error, FencedError):
                 self._peers.flush(patient=False)  # the last answers; none of one whose log is another's
@@ -387,7 +387,7 @@ class Coordinator:
             self._stop_deadline_ns = 0  # at once
 
     def _stop_late(self) -> None:
-        at = self._machine.view.handling_in_words(self._clock.now_ns())
+        at = self._machine.view.long_handler_text(self._clock.now_ns())
         late = f"the app gave no checkpoint in time{f' (it is {at})' if at else ''}"
         self._log.warning(f"{late}; stopping without one: the log has everything")
         self._machine.stopped = True

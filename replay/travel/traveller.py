@@ -12,7 +12,7 @@ from immortal.appsdk.handlers.definition import Definition, definition_of
 from immortal.appsdk.handlers.proxy import all_method_names
 from immortal.appsdk.running.runner import load_or_report
 from immortal.appsdk.state.tree import Fields, Tree, differences, tree
-from immortal.coordinator.core.formatting import call_in_words
+from immortal.coordinator.core.formatting import format_call
 from immortal.coordinator.core.interfaces import CheckpointHeader
 from immortal.coordinator.log.reader import RecordSource
 from immortal.coordinator.log.record_contents import batches, message_at, record_of
@@ -100,7 +100,7 @@ class MomentExplorer:
             "changes": [_change(one.path, one.old, one.new) for one in changes[:DIFFERENCES_MAX]],
             "changes_more": len(changes) > DIFFERENCES_MAX,
             "made": [
-                {"destination": to, "position": position, "words": call_in_words(message, to, self._methods)}
+                {"destination": to, "position": position, "words": format_call(message, to, self._methods)}
                 for to, position, message in self._made.get(record, {}).get(index, [])[:MADE_MAX]
             ],
             "made_count": len(self._made.get(record, {}).get(index, [])),
@@ -368,7 +368,7 @@ class MomentExplorer:
 
     def _words(self, record: int, index: int) -> str:
         message = message_at(record_of(self._value_of(record)).content, index)
-        return "no message" if message is None else call_in_words(message, "", self._methods)
+        return "no message" if message is None else format_call(message, "", self._methods)
 
     def _failed(self, at: At) -> str:
         verdicts: list[Verdict] = [one for one in self._source.summary().verdicts if one.key[:2] == at]

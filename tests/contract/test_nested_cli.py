@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from immortal.cli import main
 from immortal.coordinator.config import InstanceSettings
-from immortal.coordinator.core.formatting import call_in_words
+from immortal.coordinator.core.formatting import format_call
 from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction
 from immortal.coordinator.instances.registry import Registry
 from immortal.log import create_log, open_reader
@@ -122,7 +122,7 @@ def test_what_is_given_is_refused_in_one_line(settings: InstanceSettings, comman
 def test_in_words(message: bytes, is_msgpack: bool) -> None:
     """As the report of a replay that does something else has it, and time travel."""
     methods = {("", ADD): "Counter.add"} if is_msgpack else {}
-    assert call_in_words(message, "", methods)
+    assert format_call(message, "", methods)
     rpc = rpc_of(message)
     assert rpc is not None
     assert describe_message(message, decoder_for(APP, None))

@@ -11,7 +11,7 @@ from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.parts import Components
 from immortal.coordinator.core.permissions import Permission
 from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
 from immortal.coordinator.driver.ports import Read, Write
@@ -148,7 +148,9 @@ class Driven:
     ) -> None:
         self.held_by = "process 77" if follow else ""  # who writes the log
         self.store = store or MemoryLogStore(COMMITTER_ID)
-        self.machine = Machine(Parts(name, limits, upgrade_to, promote=promote, follow=follow, permissions=permissions))
+        self.machine = Machine(
+            Components(name, limits, upgrade_to, promote=promote, follow=follow, permissions=permissions)
+        )
         self.auto = auto
         self.now_ns = NOW_NS
         self.effects: list[ef.Effect] = []  # all of them, in order

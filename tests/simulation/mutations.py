@@ -19,7 +19,7 @@ from immortal.appsdk.dispatch.records import Records
 from immortal.appsdk.dispatch.rewinds import Rewinds
 from immortal.appsdk.waiting.impulses import Clock as AppTimers
 from immortal.appsdk.waiting.tasks import Tasks
-from immortal.coordinator.core.availability.failover import TakingOver
+from immortal.coordinator.core.availability.failover import Failover
 from immortal.coordinator.core.availability.snapshot_transfer import SnapshotSender
 from immortal.coordinator.core.availability.write_lease import LogRequests
 from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy
@@ -27,8 +27,8 @@ from immortal.coordinator.core.checkpoints.taking import CheckpointTaker
 from immortal.coordinator.core.client.requests import Clients
 from immortal.coordinator.core.client.table import ClientTable
 from immortal.coordinator.core.clock import AppClock, SteadyClock, Timekeeper
-from immortal.coordinator.core.failures.call_failure import Failing, Verdicts
-from immortal.coordinator.core.failures.poison_guard import Watch
+from immortal.coordinator.core.failures.call_failure import CallFailures, Verdicts
+from immortal.coordinator.core.failures.poison_guard import PoisonGuard
 from immortal.coordinator.core.input.app_inbox import AppInbox
 from immortal.coordinator.core.input.inbound import Inbound
 from immortal.coordinator.core.input.input_stream import InputStream
@@ -122,7 +122,7 @@ MUTATIONS = (
     Mutation(
         "a follower's state is taken for that of a later record",
         SnapshotSender,
-        "go_on",
+        "advance",
         "self._sequence_id = self.session.fed_sequence_id",
         "self._sequence_id = self.session.fed_sequence_id + 1",
         seed=147,
@@ -139,8 +139,8 @@ MUTATIONS = (
         "a log is handed over before the last append to it is durable",
         Machine,
         "_settle",
-        "stopping.hands_over and self._log.is_idle",
-        "stopping.hands_over",
+        "shutdown.hands_over and self._log.is_idle",
+        "shutdown.hands_over",
         seed=332,
     ),
     Mutation(
@@ -152,7 +152,7 @@ MUTATIONS = (
     ),
     Mutation(
         "who takes over works on in the epoch of the one before",
-        TakingOver,
+        Failover,
         "_load_as_writer",
         "self._epoch_ticket = self.epoch.begin()",
         "self._epoch_ticket = 1; self.log.durable_ticket = 1",
@@ -466,7 +466,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what follows a verdict leaves before it is durable",
-        Failing,
+        CallFailures,
         "give",
         "self.peers.held_ticket = group.ticket",
         "pass",
@@ -482,8 +482,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a replay is not told the verdicts",
-        Failing,
-        "introduce",
+        CallFailures,
+        "send_verdicts",
         "self.verdicts.behind(self._settled_sequence_id, summary)",
         "()",
         seed=6,
@@ -547,16 +547,16 @@ MUTATIONS = (
     ),
     Mutation(
         "what ends the app's process again and again gets no verdict",
-        Watch,
-        "died",
+        PoisonGuard,
+        "app_died",
         "runs_count < self._kills_max",
         "runs_count > 0",
         seed=6,
     ),
     Mutation(
         "the first message is blamed for the death of its app",
-        Watch,
-        "died",
+        PoisonGuard,
+        "app_died",
         "            noted.message_index,\n            VerdictKind.KILLED,",
         "            0,\n            VerdictKind.KILLED,",
         seed=6,

@@ -13,7 +13,7 @@ from immortal.coordinator.core.errors import DamagedLogError, FencedError, LogEr
 from immortal.coordinator.core.events import ClockMoved
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.parts import Components
 from immortal.coordinator.driver.turn import Driver
 from immortal.protocol.errors import ImmortalError
 from tests.simulation.app_side import AppInterface
@@ -117,7 +117,7 @@ class Node:
         limits = self.world.plan.limits
         running = self.time.running
         machine = Machine(
-            Parts(self.name, limits, self.upgrade_to, promote=promote, follow=self.follows, running=running)
+            Components(self.name, limits, self.upgrade_to, promote=promote, follow=self.follows, running=running)
         )
         self._app_side = AppInterface(self, self._rng)
         self.peer_side = PeerSide(self, self._rng)
@@ -251,8 +251,8 @@ class Node:
     def _look_who_writes(self) -> None:
         assert self._driver is not None
         machine, nodes = self._driver.machine, self.world.network.nodes
-        self.world.marks["log silent"] += machine.parts.access.silent_since_ns is not None
-        if not (self.follows and machine.right.writes) or nodes[self.name] is self or not self.disk.is_writer:
+        self.world.marks["log silent"] += machine.parts.log_requests.silent_since_ns is not None
+        if not (self.follows and machine.write_lease.writes) or nodes[self.name] is self or not self.disk.is_writer:
             return
         self.world.marks["taken over"] += 1
         self.world.marks["taken over from one that lives"] += nodes[self.name].machine is not None
@@ -353,7 +353,7 @@ class Node:
             if not self.stop_asked:
                 raise Violation(f"{self.name} stopped, nobody had asked for it")
             marks["stopped cleanly"] += 1
-            if self.machine is not None and self.machine.parts.stopping.hands_over and self.machine.right.writes:
+            if self.machine is not None and self.machine.parts.shutdown.hands_over and self.machine.write_lease.writes:
                 marks["handed over"] += 1
                 if any(isinstance(job, ef.Commit) for job in self.disk.jobs):
                     raise Violation(f"{self.name} hands its log over with an append on its way")
@@ -375,7 +375,7 @@ class Node:
         driver, app, log_side = self._driver, self._app_side, self.log_side
         if driver is None or app is None or log_side is None:
             return False
-        if self.phase is Phase.FOLLOWING and driver.machine.right.follows:
+        if self.phase is Phase.FOLLOWING and driver.machine.write_lease.follows:
             fed, last = driver.machine.parts.session.fed_sequence_id, self.disk.store.last_sequence_id
             return fed == last and not driver.inbox
         if self.phase is not Phase.NORMAL:

@@ -228,7 +228,7 @@ class World:
 
     def _is_last_straw(self, machine: Machine) -> bool:
         """One more death now would be a verdict, maybe on a message that is innocent: it could not be told apart."""
-        return machine.parts.failing.watch.suspect.runs_count + 1 >= (machine.limits.kills_max or 0)
+        return machine.parts.call_failures.poison_guard.suspect.runs_count + 1 >= (machine.limits.kills_max or 0)
 
     def _block(self, node: Node, fault: Fault) -> None:
         others = [name for name in self.plan.names if name != node.name]

@@ -15,7 +15,7 @@ from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.interfaces import LogSpace
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.parts import Components
 from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers, SetClock
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.log.memory import MemoryLogStore
@@ -77,7 +77,7 @@ class Instance:
 
     def _start(self, **options: Any) -> None:
         self.clock = SetClock(NOW_NS)
-        self.machine = Machine(Parts("a", self.limits, **options))
+        self.machine = Machine(Components("a", self.limits, **options))
         inbox: list[ev.Event] = []
         self.log = PlainLog(self.store, inbox)
         ports = PlainApp(), PlainPeers(), self.log, self.clock, PlainHost()

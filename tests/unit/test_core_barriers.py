@@ -26,7 +26,7 @@ class Streams:
 
     def sent(self, name: str, now_ns: int = 0) -> int:
         """How many of its messages may leave now."""
-        self.barriers.look(self.streams, now_ns)
+        self.barriers.update(self.streams, now_ns)
         stream, count = self.streams[name], 0
         while (batch := self._next(stream)) is not None:
             count += batch.count

@@ -8,7 +8,7 @@ import pytest
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.failures.poison_guard import KILLED_TYPE, Watch
+from immortal.coordinator.core.failures.poison_guard import KILLED_TYPE, PoisonGuard
 from immortal.coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, Suspect
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
@@ -50,26 +50,26 @@ def test_the_next_run_is_careful() -> None:
 
 
 def test_a_long_handler_of_a_careful_run_keeps_what_was_said_of_it() -> None:
-    watch = Watch(Suspect(1, 0, 2), 3)
-    watch.begin(0)
-    watch.noted(Handling(1, 0, 0.0, "Orders.place", "shop", b"the call"), NOW_NS)
-    watch.noted(Handling(1, 0, 12.0, "Orders.place", "shop"), NOW_NS)
-    assert "12 s" in watch.in_words(NOW_NS)
-    verdict = watch.died(1, all_heard=True)
+    guard = PoisonGuard(Suspect(1, 0, 2), 3)
+    guard.session_began(0)
+    guard.note_handling(Handling(1, 0, 0.0, "Orders.place", "shop", b"the call"), NOW_NS)
+    guard.note_handling(Handling(1, 0, 12.0, "Orders.place", "shop"), NOW_NS)
+    assert "12 s" in guard.long_handler_text(NOW_NS)
+    verdict = guard.app_died(1, all_heard=True)
     assert verdict is not None
     assert verdict.message == b"the call"
 
 
 def test_a_long_handler_that_has_come_back_shows_no_more_and_clears_no_suspicion() -> None:
-    watch = Watch(Suspect(1, 0, 2), 3)
-    watch.begin(0)
-    watch.noted(Handling(1, 0, 0.0, "Orders.place", "shop", b"the call"), NOW_NS)
-    watch.noted(Handling(1, 0, 12.0, "Orders.place", "shop"), NOW_NS)
-    watch.noted(Handling(-1, for_s=1.0), NOW_NS)
-    assert watch.in_words(NOW_NS) == ""
-    assert watch.suspect == Suspect(1, 0, 2)
-    watch.noted(Handling(-1), NOW_NS)
-    assert watch.suspect == NO_SUSPECT
+    guard = PoisonGuard(Suspect(1, 0, 2), 3)
+    guard.session_began(0)
+    guard.note_handling(Handling(1, 0, 0.0, "Orders.place", "shop", b"the call"), NOW_NS)
+    guard.note_handling(Handling(1, 0, 12.0, "Orders.place", "shop"), NOW_NS)
+    guard.note_handling(Handling(-1, for_s=1.0), NOW_NS)
+    assert guard.long_handler_text(NOW_NS) == ""
+    assert guard.suspect == Suspect(1, 0, 2)
+    guard.note_handling(Handling(-1), NOW_NS)
+    assert guard.suspect == NO_SUSPECT
 
 
 def test_three_deaths_at_a_message_are_a_verdict() -> None:
@@ -275,31 +275,31 @@ UNKNOWN_ONCE = Suspect(UNKNOWN, RECORD, 1, 9)
     ],
 )
 def test_a_death(before: Suspect, noted: Handling | None, after: Suspect | None) -> None:
-    watch = Watch(before, 3)
-    watch.begin(-1)
+    guard = PoisonGuard(before, 3)
+    guard.session_began(-1)
     if noted is not None:
-        watch.noted(noted, 0)
-    verdict = watch.died(9, all_heard=True)
-    assert watch.suspect == (after or NO_SUSPECT)
+        guard.note_handling(noted, 0)
+    verdict = guard.app_died(9, all_heard=True)
+    assert guard.suspect == (after or NO_SUSPECT)
     assert (verdict is not None) is (after is None)
 
 
 def test_who_lives_past_it_is_no_suspect() -> None:
-    watch = Watch(Suspect(4, 2, 2), 3)
-    assert watch.begin(-1) == Careful(4, 4, True)
-    watch.noted(Handling(4, 2), 0)
-    watch.noted(Handling(-1), 0)
-    assert watch.suspect == NO_SUSPECT
-    assert watch.died(9, all_heard=True) is None
-    assert watch.suspect == UNKNOWN_ONCE
+    guard = PoisonGuard(Suspect(4, 2, 2), 3)
+    assert guard.session_began(-1) == Careful(4, 4, True)
+    guard.note_handling(Handling(4, 2), 0)
+    guard.note_handling(Handling(-1), 0)
+    assert guard.suspect == NO_SUSPECT
+    assert guard.app_died(9, all_heard=True) is None
+    assert guard.suspect == UNKNOWN_ONCE
 
 
 def test_a_run_that_ends_without_blame_is_careful_no_more() -> None:
-    watch = Watch(Suspect(4, 2, 2), 3)
-    watch.begin(-1)
-    watch.forget()
-    watch.died(9, all_heard=True)
-    assert watch.suspect == UNKNOWN_ONCE
+    guard = PoisonGuard(Suspect(4, 2, 2), 3)
+    guard.session_began(-1)
+    guard.forget()
+    guard.app_died(9, all_heard=True)
+    assert guard.suspect == UNKNOWN_ONCE
 
 
 # --- handlers that take long -----------------------------------------------------------------------------------------
@@ -316,12 +316,12 @@ def test_a_long_handler_shows_in_the_status() -> None:
         "message": 0,
         "caller": "shop",
     }
-    assert driven.machine.view.handling_in_words(NOW_NS) == (
+    assert driven.machine.view.long_handler_text(NOW_NS) == (
         "handling Orders.place for 5 s (record 1, message 0, called by shop)"
     )
     driven.data(encode_handling(Handling(-1)))
     assert driven.machine.view.status(NOW_NS)["handling"] is None
-    assert driven.machine.view.handling_in_words(NOW_NS) == ""
+    assert driven.machine.view.long_handler_text(NOW_NS) == ""
 
 
 def test_it_is_told_once_when_it_takes_too_long() -> None:
@@ -364,22 +364,22 @@ def test_a_handler_has_a_verdict_of_its_own() -> None:
 
 
 def test_deaths_of_two_handlers_at_one_message_are_counted_apart() -> None:
-    watch = Watch(Suspect(1, 0, 3, task=12), 5)
-    watch.begin(0)
-    watch.noted(Handling(1, 0, task=13), NOW_NS)
-    assert watch.died(1, all_heard=True) is None
-    assert watch.suspect == Suspect(1, 0, 1, task=13)
-    watch.begin(0)
-    watch.noted(Handling(1, 0, task=13), NOW_NS)
-    assert watch.died(1, all_heard=True) is None
-    assert watch.suspect == Suspect(1, 0, 2, task=13)
+    guard = PoisonGuard(Suspect(1, 0, 3, task=12), 5)
+    guard.session_began(0)
+    guard.note_handling(Handling(1, 0, task=13), NOW_NS)
+    assert guard.app_died(1, all_heard=True) is None
+    assert guard.suspect == Suspect(1, 0, 1, task=13)
+    guard.session_began(0)
+    guard.note_handling(Handling(1, 0, task=13), NOW_NS)
+    assert guard.app_died(1, all_heard=True) is None
+    assert guard.suspect == Suspect(1, 0, 2, task=13)
 
 
 def test_what_takes_long_keeps_the_handler_that_was_said() -> None:
-    watch = Watch(Suspect(1, 0, 2), 3)
-    watch.begin(0)
-    watch.noted(Handling(1, 0, 0.0, "Orders.remind", None, b"the call", 12), NOW_NS)
-    watch.noted(Handling(1, 0, 12.0, "method -2"), NOW_NS)
-    verdict = watch.died(1, all_heard=True)
+    guard = PoisonGuard(Suspect(1, 0, 2), 3)
+    guard.session_began(0)
+    guard.note_handling(Handling(1, 0, 0.0, "Orders.remind", None, b"the call", 12), NOW_NS)
+    guard.note_handling(Handling(1, 0, 12.0, "method -2"), NOW_NS)
+    verdict = guard.app_died(1, all_heard=True)
     assert verdict is not None
     assert (verdict.task, verdict.method, verdict.message) == (12, "Orders.remind", b"the call")

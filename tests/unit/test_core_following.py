@@ -7,13 +7,13 @@ from msgspec.structs import replace
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.availability.write_lease import Role
+from immortal.coordinator.core.availability.write_lease import LeaseRole
 from immortal.coordinator.core.errors import DivergenceError, FencedError, FollowerError
 from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction, VersionStart
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.parts import Components
 from immortal.protocol.extensions import Hello, encode_hello
 from immortal.protocol.messages import RpcType
 from immortal.protocol.peer_frames import FrameType
@@ -42,7 +42,7 @@ def record(writer: Driven, position: int) -> None:
 def test_it_is_fed_what_the_log_has_and_what_comes() -> None:
     writer, follower = both()
     assert follower.phase is Phase.FOLLOWING
-    assert follower.machine.right.holder == "process 77"
+    assert follower.machine.write_lease.holder == "process 77"
     for position in (1, 2):
         record(writer, position)
         follower.look()
@@ -162,7 +162,7 @@ def test_it_takes_over_at_any_record_under_an_epoch_of_its_own() -> None:
     assert [(commit.transaction.epoch, commit.fence) for commit in commits] == [(2, 2)]
     kinds = [type(one) for one in follower.effects]
     assert kinds.index(ef.Commit) < kinds.index(ef.SendToPeer), "the epoch is durable before anybody hears of it"
-    assert follower.machine.right.role is Role.WRITING
+    assert follower.machine.write_lease.role is LeaseRole.WRITING
     follower.reply(FrameType.WELCOME, 0)
     assert follower.frames(FrameType.BATCH)[0].count == 1
 
@@ -188,7 +188,7 @@ def test_a_right_that_comes_while_no_app_is_there_makes_it_the_writer_at_once() 
     writer = Driven.started()
     follower = Driven(writer.store, follow=True)
     follower.take_over()
-    assert follower.machine.right.role is Role.WRITING
+    assert follower.machine.write_lease.role is LeaseRole.WRITING
     follower.connect(HELLO)
     assert follower.machine.epoch.number == 2
     assert follower.phase is Phase.BECOMING_PRIMARY
@@ -238,7 +238,7 @@ def test_another_version_of_the_app_in_the_log_ends_it() -> None:
 def test_what_an_app_says_before_the_log_is_loaded_is_judged_once_it_is() -> None:
     """An app of the base protocol, at the log of one that is none."""
     writer = Driven.started()
-    machine = Machine(Parts("a"))
+    machine = Machine(Components("a"))
     machine.take([ev.Started(), ev.WriteLeaseGranted(1), ev.AppConnected(), ev.AppData(attach("b"))], 1)
     machine.advance()
     effects = list(machine.take([ev.LogLoaded(writer.store.summary(), writer.store.clients())], 1))
@@ -246,7 +246,7 @@ def test_what_an_app_says_before_the_log_is_loaded_is_judged_once_it_is() -> Non
 
 
 def test_a_stop_before_the_log_is_loaded_says_nothing_to_the_app() -> None:
-    machine = Machine(Parts("a"))
+    machine = Machine(Components("a"))
     machine.take([ev.Started(), ev.AppConnected(), ev.AppData(HELLO)], 1)
     effects = list(machine.take([ev.StopRequested()], 1))
     assert [type(one) for one in effects] == [ef.Stop]

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.availability.write_lease import Role
+from immortal.coordinator.core.availability.write_lease import LeaseRole
 from immortal.coordinator.core.errors import FencedError, LogLockedError, LogUnavailableError
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.parts import Components
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.presenters.status import problems
 from immortal.protocol.peer_frames import FrameType
@@ -47,19 +47,19 @@ def test_an_append_says_where_the_log_has_to_end_and_whose_it_is() -> None:
 
 
 def test_the_right_to_write_comes_before_the_log_is_loaded() -> None:
-    machine = Machine(Parts("a"))
-    assert machine.view.status(0)["role"] == Role.STARTING.value
+    machine = Machine(Components("a"))
+    assert machine.view.status(0)["role"] == LeaseRole.STARTING.value
     machine.take([ev.Started()], 1)
     assert list(machine.take([ev.WriteLeaseGranted(7)], 1)) == []
     assert list(machine.advance()) == [ef.LoadLog(with_clients=True)]
     store = MemoryLogStore(5)
     machine.take([ev.LogLoaded(store.summary(), store.clients())], 1)
     status = machine.view.status(0)
-    assert (status["role"], status["committer_id"], machine.right.fence) == (Role.WRITING.value, 5, 7)
+    assert (status["role"], status["committer_id"], machine.write_lease.fence) == (LeaseRole.WRITING.value, 5, 7)
 
 
 def test_a_right_that_another_has_ends_who_is_not_to_follow() -> None:
-    machine = Machine(Parts("a"))
+    machine = Machine(Components("a"))
     machine.take([ev.Started()], 1)
     (stop,) = machine.take([ev.WriteLeaseHeld("process 77")], 1)
     assert isinstance(stop, ef.Stop)
@@ -122,7 +122,7 @@ def test_it_is_asked_again_after_longer_and_longer_pauses() -> None:
     driven.unanswered = (ef.ReadTail,)
     pauses = []
     for _ in range(8):
-        due_ns = driven.machine.parts.access.due_ns
+        due_ns = driven.machine.parts.log_requests.due_ns
         assert due_ns is not None
         pauses.append(round((due_ns - driven.now_ns) / 1e9, 3))
         later(driven, (due_ns - driven.now_ns) / 1e9)

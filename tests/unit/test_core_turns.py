@@ -6,7 +6,7 @@ import pytest
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.input.inbound import Turns
+from immortal.coordinator.core.input.inbound import FairTurns
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.notices import FrameRefused
 from immortal.protocol.batch import decode_batch
@@ -169,7 +169,7 @@ def test_what_comes_behind_a_batch_that_waits_waits_too() -> None:
 
 
 def test_what_waited_keeps_to_a_window_that_has_shrunk_meanwhile() -> None:
-    turns = Turns(LIMITS)
+    turns = FairTurns(LIMITS)
     frames = [PeerFrame(FrameType.BATCH, "b", "a", 7, 1, number, 1, 5, small(number)) for number in (1, 2)]
     for frame in frames:
         turns.wait(frame.position, frame)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from immortal.coordinator.core.formatting import CallText, Methods, call_in_words, format_counted_method
+from immortal.coordinator.core.formatting import CallText, Methods, format_call, format_counted_method
 from immortal.protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_message, encode_incoming_rpc
 
 METHODS: Methods = {("", 7): "Teller.transfer", ("north", 8): "Bank.debit"}
@@ -35,7 +35,7 @@ def rpc(method_id: int, *arguments: object, rpc_type: int = RpcType.FORK, kind: 
     ],
 )
 def test_calls_and_answers(message: bytes, destination: str, text: str) -> None:
-    assert call_in_words(message, destination, METHODS) == text
+    assert format_call(message, destination, METHODS) == text
 
 
 def test_large_arguments_are_cut_unless_all_are_wanted() -> None:

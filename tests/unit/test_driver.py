@@ -11,7 +11,7 @@ from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Parts
+from immortal.coordinator.core.parts import Components
 from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.log.memory import MemoryLogStore
@@ -116,7 +116,7 @@ class Turns:
         inbox: list[ev.Event] = []
         self.app, self.peers, self.log = _App(self.done), _Peers(self.done, inbox), _Log(self.done, inbox)
         self.clock = _Clock()
-        self.machine = Machine(Parts("a"))
+        self.machine = Machine(Components("a"))
         self.driver = Driver(self.machine, inbox, self.app, self.peers, self.log, self.clock, PlainHost())
         self.driver.start()
         self.turn(ev.AppConnected())

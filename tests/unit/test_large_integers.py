@@ -16,7 +16,7 @@ from immortal.appsdk.calls.codec import encode_value
 from immortal.appsdk.client.methods import NamedMethod, typed_method
 from immortal.appsdk.handlers.definition import definition_of
 from immortal.appsdk.state.tree import Fields, state_rows, to_json, tree
-from immortal.coordinator.core.formatting import call_in_words
+from immortal.coordinator.core.formatting import format_call
 from immortal.pipeline.arguments import ArgumentDecoder
 from immortal.pipeline.sql.states import read_tables
 from immortal.protocol.client_frames import Reply, ReplyKind
@@ -125,7 +125,7 @@ def test_clients_with_the_class_and_without(number: int) -> None:
 @pytest.mark.parametrize("number", LARGE, ids=lambda number: hex(number)[:9])
 def test_what_people_see(number: int) -> None:
     message = encode_incoming_rpc(8, RpcType.FORK, encode_value((number, [number])))
-    words = call_in_words(message, "", {("", 8): "Ledger.add"})
+    words = format_call(message, "", {("", 8): "Ledger.add"})
     has_many_digits = abs(number) > 10**4000
     assert (hex(number)[:100] if has_many_digits else str(number)) in words
     as_json = json.loads(json.dumps(to_json(tree({"n": number}))))["n"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core import notices
-from immortal.coordinator.core.availability.write_lease import Right, Role
+from immortal.coordinator.core.availability.write_lease import LeaseRole, WriteLease
 from immortal.coordinator.core.effects import AcquireWriteLease, LoadLog
 from immortal.coordinator.core.errors import LogLockedError
 from immortal.coordinator.core.group_commit import GroupCommit
@@ -23,12 +23,12 @@ from immortal.coordinator.core.state import Epoch, Turn
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class TakingOver:
+class Failover:
     """``follow``: where another writes the log, follow it until the right is ours."""
 
     name: str
     turn: Turn
-    right: Right
+    write_lease: WriteLease
     session: AppSession
     log: GroupCommit
     epoch: Epoch
@@ -41,35 +41,35 @@ class TakingOver:
     def started(self, event: ev.Started) -> None:
         self.turn.effects.append(AcquireWriteLease())
 
-    def held(self, event: ev.WriteLeaseHeld) -> None:
+    def lease_held(self, event: ev.WriteLeaseHeld) -> None:
         """Raises LogLockedError where nobody is to be followed."""
-        right = self.right
+        write_lease = self.write_lease
         if not self.follow:
             raise LogLockedError(
                 f"the log of {self.name!r} is in use by {event.holder}: two coordinators must not write one log; stop "
                 f"that process first"
             )
-        if event.holder != right.holder:
+        if event.holder != write_lease.holder:
             self.turn.report(notices.Following(holder=event.holder))
-        right.holder = event.holder
-        if right.role is Role.STARTING:
-            right.become(Role.FOLLOWING)
+        write_lease.holder = event.holder
+        if write_lease.role is LeaseRole.STARTING:
+            write_lease.become(LeaseRole.FOLLOWING)
             self.turn.effects.append(LoadLog())
 
-    def granted(self, event: ev.WriteLeaseGranted) -> None:
+    def lease_granted(self, event: ev.WriteLeaseGranted) -> None:
         self._granted = event
-        self.right.is_granted = True
+        self.write_lease.is_granted = True
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """What has become possible."""
         if self._granted is not None and self._may_take_over:
             granted, self._granted = self._granted, None
-            right = self.right
-            if right.follows:
-                self.turn.report(notices.TakingOver(holder=right.holder))
-            right.become(Role.LOADING)
-            right.is_granted = False
-            right.fence = granted.term
+            write_lease = self.write_lease
+            if write_lease.follows:
+                self.turn.report(notices.TakingOver(holder=write_lease.holder))
+            write_lease.become(LeaseRole.LOADING)
+            write_lease.is_granted = False
+            write_lease.fence = granted.term
             self.log.appends_max = granted.appends_max
             self.turn.effects.append(LoadLog(with_clients=True))
         elif self._epoch_ticket and self.log.durable_ticket >= self._epoch_ticket:
@@ -78,30 +78,35 @@ class TakingOver:
                 self.lifecycle.take_over()
 
     @property
-    def waits(self) -> bool:
-        """:meth:`go_on` may have something to do."""
+    def has_work(self) -> bool:
+        """:meth:`advance` may have something to do."""
         return self._granted is not None or self._epoch_ticket > 0
 
     @property
     def _may_take_over(self) -> bool:
         """Not while the app is on its way to where it follows: it would have to begin that anew."""
-        if self.right.role is Role.STARTING:
+        if self.write_lease.role is LeaseRole.STARTING:
             return True
         is_between = self.session.phase in (Phase.WAITING, Phase.LOADING, Phase.FOLLOWING)
-        return self.right.is_loaded and is_between and self.lifecycle.may_restart_recovery and not self.session.reading
+        return (
+            self.write_lease.is_loaded
+            and is_between
+            and self.lifecycle.may_restart_recovery
+            and not self.session.reading
+        )
 
     def log_loaded(self, event: ev.LogLoaded) -> None:
         if event.clients is not None:
             self._load_as_writer(event.summary, event.clients)
-        elif not self.right.is_loaded:
+        elif not self.write_lease.is_loaded:
             self._load(event.summary, None)
             if self.session.phase is Phase.LOADING:
-                self.lifecycle.begin()
+                self.lifecycle.start_recovery()
         else:
             self.lifecycle.log_loaded(event)
 
     def _load(self, summary: LogSummary, clients: StoredClients | None) -> None:
-        self.right.is_loaded = True
+        self.write_lease.is_loaded = True
         self.load(summary, clients)
 
     def _load_as_writer(self, summary: LogSummary, clients: StoredClients) -> None:
@@ -110,11 +115,11 @@ class TakingOver:
         if is_followed and not lifecycle.log_grew(summary):
             is_followed = False  # it begins anew, by itself
         self._load(summary, clients)
-        self.right.become(Role.WRITING)
+        self.write_lease.become(LeaseRole.WRITING)
         self.log.held = False
         if is_followed:
             self._epoch_ticket = self.epoch.begin()
             return
-        lifecycle.failing.forget_unlogged()
+        lifecycle.call_failures.forget_unlogged()
         if session.phase is Phase.LOADING:
-            lifecycle.begin()
+            lifecycle.start_recovery()

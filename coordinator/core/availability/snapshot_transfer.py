@@ -19,19 +19,19 @@ from msgspec.structs import replace
 
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core import notices
-from immortal.coordinator.core.availability.write_lease import Right
+from immortal.coordinator.core.availability.write_lease import WriteLease
 from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy, CheckpointWriter
 from immortal.coordinator.core.effects import AskStandby, CheckCheckpoint, DropAsked, OfferCheckpoint, OfferChunk
-from immortal.coordinator.core.failures.call_failure import Failing
+from immortal.coordinator.core.failures.call_failure import CallFailures
 from immortal.coordinator.core.group_commit import GroupCommit
 from immortal.coordinator.core.input.admission import Admission
 from immortal.coordinator.core.interfaces import CheckpointHeader, Offer
 from immortal.coordinator.core.life_cycle.session import WORKS, AppSession, Phase
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.output.replay_check import Cut, ReplayPolicy
+from immortal.coordinator.core.output.replay_check import FollowerSnapshotCut, ReplayPolicy
 from immortal.coordinator.core.peers import Peers
 from immortal.coordinator.core.state import AppOutbox, Epoch, Turn, Versions
-from immortal.coordinator.core.timers import Wakes
+from immortal.coordinator.core.timers import Timers
 from immortal.protocol.messages import MessageType
 
 
@@ -52,44 +52,44 @@ class SnapshotSender:
     """``takes_blob``: the next one of the app is this, or the one that comes is."""
 
     turn: Turn
-    right: Right
+    write_lease: WriteLease
     outbox: AppOutbox
     session: AppSession
     log: GroupCommit
     peers: Peers
     admission: Admission
-    failing: Failing
+    call_failures: CallFailures
     checkpoints: CheckpointPolicy
     versions: Versions
     policy: ReplayPolicy
     limits: Limits
     stage: OfferStage = OfferStage.NOTHING
     takes_blob: bool = False
-    waits: bool = False  # :meth:`go_on` may have something to do
+    has_work: bool = False  # :meth:`advance` may have something to do
     _wanted: ev.CheckpointAsked | None = None  # the app is still to be asked for it
     _asked: ev.CheckpointAsked | None = None  # what the app gives is for this
     _sequence_id: int = -1
     _writer: CheckpointWriter | None = None
     _chunks_waiting: int = 0  # handed to the log, not answered
-    _cut: Cut = field(default_factory=Cut)
+    _cut: FollowerSnapshotCut = field(default_factory=FollowerSnapshotCut)
     _open_calls: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def _reach(self, stage: OfferStage) -> None:
         self.stage = stage
         self.takes_blob = stage in _OWED
-        self.waits = self._wanted is not None or stage is OfferStage.WHOLE
+        self.has_work = self._wanted is not None or stage is OfferStage.WHOLE
 
     # --- who asks ----------------------------------------------------------------------------------------------------
 
-    def asked(self, event: ev.CheckpointAsked) -> None:
+    def checkpoint_asked(self, event: ev.CheckpointAsked) -> None:
         """One that was asked for before is not wanted any more."""
         self._forget()
-        self._wanted = event if self.right.follows and not self.right.is_granted else None
+        self._wanted = event if self.write_lease.follows and not self.write_lease.is_granted else None
         self._reach(self.stage)
 
     def _forget(self) -> None:
         self._wanted = self._asked = self._writer = None
-        self._cut = Cut()
+        self._cut = FollowerSnapshotCut()
         self._reach(OfferStage.UNWANTED if self.takes_blob else OfferStage.NOTHING)
 
     def took_over(self) -> None:
@@ -100,14 +100,14 @@ class SnapshotSender:
         self.takes_blob = False
         self._forget()
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """What has become possible."""
         if self._wanted is not None and self.stage is OfferStage.NOTHING and self._may_ask_app:
             self._asked, self._wanted = self._wanted, None
             self._sequence_id = self.session.fed_sequence_id
             self._reach(OfferStage.ASKED)
-            self.outbox.control(MessageType.TAKE_CHECKPOINT)
-        elif self.stage is OfferStage.WHOLE and self._is_known:
+            self.outbox.send_control(MessageType.TAKE_CHECKPOINT)
+        elif self.stage is OfferStage.WHOLE and self._is_confirmed:
             self._offer()
 
     @property
@@ -121,7 +121,7 @@ class SnapshotSender:
 
     # --- the app's answer --------------------------------------------------------------------------------------------
 
-    def began(self) -> None:
+    def snapshot_began(self) -> None:
         if self._asked is None:
             return
         self._cut = self.peers.followed.cut(self.peers.outputs)
@@ -138,7 +138,7 @@ class SnapshotSender:
         )
         self._reach(OfferStage.COMING)
 
-    def came(self, data: bytes, *, last: bool) -> None:
+    def snapshot_data(self, data: bytes, *, last: bool) -> None:
         if self._writer is not None:
             chunk = self._writer.receive(data, last=last)
             if chunk is not None:
@@ -148,7 +148,7 @@ class SnapshotSender:
         if last:
             self._reach(OfferStage.NOTHING if self._writer is None else OfferStage.WHOLE)
 
-    def failed(self) -> None:
+    def snapshot_failed(self) -> None:
         """The app has none to give."""
         wanted, self.takes_blob = self._wanted, False
         self._forget()
@@ -167,9 +167,9 @@ class SnapshotSender:
     # --- the offer ---------------------------------------------------------------------------------------------------
 
     @property
-    def _is_known(self) -> bool:
+    def _is_confirmed(self) -> bool:
         """All of it is in the log, and what the app has made up to there is known to be what the writer's app made."""
-        if self._chunks_waiting or self._cut.waits_for or not self.failing.agrees_up_to(self._sequence_id):
+        if self._chunks_waiting or self._cut.waits_for or not self.call_failures.agrees_up_to(self._sequence_id):
             return False
         outputs = self.peers.outputs
         return all(outputs[name].has_confirmed(mark) for name, mark in self._cut.outputs.items())
@@ -180,7 +180,7 @@ class SnapshotSender:
             return
         header = writer.header(self.log.time_ns(self.turn.now_ns))
         header = replace(header, outputs=cut.outputs, unacknowledged=cut.unacknowledged)
-        verdicts = self.failing.verdicts.known_until(self._sequence_id)
+        verdicts = self.call_failures.verdicts.known_until(self._sequence_id)
         self.turn.effects.append(OfferCheckpoint(Offer(asked.epoch, header, verdicts)))
         self.turn.report(notices.CheckpointOffered(header.checkpoint_id, header.sequence_id, header.size_bytes))
         self._forget()
@@ -213,11 +213,11 @@ class SnapshotReceiver:
     log: GroupCommit
     epoch: Epoch
     peers: Peers
-    failing: Failing
+    call_failures: CallFailures
     checkpoints: CheckpointPolicy
     versions: Versions
     limits: Limits
-    wakes: Wakes
+    timers: Timers
     stage: AdoptionStage = AdoptionStage.NOTHING
     has_standby: bool = False
     is_for_app: bool = False  # the one that is due: it could not be had otherwise
@@ -228,7 +228,7 @@ class SnapshotReceiver:
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
-    def begin(self, *, at_once: bool) -> bool:
+    def request(self, *, at_once: bool) -> bool:
         """A checkpoint is due; whether it is to come from who follows. ``at_once``: somebody waits for it."""
         limits = self.limits
         if not limits.checkpoints_on_standby or self.is_for_app or (at_once and not self.has_standby):
@@ -236,17 +236,17 @@ class SnapshotReceiver:
             return False
         self.stage = AdoptionStage.WAITING
         self._due_ns = self.turn.now_ns + limits.standby_checkpoint_ns
-        self.go_on()
+        self.advance()
         return True
 
     @property
     def is_under_way(self) -> bool:
-        """:meth:`go_on` may have something to do."""
+        """:meth:`advance` may have something to do."""
         return self.stage is not AdoptionStage.NOTHING
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """While one is due: what has become possible."""
-        self.wakes.standby_at(min(self._due_ns, self.turn.now_ns + self.limits.recent_ns))
+        self.timers.standby_at(min(self._due_ns, self.turn.now_ns + self.limits.recent_ns))
         if self.stage is AdoptionStage.WAITING and self.has_standby:
             self.stage = AdoptionStage.ASKED
             self._checkpoint_id = self.checkpoints.next_id()
@@ -264,7 +264,7 @@ class SnapshotReceiver:
             self.log.append_no_message()
 
     @property
-    def waits(self) -> bool:
+    def is_awaited(self) -> bool:
         """One is due, and not the app's to give. After its time it is given up by this."""
         if self.stage in (AdoptionStage.NOTHING, AdoptionStage.ADOPTED):
             return False
@@ -291,7 +291,7 @@ class SnapshotReceiver:
 
     # --- what comes --------------------------------------------------------------------------------------------------
 
-    def offered(self, event: ev.CheckpointOffered) -> None:
+    def checkpoint_offered(self, event: ev.CheckpointOffered) -> None:
         """Nothing is taken that was asked for before, or by one that wrote the log before."""
         offer = event.offer
         is_asked = self.stage is AdoptionStage.ASKED and offer.header.checkpoint_id == self._checkpoint_id
@@ -313,7 +313,7 @@ class SnapshotReceiver:
             return f"it is of version {header.version} of the app, which runs version {self.versions.current}"
         settled = last.sequence_id
         verdicts = [key for key in offer.verdicts if key[0] > settled]
-        own = [key for key in self.failing.verdicts.known_until(header.sequence_id) if key[0] > settled]
+        own = [key for key in self.call_failures.verdicts.known_until(header.sequence_id) if key[0] > settled]
         if verdicts != own:
             return f"messages have failed for one app and not for the other, up to record {header.sequence_id}"
         for name, mark in header.outputs.items():
@@ -327,7 +327,7 @@ class SnapshotReceiver:
                 return f"it lacks calls to {name!r} that the checkpoint before it has"
         return ""
 
-    def checked(self, event: ev.CheckpointChecked) -> bool:
+    def checkpoint_checked(self, event: ev.CheckpointChecked) -> bool:
         """Whether it was what is being read here."""
         if event.checkpoint_id != self._reading_id:
             return False
@@ -349,10 +349,10 @@ class SnapshotReceiver:
         self.checkpoints.settled = False
         self.stage, self._offer = AdoptionStage.ADOPTED, None
 
-    def durable(self, header: CheckpointHeader) -> None:
+    def checkpoint_durable(self, header: CheckpointHeader) -> None:
         self.stage = AdoptionStage.NOTHING
         self.checkpoints.wanted = False
-        self.failing.checkpoint_adopted(header.sequence_id)
+        self.call_failures.checkpoint_adopted(header.sequence_id)
         self.turn.report(notices.CheckpointAdopted(header.checkpoint_id, header.sequence_id, header.size_bytes))
 
     def app_lost(self) -> None:

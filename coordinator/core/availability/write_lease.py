@@ -22,7 +22,7 @@ from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.state import Turn
 
 
-class Role(Enum):
+class LeaseRole(Enum):
     STARTING = "waiting for the right to write the log"
     FOLLOWING = "following"
     LOADING = "loading the log"
@@ -30,10 +30,10 @@ class Role(Enum):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Right:
+class WriteLease:
     """``follows`` and ``writes`` are the role as plain values, since each turn asks for them."""
 
-    role: Role = Role.STARTING
+    role: LeaseRole = LeaseRole.STARTING
     follows: bool = False
     writes: bool = False
     fence: int = 0  # the term of the right, once it is granted
@@ -46,10 +46,10 @@ class Right:
         """What an app is to be told is in the log, and there is nobody else's right to wait for."""
         return self.writes or (self.follows and self.is_loaded)
 
-    def become(self, role: Role) -> None:
+    def become(self, role: LeaseRole) -> None:
         self.role = role
-        self.follows = role is Role.FOLLOWING
-        self.writes = role is Role.WRITING
+        self.follows = role is LeaseRole.FOLLOWING
+        self.writes = role is LeaseRole.WRITING
 
 
 # What was handed to the log and is not answered yet, and what follows where the log does not answer for a while.
@@ -88,18 +88,18 @@ class LogRequests:
         if not self._unknown:
             self._turn.effects.append(write)
 
-    def written(self) -> None:
+    def write_done(self) -> None:
         """The first one that was not answered is durable."""
         self._writes.popleft()
         if self.silent_since_ns is not None:
-            self._answered(self.silent_since_ns)
+            self._log_answered(self.silent_since_ns)
 
-    def read(self) -> None:
+    def read_done(self) -> None:
         """Something that was asked for was read."""
         if self.silent_since_ns is not None and not self._unknown and not self._again:
-            self._answered(self.silent_since_ns)
+            self._log_answered(self.silent_since_ns)
 
-    def failed(self, event: LogFailed) -> None:
+    def request_failed(self, event: LogFailed) -> None:
         """A failure that may pass."""
         now_ns, request = self._turn.now_ns, event.request
         if isinstance(request, Write):
@@ -124,7 +124,7 @@ class LogRequests:
         again, self._again = self._again, []
         self._turn.effects.extend(again)
 
-    def settle(self, event: TailRead) -> Sequence[Write]:
+    def resolve_writes(self, event: TailRead) -> Sequence[Write]:
         """The log has said where it ends: the writes that turn out to be durable. The others are written again."""
         if not self._unknown:
             return ()
@@ -135,7 +135,7 @@ class LogRequests:
             self._turn.effects.append(write)
         return durable
 
-    def _answered(self, since_ns: int) -> None:
+    def _log_answered(self, since_ns: int) -> None:
         self.silent_since_ns = None
         self._pause_ns = self._limits.log_retry_ns_min
         silent_s = round((self._turn.now_ns - since_ns) / 1e9, 3)

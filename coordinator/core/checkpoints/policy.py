@@ -45,7 +45,7 @@ class CheckpointPolicy:
         )
         return self.wanted or grown_bytes >= limits.checkpoint_trigger_bytes or (too_old and grown_bytes > 0)
 
-    def asked(self, logged_bytes: int) -> None:
+    def checkpoint_began(self, logged_bytes: int) -> None:
         """One is asked for now, or the state is that of a checkpoint."""
         self.wanted = False
         self._logged_bytes_at_last = logged_bytes

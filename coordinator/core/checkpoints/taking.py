@@ -14,17 +14,17 @@ from immortal.coordinator.core.availability.write_lease import LogRequests
 from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy
 from immortal.coordinator.core.effects import Trim
 from immortal.coordinator.core.errors import AppProtocolError
-from immortal.coordinator.core.failures.call_failure import Failing
+from immortal.coordinator.core.failures.call_failure import CallFailures
 from immortal.coordinator.core.failures.unsaved_state import UnsavedState
 from immortal.coordinator.core.group_commit import Group, GroupCommit
 from immortal.coordinator.core.input.admission import Admission
 from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader, VersionStart
-from immortal.coordinator.core.life_cycle.pause_stop import Stopping
+from immortal.coordinator.core.life_cycle.pause_stop import Shutdown
 from immortal.coordinator.core.life_cycle.recovery import BEHIND, Lifecycle, Proof, Upgrades
 from immortal.coordinator.core.life_cycle.session import AWAITING_CHECKPOINT, AppSession, Phase, Step
 from immortal.coordinator.core.peers import Peers
 from immortal.coordinator.core.state import AppOutbox, Turn
-from immortal.coordinator.core.timers import Wakes
+from immortal.coordinator.core.timers import Timers
 from immortal.protocol.messages import MessageType, encode_message
 from immortal.protocol.readers import BlobData, Message
 from immortal.protocol.trailer import BatchKind, BatchSource
@@ -40,48 +40,48 @@ class CheckpointTaker:
     outbox: AppOutbox
     session: AppSession
     log: GroupCommit
-    access: LogRequests
+    log_requests: LogRequests
     peers: Peers
     admission: Admission
-    failing: Failing
+    call_failures: CallFailures
     checkpoints: CheckpointPolicy
     upgrades: Upgrades
     lifecycle: Lifecycle
-    stopping: Stopping
-    wakes: Wakes
+    shutdown: Shutdown
+    timers: Timers
     snapshot_sender: SnapshotSender
     snapshot_receiver: SnapshotReceiver
-    saving: UnsavedState
+    unsaved_state: UnsavedState
 
     def ask_if_due(self) -> None:
         """To be called while the app has time for one, and none waits to become durable."""
-        session, checkpoints, stopping = self.session, self.checkpoints, self.stopping
-        if stopping.feeds_no_more or self.snapshot_sender.takes_blob:  # an app gives one at a time
+        session, checkpoints, shutdown = self.session, self.checkpoints, self.shutdown
+        if shutdown.feeds_no_more or self.snapshot_sender.takes_blob:  # an app gives one at a time
             return
-        is_apps = stopping.asked or self.lifecycle.proof is BEHIND
+        is_apps = shutdown.is_requested or self.lifecycle.proof is BEHIND
         snapshot_receiver, wanted = self.snapshot_receiver, checkpoints.wanted
-        if snapshot_receiver.waits and not is_apps:
+        if snapshot_receiver.is_awaited and not is_apps:
             return
         logged_bytes = self.log.logged_bytes
         if is_apps or checkpoints.is_due(logged_bytes, self.turn.now_ns):
-            checkpoints.asked(logged_bytes)
+            checkpoints.checkpoint_began(logged_bytes)
             # One that was promoted shows by its next checkpoint that it has made all that the log knows of.
-            is_own = is_apps or self.saving.is_wished
-            if not is_own and self.lifecycle.proof is Proof.COMPLETE and snapshot_receiver.begin(at_once=wanted):
+            is_own = is_apps or self.unsaved_state.is_wished
+            if not is_own and self.lifecycle.proof is Proof.COMPLETE and snapshot_receiver.request(at_once=wanted):
                 return
             snapshot_receiver.give_up()
-            stopping.checkpoint_asked()
+            shutdown.checkpoint_asked()
             session.advance(Step.CHECKPOINT_ASKED)
             session.checkpoint_sequence_id = session.fed_sequence_id
-            self.saving.ask()
-            self.outbox.control(MessageType.TAKE_CHECKPOINT)
+            self.unsaved_state.ask()
+            self.outbox.send_control(MessageType.TAKE_CHECKPOINT)
 
     # --- in one piece ------------------------------------------------------------------------------------------------
 
     def blob_began(self) -> None:
         session = self.session
         if self.snapshot_sender.takes_blob:
-            self.snapshot_sender.began()
+            self.snapshot_sender.snapshot_began()
             return
         if session.phase not in AWAITING_CHECKPOINT or self.checkpoints.on_its_way:
             raise AppProtocolError(
@@ -97,9 +97,9 @@ class CheckpointTaker:
             self.lifecycle.finish_replay()
         self._begin()
 
-    def blob_came(self, blob: BlobData) -> None:
+    def blob_received(self, blob: BlobData) -> None:
         if self.snapshot_sender.takes_blob:
-            self.snapshot_sender.came(blob.data, last=blob.last)
+            self.snapshot_sender.snapshot_data(blob.data, last=blob.last)
             return
         if self.session.phase is Phase.UPGRADING:
             if blob.last:
@@ -114,7 +114,7 @@ class CheckpointTaker:
     def snapshot_began(self, message: Message) -> None:
         phase = self.session.phase
         if self.snapshot_sender.takes_blob:
-            self.snapshot_sender.began()
+            self.snapshot_sender.snapshot_began()
             return
         if phase is not Phase.CHECKPOINTING or self.checkpoints.on_its_way:
             raise AppProtocolError(f"the app began a snapshot in the phase {phase.value!r}, none was asked for")
@@ -122,7 +122,7 @@ class CheckpointTaker:
 
     def snapshot_chunk(self, message: Message) -> None:
         if self.snapshot_sender.takes_blob:
-            self.snapshot_sender.came(message.data, last=False)
+            self.snapshot_sender.snapshot_data(message.data, last=False)
             return
         if not self._snapshot_is_on_its_way:
             raise AppProtocolError("the app sent a part of a snapshot that it had not begun")
@@ -130,10 +130,10 @@ class CheckpointTaker:
 
     def snapshot_ended(self, message: Message) -> None:
         if self.snapshot_sender.takes_blob and message.data:
-            self.snapshot_sender.failed()
+            self.snapshot_sender.snapshot_failed()
             return
         if self.snapshot_sender.takes_blob:
-            self.snapshot_sender.came(b"", last=True)
+            self.snapshot_sender.snapshot_data(b"", last=True)
             return
         if not self._snapshot_is_on_its_way:
             raise AppProtocolError("the app ended a snapshot that it had not begun")
@@ -144,7 +144,7 @@ class CheckpointTaker:
         self.checkpoints.abandon()
         self.session.advance(Step.CHECKPOINT_ABANDONED)
         self.turn.report(notices.CheckpointFailed(message.data.decode("utf-8", "replace")))
-        self.stopping.checkpoint_failed()
+        self.shutdown.checkpoint_failed()
 
     @property
     def _snapshot_is_on_its_way(self) -> bool:
@@ -157,7 +157,7 @@ class CheckpointTaker:
         session, lifecycle, unsaved = self.session, self.lifecycle, decode_unsaved(message.data)
         if self.snapshot_sender.takes_blob:
             self.turn.report(notices.CheckpointFailed(unsaved.text))
-            self.snapshot_sender.failed()
+            self.snapshot_sender.snapshot_failed()
             return
         is_recovery = session.phase is Phase.BECOMING_PRIMARY
         if self.checkpoints.on_its_way or not (is_recovery or session.phase is Phase.CHECKPOINTING):
@@ -175,8 +175,8 @@ class CheckpointTaker:
         if is_recovery:
             lifecycle.report_recovered()
         session.advance(Step.CHECKPOINT_ABANDONED)
-        self.saving.cannot(unsaved, session.checkpoint_sequence_id)
-        self.stopping.checkpoint_failed()
+        self.unsaved_state.save_failed(unsaved, session.checkpoint_sequence_id)
+        self.shutdown.checkpoint_failed()
 
     def taken_back(self, message: Message) -> None:
         """The checkpoint that comes is of the state without a message."""
@@ -184,7 +184,7 @@ class CheckpointTaker:
             raise AppProtocolError(
                 f"the app sent a TakenBack in the phase {self.session.phase.value!r}, no checkpoint was asked for"
             )
-        self.saving.taken_back(decode_verdict(message.data))
+        self.unsaved_state.taken_back(decode_verdict(message.data))
 
     # --- either way --------------------------------------------------------------------------------------------------
 
@@ -204,13 +204,13 @@ class CheckpointTaker:
             {name: stream.unacknowledged for name, stream in outputs.items() if stream.memory_bytes},
             self.admission.open_calls.open_at(session.checkpoint_sequence_id),
         )
-        self.stopping.checkpoint_began(checkpoint_id)
+        self.shutdown.checkpoint_began(checkpoint_id)
         self.turn.report(notices.CheckpointBegan(checkpoint_id))
 
     def _receive(self, data: bytes, *, last: bool) -> None:
         chunk = self.checkpoints.receive(data, last=last)
         if chunk is not None:
-            self.access.write(chunk)
+            self.log_requests.write(chunk)
 
     def _end(self) -> None:
         session = self.session
@@ -222,9 +222,9 @@ class CheckpointTaker:
             self.lifecycle.report_recovered()
         self.lifecycle.take_healing(group.transaction)
         group.transaction.checkpoint = header
-        self.saving.checkpoint_whole(group)
-        if self.stopping.takes_last_checkpoint:
-            self.failing.end_well(group.transaction)
+        self.unsaved_state.checkpoint_whole(group)
+        if self.shutdown.takes_last_checkpoint:
+            self.call_failures.app_stopped(group.transaction)
         if session.phase is Phase.CONFIRMING_UPGRADE:
             group.transaction.version = VersionStart(header.version, header.sequence_id, session.label)
             session.advance(Step.UPGRADE_CONFIRMED)
@@ -250,14 +250,14 @@ class CheckpointTaker:
         """The checkpoint of ``header`` counts from now on. ``adopted``: a follower has taken it."""
         wake_at_ns = self.checkpoints.became_durable(header)
         if wake_at_ns is not None:
-            self.wakes.checkpoint_at(wake_at_ns)
-        self.failing.checkpoint_durable(header.sequence_id)
-        self.saving.durable()
+            self.timers.checkpoint_at(wake_at_ns)
+        self.call_failures.checkpoint_durable(header.sequence_id)
+        self.unsaved_state.durable()
         if adopted:
-            self.snapshot_receiver.durable(header)
+            self.snapshot_receiver.checkpoint_durable(header)
         else:
             self.turn.report(notices.CheckpointTaken(header.checkpoint_id, header.sequence_id, header.size_bytes))
         if not self.peers.ready:
             self.peers.became_ready(self.turn.now_ns)
         self.turn.effects.append(Trim())
-        self.stopping.checkpoint_durable(header.checkpoint_id)
+        self.shutdown.checkpoint_durable(header.checkpoint_id)

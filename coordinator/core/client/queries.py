@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from immortal.coordinator.core import notices
 from immortal.coordinator.core.client.requests import Clients
 from immortal.coordinator.core.errors import AppProtocolError
-from immortal.coordinator.core.failures.call_failure import Failing
+from immortal.coordinator.core.failures.call_failure import CallFailures
 from immortal.coordinator.core.failures.poison_guard import digest_of
 from immortal.coordinator.core.input.admission import Admission
 from immortal.coordinator.core.interfaces import Token
@@ -74,7 +74,7 @@ class Queries:
     outbox: AppOutbox
     clients: Clients
     admission: Admission
-    failing: Failing
+    call_failures: CallFailures
     peers: Peers
     turn: Turn
     answered_count: int = 0
@@ -84,14 +84,14 @@ class Queries:
     _open_by: Counter[str] = field(default_factory=Counter)  # by asker
     _waiting: OrderedDict[str, deque[_Query]] = field(default_factory=OrderedDict)  # by asker, in turns
     _asked: dict[int, _Query] = field(default_factory=dict)  # by ticket
-    _room: int = ROOM_MIN  # for so many of them at once
+    _concurrency: int = ROOM_MIN  # for so many of them at once
     _held: deque[tuple[int, _Query, Reply]] = field(default_factory=deque)  # until that commit is durable
     _alone: bool = False  # the app is at a query that may end its process: no other one is asked meanwhile
     _barred: dict[int, int] = field(default_factory=dict)  # method IDs, until when
 
     @property
-    def waits(self) -> bool:
-        """There may be something for :meth:`go_on`."""
+    def has_work(self) -> bool:
+        """There may be something for :meth:`advance`."""
         return bool(self._waiting or self._held)
 
     # --- what clients ask --------------------------------------------------------------------------------------------
@@ -128,18 +128,18 @@ class Queries:
         method = permissions.name_of(method_id)
         if permissions.forbidden(caller, frame.payload):
             text = self.admission.why_forbidden(caller, method)
-            self.failing.note_forbidden(caller, 1, text)
+            self.call_failures.note_forbidden(caller, 1, text)
             return ClientCode.MALFORMED, text
         asker = caller or f"~{frame.client_id}"
         if self.admission.is_nested(arguments):
             text = self.admission.format_nesting_refusal(f"the query {method}")
-            self.failing.note_nested(asker, 1, f"{text} (from {asker!r})")
+            self.call_failures.note_nested(asker, 1, f"{text} (from {asker!r})")
             return ClientCode.MALFORMED, text
         if not permissions.is_query(method_id):
             return ClientCode.MALFORMED, f"{method!r} of {self.name!r} is no query: it is called without .query"
         if self._barred.get(method_id, 0) > now_ns:
             return ClientCode.MALFORMED, f"{method!r} of {self.name!r} has changed the state: it is asked again later"
-        penalties = self.failing.penalties
+        penalties = self.call_failures.penalties
         if why := penalties.hold_reason(asker, now_ns):
             return ClientCode.BUSY, why
         if why := penalties.query_refusal(digest_of(asker, method_id, arguments)) if penalties.has_suspects else "":
@@ -158,11 +158,11 @@ class Queries:
 
     # --- the app -----------------------------------------------------------------------------------------------------
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Ask what the app has room for, and tell what is durable by now."""
         while self._waiting and self._has_room():
             asker, queries = next(iter(self._waiting.items()))
-            penalties = self.failing.penalties
+            penalties = self.call_failures.penalties
             is_suspected = penalties.has_suspects and penalties.is_suspected(queries[0].digest)
             if is_suspected and self._asked:
                 break
@@ -176,12 +176,12 @@ class Queries:
             self._asked[self._ticket] = query
             query.asked_ns = self.turn.now_ns
             question = QueryQuestion(self._ticket, query.method_id, query.arguments, self.turn.now_ns)
-            self.outbox.control(MessageType.QUERY_ASKED, encode_query(question))
+            self.outbox.send_control(MessageType.QUERY_ASKED, encode_query(question))
         while self._held and self._held[0][0] <= self.peers.log.durable_ticket:
             _, query, reply = self._held.popleft()
-            self._tell(query, reply)
+            self._send_answer(query, reply)
 
-    def told(self, message: Message) -> None:
+    def answered(self, message: Message) -> None:
         """The app has answered. Raises RemoteProtocolError."""
         answer = decode_query_answer(message.data)
         query = self._asked.pop(answer.ticket, None)
@@ -191,31 +191,31 @@ class Queries:
                 f"asked and has not answered, and a kind from 1 to 3 were expected"
             )
         self._alone = False
-        if self.failing.penalties.has_suspects:
-            self.failing.penalties.query_answered(query.digest)
-        self._make_room(self.turn.now_ns - query.asked_ns)
+        if self.call_failures.penalties.has_suspects:
+            self.call_failures.penalties.query_answered(query.digest)
+        self._adapt_concurrency(self.turn.now_ns - query.asked_ns)
         if answer.changed:
             self._barred[query.method_id] = self.turn.now_ns + self.limits.query_barred_ns
             self.turn.report(notices.QueryChangedState(self.admission.permissions.name_of(query.method_id)))
         # Verdicts that the app has given before are in the log, or about to be: what follows from them waits for that.
         reply = self.admission.checked_reply(Reply(query.frame.number, answer.kind, answer.value))
         if self.peers.held_ticket <= self.peers.log.durable_ticket:
-            self._tell(query, reply)
+            self._send_answer(query, reply)
         else:
             self._held.append((self.peers.held_ticket, query, reply))
 
     def _has_room(self) -> bool:
-        room = min(self._room, self.limits.queries_at_app_max)
+        room = min(self._concurrency, self.limits.queries_at_app_max)
         return len(self._asked) < room and not self._alone and self.session.phase in WORKS
 
-    def _make_room(self, answered_ns: int) -> None:
+    def _adapt_concurrency(self, answered_ns: int) -> None:
         """Where there was none left: an answer that came soon makes room for one more, a late one takes half of it."""
         if answered_ns > self.limits.queries_at_app_ns:
-            self._room = max(ROOM_MIN, self._room // 2)
-        elif len(self._asked) + 1 >= self._room < self.limits.queries_at_app_max:
-            self._room += 1
+            self._concurrency = max(ROOM_MIN, self._concurrency // 2)
+        elif len(self._asked) + 1 >= self._concurrency < self.limits.queries_at_app_max:
+            self._concurrency += 1
 
-    def _tell(self, query: _Query, reply: Reply) -> None:
+    def _send_answer(self, query: _Query, reply: Reply) -> None:
         self._close(query)
         self.answered_count += 1
         self.clients.answers.answer_query(query.token, query.frame, reply)
@@ -238,8 +238,8 @@ class Queries:
         """
         if at_query and self._asked:
             query = next(iter(self._asked.values()))
-            self.failing.penalties.query_died(query.digest)
-            self.failing.caused_deaths(query.asker, 1, self.turn.now_ns)
+            self.call_failures.penalties.query_died(query.digest)
+            self.call_failures.caused_deaths(query.asker, 1, self.turn.now_ns)
         self._alone = False
         for query in list(self._open.values()):
             self._close(query)
@@ -247,5 +247,5 @@ class Queries:
             self.clients.answers.refuse(query.token, query.frame, ClientCode.NOT_READY, text)
         self._waiting.clear()
         self._asked.clear()
-        self._room = ROOM_MIN
+        self._concurrency = ROOM_MIN
         self._held.clear()

@@ -166,8 +166,8 @@ class Clients:
         for number, identity in enumerate(identities, frame.number):
             known = client.identity(number)
             if known and known != identity and len(others) < CONFLICTS_TOLD_MAX:
-                others.append(self._conflict(frame.client_id, number, known, self._in_words(identity)))
-        self.answers.tell_at_once(token, frame, client, others)
+                others.append(self._conflict(frame.client_id, number, known, self._call_text(identity)))
+        self.answers.send_replies(token, frame, client, others)
         return len(others) > 0
 
     def _asks_for_another(self, token: Token, frame: ClientFrame, client: Client) -> bool:
@@ -180,16 +180,16 @@ class Clients:
         if not known or method_of_identity(known) == method_id:
             return False
         other = self._conflict(frame.client_id, number, known, f"a call of {self._method_name(method_id)}")
-        self.answers.tell_at_once(token, frame, client, [other])
+        self.answers.send_replies(token, frame, client, [other])
         return True
 
     def _conflict(self, client_id: str, number: int, known: bytes, given: str) -> Reply:
         what, advice = f"request {number} of client {client_id!r}", CLIENT_ADVICE
         if client_id.startswith(KEY_PREFIX):
             what, advice = f"key {client_id[len(KEY_PREFIX) :]!r}", KEY_ADVICE
-        return conflict_reply(number, IdentityConflict(what, self._in_words(known), given, advice))
+        return conflict_reply(number, IdentityConflict(what, self._call_text(known), given, advice))
 
-    def _in_words(self, identity: bytes) -> str:
+    def _call_text(self, identity: bytes) -> str:
         return call_in_words(identity, self._method_name(method_of_identity(identity)))
 
     def _method_name(self, method_id: int) -> str:
@@ -286,7 +286,7 @@ class Clients:
         self.table.answer(client_id, client, reply)
         self.answers.tell(client_id, client, reply)
 
-    def lose_open(self) -> None:
+    def mark_open_lost(self) -> None:
         """The log was cut: of what is open it is not known whether its record was lost."""
         for client_id, client in self.table.items():
             for number in client.open_numbers():
@@ -350,7 +350,7 @@ class ClientAnswers:
         payload = encode_replies((reply,))
         self._say(token, ClientFrame(ClientFrameType.ANSWER, *self._ends(frame), frame.number, 0, 1, payload=payload))
 
-    def tell_at_once(self, token: Token, frame: ClientFrame, client: Client, replies: list[Reply]) -> None:
+    def send_replies(self, token: Token, frame: ClientFrame, client: Client, replies: list[Reply]) -> None:
         """Who has sent ``frame``, and nobody else who has its client's ID."""
         if replies:
             numbers = client.number, client.released, len(replies)

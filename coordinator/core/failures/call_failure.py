@@ -13,11 +13,16 @@ from dataclasses import dataclass, field
 import msgspec
 
 from immortal.coordinator.core import notices
-from immortal.coordinator.core.availability.write_lease import Right
+from immortal.coordinator.core.availability.write_lease import WriteLease
 from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy
 from immortal.coordinator.core.effects import CloseApp, Effect, Report, SendToApp
 from immortal.coordinator.core.errors import AppProtocolError
-from immortal.coordinator.core.failures.poison_guard import KNOWN_MAX, CallerPenalties, Watch, format_message_position
+from immortal.coordinator.core.failures.poison_guard import (
+    KNOWN_MAX,
+    CallerPenalties,
+    PoisonGuard,
+    format_message_position,
+)
 from immortal.coordinator.core.formatting import Methods
 from immortal.coordinator.core.group_commit import Group, GroupCommit
 from immortal.coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, LogSummary, Suspect, Transaction
@@ -43,7 +48,7 @@ from immortal.protocol.verdicts import (
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Failing:
+class CallFailures:
     """``effects``: where effects go; the machine's."""
 
     name: str
@@ -54,8 +59,8 @@ class Failing:
     checkpoints: CheckpointPolicy
     effects: list[Effect]
     verdicts: Verdicts
-    watch: Watch
-    right: Right
+    poison_guard: PoisonGuard
+    write_lease: WriteLease
     penalties: CallerPenalties
     methods: Methods = field(default_factory=dict)  # of the app that was here last
     forbidden: Counter[str] = field(default_factory=Counter)  # calls that a caller may not make, since the start
@@ -64,40 +69,40 @@ class Failing:
     _summary: LogSummary | None = None  # of the log that the session replays
     _settled_sequence_id: int = -1  # the session began behind this record, or has a checkpoint of it
     _adopted_sequence_id: int = -1  # up to here a follower's checkpoint says what has become of messages
-    _told: bool = False  # this session's app has its verdicts
+    _verdicts_sent: bool = False  # this session's app has its verdicts
     _leaving: bool = False
     _unlogged: dict[MessageKey, Verdict] = field(default_factory=dict)  # of apps that follow, and not in the log yet
     _awaited: set[MessageKey] = field(default_factory=set)  # in the log, on what the app that follows has been given
 
     def load(self, summary: LogSummary) -> None:
         """What the log has."""
-        self.watch.suspect = self._suspect = summary.suspect
+        self.poison_guard.suspect = self._suspect = summary.suspect
         self.verdicts.load(summary)
-        if self.right.follows:
+        if self.write_lease.follows:
             self.verdicts.know(self._unlogged.values())
 
     # --- a session ---------------------------------------------------------------------------------------------------
 
-    def begin(self, summary: LogSummary, settled_sequence_id: int) -> None:
+    def session_began(self, summary: LogSummary, settled_sequence_id: int) -> None:
         """A session begins, at a checkpoint that holds this record."""
         self._summary = summary
         self._settled_sequence_id = settled_sequence_id
-        self._told = self._leaving = False
+        self._verdicts_sent = self._leaving = False
         self._adopted_sequence_id = -1
         self._awaited.clear()
 
-    def introduce(self) -> None:
+    def send_verdicts(self) -> None:
         """Before the first record, and behind the blob: what the app is to know of the records to come."""
-        if self._told or self._summary is None:
+        if self._verdicts_sent or self._summary is None:
             return
         summary, self._summary = self._summary, None
         extensions = self.session.extensions
         if MessageType.VERDICTS in extensions:
-            self._told = True
+            self._verdicts_sent = True
             for message in encode_verdicts(self.verdicts.behind(self._settled_sequence_id, summary)):
                 self._send(MessageType.VERDICTS, message)
         if MessageType.CAREFUL in extensions:
-            careful = self.watch.begin(self._settled_sequence_id)
+            careful = self.poison_guard.session_began(self._settled_sequence_id)
             self._keep_suspect()
             if careful is not None:
                 self._send(MessageType.CAREFUL, encode_careful(careful))
@@ -123,13 +128,13 @@ class Failing:
                 return False
             else:
                 self._awaited.add(key)  # the app comes to the same by itself, sooner or later
-        if self._told and told:
+        if self._verdicts_sent and told:
             for message in encode_verdicts(told):
                 self._send(MessageType.VERDICTS, message)
         return True
 
     @property
-    def is_at_one(self) -> bool:
+    def agrees_with_writer(self) -> bool:
         """The app that follows has come to each verdict that the log has on what it was given, and to no other.
 
         Else its state may not be the writer's: a message may fail for one and not for the other.
@@ -137,7 +142,7 @@ class Failing:
         return not self._awaited and not self._unlogged
 
     def agrees_up_to(self, sequence_id: int) -> bool:
-        """As :attr:`is_at_one`, of the messages up to this record."""
+        """As :attr:`agrees_with_writer`, of the messages up to this record."""
         return not any(key[0] <= sequence_id for key in (*self._awaited, *self._unlogged))
 
     def forget_unlogged(self) -> None:
@@ -154,16 +159,16 @@ class Failing:
         """The log has a checkpoint of a follower, whose app may have handled what this one is still at."""
         self._adopted_sequence_id = sequence_id
 
-    def end_well(self, transaction: Transaction) -> None:
+    def app_stopped(self, transaction: Transaction) -> None:
         """The app is said goodbye to, behind its last checkpoint: it has lived through everything."""
-        self.watch.suspect = NO_SUSPECT
+        self.poison_guard.suspect = NO_SUSPECT
         if self._suspect != NO_SUSPECT:
             self._suspect = transaction.suspect = NO_SUSPECT
 
     def died_at_query(self, *, stopping: bool) -> bool:
         """Whether the app that is gone may have ended at a query: it was at no message that it told of."""
         is_death = self.session.phase in WORKS and not (stopping or self.session.refused or self._leaving)
-        return is_death and self.right.writes and self.watch.is_between
+        return is_death and self.write_lease.writes and self.poison_guard.is_between
 
     def caused_deaths(self, caller: str, count: int, now_ns: int) -> None:
         """The app's process has ended so often at a call of ``caller``."""
@@ -183,11 +188,11 @@ class Failing:
             and not (stopping or session.refused or self._leaving)
         )
         self._summary = None
-        self._told = False
-        if not may_have_crashed or not self.right.writes:  # a follower's deaths are no other's
-            self.watch.forget()
+        self._verdicts_sent = False
+        if not may_have_crashed or not self.write_lease.writes:  # a follower's deaths are no other's
+            self.poison_guard.forget()
             return
-        verdict = self.watch.died(session.fed_sequence_id, all_heard=all_heard)
+        verdict = self.poison_guard.app_died(session.fed_sequence_id, all_heard=all_heard)
         if verdict is not None:
             self._give_killed(verdict)
         self._keep_suspect()
@@ -202,18 +207,18 @@ class Failing:
 
     def absolve(self, sequence_id: int) -> None:
         """An operator has found what it was."""
-        if self.watch.suspect.sequence_id == sequence_id:
-            self.watch.suspect = NO_SUSPECT
+        if self.poison_guard.suspect.sequence_id == sequence_id:
+            self.poison_guard.suspect = NO_SUSPECT
             self._keep_suspect()
 
     def _keep_suspect(self) -> None:
-        if self.watch.suspect != self._suspect and self.right.writes:
-            self._suspect = self.watch.suspect
+        if self.poison_guard.suspect != self._suspect and self.write_lease.writes:
+            self._suspect = self.poison_guard.suspect
             self.log.append_outside_record(0).transaction.suspect = self._suspect
 
     # --- what the app says -------------------------------------------------------------------------------------------
 
-    def received(self, message: Message, now_ns: int, *, stopping: bool) -> None:
+    def app_reported(self, message: Message, now_ns: int, *, stopping: bool) -> None:
         """A Verdict, a Handling or a Leaving. Raises RemoteProtocolError."""
         message_type = message.message_type
         if message_type == MessageType.LEAVING and MessageType.VERDICTS in self.session.extensions:
@@ -221,7 +226,7 @@ class Failing:
             why = message.data[:TEXT_CHARACTERS_MAX].decode("utf-8", "replace")
             self._report(notices.AppLeaves(why))
             return
-        if not self._told:
+        if not self._verdicts_sent:
             raise AppProtocolError(
                 f"the app sent a message of type {message_type}, which is for apps alone that ask for Verdicts (81) in "
                 f"their Hello, and were sent them"
@@ -230,11 +235,11 @@ class Failing:
             self._verdict(decode_verdict(message.data))
         else:
             self._handling(decode_handling(message.data), now_ns)
-            self._tell_long(now_ns, stopping=stopping)
+            self._report_long_handler(now_ns, stopping=stopping)
 
     def _handling(self, handling: Handling, now_ns: int) -> None:
         self._require_fed("a Handling", handling.sequence_id)
-        self.watch.noted(handling, now_ns)
+        self.poison_guard.note_handling(handling, now_ns)
         self._keep_suspect()
 
     def _require_fed(self, what: str, sequence_id: int) -> None:
@@ -256,14 +261,14 @@ class Failing:
             )
         self._awaited.discard(verdict.key)
         if verdict.sequence_id <= self._adopted_sequence_id:
-            self._begin_anew(verdict)
-        elif self.right.writes and not self.peers.following:
+            self._start_over(verdict)
+        elif self.write_lease.writes and not self.peers.following:
             self.give(_clipped(verdict), from_app=True)
         elif self.verdicts.known(verdict.key) is None:
             self._unlogged[verdict.key] = _clipped(verdict)
             self.verdicts.know([_clipped(verdict)])
 
-    def _begin_anew(self, verdict: Verdict) -> None:
+    def _start_over(self, verdict: Verdict) -> None:
         """The log has a checkpoint behind that message, with the state of an app for which it did not fail. What this
         app has sent behind the verdict is not read any more, so nobody has heard of it."""
         where = format_message_position(verdict.sequence_id, verdict.message_index, verdict.caller)
@@ -280,7 +285,7 @@ class Failing:
             self.peers.held_ticket = group.ticket
         return group
 
-    def lacks_room(self) -> bool:
+    def needs_checkpoint(self) -> bool:
         """No more calls that are refused may come in before there is a checkpoint, which is asked for."""
         full = self.verdicts.known_count >= self.limits.verdicts_max
         self.checkpoints.wanted = self.checkpoints.wanted or full
@@ -307,7 +312,7 @@ class Failing:
             self.note_nested(caller or who_waits, len(refused), given[0].text)
         else:
             self.note_forbidden(caller, len(refused), given[0].text)
-        if self._told:  # else with all others, before the app's first record
+        if self._verdicts_sent:  # else with all others, before the app's first record
             for message in encode_verdicts(given):
                 self._send(MessageType.VERDICTS, message)
 
@@ -326,13 +331,13 @@ class Failing:
             self._report(notices.NestedTooDeeply(text))
         self.nested[caller] += count
 
-    def _tell_long(self, now_ns: int, *, stopping: bool) -> None:
+    def _report_long_handler(self, now_ns: int, *, stopping: bool) -> None:
         least_s = 0.001 if stopping else self.limits.long_handler_s
-        if news := self.watch.news(least_s, now_ns):
+        if news := self.poison_guard.long_handler_warning(least_s, now_ns):
             self._report(notices.StopWaits(news) if stopping else notices.HandlerTakesLong(news))
 
     def stop_asked(self, now_ns: int) -> None:
-        if words := self.watch.in_words(now_ns):
+        if words := self.poison_guard.long_handler_text(now_ns):
             self._report(notices.StopWaits(words))
 
     def _report(self, notice: notices.Notice) -> None:
@@ -342,7 +347,7 @@ class Failing:
 
     def describe(self, now_ns: int) -> dict[str, object]:
         """Plain values."""
-        verdicts, suspect = self.verdicts, self.watch.suspect
+        verdicts, suspect = self.verdicts, self.poison_guard.suspect
         return {
             "verdicts": {kind.name.lower(): verdicts.counts[kind] for kind in VerdictKind},
             "forbidden": dict(self.forbidden),
@@ -358,7 +363,7 @@ class Failing:
             }
             if suspect.runs_count
             else None,
-            "handling": self.watch.long_handler(now_ns),
+            "handling": self.poison_guard.long_handler(now_ns),
         }
 
 

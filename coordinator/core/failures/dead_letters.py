@@ -15,7 +15,7 @@ from immortal.coordinator.core import events as ev
 from immortal.coordinator.core import notices
 from immortal.coordinator.core.effects import CloseApp, OperatorAnswered, ReadLetters
 from immortal.coordinator.core.errors import AppProtocolError
-from immortal.coordinator.core.failures.call_failure import Failing, Verdicts
+from immortal.coordinator.core.failures.call_failure import CallFailures, Verdicts
 from immortal.coordinator.core.failures.unsaved_state import UnsavedState
 from immortal.coordinator.core.formatting import format_counted_method
 from immortal.coordinator.core.group_commit import Group
@@ -46,12 +46,12 @@ class _RefusedError(ImmortalError):
 
 @dataclass(slots=True, eq=False, repr=False)
 class OperatorActions:
-    failing: Failing
+    call_failures: CallFailures
     verdicts: Verdicts
     impulses: Impulses
-    room: LogCapacity
+    log_capacity: LogCapacity
     versions: Versions
-    saving: UnsavedState
+    unsaved_state: UnsavedState
     turn: Turn
     _upgraded: bool = False  # the session's app has upgraded the log, durably
     _retries_refused: bool = False  # ... and wants the letters that were refused before
@@ -77,10 +77,10 @@ class OperatorActions:
         if not keys:
             self._answer(0, event.token, {"dropped": 0})
             return
-        group = self.failing.log.append_outside_record(0)
+        group = self.call_failures.log.append_outside_record(0)
         for key in keys:
             self.verdicts.remove_letter(key, group.transaction)
-        self._note(group.transaction, event.who, f"dropped {_letters_in_words(keys)}")
+        self._audit(group.transaction, event.who, f"dropped {_format_letters(keys)}")
         self._answer(group.ticket, event.token, {"dropped": len(keys)})
 
     def retry(self, event: ev.LettersRetried) -> None:
@@ -99,21 +99,21 @@ class OperatorActions:
             try:
                 call = self._call_again(key, letter)
             except ImmortalError as error:
-                refused[_key_in_words(key)] = str(error)
+                refused[_format_key(key)] = str(error)
                 continue
             group = self.impulses.log_own(1, call)
             self.verdicts.remove_letter(key, group.transaction)
             retried.setdefault(group.ticket, (group, []))[1].append(key)
         for group, keys in retried.values():
-            self._note(group.transaction, who, f"retried {_letters_in_words(keys)}")
+            self._audit(group.transaction, who, f"retried {_format_letters(keys)}")
         return max(retried, default=0), refused
 
     def _call_again(self, key: MessageKey, letter: Letter | None) -> bytes:
         """The call as an impulse. Raises _RefusedError, RemoteProtocolError."""
         if letter is None or key not in self.verdicts.letters:
             raise _RefusedError("there is no such letter")
-        if self.room.full:
-            raise _RefusedError(self.room.full)
+        if self.log_capacity.full:
+            raise _RefusedError(self.log_capacity.full)
         message = letter.verdict.message
         if not message:
             raise _RefusedError("its message was too large to be kept")
@@ -137,7 +137,7 @@ class OperatorActions:
 
     def retry_refused(self) -> None:
         """The app asks for it. Raises AppProtocolError."""
-        if not self._upgraded and self.failing.session.phase is not Phase.COMPLETING_UPGRADE:
+        if not self._upgraded and self.call_failures.session.phase is not Phase.COMPLETING_UPGRADE:
             raise AppProtocolError("the app sent a RetryRefused, which belongs behind the checkpoint of an upgrade")
         self._retries_refused = True
         self._read_refused()
@@ -163,33 +163,36 @@ class OperatorActions:
     def skip(self, event: ev.MessageSkipped) -> None:
         """An app that is connected must go, and recover with the verdict."""
         message = f"message {event.message_index} of record {event.sequence_id}"
-        if self.saving.is_it((event.sequence_id, event.message_index, 0, 0)) and event.message is not None:
+        if (
+            self.unsaved_state.is_failed_message((event.sequence_id, event.message_index, 0, 0))
+            and event.message is not None
+        ):
             found = replace(self._skipped(event), kind=VerdictKind.TAKEN_BACK, message=clipped_letter(event.message))
-            self.saving.wish(found, event.who, event.token)
+            self.unsaved_state.wish(found, event.who, event.token)
             return
         try:
             self._require_skippable(event, message)
-            group = self.failing.give(self._skipped(event))
+            group = self.call_failures.give(self._skipped(event))
             if group is None:
                 raise _RefusedError(f"{message} has a verdict already: the app passes it over")
         except _RefusedError as error:
             self._answer(0, event.token, {"refused": str(error)})
             return
         what = f"skipped {message}: {event.reason}"
-        self._note(group.transaction, event.who, what)
+        self._audit(group.transaction, event.who, what)
         self._answer(group.ticket, event.token, {"skipped": True})
-        self.failing.absolve(event.sequence_id)
+        self.call_failures.absolve(event.sequence_id)
         self.turn.report(notices.MessageSkipped(event.who, what))
-        session = self.failing.session
+        session = self.call_failures.session
         if session.phase is not Phase.WAITING:
             session.refused = True
             self.turn.effects.append(CloseApp())
 
     def _require_skippable(self, event: ev.MessageSkipped, message: str) -> None:
         """Raises _RefusedError for what an app may have handled well: what it did then has been seen."""
-        failing, name = self.failing, self.failing.name
-        sequence_id, last = event.sequence_id, failing.log.durable_sequence_id
-        checkpoint = failing.checkpoints.last
+        call_failures, name = self.call_failures, self.call_failures.name
+        sequence_id, last = event.sequence_id, call_failures.log.durable_sequence_id
+        checkpoint = call_failures.checkpoints.last
         if not 0 <= sequence_id <= last:
             raise _RefusedError(f"there is no record {sequence_id}: the log of {name!r} ends with record {last}")
         if checkpoint is not None and sequence_id <= checkpoint.sequence_id:
@@ -199,11 +202,11 @@ class OperatorActions:
             )
         if event.message is None:
             raise _RefusedError(f"record {sequence_id} has no message {event.message_index}")
-        session = failing.session
+        session = call_failures.session
         is_connected = session.phase is not Phase.WAITING
         has_it = is_connected and sequence_id <= session.fed_sequence_id
-        if has_it and not failing.watch.is_at(sequence_id, event.message_index):
-            at = failing.watch.current_message_text()
+        if has_it and not call_failures.poison_guard.is_at(sequence_id, event.message_index):
+            at = call_failures.poison_guard.current_message_text()
             raise _RefusedError(
                 f"an app of {name!r} is connected, and may have handled {message} well"
                 f"{f' (it is at {at})' if at else ''}: stop the app first, if it does not end by itself"
@@ -214,7 +217,7 @@ class OperatorActions:
         method, caller = "", None
         try:
             rpc = _rpc(message)
-            method = format_counted_method(rpc.method_id, rpc.kind, ONESELF, self.failing.methods)
+            method = format_counted_method(rpc.method_id, rpc.kind, ONESELF, self.call_failures.methods)
             if rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC:
                 caller = split_caller(rpc.arguments)[0]
         except RemoteProtocolError:
@@ -229,7 +232,7 @@ class OperatorActions:
             message=clipped_letter(message) if caller is None else b"",
         )
 
-    def _note(self, transaction: Transaction, who: str, what: str) -> None:
+    def _audit(self, transaction: Transaction, who: str, what: str) -> None:
         transaction.audit.append(AuditEntry(self.turn.now_ns, who, what))
 
 
@@ -246,11 +249,11 @@ def _rpc(message: bytes) -> IncomingRpc:
     return decode_incoming_rpc(message, start, end)
 
 
-def _key_in_words(key: MessageKey) -> str:
+def _format_key(key: MessageKey) -> str:
     return f"{key[0]}:{key[1]}"
 
 
-def _letters_in_words(keys: Collection[MessageKey]) -> str:
-    named = ", ".join(map(_key_in_words, list(keys)[:NAMED_MAX]))
+def _format_letters(keys: Collection[MessageKey]) -> str:
+    named = ", ".join(map(_format_key, list(keys)[:NAMED_MAX]))
     more = f" and {len(keys) - NAMED_MAX} more" if len(keys) > NAMED_MAX else ""
     return f"{len(keys)} dead letter{'s' if len(keys) > 1 else ''}: {named}{more}"

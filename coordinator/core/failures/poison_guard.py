@@ -26,7 +26,7 @@ KILLED_TYPE = "ProcessEnded"
 """In place of an exception's type, of a message that ended the app's process."""
 
 
-class Watch:
+class PoisonGuard:
     """``suspect``: as the log has it. ``kills_max``: runs that a message may end; None: any number."""
 
     def __init__(self, suspect: Suspect, kills_max: int | None) -> None:
@@ -40,7 +40,7 @@ class Watch:
         """Who sent the message that the app was at when it ended last ("": itself, or nobody knows), and for how many
         deaths that counts: for all with its verdict, else where there is to be none."""
 
-    def begin(self, settled_sequence_id: int) -> Careful | None:
+    def session_began(self, settled_sequence_id: int) -> Careful | None:
         """A run begins behind this record; how it is to be careful."""
         self._noted = self._told = None
         suspect = self.suspect
@@ -51,7 +51,7 @@ class Watch:
         self._careful = self.suspect.runs_count > 0
         return Careful(last_sequence_id, suspect.sequence_id, True) if self._careful else None
 
-    def noted(self, handling: Handling, now_ns: int) -> None:
+    def note_handling(self, handling: Handling, now_ns: int) -> None:
         """The app says what it is at."""
         before = self._noted
         if handling.sequence_id < 0 and handling.for_s > 0:  # one that took long has come back
@@ -86,7 +86,7 @@ class Watch:
         self.died_of = "", 0
         self._careful = False
 
-    def died(self, fed_sequence_id: int, *, all_heard: bool) -> Verdict | None:
+    def app_died(self, fed_sequence_id: int, *, all_heard: bool) -> Verdict | None:
         """The app ended without a word, given the records up to this one; the verdict if that was once too often.
 
         ``all_heard``: what it said last has been read.
@@ -133,7 +133,7 @@ class Watch:
             "caller": noted.caller,
         }
 
-    def in_words(self, now_ns: int) -> str:
+    def long_handler_text(self, now_ns: int) -> str:
         """The same, such as ``handling Orders.place for 12 s (record 312, message 0, called by shop)``; or ""."""
         noted, long = self._noted, self.long_handler(now_ns)
         if noted is None or long is None:
@@ -141,14 +141,14 @@ class Watch:
         where = format_message_position(noted.sequence_id, noted.message_index, noted.caller)
         return f"handling {noted.method or 'a message'} for {long['for_s']:.0f} s ({where})"
 
-    def news(self, long_handler_s: float, now_ns: int) -> str:
+    def long_handler_warning(self, long_handler_s: float, now_ns: int) -> str:
         """What the operator is to hear now of a handler that takes so long, once; or ""."""
         noted = self._noted
         if noted is None or noted.for_s < long_handler_s:
             return ""
         message = noted.sequence_id, noted.message_index
         told, self._told = self._told == message, message
-        return "" if told else self.in_words(now_ns)
+        return "" if told else self.long_handler_text(now_ns)
 
 
 def _is_same(one: Handling, other: Handling) -> bool:

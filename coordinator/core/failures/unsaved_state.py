@@ -50,7 +50,7 @@ class UnsavedState:
     peers: Peers
     checkpoints: CheckpointPolicy
     verdicts: Verdicts
-    room: LogCapacity
+    log_capacity: LogCapacity
     failed: Unsaved | None = None
     failures: int = 0  # in a row
     since_ns: int = 0  # of the first of them
@@ -60,14 +60,14 @@ class UnsavedState:
 
     # --- the app says ------------------------------------------------------------------------------------------------
 
-    def cannot(self, unsaved: Unsaved, sequence_id: int) -> None:
+    def save_failed(self, unsaved: Unsaved, sequence_id: int) -> None:
         """The app has no checkpoint to give of the state behind that record."""
         if not self.failures:
             self.since_ns = self.turn.now_ns
         self.failures += 1
         self.failed, self.failed_sequence_id = unsaved, sequence_id
         self.checkpoints.tried_ns = self.turn.now_ns
-        self.turn.report(notices.StateUnsaved(self.in_words(), self.costs(), self.ways_out(), self.failures))
+        self.turn.report(notices.StateUnsaved(self.problem_text(), self.cost_text(), self.remedy_text(), self.failures))
         self._answer_wishes(unsaved)
 
     def taken_back(self, verdict: Verdict) -> None:
@@ -86,7 +86,7 @@ class UnsavedState:
         for verdict in self._taken_back:
             self.verdicts.give(verdict, group=group)
             wish = self._wishes.get(verdict.key)
-            what = f"took back {_message_in_words(verdict)}: {verdict.text}"
+            what = f"took back {_format_message(verdict)}: {verdict.text}"
             if wish is not None:
                 group.transaction.audit.append(AuditEntry(self.turn.now_ns, wish.who, what))
         if self._taken_back:
@@ -120,7 +120,7 @@ class UnsavedState:
 
     # --- an operator decides -----------------------------------------------------------------------------------------
 
-    def is_it(self, key: MessageKey) -> bool:
+    def is_failed_message(self, key: MessageKey) -> bool:
         """That message is known to be what keeps the state from being saved."""
         failed = self.failed
         return failed is not None and key == (failed.sequence_id, failed.message_index, 0, 0)
@@ -138,7 +138,7 @@ class UnsavedState:
         """Before a TakeCheckpoint: what it is to be without."""
         for wish in self._wishes.values():
             wish.asked = True
-            self.outbox.control(MessageType.TAKE_BACK, encode_verdict(wish.verdict, MessageType.TAKE_BACK))
+            self.outbox.send_control(MessageType.TAKE_BACK, encode_verdict(wish.verdict, MessageType.TAKE_BACK))
 
     def _answer_wishes(self, unsaved: Unsaved) -> None:
         """There is no checkpoint without those messages either. Where another one stands in its way as well, they stay
@@ -150,7 +150,7 @@ class UnsavedState:
         another = unsaved.sequence_id >= 0 and key not in self._wishes and not unsaved.why
         for wish in self._wishes.values():
             if another:
-                text = f"it is noted, and the state still can't be saved: skip {self.in_words()} too"
+                text = f"it is noted, and the state still can't be saved: skip {self.problem_text()} too"
             else:
                 text = f"the state can't be saved without it: {unsaved.why or unsaved.text}"
             self._answer(wish, {"refused": text})
@@ -164,7 +164,7 @@ class UnsavedState:
 
     # --- in words ----------------------------------------------------------------------------------------------------
 
-    def in_words(self) -> str:
+    def problem_text(self) -> str:
         """What the state can't be saved for."""
         failed = self.failed
         if failed is None:
@@ -181,10 +181,10 @@ class UnsavedState:
         last = self.checkpoints.last
         return self.peers.log.durable_sequence_id - (-1 if last is None else last.sequence_id)
 
-    def costs(self) -> str:
+    def cost_text(self) -> str:
         """What it costs to go on like that, and how much room the log has left."""
         text = f"a recovery goes over {self._records} records, and the log is not trimmed"
-        space, limit = self.room.space, self.limits.log_limit_bytes
+        space, limit = self.log_capacity.space, self.limits.log_limit_bytes
         if space is None:
             return text
         if limit is None:
@@ -192,7 +192,7 @@ class UnsavedState:
         left = max(0, limit - space.used_bytes)
         return f"{text}: {_mib(left)} MiB of its {_mib(limit)} MiB are left"
 
-    def ways_out(self) -> str:
+    def remedy_text(self) -> str:
         """What an operator can do."""
         failed = self.failed
         skip = "" if failed is None or failed.sequence_id < 0 else f"{failed.sequence_id}:{failed.message_index}"
@@ -207,7 +207,7 @@ class UnsavedState:
         return {
             "unsaved": {
                 "problem": failed.text,
-                "since": self.in_words(),
+                "since": self.problem_text(),
                 "why": failed.why or None,
                 "record": None if failed.sequence_id < 0 else failed.sequence_id,
                 "message": None if failed.message_index < 0 else failed.message_index,
@@ -216,13 +216,13 @@ class UnsavedState:
                 "failures": self.failures,
                 "records": self._records,
                 "for_s": round(max(0, now_ns - self.since_ns) / 1e9, 3),
-                "costs": self.costs(),
-                "ways_out": self.ways_out(),
+                "costs": self.cost_text(),
+                "ways_out": self.remedy_text(),
             }
         }
 
 
-def _message_in_words(verdict: Verdict) -> str:
+def _format_message(verdict: Verdict) -> str:
     return f"message {verdict.message_index} of record {verdict.sequence_id}"
 
 

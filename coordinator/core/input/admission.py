@@ -24,7 +24,7 @@ from immortal.protocol.varint import decode_zigzag_int
 from immortal.protocol.verdicts import FAILED_CALL, Cause
 
 if TYPE_CHECKING:
-    from immortal.coordinator.core.failures.call_failure import Failing
+    from immortal.coordinator.core.failures.call_failure import CallFailures
 
 
 class Admission:
@@ -40,7 +40,7 @@ class Admission:
     ) -> None:
         self.permissions = Permissions(name, given, has_keys=has_keys)
         self.open_calls = OpenCalls(given, is_known=True)  # of peers
-        self.failing: Failing | None = None  # given once it is there
+        self.call_failures: CallFailures | None = None  # given once it is there
         self._name = name
         self._nesting_max = nesting_max
 
@@ -66,11 +66,11 @@ class Admission:
 
     def is_full(self, caller: str) -> bool:
         """No more is taken of ``caller`` now: it has made too many calls that it may not make."""
-        failing = self.failing
-        if failing is None:
+        call_failures = self.call_failures
+        if call_failures is None:
             return False
         is_limited = self.permissions.limits(caller) or self.open_calls.limit(caller) is not None
-        return (is_limited or caller in failing.nested) and failing.lacks_room()
+        return (is_limited or caller in call_failures.nested) and call_failures.needs_checkpoint()
 
     def must_wait(self, caller: str, now_ns: int) -> bool:
         """It has used up what it may call in a second, or is held off: it is heard later."""
@@ -78,12 +78,12 @@ class Admission:
 
     def hold_off_reason(self, caller: str, now_ns: int) -> str:
         """Why nothing of ``caller`` is taken for a while, as its calls ended the app's process; "" if it is."""
-        return "" if self.failing is None else self.failing.penalties.hold_reason(caller, now_ns)
+        return "" if self.call_failures is None else self.call_failures.penalties.hold_reason(caller, now_ns)
 
     @property
     def holds_back(self) -> bool:
         """Somebody may have to wait."""
-        return self.permissions.has_rates or (self.failing is not None and self.failing.penalties.has_held)
+        return self.permissions.has_rates or (self.call_failures is not None and self.call_failures.penalties.has_held)
 
     def first_of(
         self, caller: str, calls: bytes, count: int, now_ns: int, open_count: int | None = None
@@ -100,8 +100,8 @@ class Admission:
 
         ``reserved``: indices of calls of methods that only the app itself may call.
         """
-        failing = self.failing
-        if failing is None:
+        call_failures = self.call_failures
+        if call_failures is None:
             return
         self.refuse_nested(group, calls, count, caller, who_waits)
         refused: dict[int, tuple[str, str]] = {}  # index -> (method, why)
@@ -114,30 +114,30 @@ class Admission:
             refused.setdefault(index, (method, self.why_forbidden(caller, method)))
         if who_waits == caller:  # a peer
             limit = self.open_calls.limit(caller)
-            beyond = self.open_calls.taken(caller, calls, failing.log.open_sequence_id)
+            beyond = self.open_calls.taken(caller, calls, call_failures.log.open_sequence_id)
             for index, method in self.permissions.methods_of(calls, beyond):
                 why = f"{caller!r} has {limit} calls of {self._name!r} open, and may have no more"
                 refused.setdefault(index, (method, why))
         if refused:
             found = [(index, *refused[index]) for index in sorted(refused)]
-            failing.refuse(group, found, caller, who_waits, Cause.FORBIDDEN)
+            call_failures.refuse(group, found, caller, who_waits, Cause.FORBIDDEN)
 
     def refuse_nested(self, group: Group, calls: bytes, count: int, caller: str, who_waits: str) -> None:
         """Of these messages, just added to ``group``, those that are nested too deeply get their verdicts.
 
         Arguments of an app of the base protocol are its own matter, and need be no MessagePack.
         """
-        failing = self.failing
-        if failing is None or not failing.peers.app_speaks:
+        call_failures = self.call_failures
+        if call_failures is None or not call_failures.peers.app_knows_extensions:
             return
         refused = [
-            (index, *self._nested_in_words(calls, start, caller or who_waits))
+            (index, *self._describe_nested(calls, start, caller or who_waits))
             for index, start in messages_nested_too_deep(calls, count, self._nesting_max)
         ]
         if refused:
-            failing.refuse(group, refused, caller, who_waits, Cause.UNUSABLE)
+            call_failures.refuse(group, refused, caller, who_waits, Cause.UNUSABLE)
 
-    def _nested_in_words(self, calls: bytes, start: int, caller: str) -> tuple[str, str]:
+    def _describe_nested(self, calls: bytes, start: int, caller: str) -> tuple[str, str]:
         """The method of the RPC whose data begins there, and why it is refused."""
         method = self.permissions.name_of(decode_zigzag_int(calls, start + 1)[0])
         what = f"a call of {method}" if calls[start] == RpcKind.CALL else "an answer"

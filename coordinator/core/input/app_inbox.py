@@ -16,15 +16,15 @@ from immortal.coordinator.core.client.queries import Queries
 from immortal.coordinator.core.client.requests import Clients
 from immortal.coordinator.core.effects import CloseApp, OpenPeer
 from immortal.coordinator.core.errors import AppProtocolError
-from immortal.coordinator.core.failures.call_failure import Failing
+from immortal.coordinator.core.failures.call_failure import CallFailures
 from immortal.coordinator.core.failures.dead_letters import OperatorActions
 from immortal.coordinator.core.input.admission import Admission
 from immortal.coordinator.core.input.back_pressure import Impulses, LogCapacity
 from immortal.coordinator.core.interfaces import ONESELF
-from immortal.coordinator.core.life_cycle.pause_stop import Stopping
+from immortal.coordinator.core.life_cycle.pause_stop import Shutdown
 from immortal.coordinator.core.life_cycle.recovery import Lifecycle, Upgrades
 from immortal.coordinator.core.life_cycle.session import SENDS_CALLS, SENDS_IMPULSES, AppSession, Phase
-from immortal.coordinator.core.life_cycle.waiting_handlers import Handlers
+from immortal.coordinator.core.life_cycle.waiting_handlers import WaitingHandlers
 from immortal.coordinator.core.notices import AppBrokeProtocol, CallTooLarge
 from immortal.coordinator.core.peers import Peers
 from immortal.coordinator.core.state import AppOutbox, Turn
@@ -59,7 +59,7 @@ class Calls:
 
 
 def late_hello(message: Message) -> NoReturn:
-    """A Hello that is not the first message, which :meth:`AppSession.hear` takes."""
+    """A Hello that is not the first message, which :meth:`AppSession.note_first_message` takes."""
     raise AppProtocolError("a Hello must be the app's first message")
 
 
@@ -164,16 +164,16 @@ class AppInbox:
     peers: Peers
     clients: Clients
     impulses: Impulses
-    log_room: LogCapacity
+    log_capacity: LogCapacity
     admission: Admission
-    failing: Failing
+    call_failures: CallFailures
     operator: OperatorActions
-    handlers: Handlers
+    waiting_handlers: WaitingHandlers
     queries: Queries
     lifecycle: Lifecycle
-    taking: CheckpointTaker
+    checkpoint_taker: CheckpointTaker
     upgrades: Upgrades
-    stopping: Stopping
+    shutdown: Shutdown
     _by_type: dict[int, Callable[[Message], None]] = field(init=False)  # what takes which message
 
     def __post_init__(self) -> None:
@@ -186,15 +186,15 @@ class AppInbox:
             MessageType.APP_DESCRIPTION: self._description,
             MessageType.INITIAL_MESSAGE: self._initial_message,
             MessageType.TAKE_CHECKPOINT: self._checkpoint_wanted,
-            MessageType.SNAPSHOT_BEGIN: self.taking.snapshot_began,
-            MessageType.SNAPSHOT_CHUNK: self.taking.snapshot_chunk,
-            MessageType.SNAPSHOT_END: self.taking.snapshot_ended,
-            MessageType.CHECKPOINT_FAILED: self.taking.failed,
-            MessageType.TAKEN_BACK: self.taking.taken_back,
+            MessageType.SNAPSHOT_BEGIN: self.checkpoint_taker.snapshot_began,
+            MessageType.SNAPSHOT_CHUNK: self.checkpoint_taker.snapshot_chunk,
+            MessageType.SNAPSHOT_END: self.checkpoint_taker.snapshot_ended,
+            MessageType.CHECKPOINT_FAILED: self.checkpoint_taker.failed,
+            MessageType.TAKEN_BACK: self.checkpoint_taker.taken_back,
             MessageType.UPGRADE_FAILED: self.upgrades.failed,
             MessageType.RETRY_REFUSED: self._retry_refused,
-            MessageType.HANDLERS: self.handlers.told,
-            MessageType.QUERY_ANSWERED: self.queries.told,
+            MessageType.HANDLERS: self.waiting_handlers.answered,
+            MessageType.QUERY_ANSWERED: self.queries.answered,
         }
 
     def received(self, event: ev.AppData) -> None:
@@ -210,17 +210,17 @@ class AppInbox:
             if isinstance(message, Message):
                 self._message(message)
             elif isinstance(message, BlobStart):
-                self._heard_base_app()
-                self.taking.blob_began()
+                self._base_app_began()
+                self.checkpoint_taker.blob_began()
             elif isinstance(message, TooLargeRpc):
-                self._heard_base_app()
+                self._base_app_began()
                 self.turn.report(refuse_too_large(session, message))
             else:
-                self.taking.blob_came(message)
+                self.checkpoint_taker.blob_received(message)
 
     def _message(self, message: Message) -> None:
-        if not self.session.heard:
-            self._hear(message)
+        if not self.session.has_spoken:
+            self._first_message(message)
             if message.message_type == MessageType.HELLO:
                 return
         handler = self._by_type.get(message.message_type)
@@ -232,21 +232,21 @@ class AppInbox:
 
     # --- the first message -------------------------------------------------------------------------------------------
 
-    def _hear(self, message: Message) -> None:
+    def _first_message(self, message: Message) -> None:
         session = self.session
-        session.hear(message)
+        session.note_first_message(message)
         self._check_extensions()
         self.admission.permissions.app_came(
             takes_verdicts=MessageType.VERDICTS in session.extensions,
             describes=MessageType.APP_DESCRIPTION in session.extensions,
         )
         if message.message_type == MessageType.HELLO and session.phase is Phase.FIRST_START:
-            self.lifecycle.introduce()
+            self.lifecycle.send_introduction()
 
-    def _heard_base_app(self) -> None:
+    def _base_app_began(self) -> None:
         """It begins with something that is no Hello."""
-        if not self.session.heard:
-            self.session.hear(None)
+        if not self.session.has_spoken:
+            self.session.note_first_message(None)
             self.admission.permissions.app_came(takes_verdicts=False)
             self._check_extensions()
 
@@ -277,12 +277,12 @@ class AppInbox:
     def admit_impulses(self) -> None:
         """Those that are held back, if they need not wait any more."""
         if not self._impulses_wait:
-            self.impulses.let_in()
+            self.impulses.take_held()
 
     @property
     def _impulses_wait(self) -> bool:
         """For room in the log; or until the upgrade that the app takes for done is."""
-        return bool(self.log_room.full) or self.session.phase not in SENDS_IMPULSES
+        return bool(self.log_capacity.full) or self.session.phase not in SENDS_IMPULSES
 
     def _attach(self, message: Message) -> None:
         destination = decode_attach_to(message.data)
@@ -298,7 +298,7 @@ class AppInbox:
 
     def _description(self, message: Message) -> None:
         description = self.session.description = decode_app_description(message.data)
-        self.failing.methods = description.methods
+        self.call_failures.methods = description.methods
         self.clients.describe_methods(description)
         self.admission.permissions.describe(description)
         if self.peers.ready:
@@ -311,13 +311,13 @@ class AppInbox:
         session.initial_message = message.data
 
     def _checkpoint_wanted(self, message: Message) -> None:
-        self.taking.checkpoints.wanted = True
+        self.checkpoint_taker.checkpoints.wanted = True
 
     def _retry_refused(self, message: Message) -> None:
         self.operator.retry_refused()
 
     def _report_of_app(self, message: Message) -> None:
-        self.failing.received(message, self.turn.now_ns, stopping=self.stopping.asked)
+        self.call_failures.app_reported(message, self.turn.now_ns, stopping=self.shutdown.is_requested)
 
     # --- it breaks the protocol --------------------------------------------------------------------------------------
 
@@ -325,5 +325,5 @@ class AppInbox:
         """Its connection ends; the next one recovers."""
         self.session.refused = True
         self.turn.report(AppBrokeProtocol(str(error)))
-        self.outbox.say(MessageType.REFUSAL, str(error))
+        self.outbox.send_text(MessageType.REFUSAL, str(error))
         self.turn.effects.append(CloseApp())

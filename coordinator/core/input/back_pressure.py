@@ -20,7 +20,7 @@ from immortal.coordinator.core.interfaces import (
     LogSummary,
     SourcePosition,
 )
-from immortal.coordinator.core.life_cycle.pause_stop import Pausing, Stopping
+from immortal.coordinator.core.life_cycle.pause_stop import Pause, Shutdown
 from immortal.coordinator.core.life_cycle.session import AppSession, Phase
 from immortal.coordinator.core.limits import MIB, Limits
 from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
@@ -133,7 +133,7 @@ class Impulses:
         self._held.append(calls)
         self.held_bytes += len(calls.payload) + HELD_OVERHEAD_BYTES
 
-    def let_in(self) -> None:
+    def take_held(self) -> None:
         """Take what was held."""
         held = self._held
         self.forget()
@@ -179,7 +179,7 @@ class Load(IntEnum):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class _Told:
+class _ReportedLoad:
     load: Load
     seen_ns: int  # when it was last that bad
 
@@ -192,30 +192,30 @@ class BackPressure:
     peers: Peers
     checkpoints: CheckpointPolicy
     impulses: Impulses
-    stopping: Stopping
-    pausing: Pausing
+    shutdown: Shutdown
+    pause: Pause
     turn: Turn
     paused: bool = False
     held_up_for: list[str] = field(default_factory=list)  # ONESELF among them where the own log is what is too slow
-    _told: dict[str, _Told] = field(default_factory=dict)
+    _reported: dict[str, _ReportedLoad] = field(default_factory=dict)
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Pause or resume the app, and tell the operator what has changed for the streams."""
         limits, peers, effects = self.limits, self.peers, self.turn.effects
-        if peers.busy or self._told:
+        if peers.busy or self._reported:
             spilling = peers.spilling
             self.held_up_for = spilling.full
-            if self.held_up_for or self._told or spilling.kept_bytes:
-                effects.extend(self._look(peers, self.turn.now_ns))
+            if self.held_up_for or self._reported or spilling.kept_bytes:
+                effects.extend(self._report_changes(peers, self.turn.now_ns))
         else:  # nothing waits for anybody
             self.held_up_for = []
         full = (
             self.log.from_app_bytes > limits.log_pending_bytes
             or self.checkpoints.chunks_pending_bytes > limits.chunks_pending_bytes
             # ... the last checkpoint comes behind what the app has sent
-            or (bool(self.held_up_for) and not self.stopping.asked)
+            or (bool(self.held_up_for) and not self.shutdown.is_requested)
             or (self.impulses.held_bytes > limits.log_pending_bytes and self._app_has_nothing_to_do)
-            or self.stopping.hands_over
+            or self.shutdown.hands_over
         )
         if full != self.paused and self.session.phase is not Phase.WAITING:
             self.paused = full
@@ -225,32 +225,32 @@ class BackPressure:
     def _app_has_nothing_to_do(self) -> bool:
         """Nobody waits for what the app sends: no record is on its way to it, no checkpoint from it."""
         session = self.session
-        has_all = session.fed_sequence_id == self.log.durable_sequence_id or self.pausing.is_paused
+        has_all = session.fed_sequence_id == self.log.durable_sequence_id or self.pause.is_paused
         has_nothing = has_all and session.unsent_bytes <= 0
-        return has_nothing and session.phase is Phase.NORMAL and not self.stopping.asked
+        return has_nothing and session.phase is Phase.NORMAL and not self.shutdown.is_requested
 
-    def _look(self, peers: Peers, now_ns: int) -> Iterator[Report]:
+    def _report_changes(self, peers: Peers, now_ns: int) -> Iterator[Report]:
         spill_is_full = bool(self.held_up_for) and peers.spilling.is_full
         for destination, stream in peers.outputs.items():
-            load = self._load(stream, spill_is_full)
-            if destination != ONESELF and (load or destination in self._told):
-                yield from self._tell(stream, load, now_ns)
+            load = self._load_of(stream, spill_is_full)
+            if destination != ONESELF and (load or destination in self._reported):
+                yield from self._report_load(stream, load, now_ns)
 
-    def _load(self, stream: OutputStream, spill_is_full: bool) -> Load:
+    def _load_of(self, stream: OutputStream, spill_is_full: bool) -> Load:
         if stream.destination in self.held_up_for:
             return Load.HELD_UP if spill_is_full else Load.WAITED_FOR
         return Load.SPILLED if stream.spilled_bytes else Load.IN_MEMORY
 
-    def _tell(self, stream: OutputStream, load: Load, now_ns: int) -> Iterator[Report]:
-        told = self._told.get(stream.destination)
-        if told is not None and load == told.load:
-            told.seen_ns = now_ns
-        if told is not None and load <= told.load and now_ns - told.seen_ns < CALM_NS:
+    def _report_load(self, stream: OutputStream, load: Load, now_ns: int) -> Iterator[Report]:
+        reported = self._reported.get(stream.destination)
+        if reported is not None and load == reported.load:
+            reported.seen_ns = now_ns
+        if reported is not None and load <= reported.load and now_ns - reported.seen_ns < CALM_NS:
             return
         if load is Load.IN_MEMORY:
-            del self._told[stream.destination]
+            del self._reported[stream.destination]
         else:
-            self._told[stream.destination] = _Told(load, now_ns)
+            self._reported[stream.destination] = _ReportedLoad(load, now_ns)
         yield self._report(stream, load)
 
     def _report(self, stream: OutputStream, load: Load) -> Report:

@@ -45,12 +45,12 @@ class Inbound:
 
     def __init__(self, end: LocalEndpoint, delivery: Delivery) -> None:
         self.grants = WindowGrants(end.limits)
-        self.turns = Turns(end.limits)
+        self.turns = FairTurns(end.limits)
         self.senders = Senders(end, self.grants)
         self.streams = self.senders.streams
         self._end = end
         self._delivery = delivery
-        self._intake = delivery.admission
+        self._admission = delivery.admission
         self._parked: dict[str, deque[_ParkedHello]] = {}  # by sender
 
     def stream(self, source: str) -> InputStream:
@@ -78,20 +78,20 @@ class Inbound:
     # --- a Hello that can't be answered yet --------------------------------------------------------------------------
 
     def _must_wait(self, sender: str, now_ns: int) -> bool:
-        admission = self._intake
+        admission = self._admission
         return not self._end.ready or bool(admission.peer_wait_reason(sender)) or admission.must_wait(sender, now_ns)
 
     @property
     def holds_back(self) -> bool:
         """Somebody may have to wait for its rate, or is held off."""
-        return bool(self._parked) and self._end.ready and self._intake.holds_back
+        return bool(self._parked) and self._end.ready and self._admission.holds_back
 
     def _park(self, hello: _ParkedHello) -> None:
         """Answer it once the first start is complete, and calls can be judged. What a sender said long before its
         newest needs no answer."""
         sender, limits = hello.frame.sender, self._end.limits
         if sender not in self._parked and len(self._parked) >= limits.parked_senders_max:
-            self._reply(hello.token, sender, self._not_ready(self._intake.peer_wait_reason(sender)))
+            self._reply(hello.token, sender, self._not_ready(self._admission.peer_wait_reason(sender)))
             return
         parked = self._parked.setdefault(sender, deque(maxlen=limits.parked_hellos_max))
         parked.append(hello)
@@ -115,7 +115,7 @@ class Inbound:
         stream = self.streams.get(sender)
         if stream is None or frame.position + frame.count - 1 <= stream.received:
             return False  # nothing new
-        self.turns.heard(sender, now_ns)
+        self.turns.note_sender(sender, now_ns)
         if not self.turns.must_wait(sender, size_bytes, stream.pending_bytes, now_ns):
             return False
         count, waiting_bytes = self.turns.waiting_of(sender)
@@ -123,9 +123,9 @@ class Inbound:
         too_many = stream.waiting_count + count >= self._end.limits.waiting_frames_max
         if not too_many and not (here_bytes and here_bytes + size_bytes > allowed_bytes):
             self.turns.wait(token, frame)
-        elif not self.turns.goes_on(frame, stream.received):
+        elif not self.turns.continues(frame, stream.received):
             # Sent again, or cut in other pieces: that is no more than it may send. It begins behind what was taken.
-            for waiting in (*self.turns.take_all(sender), Waiting(token, frame)):
+            for waiting in (*self.turns.take_all(sender), WaitingBatch(token, frame)):
                 self._reply(waiting.token, sender, _Reply(FrameType.RESEND, stream.received))
         elif too_many:
             self._reply(token, sender, self._too_many(stream, stream.waiting_count + count))
@@ -157,9 +157,9 @@ class Inbound:
             return self._not_ready()
         if frame.frame_type is not FrameType.BATCH:
             return _refuse(RefusedCode.MALFORMED, f"unexpected frame {frame.frame_type.name}")
-        if self._intake.peer_wait_reason(frame.sender):
+        if self._admission.peer_wait_reason(frame.sender):
             return _Reply(FrameType.RESEND, 0)  # it greets again, and is answered once its calls can be judged
-        if self._intake.is_full(frame.sender):
+        if self._admission.is_full(frame.sender):
             name = self._end.name
             return self._not_ready(f"{name!r} takes a checkpoint: too many calls that were refused are behind it")
         if frame.position > stream.received + 1 or not stream.has_greeted(frame.committer_id):
@@ -168,7 +168,7 @@ class Inbound:
         if last_position <= stream.durable:
             return _Reply(FrameType.TRIM_TO, stream.durable)
         try:
-            part = stream.new_part(frame, stream.rules if self._end.app_speaks else from_base_app_peer)
+            part = stream.new_part(frame, stream.rules if self._end.app_knows_extensions else from_base_app_peer)
         except RemoteProtocolError as error:
             return _refuse(RefusedCode.MALFORMED, str(error))
         if part is not None:
@@ -183,7 +183,7 @@ class Inbound:
             delivered = self._delivery.deliver(source, payload, frame.sender, now_ns, reserved=reserved)
             if delivered is not None:
                 self._took(stream, frame, first_position, delivered)
-                self.turns.took(frame.sender, len(delivered.calls), delivered.group.ticket, now_ns)
+                self.turns.calls_taken(frame.sender, len(delivered.calls), delivered.group.ticket, now_ns)
             if delivered is None or delivered.count < count:
                 return _Reply(FrameType.RESEND, 0)  # it greets again, and is answered once it may call again
         stream.wait_for(last_position, token)
@@ -242,8 +242,8 @@ class Inbound:
         return self._beyond_window(stream, f"{on_its_way}; {allowed_bytes} were granted")
 
     def _beyond_window(self, stream: InputStream, reason: str) -> _Reply:
-        if not stream.told_beyond:
-            stream.told_beyond = True
+        if not stream.reported_beyond_window:
+            stream.reported_beyond_window = True
             self._end.effects.append(Report(FrameRefused(stream.source, reason)))
         return _refuse(RefusedCode.BEYOND_WINDOW, reason)
 
@@ -281,7 +281,7 @@ PAUSE_TIMES = 4
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Waiting:
+class WaitingBatch:
     """A Batch, and the token by which it is answered."""
 
     token: Token
@@ -298,20 +298,20 @@ class _Long:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Turns:
+class FairTurns:
     """Times are the instance's, in ns. ``pending``, where it is asked for: what a sender has on its way to the disk, in
     bytes."""
 
     limits: Limits
     waiting_bytes: int = 0
-    _waiting: OrderedDict[str, deque[Waiting]] = field(default_factory=OrderedDict)  # the next sender first
+    _waiting: OrderedDict[str, deque[WaitingBatch]] = field(default_factory=OrderedDict)  # the next sender first
     _waiting_bytes: dict[str, int] = field(default_factory=dict)  # by sender
     _last: tuple[str, int] = ("", 0)  # who has sent, and when
     _last_other: tuple[str, int] = ("", 0)  # the last before it that was somebody else
     _long: _Long | None = None
     _pause_until_ns: int = 0
 
-    def heard(self, sender: str, now_ns: int) -> None:
+    def note_sender(self, sender: str, now_ns: int) -> None:
         """``sender`` has something for the log."""
         if sender != self._last[0]:
             self._last_other = self._last
@@ -343,7 +343,7 @@ class Turns:
 
     def wait(self, token: Token, frame: PeerFrame) -> None:
         sender, size_bytes = frame.sender, len(frame.payload)
-        self._waiting.setdefault(sender, deque()).append(Waiting(token, frame))
+        self._waiting.setdefault(sender, deque()).append(WaitingBatch(token, frame))
         self._waiting_bytes[sender] = self._waiting_bytes.get(sender, 0) + size_bytes
         self.waiting_bytes += size_bytes
 
@@ -351,7 +351,7 @@ class Turns:
         """(batches, bytes)"""
         return len(self._waiting.get(sender, ())), self._waiting_bytes.get(sender, 0)
 
-    def goes_on(self, frame: PeerFrame, received: int) -> bool:
+    def continues(self, frame: PeerFrame, received: int) -> bool:
         """Whether what waits of its sender, and ``frame`` behind it, go on behind ``received`` without a gap or
         anything twice."""
         position = received + 1
@@ -361,12 +361,12 @@ class Turns:
             position += one.frame.count
         return frame.position == position
 
-    def take_all(self, sender: str) -> list[Waiting]:
+    def take_all(self, sender: str) -> list[WaitingBatch]:
         """What waits of ``sender`` waits no more."""
         self.waiting_bytes -= self._waiting_bytes.pop(sender, 0)
         return list(self._waiting.pop(sender, ()))
 
-    def next(self, pending: Callable[[str], int], allowed: Callable[[str], int], now_ns: int) -> Waiting | None:
+    def next(self, pending: Callable[[str], int], allowed: Callable[[str], int], now_ns: int) -> WaitingBatch | None:
         """The next batch that has its turn. ``allowed``: what a sender may have pending, apart from others."""
         for sender, waiting in self._waiting.items():
             size_bytes, pending_bytes = len(waiting[0].frame.payload), pending(sender)
@@ -375,7 +375,7 @@ class Turns:
                 return self._take_first(sender, waiting)
         return None
 
-    def _take_first(self, sender: str, waiting: deque[Waiting]) -> Waiting:
+    def _take_first(self, sender: str, waiting: deque[WaitingBatch]) -> WaitingBatch:
         first = waiting.popleft()
         size_bytes = len(first.frame.payload)
         self.waiting_bytes -= size_bytes
@@ -386,7 +386,7 @@ class Turns:
             del self._waiting[sender], self._waiting_bytes[sender]
         return first
 
-    def took(self, sender: str, size_bytes: int, ticket: int, now_ns: int) -> None:
+    def calls_taken(self, sender: str, size_bytes: int, ticket: int, now_ns: int) -> None:
         """A batch goes into the log, with the commit ``ticket``."""
         if size_bytes > self.limits.turn_bytes:
             self._long = _Long(sender, ticket, now_ns)

@@ -38,7 +38,7 @@ class InputStream:
         self.forked = False  # let in by a reset, from an older copy of its log; nothing of it taken yet
         self.error = ""  # why the last frame was refused
         self.pending_bytes = 0  # taken, and not durable
-        self.told_beyond = False  # it was said that its sender does not keep within its window
+        self.reported_beyond_window = False  # it was said that its sender does not keep within its window
         self._taken: deque[tuple[int, int]] = deque()  # (last position, bytes) of what makes these up
         self._greeted_committer_id = 0  # of a sender of which nothing is logged yet
         self._waiting: list[tuple[int, object]] = []  # (last position, token) of frames to be acknowledged
@@ -50,7 +50,7 @@ class InputStream:
                 return RefusedCode.COMMITTER_CHANGED, sender_swapped(
                     frame.receiver, self.source, self.committer_id, frame.committer_id, self.received
                 )
-            self._begin_anew(frame.committer_id)
+            self._start_over(frame.committer_id)
         is_hello = frame.frame_type is FrameType.HELLO
         if is_hello and not self.has_greeted(frame.committer_id):
             self._greeted_committer_id = frame.committer_id  # nothing of the one that was heard before is here
@@ -110,7 +110,7 @@ class InputStream:
         """All that is taken, and the epoch, are durable."""
         return self.received <= self.durable and self.durable_epoch >= self._logged_epoch
 
-    def _begin_anew(self, committer_id: int) -> None:
+    def _start_over(self, committer_id: int) -> None:
         self.committer_id = committer_id
         self.epoch = self.epoch_began_ns = self.received = self.durable = 0
         self.durable_epoch = self._logged_epoch  # nobody waits for what is on its way of the log before

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.availability.write_lease import Right
+from immortal.coordinator.core.availability.write_lease import WriteLease
 from immortal.coordinator.core.checkpoints.policy import Recovery
 from immortal.coordinator.core.effects import ReadRecords
 from immortal.coordinator.core.group_commit import Group, GroupCommit
 from immortal.coordinator.core.input.admission import Admission
-from immortal.coordinator.core.life_cycle.pause_stop import Pausing, Stopping
+from immortal.coordinator.core.life_cycle.pause_stop import Pause, Shutdown
 from immortal.coordinator.core.life_cycle.recovery import BEHIND, Lifecycle
 from immortal.coordinator.core.life_cycle.session import (
     GETS_RECORDS,
@@ -34,7 +34,7 @@ class RecordFeeder:
     turn: Turn
     outbox: AppOutbox
     session: AppSession
-    right: Right
+    write_lease: WriteLease
     limits: Limits
     log: GroupCommit
     peers: Peers
@@ -42,8 +42,8 @@ class RecordFeeder:
     versions: Versions
     recovery: Recovery
     lifecycle: Lifecycle
-    stopping: Stopping
-    pausing: Pausing
+    shutdown: Shutdown
+    pause: Pause
 
     def feed(self) -> None:
         """Give the app what it may have and has room for."""
@@ -51,8 +51,8 @@ class RecordFeeder:
         if session.phase in RECOVERING:
             if not self._recover():
                 return
-            if session.phase is Phase.FOLLOWING and not self.right.writes:
-                if self.right.follows and not self.right.is_granted:
+            if session.phase is Phase.FOLLOWING and not self.write_lease.writes:
+                if self.write_lease.follows and not self.write_lease.is_granted:
                     self._read()  # to its end, and what comes behind it
                 return
         elif session.reading or self._takes_none:
@@ -65,7 +65,7 @@ class RecordFeeder:
         ):
             self._read()
         if session.acceptances:
-            self.outbox.acceptances()
+            self.outbox.send_acceptances()
 
     def _read(self) -> None:
         session = self.session
@@ -82,7 +82,7 @@ class RecordFeeder:
         if session.refused:
             return False
         gets_none = session.reading or self._takes_none or session.waits_for_hello
-        if gets_none and session.phase in REPLAYS and self.right.follows and self.peers.spilling.full:
+        if gets_none and session.phase in REPLAYS and self.write_lease.follows and self.peers.spilling.full:
             self.lifecycle.reload_if_due()
         if session.reading or self._takes_none:
             return False
@@ -92,7 +92,7 @@ class RecordFeeder:
             self.lifecycle.check_writer()
             if session.waits_for_hello:
                 return False
-            self.lifecycle.introduce()
+            self.lifecycle.send_introduction()
             self.lifecycle.end_replay_if_due()
         return True
 
@@ -101,8 +101,8 @@ class RecordFeeder:
         """The app has enough to read, its last checkpoint to take, or is paused."""
         return (
             self.session.unsent_bytes >= self.limits.app_window_bytes
-            or self.stopping.feeds_no_more
-            or self.pausing.is_paused
+            or self.shutdown.feeds_no_more
+            or self.pause.is_paused
         )
 
     def _last_sequence_id(self) -> int:
@@ -143,9 +143,9 @@ class RecordFeeder:
         if event.session not in (None, session.number):
             return  # whoever asked is gone
         session.reading = False
-        if session.phase not in GETS_RECORDS or self.stopping.feeds_no_more or self.pausing.is_paused:
+        if session.phase not in GETS_RECORDS or self.shutdown.feeds_no_more or self.pause.is_paused:
             return
-        if self.right.follows and event.summary is not None and not self.lifecycle.log_grew(event.summary):
+        if self.write_lease.follows and event.summary is not None and not self.lifecycle.log_grew(event.summary):
             return
         replaying = session.phase in REPLAYS
         for value in event.values:
@@ -162,7 +162,7 @@ class RecordFeeder:
                 if self.peers.following:
                     self.peers.place(trailer.outputs)
             session.fed_sequence_id = header.sequence_id
-            self.outbox.record(record, trailer.batches)
+            self.outbox.send_record(record, trailer.batches)
 
     def committed(self, group: Group) -> None:
         """The record of ``group``, if it has one, is durable. An app that is up to date gets the very bytes that were
@@ -176,4 +176,4 @@ class RecordFeeder:
             and not self._takes_none
         ):
             session.fed_sequence_id = group.sequence_id
-            self.outbox.record(group.record, group.batches)
+            self.outbox.send_record(group.record, group.batches)

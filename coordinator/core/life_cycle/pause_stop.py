@@ -15,7 +15,7 @@ from immortal.coordinator.core.state import AppOutbox, Turn
 from immortal.protocol.messages import MessageType
 
 
-class Pausing:
+class Pause:
     """``by``: who has paused it, "" while nobody has; ``since_ns``: when, the instance's time."""
 
     def __init__(self, name: str, session: AppSession, turn: Turn) -> None:
@@ -26,7 +26,7 @@ class Pausing:
         self._session = session
         self._turn = turn
 
-    def pause(self, event: ev.InstancePaused) -> None:
+    def requested(self, event: ev.InstancePaused) -> None:
         """An app that recovers is not paused: it would be neither of before nor of now, and is not primary yet."""
         session, turn = self._session, self._turn
         changed = not self.is_paused
@@ -42,7 +42,7 @@ class Pausing:
             turn.report(notices.InstancePaused(event.who))
         turn.effects.append(OperatorAnswered(event.token, {"changed": changed, **self.describe()}))
 
-    def resume(self, event: ev.InstanceResumed) -> None:
+    def resume_requested(self, event: ev.InstanceResumed) -> None:
         turn, before = self._turn, self.describe()
         changed = self.is_paused
         if changed:
@@ -72,12 +72,14 @@ class StopStage(IntEnum):
     HANDING_OVER = 4  # it gets no more records, and is not read any more
 
 
-class Stopping:
+class Shutdown:
     """``stage``: it only ever rises; an app that is lost on the way ends the stop. What it means for the rest of the
     machine are plain values, since each turn asks for them. ``feeds_no_more``: the app gets no more records."""
 
     def __init__(self, outbox: AppOutbox, turn: Turn) -> None:
-        self.asked = self.takes_last_checkpoint = self.said_goodbye = self.hands_over = self.feeds_no_more = False
+        self.is_requested = self.takes_last_checkpoint = self.said_goodbye = self.hands_over = self.feeds_no_more = (
+            False
+        )
         self.stage = StopStage.NOT_ASKED
         self._last_checkpoint_id = 0
         self._outbox = outbox
@@ -85,13 +87,13 @@ class Stopping:
 
     def _reach(self, stage: StopStage) -> None:
         self.stage = stage
-        self.asked = stage >= StopStage.ASKED
+        self.is_requested = stage >= StopStage.ASKED
         self.feeds_no_more = stage >= StopStage.LAST_CHECKPOINT
         self.hands_over = stage is StopStage.HANDING_OVER
         self.takes_last_checkpoint = self.feeds_no_more and not self.hands_over
         self.said_goodbye = stage is StopStage.GOODBYE
 
-    def ask(self, *, hands_over: bool) -> None:
+    def request(self, *, hands_over: bool) -> None:
         self._reach(StopStage.HANDING_OVER if hands_over else StopStage.ASKED)
 
     def checkpoint_asked(self) -> None:
@@ -119,4 +121,4 @@ class Stopping:
 
     def report_stop_reason(self) -> None:
         """To the app, that it is the end."""
-        self._outbox.say(MessageType.GOODBYE, "the coordinator was asked to stop")
+        self._outbox.send_text(MessageType.GOODBYE, "the coordinator was asked to stop")

@@ -14,13 +14,13 @@ from enum import Enum
 
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core import notices
-from immortal.coordinator.core.availability.write_lease import Right
+from immortal.coordinator.core.availability.write_lease import WriteLease
 from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy, Recovery
 from immortal.coordinator.core.client.requests import Clients
 from immortal.coordinator.core.clock import AppClock
 from immortal.coordinator.core.effects import CloseApp, LoadLog, UpgradeEnded
 from immortal.coordinator.core.errors import AppProtocolError, DivergenceError, FencedError, FollowerError
-from immortal.coordinator.core.failures.call_failure import Failing
+from immortal.coordinator.core.failures.call_failure import CallFailures
 from immortal.coordinator.core.failures.dead_letters import OperatorActions
 from immortal.coordinator.core.group_commit import GroupCommit
 from immortal.coordinator.core.input.admission import Admission
@@ -52,7 +52,7 @@ class Lifecycle:
     """``promote``: a recovered app begins to work without a checkpoint first."""
 
     turn: Turn
-    right: Right
+    write_lease: WriteLease
     outbox: AppOutbox
     session: AppSession
     app_clock: AppClock
@@ -62,7 +62,7 @@ class Lifecycle:
     clients: Clients
     admission: Admission
     policy: ReplayPolicy
-    failing: Failing
+    call_failures: CallFailures
     recovery: Recovery
     checkpoints: CheckpointPolicy
     upgrades: Upgrades
@@ -73,12 +73,12 @@ class Lifecycle:
     proof: Proof = Proof.COMPLETE
     _healing: Transaction | None = None  # what heals the cut, until a checkpoint takes it along
     took_over: bool = False  # the session has followed the log of another
-    _waiting_told: bool = False  # the operator knows that receivers are waited for
+    _wait_reported: bool = False  # the operator knows that receivers are waited for
     _load_ticket: int = 0  # the commit to wait for before the log is loaded for a new session; 0: none
     _load_due: bool = False  # the log is to be loaded for a new session
     _loading: bool = False  # that was asked for, and is not answered
-    _look_ns: int = 0  # when a follower may look again at what the log says
-    _looked_again: int = 0  # the checkpoint of a log that is followed that was no good when it was last looked at
+    _reload_due_ns: int = 0  # when a follower may look again at what the log says
+    _rechecked_id: int = 0  # the checkpoint of a log that is followed that was no good when it was last looked at
 
     # --- the app connects, and is gone -------------------------------------------------------------------------------
 
@@ -86,14 +86,14 @@ class Lifecycle:
         self.session.connect()
         self.session.advance(Step.APP_CONNECTED)
         self.app_clock.connected()
-        self.begin()
+        self.start_recovery()
 
-    def begin(self) -> None:
+    def start_recovery(self) -> None:
         """The app that is connected may be told what the log has, now or as soon as that is known."""
-        if self.right.writes:
+        if self.write_lease.writes:
             # The new epoch's commit is behind all that the last app has sent: once it is durable, so is that.
             self._load_ticket = self.epoch.begin()
-        self._load_due = self.right.may_read
+        self._load_due = self.write_lease.may_read
 
     def app_lost(self) -> None:
         self.recovery.forget()
@@ -101,7 +101,7 @@ class Lifecycle:
         self.took_over = False
 
     def load_if_due(self) -> None:
-        is_due = self._load_due and not self._loading and self.right.may_read
+        is_due = self._load_due and not self._loading and self.write_lease.may_read
         if is_due and self.log.durable_ticket >= self._load_ticket:
             self._load_due = False
             self._loading = True
@@ -110,8 +110,8 @@ class Lifecycle:
     def reload_if_due(self) -> None:
         """What its writer has spilled by now, and what is acknowledged, need not stay in memory here: once in a while,
         for a follower whose app has to wait for room, and so gets no record that would tell."""
-        if not self._loading and self.turn.now_ns >= self._look_ns:
-            self._look_ns = self.turn.now_ns + self.limits.recent_ns
+        if not self._loading and self.turn.now_ns >= self._reload_due_ns:
+            self._reload_due_ns = self.turn.now_ns + self.limits.recent_ns
             self._loading = True
             self.turn.effects.append(LoadLog())
 
@@ -120,9 +120,9 @@ class Lifecycle:
         """Nothing that was asked of the log for this session is still to be answered."""
         return not self._loading and not self.recovery.is_choosing
 
-    def introduce(self) -> None:
+    def send_introduction(self) -> None:
         """What the app is to know before its first record."""
-        self.failing.introduce()
+        self.call_failures.send_verdicts()
         self.app_clock.introduce()
 
     # --- the log is loaded: a first start, or a checkpoint to restore ------------------------------------------------
@@ -130,35 +130,35 @@ class Lifecycle:
     def log_loaded(self, event: ev.LogLoaded) -> None:
         session, epoch = self.session, self.epoch
         self._loading = False
-        self.peers.following = self.right.follows
-        if session.phase in REPLAYS and self.right.follows and self.log_grew(event.summary):
+        self.peers.following = self.write_lease.follows
+        if session.phase in REPLAYS and self.write_lease.follows and self.log_grew(event.summary):
             return
         if session.phase is not Phase.LOADING or self._load_due:
             return  # of a session that has ended
-        if self.right.writes and event.summary.epoch > epoch.number:
+        if self.write_lease.writes and event.summary.epoch > epoch.number:
             raise FencedError(
                 "another coordinator",
                 f"fenced by another coordinator at epoch {epoch.number}: its log has {event.summary.epoch} by now",
             )
-        if self.right.follows and not event.summary.checkpoints:
+        if self.write_lease.follows and not event.summary.checkpoints:
             return  # the first start has not come to its end, and its writer is gone: it is ours to begin
         if self.peers.ready:
             self.turn.effects.append(self.recovery.choose(event.summary))
             return
         self.peers.restore(None, event.summary, epoch.number, epoch.began_ns)
-        self.failing.begin(event.summary, -1)
-        if session.heard:  # else as soon as its Hello is here
-            self.introduce()
+        self.call_failures.session_began(event.summary, -1)
+        if session.has_spoken:  # else as soon as its Hello is here
+            self.send_introduction()
         session.advance(Step.LOG_IS_NEW)
-        self.outbox.control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+        self.outbox.send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
 
     def checkpoint_checked(self, event: ev.CheckpointChecked) -> None:
         if self.session.phase is not Phase.LOADING:
             return
-        if self.right.is_granted:  # the log is about to be loaded anew, by its writer: this is of what was before
+        if self.write_lease.is_granted:  # the log is about to be loaded anew, by its writer: this is of what was before
             self.recovery.forget()
-        elif event.problem is not None and self.right.follows and event.checkpoint_id != self._looked_again:
-            self._looked_again = event.checkpoint_id  # its writer may have removed it since
+        elif event.problem is not None and self.write_lease.follows and event.checkpoint_id != self._rechecked_id:
+            self._rechecked_id = event.checkpoint_id  # its writer may have removed it since
             self.recovery.forget()
             self._load_due = True
         elif event.problem is not None:
@@ -173,15 +173,15 @@ class Lifecycle:
         session.advance(Step.CHECKPOINT_CHOSEN)
         session.fed_sequence_id = header.sequence_id
         session.replay_target = self.log.durable_sequence_id
-        self.checkpoints.asked(self.log.logged_bytes)
+        self.checkpoints.checkpoint_began(self.log.logged_bytes)
         self.upgrades.versions.begin_at(header)
         self.is_cut = summary.cut_sequence_id is not None
         self.proof = Proof.COMPLETE
         self._healing = None
-        self._waiting_told = False
+        self._wait_reported = False
         self.peers.restore(header, summary, epoch.number, epoch.began_ns)
         self.admission.open_calls.restore(header.open_calls, header.sequence_id)
-        self.failing.begin(summary, header.sequence_id)
+        self.call_failures.session_began(summary, header.sequence_id)
         size = encode_checkpoint(header.size_bytes)
         self.outbox.send(encode_record(self.peers.committer_id, CHECKPOINT_SEQUENCE_ID, size))
         to_replay = session.replay_target - header.sequence_id
@@ -199,16 +199,16 @@ class Lifecycle:
         Raises FollowerError.
         """
         session = self.session
-        problem = self._why_anew(summary)
+        problem = self._restart_reason(summary)
         if problem:
-            self.begin_anew(f"the app that follows has the records up to {session.fed_sequence_id}: {problem}")
+            self.start_over(f"the app that follows has the records up to {session.fed_sequence_id}: {problem}")
             return False
         self.load(summary)
         session.replay_target = summary.last_sequence_id
         self.peers.log_grew(summary)
         return True
 
-    def _why_anew(self, summary: LogSummary) -> str:
+    def _restart_reason(self, summary: LogSummary) -> str:
         """Why the app that follows can't go on with the log, in words; "": it can. Raises FollowerError."""
         session, versions = self.session, self.upgrades.versions
         if len(summary.versions) > len(versions.starts):
@@ -225,11 +225,11 @@ class Lifecycle:
             return f"the log ends with record {summary.last_sequence_id}, it was cut or replaced"
         if summary.first_sequence_id > session.fed_sequence_id + 1:
             return f"the log begins with record {summary.first_sequence_id} by now, what is before is trimmed away"
-        if not self.failing.log_grew(summary):
+        if not self.call_failures.log_grew(summary):
             return "a message that it has handled is passed over by now"
         return ""
 
-    def begin_anew(self, why: str) -> None:
+    def start_over(self, why: str) -> None:
         """The app's state is of no use any more: the next one begins at a checkpoint."""
         self.turn.report(notices.FollowerBeginsAnew(problem=why))
         self.session.refused = True
@@ -237,9 +237,9 @@ class Lifecycle:
 
     def take_over(self) -> None:
         """The session has followed the log, which is ours to write by now; our epoch is durable."""
-        if not self.failing.is_at_one:
-            self.failing.forget_unlogged()
-            self.begin_anew("messages have failed for the app that follows, or for the one before it, and not for both")
+        if not self.call_failures.agrees_with_writer:
+            self.call_failures.forget_unlogged()
+            self.start_over("messages have failed for the app that follows, or for the one before it, and not for both")
             return
         self.took_over = True
         self.session.advance(Step.RIGHT_TAKEN)
@@ -266,7 +266,7 @@ class Lifecycle:
         else:
             session.advance(Step.CAUGHT_UP)
             session.checkpoint_sequence_id = fed
-            self.outbox.control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+            self.outbox.send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
 
     @property
     def _was_promoted(self) -> bool:
@@ -281,7 +281,7 @@ class Lifecycle:
         self.session.advance(Step.PROMOTED)
         self.proof = Proof.AT_CHECKPOINT
         self._replay_is_known()  # but for what the last calls come to: for a moment, more may count as open than are
-        self.outbox.control(MessageType.BECOMING_PRIMARY)
+        self.outbox.send_control(MessageType.BECOMING_PRIMARY)
         self.report_recovered()
 
     def report_recovered(self) -> None:
@@ -289,11 +289,11 @@ class Lifecycle:
 
     def _waits_for_receivers(self) -> bool:
         """What receivers have of a lost part is theirs to say: an acknowledgement may have been lost with it."""
-        unheard = self.peers.unheard()
-        if unheard and not self._waiting_told:
-            self._waiting_told = True
-            self.turn.report(notices.WaitsForReceivers(", ".join(map(repr, unheard))))
-        return bool(unheard)
+        unanswered_receivers = self.peers.unanswered_receivers()
+        if unanswered_receivers and not self._wait_reported:
+            self._wait_reported = True
+            self.turn.report(notices.WaitsForReceivers(", ".join(map(repr, unanswered_receivers))))
+        return bool(unanswered_receivers)
 
     # --- the proof: all is made that the log knows of ----------------------------------------------------------------
 
@@ -312,7 +312,7 @@ class Lifecycle:
         self._replay_is_known()
         if self.is_cut:
             self._healing = self.peers.heal_cut()
-            self.clients.lose_open()
+            self.clients.mark_open_lost()
             return
         # What was held back at one checkpoint comes behind it, so before the next.
         all_sent = self.session.flushes or self.proof is Proof.BEHIND
@@ -351,14 +351,14 @@ class Upgrades:
     operator: OperatorActions
     epoch: Epoch
     turn: Turn
-    _repeated: VersionStart | None = None  # the version of the log's past that the app is being upgraded to
+    _replayed_version: VersionStart | None = None  # the version of the log's past that the app is being upgraded to
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
     def repeat_next(self) -> None:
         """The replay has come to where the next version of the log's past begins."""
-        self._repeated = self.versions.take_next()
-        self._ask(self._repeated.version)
+        self._replayed_version = self.versions.take_next()
+        self._ask(self._replayed_version.version)
 
     def ask_for_new(self) -> None:
         """The replay is complete: the app is to become what the operator has asked for."""
@@ -370,14 +370,14 @@ class Upgrades:
         messages = encode_message(MessageType.UPGRADE_TAKE_CHECKPOINT)
         if version is not None and MessageType.VERSION in self.session.extensions:
             messages = encode_version(version) + messages
-        self.outbox.control(MessageType.UPGRADE_TAKE_CHECKPOINT, messages)
+        self.outbox.send_control(MessageType.UPGRADE_TAKE_CHECKPOINT, messages)
 
     # --- the app's answer --------------------------------------------------------------------------------------------
 
     def is_new(self) -> bool:
         """The checkpoint that comes begins the new version, not one of the past. Raises AppProtocolError where the app
         names another version than was asked for."""
-        if self._repeated is not None:
+        if self._replayed_version is not None:
             return False
         session, wanted = self.session, self.versions.upgrade_to
         if MessageType.APP_DESCRIPTION in session.extensions and session.description.version != wanted:
@@ -391,12 +391,12 @@ class Upgrades:
         session = self.session
         session.upgraded = True
         session.upgraded_sequence_id = session.fed_sequence_id
-        if self._repeated is not None:
-            self._repeated = None
+        if self._replayed_version is not None:
+            self._replayed_version = None
             session.advance(Step.UPGRADE_REPLAYED)
             return
         session.advance(Step.CHECKPOINT_RECEIVED)
-        self.outbox.control(MessageType.TAKE_CHECKPOINT)
+        self.outbox.send_control(MessageType.TAKE_CHECKPOINT)
 
     def failed(self, message: Message) -> None:
         """The app's UpgradeFailed. Raises DivergenceError where it is one of the log's past."""
@@ -404,10 +404,10 @@ class Upgrades:
         reason = message.data.decode("utf-8", "replace")
         if session.phase not in UPGRADES:
             raise AppProtocolError("the app says that an upgrade failed, none was asked for")
-        if self._repeated is not None:
+        if self._replayed_version is not None:
             raise DivergenceError(
-                f"the app can't repeat the upgrade to version {self._repeated.version} that the log has behind record "
-                f"{self._repeated.sequence_id}: {reason}"
+                f"the app can't repeat the upgrade to version {self._replayed_version.version} that the log has behind "
+                f"record {self._replayed_version.sequence_id}: {reason}"
             )
         session.refused = True
         self._give_up(reason)

@@ -158,7 +158,7 @@ class AppSession:
         self._extensions_of: Hello | None = None
         self._extensions: frozenset[int] = frozenset()
         self.description = AppDescription()
-        self.heard = False  # the app has said something
+        self.has_spoken = False  # the app has said something
         self.refused = False  # it broke the protocol; nothing more is read
         self.attached: set[str] = set()
         self.upgraded = False  # it has answered an UpgradeTakeCheckpoint: it may take itself for primary
@@ -194,7 +194,7 @@ class AppSession:
         return self._extensions
 
     @property
-    def speaks(self) -> bool:
+    def knows_extensions(self) -> bool:
         """The app knows more than the base protocol: calls of it that wait for an answer say who waits."""
         return not INTRODUCED.isdisjoint(self.extensions)
 
@@ -211,17 +211,17 @@ class AppSession:
     @property
     def hello_is_due(self) -> bool:
         """The app has not said anything yet, and the one that the log was begun with said Hello."""
-        return bool(self.logged_extensions) and not self.heard
+        return bool(self.logged_extensions) and not self.has_spoken
 
     @property
     def waits_for_hello(self) -> bool:
         """... and the Hello says what the app is to be told before its first record."""
-        return not self.heard and not INTRODUCED.isdisjoint(self.logged_extensions or ())
+        return not self.has_spoken and not INTRODUCED.isdisjoint(self.logged_extensions or ())
 
-    def hear(self, message: Message | None) -> None:
+    def note_first_message(self, message: Message | None) -> None:
         """The app's first message (None: a blob), of which a Hello is nothing but the first. Raises
         RemoteProtocolError."""
-        self.heard = True
+        self.has_spoken = True
         if message is not None and message.message_type == MessageType.HELLO:
             self.hello = decode_hello(message.data)
 
@@ -229,7 +229,7 @@ class AppSession:
         """What the app may send there."""
         rules = self._rules.get(destination)
         if rules is None:
-            rules = self._rules[destination] = from_app(own_name, destination, speaks=self.speaks)
+            rules = self._rules[destination] = from_app(own_name, destination, speaks=self.knows_extensions)
         return rules
 
     def sources_record(self, batches: Sequence[BatchSource]) -> bytes | None:

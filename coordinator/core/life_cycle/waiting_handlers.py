@@ -15,7 +15,7 @@ from immortal.coordinator.core.effects import OperatorAnswered
 from immortal.coordinator.core.errors import AppProtocolError
 from immortal.coordinator.core.input.back_pressure import Impulses, LogCapacity
 from immortal.coordinator.core.interfaces import AuditEntry, Token
-from immortal.coordinator.core.life_cycle.pause_stop import Pausing
+from immortal.coordinator.core.life_cycle.pause_stop import Pause
 from immortal.coordinator.core.life_cycle.session import WORKS, AppSession
 from immortal.coordinator.core.state import AppOutbox, Turn
 from immortal.protocol.messages import MessageType
@@ -35,23 +35,23 @@ class _Ordered:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Handlers:
+class WaitingHandlers:
     """``name``: of the instance."""
 
     name: str
     session: AppSession
     outbox: AppOutbox
     impulses: Impulses
-    room: LogCapacity
-    pausing: Pausing
+    log_capacity: LogCapacity
+    pause: Pause
     turn: Turn
     _ticket: int = 0
     _asked: dict[int, tuple[Token, _Ordered | None]] = field(default_factory=dict)  # by ticket
     _ordered: deque[_Ordered] = field(default_factory=deque)  # what they have come to is not asked yet
 
     @property
-    def waits(self) -> bool:
-        """There may be something for :meth:`go_on`."""
+    def has_work(self) -> bool:
+        """There may be something for :meth:`advance`."""
         return bool(self._ordered)
 
     def ask(self, event: ev.HandlersAsked) -> None:
@@ -61,7 +61,7 @@ class Handlers:
             self._send(event.token, None, event.task, event.retries)
 
     def order(self, event: ev.HandlerOrdered) -> None:
-        problem = self._problem() or self.room.full or self._paused()
+        problem = self._problem() or self.log_capacity.full or self._paused()
         if problem:
             self._answer(event.token, {"refused": problem})
             return
@@ -86,14 +86,14 @@ class Handlers:
 
     def _paused(self) -> str:
         """An order would be answered only once somebody resumes."""
-        if not self.pausing.is_paused:
+        if not self.pause.is_paused:
             return ""
         return (
-            f"{self.name!r} is paused by {self.pausing.by}, and its handlers get no order until 'immortal resume "
+            f"{self.name!r} is paused by {self.pause.by}, and its handlers get no order until 'immortal resume "
             f"{self.name}'"
         )
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """The app may have been given the record of an order."""
         while self._ordered and self._ordered[0].sequence_id <= self.session.fed_sequence_id:
             one = self._ordered.popleft()
@@ -104,9 +104,9 @@ class Handlers:
         self._asked[self._ticket] = token, ordered
         place = (-1, 0) if ordered is None else (ordered.sequence_id, ordered.message_index)
         question = HandlersQuestion(self._ticket, task, *place, retries)
-        self.outbox.control(MessageType.HANDLERS_ASKED, encode_handlers_question(question))
+        self.outbox.send_control(MessageType.HANDLERS_ASKED, encode_handlers_question(question))
 
-    def told(self, message: Message) -> None:
+    def answered(self, message: Message) -> None:
         """The app has answered. Raises RemoteProtocolError."""
         answer = decode_answer(message.data)
         asked = self._asked.pop(answer.ticket, None)

@@ -52,7 +52,7 @@ class Handshake:
         if pending:
             if tag == stream.attempt and frame.frame_type is FrameType.WELCOME:
                 self._note_window(stream, frame)
-                self._begin_anew(stream, frame)
+                self._start_over(stream, frame)
             return
         if not self._is_same_receiver(stream, frame):
             return
@@ -79,7 +79,7 @@ class Handshake:
         once = stream.greeted_position
         if frame.position < once and frame.code == RefusedCode.ROLLED_BACK:
             stream.reset()  # by the word of its operator, to whom alone the rest is lost
-            self._begin_anew(stream, frame)
+            self._start_over(stream, frame)
         elif frame.position < once:
             self._fail(stream, formatting.receiver_older(self._end.name, stream.destination, frame.position, once))
         else:
@@ -90,7 +90,7 @@ class Handshake:
         limits = self._end.limits
         stream.window_bytes = frame.count or min(limits.peer_window_bytes, limits.unsaid_window_bytes)
 
-    def _begin_anew(self, stream: OutputStream, frame: PeerFrame) -> None:
+    def _start_over(self, stream: OutputStream, frame: PeerFrame) -> None:
         """The receiver of a stream that was reset says how much it has: what it never acknowledged goes on behind that.
 
         Where it is the log that it was, with all that it had, and so is this one, nothing changes. Where this one is an
@@ -183,9 +183,9 @@ class Receivers:
     def load(self, acknowledged: Mapping[str, int]) -> None:
         """What the log says."""
         for receiver, position in acknowledged.items():
-            self.heard_of(receiver, position)
+            self.note_durable_acknowledgement(receiver, position)
 
-    def heard_of(self, receiver: str, position: int) -> None:
+    def note_durable_acknowledgement(self, receiver: str, position: int) -> None:
         """The log has it that ``position`` is acknowledged."""
         self.acknowledged[receiver] = max(position, self.acknowledged.get(receiver, 0))
 
@@ -206,7 +206,7 @@ class Receivers:
         if position <= stream.position:  # else the replay has not got there: whether it will is not known yet
             self.note_acknowledged(stream)
         if freed_bytes:
-            self._freed(stream, freed_bytes)
+            self._trim_spilled(stream, freed_bytes)
 
     def note_acknowledged(self, stream: OutputStream) -> None:
         receiver, position = stream.destination, stream.acknowledged
@@ -214,7 +214,7 @@ class Receivers:
             self.acknowledged[receiver] = position
             self._end.log.open.transaction.acknowledged[receiver] = position
 
-    def _freed(self, stream: OutputStream, size_bytes: int) -> None:
+    def _trim_spilled(self, stream: OutputStream, size_bytes: int) -> None:
         """Let what was spilled and is acknowledged be removed from the log, a step's worth at a time."""
         end = self._end
         self._freed_bytes += size_bytes

@@ -16,7 +16,7 @@ from immortal.coordinator.core.input.inbound import Inbound
 from immortal.coordinator.core.interfaces import ONESELF, OutputBatch, OutputMark, SpilledBatch
 from immortal.coordinator.core.output.handshake import Handshake, Receivers
 from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
-from immortal.coordinator.core.output.replay_check import Expected, FollowerOutputs
+from immortal.coordinator.core.output.replay_check import ExpectedOutputs, FollowerOutputs
 from immortal.coordinator.core.state import LocalEndpoint
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.peer_frames import FrameType, PeerFrame
@@ -30,7 +30,7 @@ class Outbound:
     end: LocalEndpoint
     receivers: Receivers
     handshake: Handshake
-    expected: Expected
+    expected: ExpectedOutputs
     inbound: Inbound
     admission: Admission
     followed: FollowerOutputs
@@ -164,7 +164,7 @@ class Outbound:
         durable_ticket = end.log.durable_ticket
         end.wants_replies = spilling.waits_for_receiver = False
         if self.barriers.is_open:
-            self.barriers.look(self.streams, now_ns)
+            self.barriers.update(self.streams, now_ns)
         if not busy:
             return
         for stream in busy.values():
@@ -176,7 +176,7 @@ class Outbound:
             if destination == CLIENTS:
                 continue
             if stream.spill.active:
-                spilling.look(stream, now_ns)
+                spilling.update(stream, now_ns)
             last_position = stream.open_up_to(self.barriers.passed)
             while (batch := stream.next_batch(durable_ticket, last_position)) is not None:
                 if destination == ONESELF:
@@ -232,7 +232,7 @@ class Outbound:
 
     def answers_durable(self, position: int) -> None:
         """The replies up to this position of the stream to CLIENTS are in the log."""
-        self.receivers.heard_of(CLIENTS, position)
+        self.receivers.note_durable_acknowledgement(CLIENTS, position)
         if (stream := self.touched(CLIENTS)) is not None:
             stream.acknowledge(position)
 
@@ -306,7 +306,7 @@ class Barriers:
                 stream.wait_for(barrier.number)
                 return
 
-    def look(self, streams: dict[str, OutputStream], now_ns: int) -> None:
+    def update(self, streams: dict[str, OutputStream], now_ns: int) -> None:
         """Receivers may have answered, or time has gone by."""
         waiting = self._open
         while waiting:
@@ -342,7 +342,7 @@ class SpillPolicy:
         self._streams = streams
         self._busy = busy
 
-    def look(self, stream: OutputStream, now_ns: int) -> None:
+    def update(self, stream: OutputStream, now_ns: int) -> None:
         """To the log what has gathered, and back what there is room for again."""
         log, limits, spill = self._end.log, self._end.limits, stream.spill
         read = stream.next_read(log.durable_ticket)

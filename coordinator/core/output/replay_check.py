@@ -56,19 +56,19 @@ class ReplayPolicy:
         holds = f"what {to!r} has already stays as it was sent, the rest is sent as it is now"
         if to == ONESELF:
             holds = "what the log has stays as it was, the rest is as it is now"
-        self._effects.append(Report(Diverged(to, self._in_words(divergence), holds)))
+        self._effects.append(Report(Diverged(to, self._divergence_text(divergence), holds)))
 
     def explained(self, error: ImmortalError) -> ImmortalError:
         """In the words of an operator, where it is about a replay."""
         if not isinstance(error, OutputDivergenceError):
             return error
         return DivergenceError(
-            f"{self._in_words(error.divergence)}: a handler does what a replay can't repeat, or its code was changed "
-            f"without an upgrade. 'immortal verify {self._name}' finds where (with --peer-log PEER also what was sent "
-            f"then); nothing is lost: mend it so that it does what it did, and start again"
+            f"{self._divergence_text(error.divergence)}: a handler does what a replay can't repeat, or its code was "
+            f"changed without an upgrade. 'immortal verify {self._name}' finds where (with --peer-log PEER also what "
+            f"was sent then); nothing is lost: mend it so that it does what it did, and start again"
         )
 
-    def _in_words(self, divergence: Divergence) -> str:
+    def _divergence_text(self, divergence: Divergence) -> str:
         return format_divergence(divergence, self._name, self._session.description.methods)
 
 
@@ -100,7 +100,7 @@ def stream_batches(
 # What the log says of the messages that a replay is to make: their marks, and those that were spilled.
 
 
-class Expected:
+class ExpectedOutputs:
     """Of the streams that a replay may fill, whether it has begun to or not."""
 
     def __init__(self, end: LocalEndpoint, policy: ReplayPolicy) -> None:
@@ -162,7 +162,7 @@ class Expected:
 
 
 @dataclass(slots=True)
-class Cut:
+class FollowerSnapshotCut:
     """The output streams between two messages of the app, by destination: each is known once what the app has made
     before it has its place.
 
@@ -186,7 +186,7 @@ class FollowerOutputs:
 
     def __init__(self, end: LocalEndpoint) -> None:
         self._end = end
-        self._cut: Cut | None = None
+        self._cut: FollowerSnapshotCut | None = None
         self._made: dict[str, deque[tuple[int, bytes]]] = {}  # (count, payload)
         self._marked: dict[str, int] = {}  # the last position that a mark of the log has
 
@@ -195,9 +195,9 @@ class FollowerOutputs:
         self._marked.clear()
         self._cut = None
 
-    def cut(self, streams: Mapping[str, OutputStream]) -> Cut:
+    def cut(self, streams: Mapping[str, OutputStream]) -> FollowerSnapshotCut:
         """What the app has made so far, and nothing that it makes from now on. One at a time."""
-        cut = self._cut = Cut()
+        cut = self._cut = FollowerSnapshotCut()
         for destination, stream in streams.items():
             if waiting := sum([count for count, _ in self._made.get(destination, ())]):
                 cut.waits_for[destination] = waiting
