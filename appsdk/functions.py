@@ -194,7 +194,7 @@ def continue_as(*arguments: Any, **keywords: Any) -> NoReturn:
     task = _task("continue_as")
     codec = task.tasks.codec(task.handler)
     try:
-        _, encoded = codec.encoded(codec.bind(arguments, keywords), keeps_types=task.keeps_types)
+        _, encoded = codec.encoded(codec.bind(arguments, keywords))
     except TypeError as error:
         raise TypeError(f"immortal.continue_as: {error}") from None
     try:
@@ -291,11 +291,10 @@ def signal(name: str, value: Any = None) -> None:
     if task.is_silent:
         return
     tasks = task.tasks
-    if tasks.signals_have_limit:
-        try:
-            tasks.events.require_room(name, encoded)
-        except UsageError as error:  # the handler ends, whatever it catches: a rebuild would not refuse it again
-            raise task.abandon(error) from error
+    try:
+        tasks.events.require_room(name, encoded)
+    except UsageError as error:  # the handler ends, whatever it catches: a rebuild would not refuse it again
+        raise task.abandon(error) from error
     tasks.events.signal(name, encoded)
 
 

@@ -130,15 +130,15 @@ class ArgumentCodec:
                 return found
         raise error
 
-    def encoded(self, arguments: tuple[Any, ...], *, keeps_types: bool) -> tuple[tuple[Any, ...], bytes]:
-        """(what is encoded in place of ``arguments``, that as bytes). Raises TypeError.
+    def encoded(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], bytes]:
+        """Return the arguments as they are encoded, with types where annotations have none, and as bytes.
 
-        ``keeps_types``: see :attr:`immortal.appsdk.calls.context.Context.keeps_types`.
+        Raises TypeError.
         """
-        if keeps_types and self.may_hold_untyped:
+        if self.may_hold_untyped:
             arguments = self.exactly(arguments)
         try:
-            return arguments, encode_value(arguments) if keeps_types else encoder.encode(arguments)
+            return arguments, encode_value(arguments)
         except Exception as error:
             raise unencodable(self.name, self.signature.parameters, arguments, error) from None
 

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from types import FrameType
 from typing import Any
 
-from immortal.appsdk.calls.replay_rules import CallSites, Rules
+from immortal.appsdk.calls.replay_rules import CallSites
 from immortal.appsdk.calls.user_code import RunContexts
 from immortal.appsdk.errors import AS_RPC, QueryError, UsageError
 
@@ -87,11 +87,6 @@ class Context:
         self.handling_thread_id = 0  # of the handlers' thread while a handler runs, else 0 or QUERY_RUNS: who may call
         self._streams: dict[tuple[bytes, bytes], random.Random] = {}
         self._streams_of = (-1, 0)
-
-    @property
-    def keeps_types(self) -> bool:
-        """Whether values are sent and kept as what they are, or refused; in older logs they are not."""
-        return self.sites.rules >= Rules.THIRD
 
     def require_handler_thread(self, what: str) -> None:
         if threading.get_ident() != self.thread_id:

@@ -148,11 +148,7 @@ def make_writer(
             front, size_bytes = fronts[len(body)]
         except Exception as error:
             front, body, size_bytes = _encoded_again(fronts, name, parameters, arguments, error)
-        if (
-            len(body) > shallow
-            and is_nested_beyond(body, 0, len(body), shallow + 1)
-            and (context is None or context.sites.limits_nesting)
-        ):
+        if len(body) > shallow and is_nested_beyond(body, 0, len(body), shallow + 1):
             raise UsageError(describe_depth(name, parameters, arguments))
         parts += (front, body)
         return size_bytes
@@ -277,11 +273,8 @@ class Outbox:
                 body = encode(arguments)
                 front, size_bytes = fronts[len(body)]
             except Exception as error:
-                if not context.keeps_types:
-                    raise _refused(name, signature.parameters, arguments, error) from error
                 front, body, size_bytes = _encoded_again(fronts, name, signature.parameters, arguments, error)
-            is_deep = len(body) > shallow and is_nested_beyond(body, 0, len(body), shallow + 1)
-            if is_deep and context.sites.limits_nesting:
+            if len(body) > shallow and is_nested_beyond(body, 0, len(body), shallow + 1):
                 raise UsageError(describe_depth(name, signature.parameters, arguments))
             if context.carries:
                 context.nodes.accounts.passing(destination, body)

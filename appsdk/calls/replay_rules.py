@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 import dis
-import linecache
 from enum import IntEnum
 from types import CodeType, FrameType
 
 
 class Rules(IntEnum):
-    """A log keeps the rules that it was begun with; its checkpoints say which."""
+    """Rules by which the SDK makes output from input. A log keeps those that it began with; its checkpoints name them.
 
-    FIRST = 1
-    """A random stream for the function's qualified name and the text of the line. Signals are kept without a limit."""
+    A change of what the same log would make again gets a new number here, and keeps the old way for older logs.
+    """
 
-    SECOND = 2
-    """... for the function's qualified name and the method that is called. Signals that wait for nobody are limited."""
-
-    THIRD = 3
-    """Integers of any size, and what is annotated ``Any`` with its types, are sent. The state is kept as what it is,
-    types included, or refused."""
-
-    RAISED_WHOLE = 4
-    """... and declared exceptions are sent with the fields that their classes keep (raised.py)."""
-
-    NESTING = 5
-    """... and handlers send nothing that is nested too deeply."""
+    V0_1 = 5
 
 
 NEWEST = max(Rules)
-"""Those of a log that is begun now."""
+"""Rules of a log that begins now."""
 
 
 class OrderRules(IntEnum):
-    """The same for ordered multicasts and handles: another number, as these have checkpoints of their own kind."""
+    """Rules of ordered multicasts and handles, which have numbers of their own in checkpoints."""
 
-    FIRST = 1
-
-    SECOND = 2
-    """A multicast that is late moves behind what came meanwhile. The end of a handle is heard before any copy. What an
-    instance sends to itself keeps its order with its own multicasts."""
+    V0_1 = 2
 
 
 NEWEST_ORDER = max(OrderRules)
+"""Order rules of a log that begins now."""
 
 
 # The places in the code that draw random numbers, by name.
@@ -64,42 +49,14 @@ class CallSites:
     def __init__(self) -> None:
         self.rules = NEWEST
         self._sites: dict[tuple[CodeType, int | str], bytes] = {}
-        self._lines: dict[str, list[str]] = {}
-
-    def use(self, rules: Rules) -> None:
-        """From here on places are named by ``rules``."""
-        self.rules = rules
-        self._sites.clear()
-
-    @property
-    def limits_nesting(self) -> bool:
-        return self.rules >= Rules.NESTING
-
-    def load(self, file_name: str) -> None:
-        """Remember the text of a file as it is now: later it may have been edited under a running app."""
-        if file_name not in self._lines:
-            self._lines[file_name] = linecache.getlines(file_name)
 
     def site(self, frame: FrameType, method: str | None) -> bytes:
         """``method``: the method of ``immortal.random`` that is called there; None: read the code behind the call."""
-        by_line = self.rules is Rules.FIRST
-        key = frame.f_code, frame.f_lineno if by_line else frame.f_lasti if method is None else method
+        key = frame.f_code, frame.f_lasti if method is None else method
         site = self._sites.get(key)
         if site is None:
-            name = self._by_line(frame) if by_line else _by_function(frame, method)
-            site = self._sites[key] = name.encode()
+            site = self._sites[key] = _by_function(frame, method).encode()
         return site
-
-    def _by_line(self, frame: FrameType) -> str:
-        code, line_number = frame.f_code, frame.f_lineno
-        self.load(code.co_filename)
-        lines = self._lines[code.co_filename]
-        if 0 < line_number <= len(lines):
-            line = lines[line_number - 1].strip()
-            place = line.replace("immortal.", "self.")  # the form that lines had when these logs began
-        else:  # no source at hand
-            place = f"+{line_number - code.co_firstlineno}"
-        return f"{code.co_qualname}\n{place}"
 
 
 def _by_function(frame: FrameType, method: str | None) -> str:

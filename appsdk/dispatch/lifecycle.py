@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from immortal.appsdk.calls.codec import signature_of
 from immortal.appsdk.calls.context import Context
-from immortal.appsdk.calls.replay_rules import Rules
+from immortal.appsdk.calls.replay_rules import OrderRules, Rules
 from immortal.appsdk.calls.user_code import is_user_failure, run_user_code, user_traceback
 from immortal.appsdk.dispatch.delivery import Delivery
 from immortal.appsdk.errors import AppError, DefinitionError, StateError, UpgradeError
@@ -70,8 +70,8 @@ class Life:
         self._use(restoring_class(self._main_definition, envelope))
         context = self._context
         context.seed = envelope.seed
-        context.sites.use(Rules(envelope.rules))
-        context.multicasts.rules = envelope.order_rules
+        context.sites.rules = Rules(envelope.rules)
+        context.multicasts.rules = OrderRules(envelope.order_rules)
         context.instance_name = envelope.instance_name
         self.instance = instance = self._restored(envelope, state)
         context.nodes.use(self.definition, instance)
@@ -140,7 +140,7 @@ class Life:
         """
         schema = self.definition.state()
         if schema.serializer != "own":
-            schema.encode(self.instance, keeps_types=self._context.keeps_types)
+            schema.encode(self.instance)
 
     def encode(self) -> tuple[bytes, bytes]:
         """The blob: its envelope and the state as it is now. Raises StateError."""
@@ -148,7 +148,7 @@ class Life:
 
     def _encode(self) -> tuple[bytes, bytes]:
         schema = self.definition.state()
-        encoded = partial(schema.encode, self.instance, keeps_types=self._context.keeps_types)
+        encoded = partial(schema.encode, self.instance)
         encode = partial(self._context.run_contexts.run, encoded)
         state = run_user_code(f"{self.definition.name}.checkpoint", encode, StateError)
         waiting = f"{self.definition.name}: to save what its handlers wait for"
@@ -402,8 +402,8 @@ def moved(definition: Definition, old_definition: Definition, old: Any, context:
     attach(new, context)
 
     def move() -> None:
-        envelope = copied_envelope(definition.name, schema.serializer, context.sites.rules)
-        state = schema.encode(old, keeps_types=context.keeps_types)
+        envelope = copied_envelope(definition.name, schema.serializer)
+        state = schema.encode(old)
         definition.state().restore(new, envelope, memoryview(state))
 
     guarded(definition, f"{definition.name}.restore", move)

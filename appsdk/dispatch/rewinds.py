@@ -102,7 +102,7 @@ class Rewinds:
         if guard.is_on:
             size_bytes = context.tasks.queries.state_size_bytes
             schema = self._life.definition.state()
-            guard.begin(schema, self._life.instance, size_bytes, keeps_types=context.keeps_types)
+            guard.begin(schema, self._life.instance, size_bytes)
 
     def _go_over(self, copy: Copy, records: Iterable[Record], passed: tuple[int, int]) -> None:
         """``passed``: up to which message of which record this was done before."""

@@ -139,12 +139,9 @@ class EffectFunction:
         except NameError as error:
             raise DefinitionError(f"{self.name}: an annotation can't be resolved: {error}") from error
 
-    def encode_arguments(self, arguments: tuple[Any, ...], *, keeps_types: bool = True) -> bytes:
-        """By position. Raises TypeError for what is not what its annotations say.
-
-        ``keeps_types``: see :attr:`immortal.appsdk.calls.context.Context.keeps_types`.
-        """
-        _, encoded = self.codec.encoded(arguments, keeps_types=keeps_types)
+    def encode_arguments(self, arguments: tuple[Any, ...]) -> bytes:
+        """Encode arguments by position. Raises TypeError for what does not fit the annotations."""
+        _, encoded = self.codec.encoded(arguments)
         try:
             self.arguments(encoded)
         except Exception as error:

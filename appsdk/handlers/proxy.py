@@ -146,9 +146,7 @@ def _exact_fork(
         return fork
 
     def fork_exactly(*arguments: Any, **keywords: Any) -> None:
-        if not context.keeps_types:
-            fork(*arguments, **keywords)
-        elif keywords or len(arguments) != codec.plain_count:
+        if keywords or len(arguments) != codec.plain_count:
             arguments, keywords = codec.apart(codec.exactly(codec.bind(arguments, keywords)))
             fork(*arguments, **keywords)
         else:

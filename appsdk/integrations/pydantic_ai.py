@@ -119,7 +119,7 @@ class _Step(EffectFunction):
         self.decode_result = decoding.decode
         self._body = body
 
-    def encode_arguments(self, arguments: tuple[Any, ...], *, keeps_types: bool = True) -> bytes:
+    def encode_arguments(self, arguments: tuple[Any, ...]) -> bytes:
         return encode_value(arguments)  # none: they are in the body
 
     def arguments(self, encoded: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -13,7 +13,6 @@ import msgspec
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import method_of
 from immortal.appsdk.calls.outbox import Send, make_writer
-from immortal.appsdk.calls.replay_rules import OrderRules
 from immortal.appsdk.errors import UsageError
 from immortal.appsdk.nodes.reference_counts import (
     Ended,
@@ -130,11 +129,10 @@ class Accounts:
 
     def _ending(self, owner: str, key: Key) -> tuple[list[bytes], Ended] | None:
         """The run, in the queue here, with the end of a handle; None: there is none."""
-        if self._context.multicasts.rules >= OrderRules.SECOND:
-            for calls in self._context.multicasts.calls_of(owner):
-                for ended in _ended_in(calls):
-                    if ended.key == key:
-                        return calls, ended
+        for calls in self._context.multicasts.calls_of(owner):
+            for ended in _ended_in(calls):
+                if ended.key == key:
+                    return calls, ended
         return None
 
     def _say_ending(self, owner: str, key: Key, to: str) -> None:

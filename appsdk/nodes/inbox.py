@@ -10,7 +10,6 @@ from typing import Any
 from immortal.appsdk.calls.codec import ArgumentCodec
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import argument_mismatch, encode_refused, method_of, refused, rpc_of
-from immortal.appsdk.calls.replay_rules import OrderRules
 from immortal.appsdk.calls.user_code import is_user_failure
 from immortal.appsdk.errors import HandlerError
 from immortal.appsdk.handlers.decorators import Handler
@@ -170,9 +169,8 @@ class Inbox:
         elif isinstance(message, Forgotten):
             self._accounts.holder.forgotten(sender, message.key)
         elif sender != self._context.instance_name:
-            was_held = self._accounts.holder.ended(sender, message.key, message.how)
-            if was_held or self._context.multicasts.rules >= OrderRules.SECOND:
-                self._hooks.append((f"on_{message.how}", make(sender, message.key, None, self._life)))
+            self._accounts.holder.ended(sender, message.key, message.how)
+            self._hooks.append((f"on_{message.how}", make(sender, message.key, None, self._life)))
         else:
             grant = self._accounts.owner.grants.get(message.key)
             if grant is None or grant.stage != Stage.ENDING:

@@ -11,7 +11,6 @@ import msgspec
 
 from immortal.appsdk.calls.codec import ArgumentCodec, bind_arguments
 from immortal.appsdk.calls.outbox import outside_handler_error
-from immortal.appsdk.calls.replay_rules import Rules
 from immortal.appsdk.errors import DefinitionError, StateError, UsageError
 from immortal.appsdk.handlers.decorators import HOOK_MARK, BoundHandler, Handler
 from immortal.appsdk.handlers.definition import Definition, resolving
@@ -81,14 +80,14 @@ class NodeDefinition:
             with resolving(f"{handler.function.__qualname__}: an annotation"):
                 self.codec(handler)
 
-    def encode(self, node: Node, *, keeps_types: bool) -> bytes:
-        """Raises StateError."""
-        return self.state().encode(node, keeps_types=keeps_types)
+    def encode(self, node: Node) -> bytes:
+        """Return the state of ``node`` as bytes. Raises StateError."""
+        return self.state().encode(node)
 
-    def restore(self, node: Node, name: str, state: bytes, rules: Rules) -> None:
-        """``name``: of the class that ``state`` was written of, by ``rules``. Raises StateError."""
+    def restore(self, node: Node, name: str, state: bytes) -> None:
+        """Set the attributes of ``node`` from ``state``, which a class called ``name`` wrote. Raises StateError."""
         schema = self.state()
-        schema.restore(node, copied_envelope(name, schema.serializer, rules), memoryview(state))
+        schema.restore(node, copied_envelope(name, schema.serializer), memoryview(state))
 
 
 def node_definition(cls: object) -> NodeDefinition:
@@ -194,10 +193,10 @@ class NodeTable:
 
     def save(self) -> list[SavedNode]:
         """Raises StateError."""
-        saved, keeps_types = [], self._life.context.keeps_types
+        saved = []
         for number, node in self._nodes.items():
             definition = node_definition(type(node))
-            saved.append(SavedNode(number, definition.name, definition.encode(node, keeps_types=keeps_types)))
+            saved.append(SavedNode(number, definition.name, definition.encode(node)))
         return saved
 
     def restore(self, saved: Iterable[SavedNode]) -> None:
@@ -210,7 +209,7 @@ class NodeTable:
             definition = node_definition(cls)
             if saved.class_name in (definition.name, *definition.formerly):
                 node = self._new(cls, saved.number)
-                definition.restore(node, saved.class_name, saved.state, self._life.context.sites.rules)
+                definition.restore(node, saved.class_name, saved.state)
                 return node
         name = "?" if self.definition is None else self.definition.name
         known = ", ".join(cls.__qualname__ for cls in classes) or "none"
@@ -260,7 +259,7 @@ class HandleMethod:
         task = context.tasks.running
         if task is None or not task.is_silent:
             codec = node_definition(self._handle._immortal_of[2]).codec(self._handler)
-            if codec.may_hold_untyped and context.keeps_types:
+            if codec.may_hold_untyped:
                 bound, keywords = codec.exactly(bound), {"": None}
             life.send(self._handle, self._handler, bound if keywords else arguments)
 

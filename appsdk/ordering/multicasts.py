@@ -15,7 +15,7 @@ from immortal.appsdk.calls.codec import encoder
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import refused
 from immortal.appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
-from immortal.appsdk.calls.replay_rules import NEWEST_ORDER, OrderRules
+from immortal.appsdk.calls.replay_rules import NEWEST_ORDER
 from immortal.appsdk.errors import HandlerError, StateError, UsageError
 from immortal.appsdk.ordering.fences import Asked, QueuedRun, Ready, Silent, Stage, State
 from immortal.appsdk.ordering.machine import Ordering, Release, Send
@@ -113,7 +113,7 @@ class Multicasts:
     """
 
     def __init__(self, context: Context) -> None:
-        self.rules: int = NEWEST_ORDER  # for the log's whole life
+        self.rules = NEWEST_ORDER  # for the log's whole life
         self.expel_after: dict[str, int] = {}  # by group: after how many ns of silence a member is expelled
         self.due_ns: int | None = None  # when :meth:`tick` is to be called, ns since the Unix epoch; None: never
         self._context = context
@@ -151,13 +151,12 @@ class Multicasts:
             raise StateError(f"the checkpoint's part on ordered multicasts can't be read: {error}") from None
         self._begin(saved.name, saved.state, saved.waiting)
         self._clients = set(saved.clients)
-        if self.rules >= OrderRules.SECOND and (saved.state.sent or saved.state.queue):
+        if saved.state.sent or saved.state.queue:
             self.due_ns = 0  # as soon as it is primary: who is late by then?
 
     def _begin(self, name: str, state: State | None = None, waiting: list[Run | Held] | None = None) -> None:
         self._ordering = Ordering(name, state)
-        own = name if self.rules >= OrderRules.SECOND else ""
-        self._sending = Sending(self._ordering, self._leave, waiting, own=own)
+        self._sending = Sending(self._ordering, self._leave, waiting, own=name)
         self._context.outbox.holder = self
 
     def _both(self) -> tuple[Ordering, Sending]:
@@ -348,7 +347,7 @@ class Multicasts:
             raise self._refused(problem)
         ordering.heard(propose.sender)
         ordering.proposed(propose, self._context.record_time_ns or 0)
-        if propose.method_id == HANDLES_METHOD_ID and sending.waiting and self.rules >= OrderRules.SECOND:
+        if propose.method_id == HANDLES_METHOD_ID and sending.waiting:
             self._context.nodes.accounts.end_proposed(propose.sender, propose.calls)
         self._act(ordering, sending)
         self._context.slice_end = 0  # what comes behind it is filed
@@ -410,7 +409,7 @@ class Multicasts:
         ordering, sending = self._begun()
         if not ordering.is_busy or not message.may_wait:
             return False
-        counts_handles = message.method_id == HANDLES_METHOD_ID and self.rules >= OrderRules.SECOND
+        counts_handles = message.method_id == HANDLES_METHOD_ID
         if counts_handles and self._context.nodes.accounts.is_passed(arguments_of(message.message)):
             return False
         if message.answers is not None and self.called(message.answers) != self._context.source:
@@ -433,7 +432,7 @@ class Multicasts:
     def _look_for_late(self) -> QueuedRun | None:
         """The run that has held others up for LATE_NS; else it is noted when that is to be looked at."""
         ordering = self._ordering
-        late = None if ordering is None or self.rules < OrderRules.SECOND else ordering.late
+        late = None if ordering is None else ordering.late
         self.due_ns = None if late is None else late.since_ns + LATE_NS
         if ordering is not None and self.expel_after:
             silent_ns = ordering.look_for_silent(self.expel_after, self._context.record_time_ns or 0)
@@ -500,7 +499,7 @@ class Multicasts:
             self.run_effect(held.effect)
         elif not held.destination and ordering is not None and ordering.is_busy:
             for front, body in zip(held.parts[::2], held.parts[1::2], strict=True):
-                ordering.file(front + body, self._context.record_time_ns or 0, is_own=self.rules >= OrderRules.SECOND)
+                ordering.file(front + body, self._context.record_time_ns or 0, is_own=True)
         else:
             self._pushed.setdefault(held.destination, []).extend(held.parts)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import threading
@@ -64,9 +63,6 @@ class AppLife:
         )
         self.dispatcher.healing.may_recover = not (options.rewound or trace)
         self.dispatcher.bound_encoding(limited)
-        for cls in {cls for one in definition.chain for cls in one.cls.__mro__}:
-            if cls.__module__ != "builtins" and (file_name := inspect.getsourcefile(cls)):
-                self.dispatcher.context.sites.load(file_name)
         reporter = FailureReporter(lambda text: say(definition.name, text))
         # A run that is looked at tells whoever looks, in its own way.
         failed: Callable[[Verdict], None] = (lambda verdict: None) if trace else reporter.failed

@@ -98,8 +98,7 @@ class LocalApp:
     def state_check(self) -> int:
         """The checksum of its state, of what its handlers wait for, and of multicasts that are on their way."""
         dispatcher = self.dispatcher
-        keeps_types = dispatcher.context.keeps_types
-        state = dispatcher.definition.state().encode(dispatcher.instance, keeps_types=keeps_types)
+        state = dispatcher.definition.state().encode(dispatcher.instance)
         waiting = dispatcher.tasks.save(), dispatcher.context.multicasts.save(), dispatcher.context.nodes.save()
         return crc64(encoder.encode(waiting), crc64(state))
 

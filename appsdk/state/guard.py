@@ -50,15 +50,14 @@ class Guard:
         self.is_on = False
         self._schema: StateSchema | None = None
         self._instance: Any = None
-        self._keeps_types = True
         self._seen: dict[str, _Seen] = {}
         self._left_out: set[str] = set()  # what could not be kept before any of the messages that are looked at
         self._count = 0  # of attributes
 
-    def begin(self, schema: StateSchema, instance: Any, size_bytes: int, *, keeps_types: bool) -> None:
+    def begin(self, schema: StateSchema, instance: Any, size_bytes: int) -> None:
         """Look at the state as it is: what is wrong with it already is nobody's fault. ``size_bytes``: some of late."""
         self._schema = None if schema.serializer == "own" else schema  # which runs code of the user's
-        self._instance, self._keeps_types = instance, keeps_types
+        self._instance = instance
         self._seen.clear()
         self._left_out.clear()
         if self._schema is None:
@@ -158,7 +157,7 @@ class Guard:
         if value is _UNSET:
             return schema.not_set(name)
         try:
-            schema.check_attribute(name, value, data, keeps_types=self._keeps_types)
+            schema.check_attribute(name, value, data)
         except StateError as error:
             return error
         except Exception as error:  # of a class of the user's

@@ -16,7 +16,6 @@ import msgspec
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value
 from immortal.appsdk.calls.context import datetime_of
 from immortal.appsdk.calls.failures import attributes_of, decode_failed, made
-from immortal.appsdk.calls.replay_rules import NEWEST, Rules
 from immortal.appsdk.errors import StateError
 
 TIMER = "timer"
@@ -115,12 +114,9 @@ def declared_name(raises: Mapping[str, type[Exception]], error: BaseException) -
     return None
 
 
-def encode_raised(name: str, error: BaseException, rules: Rules = NEWEST) -> bytes:
-    """[name, arguments, attributes]. ``rules``: of the log that it goes into, where a replay does it again.
-
-    Raises TypeError, which says what of it can't be encoded.
-    """
-    attributes = attributes_of(error) if rules >= Rules.RAISED_WHOLE else vars(error)
+def encode_raised(name: str, error: BaseException) -> bytes:
+    """Encode an exception as [name, arguments, attributes]. Raises TypeError, which says what can't be encoded."""
+    attributes = attributes_of(error)
     try:
         return encode_value((name, error.args, attributes))
     except Exception as problem:  # msgspec's own, and what a codec of the user's raises

@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Final, TypeVar
 import msgspec
 
 from immortal.appsdk.calls.codec import ValueDecoder, encode_value, encoder, resolve_hints
-from immortal.appsdk.calls.replay_rules import OrderRules, Rules
+from immortal.appsdk.calls.replay_rules import NEWEST, NEWEST_ORDER, OrderRules, Rules
 from immortal.appsdk.errors import DefinitionError, StateError
 from immortal.appsdk.state.journal import SavedTasks
 from immortal.appsdk.state.tree import differences, tree
@@ -49,9 +49,7 @@ Transient = Annotated[T, _TransientMark()]
 
 VERIFIED_STATE_SIZE_BYTES_MAX = 64 << 20  # reading back takes 2-3 times as long as writing: above, it would be felt
 
-_VERSION = 1
-_VERSION_WITH_TASKS = 2  # an SDK that knows nothing of them must not lose them
-_VERSION_WITH_RULES = 3  # an SDK that knows no other rules than the first must not go by those
+_VERSION = 3
 _VERSION_WITH_ORDERING = 4  # an SDK that knows no ordered multicasts must not lose them
 _VERSION_WITH_NODES = 5  # nor one that knows no handles
 
@@ -73,15 +71,15 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     record_time_ns: int | None = None  # of the last record handled; None: unknown
     instance_name: str = ""  # what the log calls the instance
     tasks: SavedTasks | None = None  # async handlers that wait
-    rules: int = Rules.FIRST  # for the log's whole life
+    rules: int = NEWEST  # for the log's whole life
     ordering: bytes | None = None  # of ordered multicasts; None: there never was one
     nodes: bytes | None = None  # and handles; None: there never was one
-    order_rules: int = OrderRules.FIRST  # for the log's whole life
+    order_rules: int = NEWEST_ORDER  # for the log's whole life
 
 
-def copied_envelope(class_name: str, serializer: str, rules: Rules) -> Envelope:
-    """Of a state that is copied within a process, by the ``rules`` that it was encoded by."""
-    return Envelope(class_name=class_name, serializer=serializer, seed=b"", sequence_id=-1, rules=rules)
+def copied_envelope(class_name: str, serializer: str) -> Envelope:
+    """Return the envelope of a state that is copied within a process."""
+    return Envelope(class_name=class_name, serializer=serializer, seed=b"", sequence_id=-1)
 
 
 def encode_envelope(envelope: Envelope) -> bytes:
@@ -90,10 +88,8 @@ def encode_envelope(envelope: Envelope) -> bytes:
         version = _VERSION_WITH_NODES
     elif envelope.ordering is not None:
         version = _VERSION_WITH_ORDERING
-    elif envelope.rules != Rules.FIRST:
-        version = _VERSION_WITH_RULES
     else:
-        version = _VERSION if envelope.tasks is None else _VERSION_WITH_TASKS
+        version = _VERSION
     return FRONT.pack(MAGIC, version, 0, len(header)) + header
 
 
@@ -156,7 +152,6 @@ class StateSchema:
         self.fields: dict[str, Any] = {}
         self.transient: set[str] = set()
         self._decoders: dict[str, ValueDecoder] = {}
-        self._exact_decoders: dict[str, ValueDecoder] = {}
         self._forms: dict[str, AnnotatedForm] = {}
         if self.serializer == "own":
             return
@@ -175,17 +170,15 @@ class StateSchema:
                 if problem := unsupported_type(annotation):
                     raise DefinitionError(f"{self._class_name}: attribute {name!r}: {problem}; {WAYS_OUT}")
                 exact = allow_integers(annotation)
-                self._decoders[name] = ValueDecoder(annotation)
-                self._exact_decoders[name] = ValueDecoder(exact)
+                self._decoders[name] = ValueDecoder(exact)
                 self._forms[name] = form_of(exact)
 
     # --- writing --------------------------------------------------------------------------------------------------
 
-    def encode(self, instance: Any, *, keeps_types: bool = True) -> bytes:
-        """The state as bytes. Raises StateError, which names the attribute and the path in it.
+    def encode(self, instance: Any) -> bytes:
+        """Return the state as bytes, if it comes back as what it is.
 
-        ``keeps_types``: only what comes back as what it is. In logs from before that rule the class of an attribute is
-        compared, and nothing in it.
+        Raises StateError, which names the attribute and the path in it.
         """
         if self.serializer == "own":
             blob = instance.checkpoint()
@@ -195,14 +188,13 @@ class StateSchema:
         values = self._collect(instance)
         if self.serializer == "pickle":
             return self._pickled(values)
-        blob = self._encoded(values, keeps_types)
+        blob = self._encoded(values)
         if len(blob) <= VERIFIED_STATE_SIZE_BYTES_MAX:
-            self._verify(values, blob, keeps_types)
+            self._verify(values, blob)
         return blob
 
-    def _encoded(self, values: dict[str, Any], keeps_types: bool) -> bytes:
-        if keeps_types:
-            values = {name: self.kept(name, value) for name, value in values.items()}
+    def _encoded(self, values: dict[str, Any]) -> bytes:
+        values = {name: self.kept(name, value) for name, value in values.items()}
         try:
             return encode_value(values)
         except Exception as error:  # what a codec of the user's raises as well
@@ -231,17 +223,17 @@ class StateSchema:
             return type(value) in PLAIN_CLASSES
         return self._forms[name].is_plain_value(value)
 
-    def check_attribute(self, name: str, value: Any, data: bytes | None = None, *, keeps_types: bool = True) -> None:
+    def check_attribute(self, name: str, value: Any, data: bytes | None = None) -> None:
         """As :meth:`encode` would. ``data``: what the encoder makes of it, where that is known. Raises StateError."""
         if self.serializer == "pickle":
             if data is None:
                 self._pickled({name: value})
             return
-        kept = self.kept(name, value) if keeps_types else value
+        kept = self.kept(name, value)
         if data is None or kept is not value:
             data = self.encode_attribute(name, kept)
-        if not (keeps_types and self._forms[name].is_sure):
-            self._require_restored(name, value, data, keeps_types)
+        if not self._forms[name].is_sure:
+            self._require_restored(name, value, data)
 
     def pickled(self, value: Any) -> bytes:
         """Raises whatever a class of the user's raises."""
@@ -290,25 +282,15 @@ class StateSchema:
                 f"makes it again, or {WAYS_OUT}"
             )
 
-    def _verify(self, values: dict[str, Any], blob: bytes, keeps_types: bool) -> None:
+    def _verify(self, values: dict[str, Any], blob: bytes) -> None:
         """Raise StateError if the state would come back as something else."""
         raws = decoding.decode(blob, type=dict[str, msgspec.Raw])
         for name, raw in raws.items():
-            self._require_restored(name, values[name], bytes(raw), keeps_types)
+            self._require_restored(name, values[name], bytes(raw))
 
-    def _require_restored(self, name: str, value: Any, data: bytes, keeps_types: bool) -> None:
-        restored = self._decode_field(name, data, keeps_types)
-        if keeps_types:
-            self._require_same(name, value, restored, data)
-        elif type(restored) is not type(value) and not (type(value) is int and type(restored) is float):
-            raise StateError(
-                f"{self._class_name}: attribute {name!r} is a {type(value).__name__} and would come back from a "
-                f"checkpoint as a {type(restored).__name__}: use that type, or {WAYS_OUT}"
-            )
-
-    def _require_same(self, name: str, value: Any, restored: Any, data: bytes) -> None:
-        """``restored``: from ``data``. The types are those that the annotation says; what constructors and codecs do is
-        their own affair. Raises StateError."""
+    def _require_restored(self, name: str, value: Any, data: bytes) -> None:
+        """Raise StateError if ``data`` does not come back as ``value``: a codec or constructor may change it."""
+        restored = self._decode_field(name, data)
         form = self._forms[name]
         if form.is_sure or MARK in data:  # a handle is what it is by its bytes
             return
@@ -357,7 +339,7 @@ class StateSchema:
         if self.serializer == "pickle":
             values = self._unpickled(state)
         else:
-            values = self._decode(state, keeps_types=envelope.rules >= Rules.THIRD)
+            values = self._decode(state)
         for name, value in values.items():
             setattr(instance, name, value)
 
@@ -369,13 +351,13 @@ class StateSchema:
         self._require_names(values)
         return values
 
-    def _decode(self, state: memoryview, *, keeps_types: bool = True) -> dict[str, Any]:
+    def _decode(self, state: memoryview) -> dict[str, Any]:
         try:
             raws = decoding.decode(state, type=dict[str, msgspec.Raw])
         except decoding.DecodeError as error:
             raise StateError(f"{self._class_name}: the state in the checkpoint can't be read: {error}") from None
         self._require_names(raws)
-        return {name: self._decode_field(name, raw, keeps_types) for name, raw in raws.items()}
+        return {name: self._decode_field(name, raw) for name, raw in raws.items()}
 
     def _require_names(self, saved: Iterable[str]) -> None:
         saved = set(saved)
@@ -394,9 +376,9 @@ class StateSchema:
                 f"a default in the class ({missing[0]}: <type> = <value>)"
             )
 
-    def _decode_field(self, name: str, raw: msgspec.Raw | bytes, keeps_types: bool) -> Any:
+    def _decode_field(self, name: str, raw: msgspec.Raw | bytes) -> Any:
         try:
-            return (self._exact_decoders if keeps_types else self._decoders)[name].decode(raw)
+            return self._decoders[name].decode(raw)
         except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
             raise StateError(
                 f"{self._class_name}: attribute {name!r} is not what its annotation says ({self.fields[name]}): {error}"

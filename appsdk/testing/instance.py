@@ -106,9 +106,8 @@ class Instance(Generic[T]):
         definition = app.dispatcher.definition
         schema = definition.state()
         copy: T = Immortal.__new__(definition.cls)
-        context = app.dispatcher.context
-        envelope = copied_envelope(definition.name, schema.serializer, context.sites.rules)
-        schema.restore(copy, envelope, memoryview(schema.encode(app.instance, keeps_types=context.keeps_types)))
+        envelope = copied_envelope(definition.name, schema.serializer)
+        schema.restore(copy, envelope, memoryview(schema.encode(app.instance)))
         return copy
 
     @property

@@ -52,7 +52,7 @@ class Endings:
             return
         arguments = task.decoded_arguments()
         if error is not None and declared is not None:
-            encode = partial(encode_raised, declared, error, self._context.sites.rules)
+            encode = partial(encode_raised, declared, error)
         else:
             encode = partial(self._handler_runs.result, task.handler, value)
         try:

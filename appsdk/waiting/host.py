@@ -10,11 +10,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from immortal.appsdk.calls.codec import ArgumentCodec, encode_value, encoder
+from immortal.appsdk.calls.codec import ArgumentCodec, encode_value
 from immortal.appsdk.calls.context import Context
 from immortal.appsdk.calls.failures import answer_of, encode_failed, failure_of, reference, verdict_on
 from immortal.appsdk.calls.outbox import Send, encode_call, make_writer
-from immortal.appsdk.calls.replay_rules import Rules
 from immortal.appsdk.calls.user_code import handed_to, handler_failed, is_user_failure
 from immortal.appsdk.errors import HandlerError, StateError, UsageError
 from immortal.appsdk.handlers.decorators import Handler
@@ -156,10 +155,6 @@ class Host:
 
     def codec(self, handler: Handler[Any, Any]) -> ArgumentCodec:
         return self.definition.codec(handler)
-
-    @property
-    def signals_have_limit(self) -> bool:
-        return self.context.sites.rules is not Rules.FIRST
 
     def target(self, destination: str, handler: Handler[Any, Any], called: Handler[Any, Any]) -> Target:
         return Target(destination, handler, called, self.codec(called))
@@ -308,9 +303,7 @@ class HandlerRuns:
             self._require_savable(handler)
             if not waits:
                 return True, NOTHING
-            return True, self.encoded(
-                handler, arguments, partial(encode_raised, declared, error, self.context.sites.rules)
-            )
+            return True, self.encoded(handler, arguments, partial(encode_raised, declared, error))
         self._require_savable(handler)
         if not waits:
             return False, NOTHING
@@ -340,7 +333,7 @@ class HandlerRuns:
     def result(self, handler: Handler[Any, Any], value: Any) -> bytes:
         """What goes to who waits: checked here, so that what does not fit is this handler's failure, not theirs."""
         codec = self.definition.codec(handler)
-        data = codec.encode_result(value) if self.context.keeps_types else encoder.encode(value)
+        data = codec.encode_result(value)
         if value is not None or not codec.returns_nothing:
             codec.decode_result(data)
         return data

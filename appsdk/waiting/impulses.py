@@ -265,7 +265,7 @@ class Effect(Operation):
 
     def _start(self) -> None:
         self.variables = handed_to(self.task.instance_name)
-        self.encoded = self.function.encode_arguments(self._arguments, keeps_types=self.task.keeps_types)
+        self.encoded = self.function.encode_arguments(self._arguments)
         self._arguments = ()
         self.detail = crc64(self.encoded)
         self.task.begin(self)

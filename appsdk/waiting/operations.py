@@ -60,11 +60,6 @@ class Owner(Fibers):
     def instance_name(self) -> str:
         raise NotImplementedError
 
-    @property
-    def keeps_types(self) -> bool:
-        """As :attr:`immortal.appsdk.calls.context.Context.keeps_types`."""
-        raise NotImplementedError
-
     def begin(self, operation: Operation) -> None:
         """It is awaited: do it, or take it from the journal."""
         raise NotImplementedError
@@ -172,7 +167,7 @@ class _HandlerOperation(Operation):
 
     def encode(self) -> None:
         """Raises TypeError."""
-        self.arguments, self.encoded = self.target.codec.encoded(self.arguments, keeps_types=self.task.keeps_types)
+        self.arguments, self.encoded = self.target.codec.encoded(self.arguments)
         self.detail = crc64(self.encoded)
 
     def decode(self, value: bytes) -> Any:

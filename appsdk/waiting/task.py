@@ -129,10 +129,6 @@ class Task(Owner):
     def instance_name(self) -> str:
         return self.tasks.context.instance_name
 
-    @property
-    def keeps_types(self) -> bool:
-        return self.tasks.context.keeps_types
-
     def decoded_arguments(self) -> tuple[Any, ...]:
         return self.tasks.codec(self.handler).decode(self.arguments)
 

@@ -118,7 +118,7 @@ class TaskHandler:
     def fork(self, *arguments: Any, **keywords: Any) -> None:
         task, target = self._task, self._target
         if not task.is_silent:
-            if target.codec.may_hold_untyped and task.keeps_types:
+            if target.codec.may_hold_untyped:
                 codec = target.codec
                 arguments, keywords = codec.apart(codec.exactly(codec.bind(arguments, keywords)))
             task.tasks.fork(target.destination, target.handler)(*arguments, **keywords)

@@ -147,8 +147,7 @@ class Tasks(Host):
             )
         name = event_name("immortal.signal", name)
         encoded = encode_signal(name, value)
-        if self.signals_have_limit:
-            self.events.require_room(name, encoded)
+        self.events.require_room(name, encoded)
         self.events.signal(name, encoded)
         if not self.definition.has_tasks:  # so nobody waits, and nobody else lets it through
             self.drain()
@@ -162,7 +161,7 @@ class Tasks(Host):
         context = self.context
         number, time_ns = self.draw_number(), context.record_time_ns or 0
         place = context.sequence_id, context.message_index
-        _, encoded = self.codec(handler).encoded(arguments, keeps_types=context.keeps_types)
+        _, encoded = self.codec(handler).encoded(arguments)
         call = SavedTask(number, 0, handler.method_id, encoded, caller, call_number, time_ns, [], [], *place)
         if self.limits.has_room(handler, call.arguments):
             self._begin(call, handler)

@@ -9,8 +9,6 @@ import pytest
 
 import immortal
 from immortal import CalleeFailed, Immortal, impulse, peer, rpc, upgrades
-from immortal.appsdk.calls.replay_rules import OrderRules
-from immortal.appsdk.ordering import multicasts
 from immortal.appsdk.ordering.messages import Propose
 from immortal.appsdk.ordering.multicasts import Multicasts
 from immortal.testing import Environment, Instance, crash_everywhere
@@ -480,17 +478,3 @@ def test_what_has_no_tie_to_a_multicast_that_is_late_passes_it() -> None:
         assert runs[0] == runs[1]
         assert runs[0][-1] == "x1"
         assert [text for text in c.state.seen if text in ("x1", "y1")] == ["y1", "x1"]
-
-
-def test_a_log_of_before_keeps_what_comes_behind_a_multicast_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multicasts, "NEWEST_ORDER", OrderRules.FIRST)
-    with Environment() as env:
-        (a, b, _), (x, *_) = start(env)
-        env.partition(x, b)
-        x.send(Sender.send, "x1")
-        env.run()
-        waits = a.begin(Book.add, "a client's")
-        env.advance(seconds=60)
-        assert not waits.done
-        env.heal()
-        assert waits.result() == 2

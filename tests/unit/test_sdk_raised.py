@@ -10,7 +10,6 @@ import pytest
 
 from immortal import Immortal, peer, query, rpc
 from immortal.appsdk.calls.failures import _fields
-from immortal.appsdk.calls.replay_rules import Rules
 from immortal.appsdk.state.journal import decode_raised, encode_raised
 from immortal.errors import DefinitionError
 from immortal.testing import Environment
@@ -164,13 +163,6 @@ def test_a_chain_of_causes_has_an_end() -> None:
     while arrived is not None:
         count, arrived = count + 1, arrived.__cause__
     assert count == 9
-
-
-def test_a_log_that_was_begun_before_sends_what_it_has_sent() -> None:
-    """A replay does it again, byte by byte."""
-    assert encode_raised("OSError", OSError(2, "no", "a"), Rules.SECOND) == encode_raised(
-        "OSError", ValueError(2, "no")
-    )
 
 
 def test_what_of_it_cannot_be_sent_is_said() -> None:

@@ -197,7 +197,7 @@ def test_envelope() -> None:
     for damaged, text in [
         (b"", "0 bytes"),
         (b"ANOTHER APPS STATE", "another kind of app"),
-        (blob[:6] + b"\x06" + blob[7:], "version 6, this SDK reads versions 1 to 5"),
+        (blob[:6] + b"\x06" + blob[7:], "version 6, this SDK reads versions 3 to 5"),
         (blob[:30], "header can't be read"),
         (blob[: FRONT.size - 1], f"{FRONT.size - 1} bytes, at least {FRONT.size} were expected"),
         (blob[: FRONT.size], "header can't be read"),

@@ -15,11 +15,8 @@ import pytest
 
 import immortal
 from immortal import CalleeFailed, Immortal, peer, rpc
-from immortal.appsdk.calls.replay_rules import CallSites, Rules
 from immortal.appsdk.client.methods import typed_method
 from immortal.appsdk.handlers.definition import definition_of
-from immortal.appsdk.state.schema import copied_envelope
-from immortal.errors import StateError
 from immortal.testing import Environment
 
 KEPT = [(1, (2,)), {"a": {1, 2}}, [Decimal("1.10")], date(2024, 2, 29), {UUID(int=1): frozenset({"x"})}, 2**70]
@@ -130,50 +127,6 @@ def test_what_nobody_could_read_back_is_refused_where_it_is_made(handler: Callab
 
 
 # --- logs from before -------------------------------------------------------------------------------------------------
-
-
-class Old(Immortal):
-    facts: dict[str, Any]
-    items: list[Item]
-    ratio: float
-    ratios: list[float]
-
-    def __init__(self) -> None:
-        self.facts, self.items, self.ratio, self.ratios = {}, [], 1, []
-
-
-def test_a_state_of_an_older_log_is_written_and_read_as_before() -> None:
-    schema = definition_of(Old).state()
-    old = Old()
-    old.facts = {"a": (1, Decimal("1.10")), "item": Item("a")}
-    old.ratios = [1, 2.5]
-    with pytest.raises(StateError, match="'item'"):
-        schema.encode(old)
-    blob = schema.encode(old, keeps_types=False)
-    again = Old()
-    schema.restore(again, copied_envelope("Old", "msgspec", Rules.SECOND), memoryview(blob))
-    assert repr(vars(again)) == repr(
-        {"facts": {"a": [1, "1.10"], "item": {"name": "a"}}, "items": [], "ratio": 1.0, "ratios": [1.0, 2.5]}
-    )
-
-
-def begin_as_before(sites: Any, begin: Callable[[Any], None] = CallSites.__init__) -> None:
-    begin(sites)
-    sites.use(Rules.SECOND)
-
-
-def test_a_log_that_was_begun_before_goes_by_its_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Environment(fail_alone=True) as env:
-        with monkeypatch.context() as patch:
-            patch.setattr(CallSites, "__init__", begin_as_before)
-            keeper, sender = env.start(Keeper, "keeper"), env.start(Sender, "sender")
-        sender.call(Sender.forks, [1])
-        for instance in (keeper, sender):
-            instance.checkpoint()
-            instance.crash()
-            instance.recover()
-        sender.call(Sender.forks_refused, 0)
-        assert keeper.state.said[-1] == {"name": "a"}
 
 
 # --- effects ----------------------------------------------------------------------------------------------------------
