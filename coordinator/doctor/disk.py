@@ -71,7 +71,7 @@ def findings(folder: Path) -> Iterator[Finding]:
         why = "no log can be written there"
         yield problem(AREA, f"{place}: writing a block and syncing it fails: {error.strerror}", why, _MOVE)
         return
-    yield judge(place, times, mount)
+    yield judge_sync_times(place, times, mount)
 
 
 def existing(folder: Path) -> Path:
@@ -173,7 +173,7 @@ def _times(descriptor: int, block: bytes, blocks_count: int) -> list[float]:
     return sorted(times_s)
 
 
-def judge(place: Path, times: SyncTimes, mount: Mount | None) -> Finding:
+def judge_sync_times(place: Path, times: SyncTimes, mount: Mount | None) -> Finding:
     """What times of syncs say of the disk under ``place``."""
     what = (
         f"{place}: a synced write of 4 KiB takes {_text(times.median_s)} (median of {len(times.synced_s)}), "

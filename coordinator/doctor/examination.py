@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from immortal.coordinator.config import ConfigError, InstanceSettings
-from immortal.coordinator.doctor import clock, disk, home, installation, limits
+from immortal.coordinator.doctor import disk, home, installation, machine
 from immortal.coordinator.doctor.finding import Finding
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log_url import is_in_folder, split_url
@@ -20,8 +20,8 @@ def examine(registry: Registry) -> Iterator[Finding]:
     settings = _readable(registry)
     for folder in _one_of_each_disk([registry.home, *map(_log_folder, settings)]):
         yield from disk.findings(folder)
-    yield from clock.findings(_files(registry.home))
-    yield from limits.findings(len(settings))
+    yield from machine.clock_findings(_files(registry.home))
+    yield from machine.limit_findings(len(settings))
 
 
 def examine_instance(registry: Registry, settings: InstanceSettings) -> Iterator[Finding]:

@@ -1,20 +1,18 @@
-"""What an operator asks a running coordinator to do with dead letters, peers, and a message that stops its app.
+"""Verbs of the control socket: a verb and its JSON object become an event for the core. `cli` sends them.
 
-A verb of the control socket and its JSON object become an event for the core. `cli` asks.
+letters-drop   {"keys": [[SEQUENCE_ID, INDEX, TASK, STEP], ...], "who": "..."}      or "all": true in place of keys
+letters-retry  the same
+skip           {"sequence_id": 312, "message_index": 0, "reason": "...", "who": "..."}
+reset-peer     {"peer": "..."}
+pause          {"who": "..."}
+resume         {"who": "..."}
+handlers       {}: all waiting handlers; or {"task": 12}: details of that one
+cancel         {"task": 12, "reason": "...", "who": "..."}
+retry-effect   {"task": 12, "who": "..."}: its effects that wait for their next attempt
+signal         {"task": 12, "event": "...", "value": JSON, "who": "..."}
+expel          {"group": "...", "member": "...", "who": "..."}
 
-    letters-drop   {"keys": [[SEQUENCE_ID, INDEX, TASK, STEP], ...], "who": "..."}      or "all": true in place of keys
-    letters-retry  the same
-    skip           {"sequence_id": 312, "message_index": 0, "reason": "...", "who": "..."}
-    reset-peer     {"peer": "..."}
-    pause          {"who": "..."}
-    resume         {"who": "..."}
-    handlers       {}: all; or {"task": 12}: what is known of that one
-    cancel         {"task": 12, "reason": "...", "who": "..."}
-    retry-effect   {"task": 12, "who": "..."}: its effects that wait for their next attempt
-    signal         {"task": 12, "event": "...", "value": JSON, "who": "..."}
-    expel          {"group": "...", "member": "...", "who": "..."}
-
-    hand-over      {"to": "...", "who": "..."}: to the standby of that host or name; "": to any that is ready
+hand-over      {"to": "...", "who": "..."}: to the standby of that host or name; "": to any that is ready
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ TaskNumber = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 
 class VerbError(ImmortalError):
-    """What came behind a verb makes no sense."""
+    """The argument of a verb can't be used."""
 
 
 class _Letters(msgspec.Struct, forbid_unknown_fields=True):
@@ -121,7 +119,7 @@ _EXPEL = decoding.JsonDecoder(_Expel)
 
 
 def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, kept: Iterable[MessageKey]) -> ev.Event:
-    """``kept``: the keys of all dead letters. Raises VerbError, LogError."""
+    """Return the event of a verb. ``kept``: the keys of all dead letters. Raises VerbError, LogError."""
     try:
         if verb == "skip":
             skip = _SKIP.decode(argument)
@@ -159,7 +157,7 @@ def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, k
 
 
 def requested_successor(argument: bytes | str) -> str:
-    """Whom "hand-over" names; "" for nobody in particular. Raises VerbError."""
+    """Return the successor that "hand-over" names; "" for any. Raises VerbError."""
     try:
         return _HAND_OVER.decode(argument).to
     except decoding.DecodeError as error:
@@ -167,7 +165,7 @@ def requested_successor(argument: bytes | str) -> str:
 
 
 def _message(store: LogStore, sequence_id: int, message_index: int) -> bytes | None:
-    """The message as it is in the log; None if there is none. Raises VerbError, LogError."""
+    """Read a message from the log; None if there is none. Raises VerbError, LogError."""
     from immortal.coordinator.log.record_contents import message_at, record_of
 
     summary = store.summary()
@@ -179,15 +177,13 @@ def _message(store: LogStore, sequence_id: int, message_index: int) -> bytes | N
         raise VerbError(f"record {sequence_id} can't be read: {error}") from None
 
 
-# To whom a running coordinator hands its instance over.
-
-
 class HandOverError(ImmortalError):
-    """There is nobody to hand over to."""
+    """An instance can't be handed over: no standby is ready, or none has the name."""
 
 
 def choose_successor(standbys: Sequence[Standby], to: str) -> Standby:
-    """``to``: the host of a standby, or its whole name; "": whoever is ready. Raises HandOverError."""
+    """Return the standby to hand over to. ``to``: its host or whole name; "": any that is ready. Raises
+    HandOverError."""
     if not standbys:
         raise HandOverError("nobody follows its log: 'immortal run' it on another machine first, with the same log")
     meant = [standby for standby in standbys if not to or to in (standby.host, standby.name)]

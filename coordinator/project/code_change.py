@@ -50,7 +50,7 @@ class Outcome(enum.Enum):
     UNKNOWN = "can't be told"  # it does not start with this state, say
 
 
-class Found(Struct, frozen=True):
+class ChangeReport(Struct, frozen=True):
     """``lines``: in words, with the record and the calls. ``version``: of the log; None where there is none."""
 
     outcome: Outcome
@@ -74,16 +74,16 @@ class CodeChange:
     def _settings(self) -> InstanceSettings:
         return self._registry.load(self.service.name)
 
-    async def find_out(self) -> Found:
+    async def examine(self) -> ChangeReport:
         """Replay what a recovery would, with the new code."""
         status = self._status()
         if status is None or not status.get("checkpoint"):
-            return Found(Outcome.NOTHING_LOGGED)
+            return ChangeReport(Outcome.NOTHING_LOGGED)
         code, lines = await self._verify(status["checkpoint"]["id"])
         outcome = {_SAME: Outcome.SAME, _DIFFERENT: Outcome.DIFFERENT}.get(code, Outcome.UNKNOWN)
-        return Found(outcome, lines, status.get("version"))
+        return ChangeReport(outcome, lines, status.get("version"))
 
-    async def try_here(self) -> None:
+    async def try_at_current_state(self) -> None:
         """A checkpoint of the old code, and the new code on it. Raises ChangeError where that can't go on from it."""
         before = (self._status() or {}).get("checkpoint") or {"id": 0}
         try:
@@ -99,7 +99,7 @@ class CodeChange:
         if code != _SAME:
             raise ChangeError("\n".join(["the new code can't go on from the state as it is now:", *lines]))
 
-    def mark_upgrade(self, found: Found) -> None:
+    def mark_upgrade(self, found: ChangeReport) -> None:
         """Where the new code is of another version, the next start upgrades."""
         if found.version is not None and found.version != self.service.version:
             upgrade_mark.write(self._settings.folder, UpgradeMark(self.service.version, self.service.app))

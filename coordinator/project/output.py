@@ -245,15 +245,15 @@ class Tail:
         self._file: IO[bytes] | None = None
         self._rest = b""
 
-    def kept(self) -> Iterator[str]:
+    def all_lines(self) -> Iterator[str]:
         """All that there is now; :meth:`more` goes on behind it."""
         for number in range(OLD_COUNT, 0, -1):
             old = self._path.with_name(f"{FILE_NAME}.{number}")
             if old.exists():
                 yield from old.read_text("utf-8", "replace").splitlines()
-        yield from self.more()
+        yield from self.new_lines()
 
-    def more(self) -> Iterator[str]:
+    def new_lines(self) -> Iterator[str]:
         """What has come since, also across the end of a file."""
         while True:
             if self._file is None:
@@ -263,12 +263,12 @@ class Tail:
                     return
             *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
             yield from (line.decode("utf-8", "replace") for line in lines)
-            if not self._is_old():
+            if not self._is_rotated():
                 return
             self._file.close()
             self._file = None
 
-    def _is_old(self) -> bool:
+    def _is_rotated(self) -> bool:
         """Whether it was put aside. What was written before that has been read or is still to be."""
         assert self._file is not None
         try:
@@ -279,11 +279,11 @@ class Tail:
         return (now.st_dev, now.st_ino) != (here.st_dev, here.st_ino) and self._file.tell() == here.st_size
 
 
-def in_order(tails: Iterable[Tail], count: int | None = None) -> Iterator[tuple[str, str]]:
+def merge_by_time(tails: Iterable[Tail], count: int | None = None) -> Iterator[tuple[str, str]]:
     """(name, line) of all that is kept, by time; the last ``count`` of each."""
 
     def of(tail: Tail) -> Iterator[tuple[str, str, str]]:
-        lines = tail.kept()
+        lines = tail.all_lines()
         for line in lines if count is None else deque(lines, count):
             yield line.partition(" ")[0], tail.name, line
 

@@ -27,7 +27,7 @@ class ProjectRunningError(ImmortalError):
     """Another process runs the project."""
 
 
-class Keeper(ProcessFile, frozen=True, kw_only=True):
+class RunLockHolder(ProcessFile, frozen=True, kw_only=True):
     """``what``: the command. ``states``: of its services, as the fleet has them; "failed: status 70" of one that did.
     ``looks``: how often it has looked at the project, and started what was to run."""
 
@@ -36,19 +36,19 @@ class Keeper(ProcessFile, frozen=True, kw_only=True):
     looks: int = 0
 
 
-def keeper(home: Path) -> Keeper | None:
+def holder(home: Path) -> RunLockHolder | None:
     """Who runs the project of ``home``; None: nobody."""
-    return files.read_living(home / FILE_NAME, Keeper)
+    return files.read_living(home / FILE_NAME, RunLockHolder)
 
 
-def say(home: Path, what: str, states: Mapping[str, str], looks: int = 0) -> None:
+def publish(home: Path, what: str, states: Mapping[str, str], looks: int = 0) -> None:
     """Of this process. Raises OSError."""
-    said = Keeper(what=what, states=states, looks=looks, **files.own_fields())
+    said = RunLockHolder(what=what, states=states, looks=looks, **files.own_fields())
     write_atomically(home / FILE_NAME, msgspec.json.encode(said))
 
 
 @contextlib.contextmanager
-def kept(home: Path, what: str) -> Iterator[None]:
+def hold(home: Path, what: str) -> Iterator[None]:
     """This process runs the project. Raises ProjectRunningError, OSError."""
     make_folder(home)
     descriptor = open_lock(home / _LOCK_FILE_NAME)
@@ -56,16 +56,16 @@ def kept(home: Path, what: str) -> Iterator[None]:
         try:
             take(descriptor, _LOCK_TIMEOUT_S)
         except BlockingIOError:
-            found = keeper(home)
+            found = holder(home)
             who = "another process" if found is None else f"'{found.what}', process {found.pid}"
             end = (
                 "'immortal down' stops it" if found is None or found.what == "immortal up" else "Ctrl-C there stops it"
             )
             raise ProjectRunningError(f"the project runs already, by {who}: {end}") from None
-        say(home, what, {})
+        publish(home, what, {})
         yield
     finally:
-        found = keeper(home)
+        found = holder(home)
         if found is not None and found.pid == os.getpid():
             (home / FILE_NAME).unlink(missing_ok=True)
         os.close(descriptor)

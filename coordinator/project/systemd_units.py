@@ -9,7 +9,8 @@ import getpass
 from collections.abc import Sequence
 
 from immortal.coordinator.project.project import Project, ServiceSpec
-from immortal.coordinator.service.children import PYTHON, STATUS_FENCED, STATUS_HANDLER_FAILED
+from immortal.coordinator.service.children import PYTHON, STATUS_HANDLER_FAILED
+from immortal.coordinator.service.process import STATUS_FENCED
 from immortal.coordinator.service.supervisor import CLEAN_STOP_S, STOP_GRACE_S
 
 _STOP_TIMEOUT_S = round(CLEAN_STOP_S + 2 * STOP_GRACE_S + 5)  # what a supervisor takes at most, and a little
