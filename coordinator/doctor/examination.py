@@ -1,4 +1,4 @@
-"""All that is looked at, in order."""
+"""Order of all checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from immortal.coordinator.log_url import is_in_folder, split_url
 
 
 def examine(registry: Registry) -> Iterator[Finding]:
-    """The installation, the home and all its instances, the disks that their logs are on, the clock, limits, memory."""
+    """Check the installation, the home and all its instances, the disks of their logs, clock, limits and memory."""
     yield from installation.findings()
     yield from home.findings(registry)
     settings = _readable(registry)
@@ -25,7 +25,7 @@ def examine(registry: Registry) -> Iterator[Finding]:
 
 
 def examine_instance(registry: Registry, settings: InstanceSettings) -> Iterator[Finding]:
-    """What concerns one instance: its files, and the disk that its log is on."""
+    """Check one instance: its files, and the disk of its log."""
     yield from home.findings_of(registry, settings.name)
     if is_in_folder(settings.log):
         yield from disk.findings(_log_folder(settings))
@@ -45,7 +45,7 @@ def _readable(registry: Registry) -> list[InstanceSettings]:
 
 
 def _log_folder(settings: InstanceSettings) -> Path:
-    """Where the log lies; for one in a database the instance's own folder, with its keys."""
+    """Return the folder of the log; for a log in a database the instance's own folder, with its keys."""
     return Path(split_url(settings.log)[1]) if is_in_folder(settings.log) else settings.folder
 
 
@@ -59,7 +59,7 @@ def _one_of_each_disk(folders: list[Path]) -> Iterator[Path]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The registry's own files, and those of its instances: not what else may lie below."""
+    """Yield the registry's own files and those of its instances, but nothing deeper."""
     try:
         for path in folder.iterdir():
             yield path

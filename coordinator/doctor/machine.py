@@ -27,7 +27,7 @@ _UNLIMITED_SIZE_BYTES = 1 << 60  # what an older kernel says where there is no l
 
 
 class _Timex(ctypes.Structure):
-    """The beginning of the kernel's struct timex, and room for the rest of it."""
+    """Beginning of the kernel's struct timex, and room for the rest of it."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -159,7 +159,7 @@ def _memory(instances_count: int) -> Iterator[Finding]:
 
 
 def _available_size_bytes() -> int | None:
-    """Of the machine, or of the container's limit where that is less."""
+    """Return the memory that is free, of the machine or of the container's limit, whichever is less; None: unknown."""
     fields = dict(line.partition(":")[::2] for line in _text("/proc/meminfo").splitlines())
     try:
         available = int(fields["MemAvailable"].split()[0]) * 1024

@@ -1,7 +1,7 @@
-"""The process behind `immortal up`: it runs a project's services, and keeps what they say in files.
+"""Daemon of `immortal up`: runs a project's services, and writes their output to files.
 
-SIGHUP makes it look at the project again: what is new, changed, stopped or failed is started, and what the project has
-no more is stopped. SIGTERM stops all with checkpoints.
+SIGHUP makes it read the project again: services that are new, changed, stopped or failed are started, and those that
+the project no longer has are stopped. SIGTERM stops all with checkpoints.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ProjectDaemon:
         self._stop_requests = StopRequests()
 
     async def run(self) -> None:
-        """Until it is stopped."""
+        """Run the services until a stop is requested."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(RELOAD_SIGNAL, self._look_requested.set)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -91,7 +91,7 @@ class ProjectDaemon:
         print(text, file=sys.stderr, flush=True)  # noqa: T201 (to the file of its own)
 
     def _publish_states(self) -> None:
-        """What `immortal ps` and `up` read."""
+        """Write the states of the services, for `immortal ps` and `up`."""
         states = {name: member.state_text for name, member in self._members.items()}
         with contextlib.suppress(OSError):  # a full disk: they ask the instances as well
             run_lock.publish(self._project.home, COMMAND, states, self._look_count)

@@ -1,4 +1,4 @@
-"""`immortal dev`: a project's services at a terminal, with their code as it is saved."""
+"""Development mode of `immortal dev`: runs a project's services at a terminal, and reloads code when it is saved."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SETTLED = (State.READY, State.STOPPED, State.FAILED)
 
 
 class Development:
-    """``interactive``: somebody is there who can be asked."""
+    """Runs a project's services in development. ``interactive``: questions can be asked at the terminal."""
 
     def __init__(self, project: Project, registry: Registry, *, interactive: bool, watches: bool = True) -> None:
         self._project = project
@@ -55,7 +55,7 @@ class Development:
         self._stop_requests = StopRequests()
 
     async def run(self, services: list[ServiceSpec]) -> int:
-        """Until it is stopped; the exit status: 1 where a service could not be stopped cleanly, or none could start."""
+        """Run until stopped; return the exit status, 1 if a service did not stop cleanly, or none could start."""
         self._console = Console([OWN, *(one.name for one in services)], sys.stdout, self._states)
         if self._interactive:
             self._console.listen()
@@ -70,7 +70,7 @@ class Development:
         return 1 if any(member.exit_status for member in self._members.values()) else 0
 
     def signalled(self) -> None:
-        """Ctrl-C, SIGTERM: a clean stop; again: at once."""
+        """Handle Ctrl-C or SIGTERM: the first requests a clean stop, the second an immediate one."""
         before = self._stop_requests.count
         self._stop_requests.signalled()
         if self._stopping.is_set() and self._stop_requests.count > before:
@@ -89,7 +89,7 @@ class Development:
     # --- what runs ----------------------------------------------------------------------------------------------------
 
     def _start_new(self, services: Iterable[ServiceSpec]) -> None:
-        """Start those that are new."""
+        """Start the services that are new."""
         for service in services:
             if service.name in self._members:
                 continue
@@ -178,7 +178,7 @@ class Development:
         }
 
     async def _apply_changes(self) -> None:
-        """Take over what was changed until now. Cancelled, what is not done counts as changed again."""
+        """Take over the code changed until now. If cancelled, services not done yet count as changed again."""
         names, everything = self._changed | self._unread, self._all_changed
         self._changed, self._unread, self._all_changed = set(), set(), False
         try:
@@ -262,7 +262,8 @@ class Development:
         return await self._console.ask(name, "[k]eep the old code, [u]pgrade here, [r]eset the log? ", "kur")
 
     async def _handle_failed(self, members: list[ServiceProcess]) -> None:
-        """Those that ended by themselves: as a rule it takes other code, or the log can't be replayed by this one."""
+        """Report services that ended by themselves, and offer to reset their logs. As a rule they need other code, or
+        this code can't replay the log."""
         for member in members:
             ended = f"{member.name} has ended with status {member.exit_status}; its own lines say why"
             self._say(f"{ended}. It starts again when its code is saved", "error")
@@ -303,7 +304,7 @@ class Development:
 
     @contextlib.contextmanager
     def _committed(self) -> Iterator[None]:
-        """In here nothing is begun anew for what is saved meanwhile, and a stop waits."""
+        """Make a change that is not cancelled by what is saved meanwhile; a stop waits for it."""
         self._is_committed = True
         try:
             yield
@@ -318,5 +319,5 @@ class Development:
 
 
 def service_with_code(running: ServiceSpec, saved: ServiceSpec) -> ServiceSpec:
-    """``running``, which is looked at again when the files of ``saved`` change."""
+    """Return ``running`` with the files of ``saved``, so that their changes are noticed."""
     return msgspec.structs.replace(running, files=saved.files)

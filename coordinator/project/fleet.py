@@ -1,7 +1,7 @@
-"""All services of a project at once: each is an `immortal run` in a process of its own, which is as it is by hand.
+"""Services of a project, each an `immortal run` in a process of its own.
 
-What they say comes to a :class:`Watcher`, line by line. A text without an end of line that stands for a while is a
-question, a debugger's prompt say: whoever watches may answer it. All die with this process.
+Their output goes to an :class:`OutputSink`, line by line. A text that stays without an end of line for a while is taken
+for a question, such as a debugger's prompt, which the sink may answer. All services die with this process.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ class State(enum.Enum):
 
 class OutputSink(Protocol):
     def line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
-        """One line of ``name``, of its coordinator (``level`` and ``clock``) or of its app."""
+        """Take one line of the service ``name``, of its coordinator (with ``level`` and ``clock``) or of its app."""
 
     def asks(self, name: str, text: str, answer: Callable[[str], None]) -> None:
-        """The app of ``name`` waits for a line, behind ``text``."""
+        """Take the question ``text`` of the app of ``name``, which waits for a line."""
 
     def ended(self, name: str) -> None:
-        """Nobody waits for an answer to ``name`` any more."""
+        """Drop the questions of ``name``, which has ended."""
 
     def changed(self) -> None:
-        """The state of a service is another one."""
+        """Note that the state of a service has changed."""
 
 
 class ServiceProcess:
-    """One service, and the processes that run it. ``stands_in``: others run in place of its effects, as it says."""
+    """A service and its `immortal run`. ``simulates_effects``: functions of the project run in place of its effects."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ServiceProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of its `immortal run`."""
+        """Process ID of its `immortal run`; None if it does not run."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -105,7 +105,7 @@ class ServiceProcess:
         return self._process is not None
 
     def start(self) -> None:
-        """Raises OSError."""
+        """Start `immortal run` for the service. Raises OSError."""
         argv = [
             *PYTHON,
             "-m",
@@ -122,7 +122,7 @@ class ServiceProcess:
             environment[EFFECTS_VARIABLE] = msgspec.json.encode(self.service.effects).decode()
         self._stop_requested, self.exit_status = False, None
         self._exited = asyncio.get_running_loop().create_future()
-        # preexec_fn: nothing but system calls, so that a lock held by another thread does no harm.
+        # preexec_fn makes only system calls, so that a lock held by another thread does no harm.
         process = self._process = subprocess.Popen(
             argv,
             cwd=self._project.folder,
@@ -157,14 +157,14 @@ class ServiceProcess:
         self._set_state(State.STARTING)
 
     def stop(self) -> None:
-        """Ask it for a clean stop; once more: for an end at once. :meth:`over` waits for it."""
+        """Request a clean stop; a second call ends it at once. :meth:`wait` waits for the end."""
         if self._process is not None:
             self._stop_requested = True
             self._process.send_signal(signal.SIGTERM)
             self._set_state(State.STOPPING)
 
     async def wait(self) -> int | None:
-        """Wait for its end; the exit status, None if it was never started."""
+        """Wait for its end; return the exit status, None if it was never started."""
         return None if self._exited is None else await asyncio.shield(self._exited)
 
     def _ended(self, status: int) -> None:
@@ -180,7 +180,7 @@ class ServiceProcess:
             self.state, self.since_s = state, time.time()
             self._sink.changed()
 
-    # --- what it says -------------------------------------------------------------------------------------------------
+    # --- output -------------------------------------------------------------------------------------------------------
 
     def _emit_line(self, text: str) -> None:
         self._sink.line(self.name, text)
@@ -212,7 +212,7 @@ class ServiceProcess:
 
 
 class _LineReader:
-    """A pipe, read as it comes; ``say`` is given each line, ``ask`` what stands without an end."""
+    """Reads a pipe as data comes: ``say`` is called with each line, ``ask`` with a text that stays without an end."""
 
     def __init__(self, pipe: IO[bytes], say: Callable[[str], None], ask: Callable[[str], None] | None) -> None:
         self._pipe = pipe
@@ -225,7 +225,7 @@ class _LineReader:
         self._loop.add_reader(pipe.fileno(), self._read)
 
     def _read(self) -> bool:
-        """True if there may be more."""
+        """Read once; return True if there may be more."""
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None
@@ -253,7 +253,7 @@ class _LineReader:
         self._ask(text)
 
     def end(self) -> None:
-        """Its process is gone: what is left in the pipe is said."""
+        """Pass on what is left in the pipe of a process that has ended, and close it."""
         while self._read():
             pass
         self._loop.remove_reader(self._pipe.fileno())
@@ -269,7 +269,7 @@ def _text(line: bytes) -> str:
 
 
 async def stop_all(members: Iterable[ServiceProcess]) -> None:
-    """Cleanly, side by side. Asking them again meanwhile ends them at once."""
+    """Stop services cleanly, all at the same time. A second stop() of one meanwhile ends it at once."""
     running = [member for member in members if member.runs]
     for member in running:
         member.stop()
@@ -277,12 +277,10 @@ async def stop_all(members: Iterable[ServiceProcess]) -> None:
         await member.wait()
 
 
-# The registry of a project, kept as its file says.
-
-
 def register(registry: Registry, service: ServiceSpec) -> str:
-    """Register ``service``, or bring what is registered up to what the project says; "" if nothing was to be done,
-    else what was, in words. What the project does not mention stays as it is. Raises ConfigError, RegistryError.
+    """Register ``service``, or update its registered settings by the project; return what was done in words, or "".
+
+    Settings that the project does not mention stay as they are. Raises ConfigError, RegistryError.
     """
     given = dict(service.settings)
     peer = given.pop("peer", PEER_DEFAULT)
@@ -299,7 +297,7 @@ def register(registry: Registry, service: ServiceSpec) -> str:
 
 
 def _update(registry: Registry, name: str, given: Mapping[str, Any]) -> list[str]:
-    """The settings file with what of ``given`` it says differently; which settings these were."""
+    """Change the settings of ``given`` that differ in the settings file; return their names."""
     import tomlkit  # here: few commands write settings
 
     path = registry.path(name)

@@ -1,6 +1,6 @@
-"""Who runs a project: one process at a time, `immortal dev` or the one behind `immortal up`.
+"""Lock of a project, so that one process at a time runs it: `immortal dev`, or the daemon of `immortal up`.
 
-<home>/.project.json    what it says about itself, while it lives
+<home>/.project.json    written by the running process about itself
 <home>/.project.lock    held by it
 """
 
@@ -24,12 +24,12 @@ _LOCK_TIMEOUT_S = 0.0
 
 
 class ProjectRunningError(ImmortalError):
-    """Another process runs the project."""
+    """A project can't be run, since another process runs it."""
 
 
 class RunLockHolder(ProcessFile, frozen=True, kw_only=True):
-    """``what``: the command. ``states``: of its services, as the fleet has them; "failed: status 70" of one that did.
-    ``looks``: how often it has looked at the project, and started what was to run."""
+    """The process that runs a project. ``what``: its command. ``states``: of the services, such as "ready" or "failed:
+    status 70". ``looks``: how often it has read the project and started what was to run."""
 
     what: str
     states: Mapping[str, str] = {}
@@ -37,19 +37,19 @@ class RunLockHolder(ProcessFile, frozen=True, kw_only=True):
 
 
 def holder(home: Path) -> RunLockHolder | None:
-    """Who runs the project of ``home``; None: nobody."""
+    """Return the process that runs the project of ``home``; None if there is none."""
     return files.read_living(home / FILE_NAME, RunLockHolder)
 
 
 def publish(home: Path, what: str, states: Mapping[str, str], looks: int = 0) -> None:
-    """Of this process. Raises OSError."""
+    """Publish the states of the services that this process runs. Raises OSError."""
     said = RunLockHolder(what=what, states=states, looks=looks, **files.own_fields())
     write_atomically(home / FILE_NAME, msgspec.json.encode(said))
 
 
 @contextlib.contextmanager
 def hold(home: Path, what: str) -> Iterator[None]:
-    """This process runs the project. Raises ProjectRunningError, OSError."""
+    """Hold the lock of the project in the block. Raises ProjectRunningError, OSError."""
     make_folder(home)
     descriptor = open_lock(home / _LOCK_FILE_NAME)
     try:
