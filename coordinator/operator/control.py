@@ -194,8 +194,6 @@ def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S, *, argume
     except (OSError, EOFError) as error:
         if _ends(folder, found):
             raise NotRunningError(f"the coordinator of {name!r} has stopped") from None
-        if found.control.startswith("tcp://"):
-            raise ControlError(f"{said}: it is of an earlier version, 'immortal restart {name}' ends that") from None
         raise ControlError(f"{said}: {error}") from None
     try:
         answer = decoding.decode_json(data, type=dict[str, Any])

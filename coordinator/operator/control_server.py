@@ -97,7 +97,6 @@ class ControlServer:
         """
         try:
             make_folder(self._folder)
-            (self._folder / "control_token").unlink(missing_ok=True)  # of an earlier version
             try:
                 self._listening = _listen(self._path)
             except OSError as error:

@@ -17,7 +17,7 @@ hand-over      {"to": "...", "who": "..."}: to the standby of that host or name;
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -29,19 +29,6 @@ from immortal.protocol.errors import ImmortalError, RemoteProtocolError
 from immortal.protocol.system_methods import REASON_CHARACTERS_MAX, Order
 from immortal.protocol.verdicts import MessageKey
 
-VERBS = (
-    "letters-drop",
-    "letters-retry",
-    "skip",
-    "reset-peer",
-    "pause",
-    "resume",
-    "handlers",
-    "cancel",
-    "retry-effect",
-    "signal",
-    "expel",
-)
 WHO_CHARACTERS_MAX = 200
 
 
@@ -107,53 +94,55 @@ class _HandOver(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _HAND_OVER = decoding.JsonDecoder(_HandOver)
-_LETTERS = decoding.JsonDecoder(_Letters)
-_SKIP = decoding.JsonDecoder(_Skip)
-_PEER = decoding.JsonDecoder(_Peer)
-_WHO = decoding.JsonDecoder(_Who)
-_HANDLERS = decoding.JsonDecoder(_Handlers)
-_CANCEL = decoding.JsonDecoder(_Cancel)
-_RETRY = decoding.JsonDecoder(_Retry)
-_SIGNAL = decoding.JsonDecoder(_Signal)
-_EXPEL = decoding.JsonDecoder(_Expel)
+_DECODERS: Mapping[str, decoding.JsonDecoder[Any]] = {
+    "letters-drop": decoding.JsonDecoder(_Letters),
+    "letters-retry": decoding.JsonDecoder(_Letters),
+    "skip": decoding.JsonDecoder(_Skip),
+    "reset-peer": decoding.JsonDecoder(_Peer),
+    "pause": decoding.JsonDecoder(_Who),
+    "resume": decoding.JsonDecoder(_Who),
+    "handlers": decoding.JsonDecoder(_Handlers),
+    "cancel": decoding.JsonDecoder(_Cancel),
+    "retry-effect": decoding.JsonDecoder(_Retry),
+    "signal": decoding.JsonDecoder(_Signal),
+    "expel": decoding.JsonDecoder(_Expel),
+}
+VERBS = tuple(_DECODERS)
+"""Verbs whose requests become events of the core."""
 
 
 def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, kept: Iterable[MessageKey]) -> ev.Event:
     """Return the event of a verb. ``kept``: the keys of all dead letters. Raises VerbError, LogError."""
     try:
-        if verb == "skip":
-            skip = _SKIP.decode(argument)
-            message = _message(store, skip.sequence_id, skip.message_index)
-            return ev.MessageSkipped(skip.sequence_id, skip.message_index, skip.reason, skip.who, message, token)
-        if verb == "reset-peer":
-            return ev.PeerReset(_PEER.decode(argument).peer, token)
-        if verb == "pause":
-            return ev.InstancePaused(_WHO.decode(argument).who, token)
-        if verb == "resume":
-            return ev.InstanceResumed(_WHO.decode(argument).who, token)
-        if verb == "retry-effect":
-            return ev.HandlersAsked(_RETRY.decode(argument).task, token, retries=True)
-        if verb == "handlers":
-            asked = _HANDLERS.decode(argument)
-            return ev.HandlersAsked(asked.task, token)
-        if verb == "cancel":
-            cancel = _CANCEL.decode(argument)
-            return ev.HandlerOrdered(Order("cancel", cancel.task, cancel.reason, cancel.who), token)
-        if verb == "signal":
-            signal = _SIGNAL.decode(argument)
-            value = msgspec.Raw(msgspec.msgpack.encode(signal.value))
-            return ev.HandlerOrdered(Order("signal", signal.task, signal.event, signal.who, value), token)
-        if verb == "expel":
-            expel = _EXPEL.decode(argument)
-            value = msgspec.Raw(msgspec.msgpack.encode(expel.group))
-            return ev.HandlerOrdered(Order("expel", 0, expel.member, expel.who, value), token)
-        letters = _LETTERS.decode(argument)
+        given = _DECODERS[verb].decode(argument)
     except decoding.DecodeError as error:
         raise VerbError(f"what came behind {verb!r} can't be read: {error}") from None
+    match given:
+        case _Skip():
+            message = _message(store, given.sequence_id, given.message_index)
+            return ev.MessageSkipped(given.sequence_id, given.message_index, given.reason, given.who, message, token)
+        case _Peer():
+            return ev.PeerReset(given.peer, token)
+        case _Who() if verb == "pause":
+            return ev.InstancePaused(given.who, token)
+        case _Who():
+            return ev.InstanceResumed(given.who, token)
+        case _Retry():
+            return ev.HandlersAsked(given.task, token, retries=True)
+        case _Handlers():
+            return ev.HandlersAsked(given.task, token)
+        case _Cancel():
+            return ev.HandlerOrdered(Order("cancel", given.task, given.reason, given.who), token)
+        case _Signal():
+            value = msgspec.Raw(msgspec.msgpack.encode(given.value))
+            return ev.HandlerOrdered(Order("signal", given.task, given.event, given.who, value), token)
+        case _Expel():
+            value = msgspec.Raw(msgspec.msgpack.encode(given.group))
+            return ev.HandlerOrdered(Order("expel", 0, given.member, given.who, value), token)
     if verb == "letters-drop":
-        return ev.LettersDropped(None if letters.all else letters.keys, letters.who, token)
-    keys = kept if letters.all else letters.keys
-    return ev.LettersRetried({key: store.letter(key) for key in keys}, letters.who, token)
+        return ev.LettersDropped(None if given.all else given.keys, given.who, token)
+    keys = kept if given.all else given.keys
+    return ev.LettersRetried({key: store.letter(key) for key in keys}, given.who, token)
 
 
 def requested_successor(argument: bytes | str) -> str:
