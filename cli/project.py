@@ -24,7 +24,7 @@ from immortal.protocol.shared_registry import is_url
 if TYPE_CHECKING:
     from immortal.coordinator.instances.registry import Registry
     from immortal.coordinator.project.project import Project
-    from immortal.coordinator.project.run_lock import Keeper
+    from immortal.coordinator.project.run_lock import RunLockHolder
 
 
 def project_option(function: Function) -> Function:
@@ -98,7 +98,7 @@ def dev(ctx: click.Context, path: Path | None, no_watch: bool) -> None:
     checkpoints.
     """
     from immortal.coordinator.project.development import Development
-    from immortal.coordinator.project.run_lock import kept
+    from immortal.coordinator.project.run_lock import hold
 
     project, registry = project_of(ctx, path)
     services = project.services()
@@ -114,7 +114,7 @@ def dev(ctx: click.Context, path: Path | None, no_watch: bool) -> None:
         finally:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # one more wish must not spoil the exit status
 
-    with kept(project.home, "immortal dev"):
+    with hold(project.home, "immortal dev"):
         sys.exit(asyncio.run(run()))
 
 
@@ -148,10 +148,10 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, keep: bool) -> N
     looks = _begin(project, timeout_s)
     deadline_s = time.monotonic() + timeout_s
     while True:
-        keeper = _keeper_of(project)
-        states = dict(keeper.states) if keeper.looks > looks else {}
+        holder = _keeper_of(project)
+        states = dict(holder.states) if holder.looks > looks else {}
         settled = {name: text for name, text in states.items() if text.startswith(_SETTLED)}
-        if keeper.looks > looks and len(settled) == len(states):
+        if holder.looks > looks and len(settled) == len(states):
             break
         if time.monotonic() > deadline_s:
             waiting = ", ".join(name for name in names if name not in settled)
@@ -167,26 +167,26 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, keep: bool) -> N
 
 
 def _keep(project: Project, registry: Registry) -> None:
-    from immortal.coordinator.project.background import COMMAND, LOOK_SIGNAL, Background
-    from immortal.coordinator.project.run_lock import kept
+    from immortal.coordinator.project.background import COMMAND, RELOAD_SIGNAL, ProjectDaemon
+    from immortal.coordinator.project.run_lock import hold
 
-    signal.signal(LOOK_SIGNAL, signal.SIG_IGN)  # until it is understood: the first look is still to come
-    with kept(project.home, COMMAND):
-        asyncio.run(Background(project, registry).run())
+    signal.signal(RELOAD_SIGNAL, signal.SIG_IGN)  # until it is understood: the first look is still to come
+    with hold(project.home, COMMAND):
+        asyncio.run(ProjectDaemon(project, registry).run())
 
 
 def _begin(project: Project, timeout_s: float) -> int:
     """Start the process in the background, or let it look again; how often it had looked before."""
-    from immortal.coordinator.project.background import COMMAND, LOOK_SIGNAL
-    from immortal.coordinator.project.run_lock import keeper
+    from immortal.coordinator.project.background import COMMAND, RELOAD_SIGNAL
+    from immortal.coordinator.project.run_lock import holder
     from immortal.coordinator.service.children import PYTHON
     from immortal.protocol.files import make_folder, opener
 
-    found = keeper(project.home)
+    found = holder(project.home)
     if found is not None:
         if found.what != COMMAND:
             raise FailedError(f"the project runs by '{found.what}', process {found.pid}: Ctrl-C there stops it")
-        os.kill(found.pid, LOOK_SIGNAL)
+        os.kill(found.pid, RELOAD_SIGNAL)
         return found.looks
     make_folder(project.home)
     argv = [*PYTHON, "-m", "immortal", "--home", str(project.home), "up", str(project.file), "--keep"]
@@ -195,7 +195,7 @@ def _begin(project: Project, timeout_s: float) -> int:
             argv, cwd=project.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     deadline_s = time.monotonic() + timeout_s
-    while keeper(project.home) is None:
+    while holder(project.home) is None:
         if process.poll() is not None or time.monotonic() > deadline_s:
             said = (project.home / OWN_LOG_NAME).read_text("utf-8", "replace").strip().removeprefix("error: ")
             raise FailedError(said or "the process in the background did not start")
@@ -203,12 +203,12 @@ def _begin(project: Project, timeout_s: float) -> int:
     return 0
 
 
-def _keeper_of(project: Project) -> Keeper:
+def _keeper_of(project: Project) -> RunLockHolder:
     """Raises FailedError where it is gone."""
-    from immortal.coordinator.project.run_lock import keeper
+    from immortal.coordinator.project.run_lock import holder
 
     deadline_s = time.monotonic() + _PATIENCE_S
-    while (found := keeper(project.home)) is None:
+    while (found := holder(project.home)) is None:
         if time.monotonic() > deadline_s:
             raise FailedError(f"the process in the background has ended; {project.home / OWN_LOG_NAME} says why")
         time.sleep(_POLL_S)
@@ -239,13 +239,13 @@ def down(ctx: click.Context, path: Path | None, timeout_s: float) -> None:
     """
     from immortal.cli.lifecycle import checkpoint_at_stop, stop
     from immortal.coordinator.operator import control
-    from immortal.coordinator.project.run_lock import keeper
+    from immortal.coordinator.project.run_lock import holder
 
     project, registry = project_of(ctx, path)
     names = sorted({*project.names(), *registry.names()} & {*registry.names()})
     folders = {name: registry.load(name).folder for name in names}
     ran = {name for name in names if control.supervisor(folders[name]) or control.running(folders[name])}
-    found = keeper(project.home)
+    found = holder(project.home)
     if found is not None:
         _end(found, timeout_s)
     for name in names:
@@ -258,7 +258,7 @@ def down(ctx: click.Context, path: Path | None, timeout_s: float) -> None:
         echo("nothing runs")
 
 
-def _end(found: Keeper, timeout_s: float) -> None:
+def _end(found: RunLockHolder, timeout_s: float) -> None:
     """Raises FailedError where it does not end in time."""
     from immortal.protocol.files import is_living
 

@@ -32,10 +32,10 @@ _STATES = {"normal": "running", "taking a checkpoint": "running"}
 @click.pass_context
 def ps(ctx: click.Context, path: Path | None, as_json: bool) -> None:
     """Show all services of a project: what runs, since when, and what does not."""
-    from immortal.coordinator.project.run_lock import keeper
+    from immortal.coordinator.project.run_lock import holder
 
     project, registry = project_of(ctx, path)
-    found = keeper(project.home)
+    found = holder(project.home)
     states = {} if found is None else found.states
     names = [*dict.fromkeys([*project.names(), *registry.names()])]
     with ThreadPoolExecutor(8) as pool:
@@ -116,7 +116,7 @@ def logs(ctx: click.Context, names: tuple[str, ...], follow: bool, count: int | 
 
     Times are UTC. The last 40 MiB of each are kept, in HOME/NAME/output.log and the files before it.
     """
-    from immortal.coordinator.project.output import Console, Tail, in_order
+    from immortal.coordinator.project.output import Console, Tail, merge_by_time
 
     project, registry = project_of(ctx, path)
     known = [*dict.fromkeys([*project.names(), *registry.names()])]
@@ -132,10 +132,10 @@ def logs(ctx: click.Context, names: tuple[str, ...], follow: bool, count: int | 
         console.line(name, text if of_coordinator else f"{at} {'':<7} {text}", of_coordinator, at)
 
     with contextlib.suppress(KeyboardInterrupt) if follow else contextlib.nullcontext():
-        for name, line in in_order(tails, count):
+        for name, line in merge_by_time(tails, count):
             show(name, line)
         while follow:
             time.sleep(_POLL_S)
             for tail in tails:
-                for line in tail.more():
+                for line in tail.new_lines():
                     show(tail.name, line)

@@ -87,11 +87,10 @@ def run(
     from immortal.coordinator.instances.follower_places import claim_place, follower_settings
     from immortal.coordinator.log.open import place_of
     from immortal.coordinator.notices import configure
-    from immortal.coordinator.peers.machine_keys import make_own
+    from immortal.coordinator.peers.machine_keys import ensure_machine_keys
     from immortal.coordinator.peers.security import check_start
     from immortal.coordinator.service.children import (
         PYTHON,
-        STATUS_FENCED,
         Command,
         Role,
         app_command,
@@ -99,6 +98,7 @@ def run(
         coordinator_command,
         supervised,
     )
+    from immortal.coordinator.service.process import STATUS_FENCED
     from immortal.coordinator.service.supervisor import Supervisor
 
     settings = registry.load(name)
@@ -123,7 +123,7 @@ def run(
     elif not follow:
         settings = registry.remember_app(name, app)
     own = supervised(override(settings, **said(options)))
-    if make_own(own, registry):
+    if ensure_machine_keys(own, registry):
         echo(f"{name}: made keys for this machine")
     registry.refuse_open_folder(name)
     check_start(own)  # a restart would find the same
@@ -150,8 +150,8 @@ def run(
             Role.APP: app_command(at, now, strict=strict, log_format=log_format, log_level=log_level),
         }
 
-    def gave_up_upgrade() -> bool:
-        upgrade_mark.give_up(settings.folder, "the app gave it up; its own lines say why")
+    def on_upgrade_failed() -> bool:
+        upgrade_mark.mark_failed(settings.folder, "the app gave it up; its own lines say why")
         return upgrading
 
     log = configure(name, level=log_level, log_format=log_format)
@@ -160,7 +160,7 @@ def run(
         commands,
         log,
         restart=restart,
-        gave_up_upgrade=gave_up_upgrade,
+        on_upgrade_failed=on_upgrade_failed,
         announced=announced,
         follows=follow,
         follows_next=is_shared,

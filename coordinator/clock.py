@@ -1,4 +1,4 @@
-"""The clock of one running instance: what the machine's clocks say, what of it is believed, and what is kept of that.
+"""Clock of a running instance: reads the machine's clocks, and keeps what the next process must know.
 
 The file `clock` in the instance's folder says how the instance's time stands to the machine's steady clock, so that a
 process which is started while the wall clock is wrong goes on as the one before; and when the instance ran. A steady
@@ -37,7 +37,7 @@ def steady_ns() -> int:
 
 
 class _Saved(msgspec.Struct):
-    """``boot``: of which start of the machine this is; what comes next holds for that one only."""
+    """Clock state kept on disk. ``boot``: ID of the machine's boot, for which the fields after it hold."""
 
     boot: str
     offset_ns: int
@@ -49,8 +49,8 @@ class _Saved(msgspec.Struct):
 
 
 class InstanceClock:
-    """``hold_ns``: how long a jump has to stand until it is taken. Reports go to ``log``. ``is_ours``: no other process
-    runs the instance, and what is kept is kept here."""
+    """Clock of one instance. ``hold_ns``: how long a jump must last before it counts. ``log``: takes reports.
+    ``is_ours``: no other process runs the instance, so the state on disk is ours to write."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class InstanceClock:
         self._save()
 
     def _continued(self, summary: LogSummary | None, hold_ns: int) -> Timekeeper:
-        """As the process before had it; time goes on behind the last record at least."""
+        """Continue the clock of the process before; time goes on after the last record at least."""
         checkpoints_ns = [] if summary is None else [header.time_ns for header in summary.checkpoints]
         logged_ns = max(0 if summary is None else summary.last_time_ns, *checkpoints_ns, 0)
         saved = self._load()
@@ -114,7 +114,7 @@ class InstanceClock:
         return self._keeper.running
 
     def take_events(self) -> list[ClockMoved]:
-        """For the core, before it gets the next time."""
+        """Return events for the core, before it gets the next time."""
         return self._keeper.take_events()
 
     def now_ns(self, *, accept: bool = False) -> int:
@@ -153,7 +153,7 @@ class InstanceClock:
         self.wake_due_ns = time.monotonic_ns() + effect.time_ns - self.now_ns()
 
     def take_due(self, now_ns: int) -> list[Event]:
-        """What is to be told at ``now_ns`` of the monotonic clock."""
+        """Return a Tick if a wake-up is due at ``now_ns`` of the monotonic clock."""
         events: list[Event] = []
         if self.wake_due_ns is not None and now_ns >= self.wake_due_ns:
             self.wake_due_ns = None
@@ -161,13 +161,14 @@ class InstanceClock:
         return events
 
     def look(self) -> None:
-        """To be called each LOOK_NS, although nothing happens."""
+        """Look at the clocks although nothing happens. Call it each LOOK_NS."""
         self.running.reached(self.now_ns())
         if self._looked_ns - self._saved_ns >= SAVE_NS:
             self._save()
 
     def status(self) -> dict[str, object]:
-        """``ahead_s``: of the machine's clock, while that is not believed or waited for; negative: behind."""
+        """Return the clock's status. ``ahead_s``: of the machine's clock, while it is not believed or waited for;
+        negative: behind."""
         time_ns, clock = self.now_ns(), self._keeper.clock
         held_ns = clock.held_ns
         return {
@@ -236,7 +237,7 @@ def _way(ahead_ns: int) -> str:
 
 
 def in_words(duration_ns: int) -> str:
-    """Such as "3 days", "1 hour" or "12 s"."""
+    """Format a duration, such as "3 days", "1 hour" or "12 s"."""
     seconds = duration_ns / 1e9
     for unit, length_s in (("year", 365 * 86_400), ("day", 86_400), ("hour", 3600), ("minute", 60)):
         if seconds >= 0.95 * length_s:
@@ -245,7 +246,7 @@ def in_words(duration_ns: int) -> str:
     return f"{seconds:.1f} s"
 
 
-# Deadlines that may not be there.
+# Optional deadlines.
 
 
 def earliest(*moments_ns: int | None) -> int | None:

@@ -96,7 +96,7 @@ def _act(action: str) -> None:
 
 
 def _nothing(point: FaultPoint) -> None:
-    """What reaching a point does where no test asks for more."""
+    """Do nothing: the default where no test plants a fault."""
 
 
 _PATH = os.environ.get(VARIABLE)

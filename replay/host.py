@@ -403,7 +403,7 @@ def accept_two_ports(
     listener.listen()
     announce(f"{host_port(HOST, port)}, with its send port {send_port}, where {does}")
     while not stop():
-        connection = listener.process(dict(epoll.poll(LOOK_DELAY_S)), taken=False)
+        connection = listener.process(dict(epoll.poll(LOOK_DELAY_S)), has_app=False)
         if connection is not None:
             return connection
     raise ReplayError("stopped before an app had connected")

@@ -204,7 +204,7 @@ class Report:
 
 
 def format_whole_call(message: bytes, destination: str, methods: Methods) -> str:
-    """As :func:`call_in_words`, but with all of its arguments, however large."""
+    """As :func:`format_call`, but with all of its arguments, however large."""
     _, start, end = decode_message(message)
     rpc = decode_incoming_rpc(message, start, end)
     name = method_name(rpc.method_id, rpc.kind, destination, methods)

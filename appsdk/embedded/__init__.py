@@ -28,7 +28,7 @@ from immortal.coordinator.config.values import check_app
 from immortal.coordinator.core.notices import Level
 from immortal.coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry, RegistryError
 from immortal.coordinator.notices import Notices, configure
-from immortal.coordinator.notices.sinks import Readiness
+from immortal.coordinator.notices.sinks import ReadinessSink
 from immortal.coordinator.operator import control
 from immortal.coordinator.peers.security import check_start
 from immortal.coordinator.service.runtime import Coordinator, run_coordinator
@@ -72,7 +72,7 @@ class _Instance:
         log = Notices(
             self.settings.name,
             configure(self.settings.name, level=self.level),
-            Readiness(self.ready.set),
+            ReadinessSink(self.ready.set),
         )
         status = run_coordinator(self.settings, self.registry, log, make_app=self._make_app)
         error = None if self.app is None else self.app.error

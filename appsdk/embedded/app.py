@@ -46,7 +46,7 @@ class EmbeddedApp:
         self._sent_bytes = 0
         self._snapshot_fileno = -1  # that is registered
         self.error: ImmortalError | None = None
-        self.moved_ns = time.monotonic_ns()
+        self.last_traffic_ns = time.monotonic_ns()
 
     def listen(self) -> None:
         self._epoll.register(self._waker.fileno(), select.EPOLLIN)
@@ -180,7 +180,7 @@ class EmbeddedApp:
                 return []
             data = b"".join(loop.pending)
             loop.took(len(data))
-        self.moved_ns = time.monotonic_ns()
+        self.last_traffic_ns = time.monotonic_ns()
         return [ev.AppData(data)]
 
     def _leave(self, life: AppLife, error: ImmortalError) -> list[ev.Event]:

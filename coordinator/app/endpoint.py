@@ -1,4 +1,4 @@
-"""The app as the loop sees it (AppInterface), and its implementation by sockets."""
+"""Interface of the app for the coordinator's loop (AppInterface), and its implementation by sockets."""
 
 from __future__ import annotations
 
@@ -21,82 +21,83 @@ from immortal.protocol.errors import ImmortalError
 
 
 class AppInterface(AppPort, Protocol):
-    """One app at a time. Times are on the monotonic clock."""
+    """Interface of the app's side: one app at a time. Times are on the monotonic clock, in ns."""
 
-    moved_ns: int
-    """When a byte last went to the app or came from it."""
+    last_traffic_ns: int
+    """Time when a byte last went to the app or came from it."""
 
     @property
     def where(self) -> Mapping[str, str | None]:
-        """Where the app is, or where it connects: what a line of the log names."""
+        """Addresses where the app is, or where it connects, as fields of a log line."""
 
     @property
     def is_handling(self) -> bool:
-        """A handler runs in the coordinator's own thread. From signal handlers, too."""
+        """True while a handler runs in the coordinator's own thread. May be read in signal handlers."""
 
     @property
     def sent_bytes(self) -> int:
-        """How many bytes the next :meth:`take_sent` will tell of."""
+        """Number of bytes that the next :meth:`take_sent` will report."""
 
     def listen(self) -> None:
-        """Let the app come. For who holds the lock of the log. Raises ImmortalError."""
+        """Let the app connect. The caller holds the lock of the log. Raises ImmortalError."""
 
     def become_instance(self, settings: InstanceSettings) -> None:
-        """The follower that this app belongs to has become the instance of ``settings``: let apps come there, too."""
+        """Let apps also connect where those of the instance ``settings`` do: this follower has taken it over."""
 
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`process` is to be called although nothing is ready."""
+        """Return when :meth:`process` must be called although nothing is ready; None for never."""
 
     def is_due(self, now_ns: int) -> bool:
-        """Whether :meth:`process` has something to do although nothing is ready."""
+        """Return whether :meth:`process` has something to do although nothing is ready."""
 
     def process(self, ready: Mapping[int, int]) -> list[ev.Event]:
-        """Take in what is ``ready`` (masks by descriptor) or due.
+        """Read what is ``ready`` (masks by descriptor) or due; return it as events.
 
         The core must have handled all earlier events: what it has for an app that is gone must not reach the next.
         """
 
     def drain(self, timeout_s: float) -> None:
-        """Let what is left reach the app. Blocks, up to ``timeout_s``."""
+        """Send what is left to the app. Blocks, up to ``timeout_s``."""
 
     def close(self) -> None: ...
-
-
-# The app as the core sees it: what happens at its sockets becomes events, the core's effects go to them.
 
 
 REOPEN_NS = 1_000_000_000
 
 
 class AppEndpoint:
-    """Serves one app at a time. Each turn calls :meth:`process` once, and :meth:`flush` behind each batch of effects.
+    """Serves one app at a time by sockets: what happens there becomes events, the core's effects go there.
 
-    Unless the settings ask for no proof, the core hears of a connection once that is the app's. The app's sockets
-    are registered with ``epoll``; all others behind one descriptor there, so that no turn has to look at each.
+    Each turn calls :meth:`process` once, and :meth:`flush` after each batch of effects. Unless the settings ask for no
+    proof, the core learns of a connection only when it has proven to be the app's. The app's sockets are registered
+    with ``epoll``; all others are behind one descriptor there, so that no turn has to check each.
     """
 
     def __init__(self, settings: InstanceSettings, log: Notices, epoll: select.epoll) -> None:
         self._settings = settings
         self._log = log
         self._epoll = epoll
-        self._arrivals = select.epoll()
-        self._arrivals_due_ns: int | None = None  # as next_deadline_ns() has said
-        epoll.register(self._arrivals.fileno(), select.EPOLLIN)
-        self._listeners = [AppListener(settings, log, self._arrivals)]
+        self._accept_epoll = select.epoll()
+        self._accept_due_ns: int | None = None  # as next_deadline_ns() has said
+        epoll.register(self._accept_epoll.fileno(), select.EPOLLIN)
+        self._listeners = [AppListener(settings, log, self._accept_epoll)]
         self._secret = b""
         self._instance: InstanceSettings | None = None  # where a follower that has taken over listens as well
-        self._opens_ns: int | None = None  # when it tries to do so next
-        self._gate: AppAuthenticator | None = None
+        self._reopen_due_ns: int | None = None  # when it tries to do so next
+        self._authenticator: AppAuthenticator | None = None
         self._app: AppConnection | None = None
         self._interest: dict[int, int] = {}
         self._interest_for = (False, False, False)  # what it follows from: paused, something waits, closing
         self._sent_bytes = 0  # handed to the socket, and the core has not heard of it
         self._paused = False
-        self.moved_ns = time.monotonic_ns()  # when a byte last went to the app or came from it
+        self.last_traffic_ns = time.monotonic_ns()  # when a byte last went to the app or came from it
         self.is_handling = False  # another process does
 
     def listen(self) -> None:
-        """Raises AppListenError, AppSecretError. For who holds the lock of the log: it makes a new secret."""
+        """Make a new secret and let the app connect. The caller holds the lock of the log.
+
+        Raises AppListenError, AppSecretError.
+        """
         settings = self._settings
         if not is_loopback(settings.app_host):
             open_to = {
@@ -110,36 +111,38 @@ class AppEndpoint:
             )
         app_secret.remove(settings.folder)
         if settings.app_auth is not AppAuth.NONE:
-            # Before anybody can connect: who has connected finds the right one.
+            # Before anybody can connect: an app that has connected must find this secret.
             self._secret = secret = app_secret.make(settings.folder)
             takes_secret = settings.app_auth is AppAuth.SECRET
-            self._gate = AppAuthenticator(settings.name, secret, self._log, self._arrivals, takes_secret=takes_secret)
+            self._authenticator = AppAuthenticator(
+                settings.name, secret, self._log, self._accept_epoll, takes_secret=takes_secret
+            )
         self._listeners[0].listen()
 
     def become_instance(self, settings: InstanceSettings) -> None:
-        """Let apps come where those of the instance of ``settings`` come, too: the coordinator followed until now.
+        """Let apps also connect where those of the instance ``settings`` do: this follower has taken it over.
 
-        While the process that was the instance holds the ports, it is tried again.
+        It is tried again while the process that was the instance still holds the ports.
         """
         self._instance = settings
-        self._open_instance(time.monotonic_ns())
+        self._open_instance_listener(time.monotonic_ns())
 
-    def _open_instance(self, now_ns: int) -> None:
+    def _open_instance_listener(self, now_ns: int) -> None:
         settings = self._instance
         if settings is None:
             return
-        listener = AppListener(settings, self._log, self._arrivals)
+        listener = AppListener(settings, self._log, self._accept_epoll)
         try:
             if self._secret:
                 app_secret.write(settings.folder, self._secret)
             listener.listen()
         except ImmortalError as error:
             listener.close()
-            if self._opens_ns is None:
+            if self._reopen_due_ns is None:
                 self._log.warning(f"{error}; it is tried again each second, and the app that is connected works on")
-            self._opens_ns = now_ns + REOPEN_NS
+            self._reopen_due_ns = now_ns + REOPEN_NS
             return
-        self._opens_ns = None
+        self._reopen_due_ns = None
         self._listeners.append(listener)
 
     @property
@@ -153,18 +156,18 @@ class AppEndpoint:
         }
 
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`process` is to be called although nothing is ready, on the monotonic clock."""
+        """Return when :meth:`process` must be called although nothing is ready, on the monotonic clock, in ns."""
         listeners_ns = [listener.next_deadline_ns() for listener in self._listeners]
-        gate_ns = None if self._gate is None else self._gate.next_deadline_ns()
-        self._arrivals_due_ns = due_ns = earliest(*listeners_ns, gate_ns, self._opens_ns)
+        gate_ns = None if self._authenticator is None else self._authenticator.next_deadline_ns()
+        self._accept_due_ns = due_ns = earliest(*listeners_ns, gate_ns, self._reopen_due_ns)
         return due_ns
 
     def is_due(self, now_ns: int) -> bool:
-        """Whether :meth:`process` has something to do although nothing is ready."""
-        return self._arrivals_due_ns is not None and now_ns >= self._arrivals_due_ns
+        """Return whether :meth:`process` has something to do although nothing is ready."""
+        return self._accept_due_ns is not None and now_ns >= self._accept_due_ns
 
     def process(self, ready: Mapping[int, int]) -> list[ev.Event]:
-        """Take in what is ``ready`` (masks by descriptor) or due.
+        """Read what is ``ready`` (masks by descriptor) or due; return it as events.
 
         The core must have handled all earlier events: what it has for an app that is gone must not reach the next.
         """
@@ -173,31 +176,31 @@ class AppEndpoint:
             events = self._app_ready(self._app, ready)
             if self._app is None:
                 return events  # the next turn accepts, when the core knows
-        arrivals = dict(self._arrivals.poll(0)) if self._arrivals.fileno() in ready else {}
+        arrivals = dict(self._accept_epoll.poll(0)) if self._accept_epoll.fileno() in ready else {}
         if arrivals or self.is_due(time.monotonic_ns()):
-            events += self._receive(arrivals)
+            events += self._accept(arrivals)
         return events
 
-    def _receive(self, ready: Mapping[int, int]) -> list[ev.Event]:
-        """Go on with those who are not the app yet."""
+    def _accept(self, ready: Mapping[int, int]) -> list[ev.Event]:
+        """Handle connections that are not the app's yet."""
         events: list[ev.Event] = []
-        gate = self._gate
-        if gate is not None and (proven := gate.process(ready)) is not None:
+        authenticator = self._authenticator
+        if authenticator is not None and (proven := authenticator.process(ready)) is not None:
             connection, said = proven
-            events += [self._take(connection), ev.AppData(said)]
+            events += [self._connect(connection), ev.AppData(said)]
         now_ns = time.monotonic_ns()
-        if self._opens_ns is not None and now_ns >= self._opens_ns:
-            self._open_instance(now_ns)
+        if self._reopen_due_ns is not None and now_ns >= self._reopen_due_ns:
+            self._open_instance_listener(now_ns)
         for listener in self._listeners:
-            arrived = listener.process(ready, taken=self._app is not None)
-            if arrived is not None and gate is not None:
-                gate.admit(arrived)
-            elif arrived is not None:
-                events.append(self._take(arrived))
+            accepted = listener.process(ready, has_app=self._app is not None)
+            if accepted is not None and authenticator is not None:
+                authenticator.admit(accepted)
+            elif accepted is not None:
+                events.append(self._connect(accepted))
         return events
 
     def flush(self) -> list[ev.Event]:
-        """Hand to the socket what it takes now."""
+        """Write to the socket what it takes now; return the events of that."""
         app = self._app
         events: list[ev.Event] = []
         if app is None:
@@ -205,21 +208,22 @@ class AppEndpoint:
         if app.has_waiting:
             sent = app.flush()
             if sent:
-                self.moved_ns = time.monotonic_ns()
+                self.last_traffic_ns = time.monotonic_ns()
                 self._sent_bytes += sent
         if app.closing and not app.has_waiting:
-            events.append(self._lose(app))
+            events.append(self._disconnect(app))
         else:
-            self._watch(app)
+            self._update_interest(app)
         return events
 
     @property
     def sent_bytes(self) -> int:
-        """How many bytes the next :meth:`take_sent` will tell of."""
+        """Number of bytes that the next :meth:`take_sent` will report."""
         return self._sent_bytes
 
     def take_sent(self) -> list[ev.Event]:
-        """What the core is to hear of :meth:`flush`: with whatever comes next, if it does not wait for it."""
+        """Return the event that tells the core how much :meth:`flush` has sent. If the core does not wait for it, it
+        may come with whatever event comes next."""
         sent_bytes, self._sent_bytes = self._sent_bytes, 0
         return [ev.AppSent(sent_bytes)] if sent_bytes else []
 
@@ -238,7 +242,7 @@ class AppEndpoint:
         self._paused = False
 
     def drain(self, timeout_s: float) -> None:
-        """Let what is left reach the app. Blocks, up to ``timeout_s``."""
+        """Send what is left to the app. Blocks, up to ``timeout_s``."""
         deadline_s = time.monotonic() + timeout_s
         app = self._app
         while app is not None and app.has_waiting and time.monotonic() < deadline_s:
@@ -248,23 +252,23 @@ class AppEndpoint:
     def close(self) -> None:
         if self._app is not None:
             self._app.close()
-        if self._gate is not None:
-            self._gate.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
             for one in (self._settings, self._instance):
                 if one is not None:
                     app_secret.remove(one.folder, self._secret)
         for listener in self._listeners:
             listener.close()
-        self._arrivals.close()
+        self._accept_epoll.close()
 
-    def _take(self, connection: AppConnection) -> ev.Event:
+    def _connect(self, connection: AppConnection) -> ev.Event:
         self._app = connection
         self._paused = False
         self._interest = connection.interest(reading=True)
         self._interest_for = (False, connection.has_waiting, connection.closing)
         for descriptor, mask in self._interest.items():
             self._epoll.register(descriptor, mask)
-        self.moved_ns = time.monotonic_ns()
+        self.last_traffic_ns = time.monotonic_ns()
         return ev.AppConnected()
 
     def _app_ready(self, app: AppConnection, ready: Mapping[int, int]) -> list[ev.Event]:
@@ -272,26 +276,26 @@ class AppEndpoint:
         events = self.flush() if sent & select.EPOLLOUT else []
         if self._app is not app:
             return events
-        over = False
+        ended = False
         if received & select.EPOLLRDHUP and self._paused:
-            over = True  # what it sent and was not read was not accepted either
+            ended = True  # what it sent and was not read was not accepted either
         elif received & (select.EPOLLIN | GONE):
             data = app.receive()
-            over = data == b""
+            ended = data == b""
             if data:
-                self.moved_ns = time.monotonic_ns()
+                self.last_traffic_ns = time.monotonic_ns()
                 events.append(ev.AppData(data))
         if app.has_two_sockets and sent & (select.EPOLLIN | GONE):
-            stray = app.peek_sender()
-            over = over or stray is not None
-            if stray:
+            unexpected = app.peek_sender()
+            ended = ended or unexpected is not None
+            if unexpected:
                 what = "the app sent something on the connection that it is only sent to; both are closed"
                 self._log.warning(what, kind="stray")
-        if over:
-            events.append(self._lose(app))
+        if ended:
+            events.append(self._disconnect(app))
         return events
 
-    def _lose(self, app: AppConnection) -> ev.Event:
+    def _disconnect(self, app: AppConnection) -> ev.Event:
         for descriptor in self._interest:
             self._epoll.unregister(descriptor)
         app.close()
@@ -299,7 +303,7 @@ class AppEndpoint:
         self._sent_bytes = 0
         return ev.AppClosed()
 
-    def _watch(self, app: AppConnection) -> None:
+    def _update_interest(self, app: AppConnection) -> None:
         interest_for = (self._paused, app.has_waiting, app.closing)
         if interest_for == self._interest_for:
             return

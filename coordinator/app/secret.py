@@ -18,7 +18,7 @@ _RANDOM_SIZE_BYTES = 32
 
 
 class AppSecretError(ImmortalError):
-    """The secret can't be written down."""
+    """The secret can't be written to its file."""
 
 
 def path(folder: Path) -> Path:
@@ -27,14 +27,14 @@ def path(folder: Path) -> Path:
 
 
 def make(folder: Path) -> bytes:
-    """A new secret, in the place of the last one: 64 hexadecimal digits. Raises AppSecretError."""
+    """Make a new secret, 64 hexadecimal digits, and write it over the last one. Raises AppSecretError."""
     secret = secrets.token_hex(_RANDOM_SIZE_BYTES).encode()
     write(folder, secret)
     return secret
 
 
 def write(folder: Path, secret: bytes) -> None:
-    """Put ``secret`` in the place of the last one, with a line end behind it. Raises AppSecretError."""
+    """Write ``secret`` and a line end over the last one. Raises AppSecretError."""
     try:
         make_folder(folder)
         descriptor, temporary = open_beside(path(folder))
@@ -50,7 +50,7 @@ def write(folder: Path, secret: bytes) -> None:
 
 
 def remove(folder: Path, secret: bytes | None = None) -> None:
-    """Nobody is asked for the secret any more. ``secret``: only where the file has this one, and not a successor's."""
+    """Remove the file. ``secret``: only if the file holds this one, and not a successor's."""
     if secret is None or _read(folder) == secret:
         path(folder).unlink(missing_ok=True)
 

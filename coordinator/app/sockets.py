@@ -1,4 +1,4 @@
-"""Connections with the app: accepted, dialled, established."""
+"""Sockets of the app: connections, the dialer, the listener."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
 class AppConnection:
-    """A socket for each direction, or one for both."""
+    """Connection to the app: a socket for each direction, or one for both."""
 
     def __init__(self, receiver: socket.socket, sender: socket.socket | None = None) -> None:
         """``receiver`` brings what the app sends. ``sender`` takes what is for it; without one, ``receiver`` does.
@@ -42,8 +42,8 @@ class AppConnection:
         self.closing = False  # close when all is sent
 
     @property
-    def is_owners(self) -> bool:
-        """It came by a Unix socket: only who owns that can connect to it."""
+    def is_unix(self) -> bool:
+        """True for a Unix socket, to which only its owner can connect."""
         return self._receiver.family == socket.AF_UNIX
 
     @property
@@ -52,11 +52,11 @@ class AppConnection:
 
     @property
     def channel(self) -> str:
-        """As :func:`immortal.protocol.app_handshake.channel_of`. Raises OSError where the app is gone."""
+        """Channel name, see :func:`immortal.protocol.app_handshake.channel_of`. Raises OSError if the app is gone."""
         return channel_of(self._receiver.getpeername(), self._receiver.getsockname())
 
     def receive(self, size_bytes_max: int = RECEIVE_SIZE_BYTES) -> bytes | None:
-        """What has come in; b"" at the end of the connection, None if there is nothing now."""
+        """Read what has come in; b"" at the end of the connection, None if there is nothing now."""
         try:
             return self._receiver.recv(size_bytes_max)
         except BlockingIOError:
@@ -65,7 +65,7 @@ class AppConnection:
             return b""
 
     def peek_sender(self) -> bytes | None:
-        """As :meth:`receive`, of what should never come: something that the app sends where it is only sent to."""
+        """Peek at the sending socket, where the app must not send: results as of :meth:`receive`."""
         try:
             return self._sender.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -77,7 +77,7 @@ class AppConnection:
         self._waiting.append(data)
 
     def flush(self) -> int:
-        """Hand to the socket what it takes now; how many bytes that were. A lost connection shows elsewhere."""
+        """Write what the socket takes now; return how many bytes. A lost connection is noticed by receive()."""
         waiting = self._waiting
         total = 0
         while waiting:
@@ -102,7 +102,7 @@ class AppConnection:
         return total
 
     def interest(self, *, reading: bool) -> dict[int, int]:
-        """What to poll for, by descriptor. ``reading``: there is room for what the app sends."""
+        """Return the epoll masks by descriptor. ``reading``: there is room for what the app sends."""
         # RDHUP always: an app that dies while it is not read must make room for the next one.
         receive = select.EPOLLRDHUP | (select.EPOLLIN if reading and not self.closing else 0)
         send = select.EPOLLOUT if self._waiting else 0
@@ -114,7 +114,7 @@ class AppConnection:
         }
 
     def end_sending(self) -> None:
-        """The app finds the end behind what was sent; what it sends itself can still be read."""
+        """Close the sending direction: the app reads the end after what was sent, and may still send itself."""
         with contextlib.suppress(OSError):
             self._sender.shutdown(socket.SHUT_WR)
 
@@ -123,15 +123,12 @@ class AppConnection:
         self._sender.close()
 
 
-# Connecting to an app that listens: again and again until it is up, and never blocking.
-
-
 ATTEMPT_TIMEOUT_S = 5.0  # a loopback answers at once; another address may never
 RETRY_PAUSE_S_MIN, RETRY_PAUSE_S_MAX = 0.01, 0.25
 
 
 class AppDialer:
-    """One connection to be made, to the first of ``hosts`` where somebody listens at ``port``."""
+    """Connects to the first of ``hosts`` where somebody listens at ``port``: retries until it is up, never blocks."""
 
     def __init__(self, hosts: Sequence[str], port: int, log: Notices, epoll: select.epoll) -> None:
         self._hosts = hosts
@@ -144,11 +141,11 @@ class AppDialer:
         self._due_ns = 0  # the next attempt, or the end of the current one
 
     def next_deadline_ns(self) -> int:
-        """When :meth:`process` is to be called again, on the monotonic clock."""
+        """Return when :meth:`process` must be called again, on the monotonic clock, in ns."""
         return self._due_ns
 
     def process(self, ready: Mapping[int, int]) -> socket.socket | None:
-        """Go on with what is ``ready`` or due; the connected socket, once there is one."""
+        """Handle what is ``ready`` or due; return the connected socket, once there is one."""
         attempt = self._attempt
         if attempt is not None and attempt.fileno() in ready:
             self._forget_attempt()
@@ -186,7 +183,7 @@ class AppDialer:
         return self._hosts[self._attempts % len(self._hosts)]
 
     def _outcome(self, attempt: socket.socket, error: int) -> socket.socket | None:
-        if not error and not _met_itself(attempt):
+        if not error and not _is_self_connection(attempt):
             return attempt
         attempt.close()
         if not self._attempts:
@@ -206,7 +203,7 @@ class AppDialer:
         self._due_ns = time.monotonic_ns() + int(pause_s * 1e9)
 
 
-def _met_itself(connected: socket.socket) -> bool:
+def _is_self_connection(connected: socket.socket) -> bool:
     # Without a listener, a connection to a port that the system picks for outgoing ones may meet itself.
     try:
         return bool(connected.getsockname() == connected.getpeername())
@@ -214,13 +211,13 @@ def _met_itself(connected: socket.socket) -> bool:
         return True  # it is gone again
 
 
-# Where apps come in: a connection of one socket, or of a pair.
+# An app connects by one socket, or by a pair:
 #
 #     one port, a Unix socket     the app connects
 #     two ports, mode "connect"   the app connects to both, in any order
 #     two ports, mode "listen"    the app connects to the first; to the second, where it listens, we connect
 #
-# A socket that still lacks its other half is watched: an app that dies then makes room for the next one.
+# A socket that still lacks its counterpart is watched: an app that dies then makes room for the next one.
 
 
 SOCKET_BUFFER_SIZE_BYTES = 1 << 20
@@ -228,11 +225,11 @@ BACKLOG_MAX = 128  # connections that the kernel holds for us: strangers must no
 
 
 class AppListenError(ImmortalError):
-    """The address for the app can't be had."""
+    """The coordinator can't listen at the app's address."""
 
 
-class Half(enum.Enum):
-    """What a socket is for, as the coordinator sees it; the value is the setting of its port."""
+class SocketRole(enum.Enum):
+    """Direction of a socket, as the coordinator sees it; the value is the name of its port's setting."""
 
     RECEIVE = "app_port"
     SEND = "app_send_port"
@@ -246,54 +243,54 @@ class AppListener:
         self._dials = settings.app_send_port is not None and settings.app_send_mode is AppSendMode.LISTEN
         self._log = log
         self._epoll = epoll
-        self._listening: deque[tuple[Half, socket.socket]] = deque()
+        self._listening: deque[tuple[SocketRole, socket.socket]] = deque()
         self._unix_file: tuple[Path, int] | None = None  # its path and inode
-        self._halves: dict[Half, socket.socket] = {}  # of an app that has not come in whole
+        self._accepted: dict[SocketRole, socket.socket] = {}  # of an app that has not come in whole
         self._dialer: AppDialer | None = None
 
     def listen(self) -> None:
-        """Raises AppListenError."""
+        """Listen at all addresses of the settings. Raises AppListenError."""
         settings = self._settings
-        ports = {} if settings.app_port is None else {Half.RECEIVE: settings.app_port}
+        ports = {} if settings.app_port is None else {SocketRole.RECEIVE: settings.app_port}
         if settings.app_send_port is not None and not self._dials:
-            ports[Half.SEND] = settings.app_send_port
-        for half, port in ports.items():
+            ports[SocketRole.SEND] = settings.app_send_port
+        for role, port in ports.items():
             for host in hosts_of(settings.app_host):
-                self._add(half, listen(host, port, settings.name, half.value))
+                self._add_listening(role, listen(host, port, settings.name, role.value))
         if settings.app_unix_address is not None:
             path = Path(settings.app_unix_address.removeprefix(UNIX))
             own = settings.app_socket is None  # a folder that somebody has chosen is their own matter
-            self._add(Half.RECEIVE, listen_unix(path, settings.name, secure=own))
+            self._add_listening(SocketRole.RECEIVE, listen_unix(path, settings.name, secure=own))
             self._unix_file = path, path.stat().st_ino
 
-    def _add(self, half: Half, listening: socket.socket) -> None:
-        self._listening.append((half, listening))
+    def _add_listening(self, role: SocketRole, listening: socket.socket) -> None:
+        self._listening.append((role, listening))
         self._epoll.register(listening.fileno(), select.EPOLLIN)
 
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`process` is to be called although nothing is ready, on the monotonic clock."""
+        """Return when :meth:`process` must be called although nothing is ready, on the monotonic clock, in ns."""
         return None if self._dialer is None else self._dialer.next_deadline_ns()
 
-    def process(self, ready: Mapping[int, int], *, taken: bool) -> AppConnection | None:
-        """Go on with what is ``ready`` (masks by descriptor) or due; the connection of an app that has come in whole.
+    def process(self, ready: Mapping[int, int], *, has_app: bool) -> AppConnection | None:
+        """Handle what is ``ready`` (masks by descriptor) or due; return the connection of an app once it is complete.
 
-        ``taken``: there is an app; others are turned away.
+        ``has_app``: there is an app; others are turned away.
         """
-        self._drop({half for half, one in self._halves.items() if one.fileno() in ready})
-        for half, listening in list(self._listening):
+        self._drop_accepted({role for role, one in self._accepted.items() if one.fileno() in ready})
+        for role, listening in list(self._listening):
             if listening.fileno() in ready:
-                self._accept(half, listening, taken)
-                if self._settings.app_send_port is None and self._halves:
-                    # One at a time, from the sockets in turn: who comes in elsewhere is the next turn's.
-                    self._listening.rotate(-1 - self._listening.index((half, listening)))
+                self._accept(role, listening, has_app)
+                if self._settings.app_send_port is None and self._accepted:
+                    # One app at a time, from the sockets in turn: other connections wait for the next turn.
+                    self._listening.rotate(-1 - self._listening.index((role, listening)))
                     break
         if self._dialer is not None and (dialed := self._dialer.process(ready)) is not None:
             self._dialer = None
-            self._keep(Half.SEND, dialed)
+            self._add_accepted(SocketRole.SEND, dialed)
         return self._complete()
 
     def close(self) -> None:
-        self._drop(set(self._halves))
+        self._drop_accepted(set(self._accepted))
         for _, listening in self._listening:
             listening.close()
         self._listening.clear()
@@ -303,44 +300,44 @@ class AppListener:
                 path.unlink()
             self._unix_file = None
 
-    def _accept(self, half: Half, listening: socket.socket, taken: bool) -> None:
+    def _accept(self, role: SocketRole, listening: socket.socket, has_app: bool) -> None:
         try:
             accepted, address = listening.accept()
         except OSError:
             return
-        if taken or half in self._halves:
+        if has_app or role in self._accepted:
             self._log.warning("a second app was turned away: one is connected", kind="second app")
             accepted.close()
             return
-        self._keep(half, accepted)
+        self._add_accepted(role, accepted)
         port = self._settings.app_send_port
         if self._dials and port is not None:
             # Most likely it listens where it comes from; if not, at the other loopback.
             hosts = dict.fromkeys((address[0], *hosts_of(self._settings.app_host)))
             self._dialer = AppDialer(list(hosts), port, self._log, self._epoll)
 
-    def _keep(self, half: Half, accepted: socket.socket) -> None:
+    def _add_accepted(self, role: SocketRole, accepted: socket.socket) -> None:
         prepare(accepted)
-        self._halves[half] = accepted
+        self._accepted[role] = accepted
         self._epoll.register(accepted.fileno(), select.EPOLLRDHUP)
 
     def _complete(self) -> AppConnection | None:
-        if self._settings.app_send_port is not None and len(self._halves) == len(Half):
+        if self._settings.app_send_port is not None and len(self._accepted) == len(SocketRole):
             # What dead apps left in the backlog must not be paired with what a living one brings.
-            self._drop({half for half, one in self._halves.items() if _is_gone(one)})
-        receiver, sender = self._halves.get(Half.RECEIVE), self._halves.get(Half.SEND)
+            self._drop_accepted({role for role, one in self._accepted.items() if _is_gone(one)})
+        receiver, sender = self._accepted.get(SocketRole.RECEIVE), self._accepted.get(SocketRole.SEND)
         if receiver is None or (sender is None and self._settings.app_send_port is not None):
             return None
-        for one in self._halves.values():
+        for one in self._accepted.values():
             self._epoll.unregister(one.fileno())
-        self._halves.clear()
+        self._accepted.clear()
         return AppConnection(receiver, sender)
 
-    def _drop(self, halves: Set[Half]) -> None:
-        if not halves:
+    def _drop_accepted(self, roles: Set[SocketRole]) -> None:
+        if not roles:
             return
-        for half in set(self._halves) if self._dials else halves:  # where we connect, both are known to be one app's
-            dropped = self._halves.pop(half)
+        for role in set(self._accepted) if self._dials else roles:  # where we connect, both are known to be one app's
+            dropped = self._accepted.pop(role)
             self._epoll.unregister(dropped.fileno())
             dropped.close()
         if self._dialer is not None:
@@ -349,7 +346,7 @@ class AppListener:
 
 
 def prepare(accepted: socket.socket) -> None:
-    """It does not block, waits for no more to send, and has room for a batch."""
+    """Set the options of an accepted socket: non-blocking, no Nagle delay, buffers for a batch."""
     accepted.setblocking(False)
     if accepted.family != socket.AF_UNIX:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -364,7 +361,7 @@ def _is_gone(one: socket.socket) -> bool:
 
 
 def listen(host: str, port: int, instance: str, setting: str) -> socket.socket:
-    """A non-blocking listening socket. ``setting``: where its port can be changed. Raises AppListenError."""
+    """Return a non-blocking listening socket. ``setting``: the name of its port's setting. Raises AppListenError."""
     listening = socket.socket(family_of(host), socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -381,9 +378,9 @@ def listen(host: str, port: int, instance: str, setting: str) -> socket.socket:
 
 
 def listen_unix(path: Path, instance: str, *, secure: bool = False) -> socket.socket:
-    """A non-blocking listening Unix socket that only its owner can connect to. Raises AppListenError.
+    """Return a non-blocking listening Unix socket that only its owner can connect to. Raises AppListenError.
 
-    The file that a dead coordinator has left is replaced. ``secure``: see to its folder as well.
+    The file that a dead coordinator has left is replaced. ``secure``: make its folder, and secure it.
     """
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -405,7 +402,7 @@ def listen_unix(path: Path, instance: str, *, secure: bool = False) -> socket.so
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the socket that nobody listens at any more. Raises OSError where something else is in the way."""
+    """Remove a socket file where nobody listens any more. Raises OSError if the path holds anything else."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

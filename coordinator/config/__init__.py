@@ -1,9 +1,9 @@
-"""The settings of one instance: a TOML file, read strictly, written whole or not at all.
+"""Settings of one instance: a TOML file, read strictly, written atomically.
 
     peer = "tcp://127.0.0.1:7001"       where other coordinators reach this one
 
-Everything else has a default. A file that says something which is not understood is an error that names the file, the
-line and the field: a typo must not become a default. Every setting stands in :mod:`coordinator.config.schema`, once.
+Every other setting has a default. Anything unknown in the file is an error that names the file, the line and the field:
+a typo must not become a default. Each setting is defined once, in :mod:`coordinator.config.schema`.
 """
 
 from immortal.coordinator.config.schema import AppAuth, AppSendMode, Checkpoints, InstanceSettings, Tuning

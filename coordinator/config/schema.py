@@ -1,4 +1,8 @@
-"""Every setting of an instance, and how a schema is read as a list of settings."""
+"""Schema of all settings of an instance, and its view as a list of settings.
+
+A setting is checked when a settings file is read, is written back, is an option of 'immortal register' if it has a
+single value, and has a row in the table of docs/guide/settings.md. A new setting is one more field.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +46,10 @@ from immortal.protocol.limits import (
 
 
 class Setting(Struct, frozen=True, kw_only=True):
-    """``type``: without None. ``about``: what :mod:`coordinator.config.values` lists. ``least``, ``most``: of a number.
+    """A setting, as read from the schema. ``type``: without None. ``about``: the keys that
+    :mod:`coordinator.config.values` lists. ``least``, ``most``: the range of a number.
 
-    ``default`` is NODEFAULT where a file has to say it, or where it is worked out.
+    ``default`` is NODEFAULT if the setting is required, or its default is computed.
     """
 
     name: str
@@ -62,34 +67,34 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def schema(self) -> type[Struct] | None:
-        """Of a table of settings of its own."""
+        """Schema of a table with settings of its own; None for any other setting."""
         is_one = isinstance(self.type, type) and issubclass(self.type, Struct) and "read" not in self.about
         return self.type if is_one else None
 
     @property
     def is_table(self) -> bool:
-        """Of settings of its own, or of names."""
+        """True for a table, be it of settings or of names."""
         return get_origin(self.type) is Mapping or self.schema is not None
 
     @property
     def is_single(self) -> bool:
-        """One value, which an option can give."""
+        """True for a single value, which an option can give."""
         return not self.is_table and "table" not in self.about
 
     @property
     def default_text(self) -> str:
-        """The default as it stands in a file, or what is so without the setting."""
+        """Default as a file would have it, or a text that says what applies without the setting."""
         text = str(self.about.get("default", self.in_file(self.default)))
         return text.lower() if self.type is bool or self.default is None else text
 
     @property
     def of_each(self) -> Setting:
-        """What holds for each name of a table of names."""
+        """Setting that describes each value of a table of names."""
         return setting_of(get_args(self.type)[1])
 
     @property
     def expected(self) -> str:
-        """What its value must be, in words."""
+        """Description of the values that are allowed."""
         text = self.about.get("expected")
         if text is None and self.type is int:
             text = f"a whole number from {self.least} to {self.most}"
@@ -101,7 +106,7 @@ class Setting(Struct, frozen=True, kw_only=True):
         return f'{text}, or "{self.about["none"]}"' if "none" in self.about else text
 
     def value_of(self, value: object) -> Any:
-        """What ``value`` of a file means. Raises WrongValueError."""
+        """Convert ``value`` from a file. Raises WrongValueError."""
         if "none" in self.about and value == self.about["none"]:
             return None
         read = self.about.get("read")
@@ -112,19 +117,19 @@ class Setting(Struct, frozen=True, kw_only=True):
             raise WrongValueError(own or self.expected) from None
 
     def in_file(self, value: object) -> Any:
-        """As ``value`` stands in a file; None: it does not."""
+        """Convert ``value`` to what a file has; None if the file leaves it out."""
         return self.about.get("none") if value is None else _plain(to_builtins(value, enc_hook=str))
 
 
 def _plain(value: object) -> object:
-    """With lists where there are tuples: a file knows those alone."""
+    """Replace tuples by lists, which TOML has."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def setting_of(type_: Any, name: str = "", default: Any = NODEFAULT) -> Setting:
-    """What ``type_`` says: a type, which may be annotated, or that or None."""
+    """Return the setting of a field with ``type_``: a type, annotated or not, optional or not."""
     metas: list[Meta] = []
     while get_origin(type_) is Annotated or NoneType in get_args(type_):
         if get_origin(type_) is Annotated:
@@ -146,7 +151,7 @@ def setting_of(type_: Any, name: str = "", default: Any = NODEFAULT) -> Setting:
 
 @functools.cache
 def settings_of(schema: type[Struct]) -> Mapping[str, Setting]:
-    """The settings of ``schema`` by name, in its order."""
+    """Return the settings of ``schema`` by name, in its order."""
     found = {}
     for struct_field in structs.fields(schema):
         default = struct_field.default if struct_field.default_factory is NODEFAULT else struct_field.default_factory()
@@ -156,21 +161,15 @@ def settings_of(schema: type[Struct]) -> Mapping[str, Setting]:
     return found
 
 
-# Every setting of an instance: one line each, from which all else comes.
-#
-# What stands here is checked when a settings file is read, is written back, is an option of 'immortal register' where
-# it has one value, and stands in the table of docs/guide/settings.md. A new setting is one more field.
-
-
 class AppSendMode(enum.StrEnum):
-    """What the app of a two-port instance does at its second port, from which it is sent to."""
+    """Mode of the second port of a two-port app, on which records are sent to it."""
 
     CONNECT = "connect"
     LISTEN = "listen"
 
 
 class AppAuth(enum.StrEnum):
-    """How an app shows that it is the instance's own."""
+    """Authentication of the app by its coordinator."""
 
     CHALLENGE = "challenge"  # both prove that they know the coordinator's secret, which is not sent
     SECRET = "secret"  # noqa: S105 (a name) or it may show it, in its Hello: for apps that can't answer a challenge
@@ -178,14 +177,14 @@ class AppAuth(enum.StrEnum):
 
 
 class Checkpoints(enum.StrEnum):
-    """Whose app is asked for checkpoints while an instance runs."""
+    """Process whose app takes the checkpoints while an instance runs."""
 
     ON_PRIMARY = "on-primary"
     ON_STANDBY = "on-standby"
 
 
 class Tuning(Struct, frozen=True):
-    """Limits that few will ever change: the table [tuning]."""
+    """Settings of the table [tuning]: limits that few will ever change."""
 
     group_size_kib_max: Annotated[int, whole(1, 1 << 20, "KiB"), says("Input that one commit makes durable.")] = 1024
     commit_inline_kib_max: Annotated[
@@ -213,7 +212,7 @@ _LogSize = Annotated[int, whole(1, 1 << 30, "MiB")]
 
 
 class InstanceSettings(Struct, frozen=True, kw_only=True):
-    """One instance. What says nothing of itself stands in no file."""
+    """Settings of one instance. A field without says() is in no file."""
 
     name: str
     folder: Path  # of its files of the running time, and of its log unless ``log`` says otherwise
@@ -372,14 +371,14 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def app_address(self) -> str | None:
-        """``HOST:PORT`` where the app connects over TCP; None if there is no port."""
+        """Address ``HOST:PORT`` where the app connects over TCP; None if there is no port."""
         return None if self.app_port is None else host_port(self.app_host, self.app_port)
 
     @property
     def app_unix_address(self) -> str | None:
-        """``unix:PATH`` of its Unix socket: that of the settings, or app.sock in its folder. None: ports alone.
+        """Address ``unix:PATH`` of the Unix socket, by the settings or app.sock in the folder; None with ports alone.
 
-        That is where there are two of them, and for a client of the base protocol, which has one and proves nothing.
+        There is none with two ports, nor for a client of the base protocol, which has one port and no proof.
         """
         if self.app_socket is not None:
             return self.app_socket
@@ -389,10 +388,10 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def app_addresses(self) -> list[str]:
-        """Where the app may connect, the nearest first."""
+        """Addresses where the app may connect, the nearest first."""
         return [address for address in (self.app_unix_address, self.app_address) if address is not None]
 
     @property
     def app_send_address(self) -> str | None:
-        """``HOST:PORT`` of the second port; None if there is none."""
+        """Address ``HOST:PORT`` of the second port; None if there is none."""
         return None if self.app_send_port is None else host_port(self.app_host, self.app_send_port)

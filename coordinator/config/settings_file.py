@@ -1,4 +1,4 @@
-"""Settings files: read strictly, written whole or not at all."""
+"""Settings files: read strictly, checked, written atomically; what somebody wrote into one by hand stays."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from immortal.protocol.safe_output import did_you_mean
 
 
 class Source(Struct, frozen=True):
-    """A file, and its text for the lines in errors; "" where there is none."""
+    """A settings file and its text, from which errors take line numbers; "" if there is none."""
 
     path: Path
     text: str = ""
 
     def place(self, key: str, table: str = "") -> str:
-        """Where ``key`` of ``table`` is set; where that is not found, the table itself."""
+        """Return file and line where ``key`` of ``table`` is set, or else those of the table."""
         line = line_of(self.text, key, table)
         if line is None and table:
             parent, _, last = table.rpartition(".")
@@ -41,7 +41,7 @@ class Source(Struct, frozen=True):
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], Source]:
-    """Raises ConfigError, and FileNotFoundError if there is none."""
+    """Read a TOML file. Raises ConfigError, and FileNotFoundError if there is none."""
     try:
         text = path.read_text("utf-8")
         return tomllib.loads(text), Source(path, text)
@@ -56,7 +56,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], Source]:
 
 
 def read_table(source: Source, schema: type[Struct], values: Mapping[str, Any], table: str = "") -> dict[str, Any]:
-    """The attributes that ``values`` give, those of ``schema``. Raises ConfigError."""
+    """Check ``values`` of a table against ``schema``; return them as attributes. Raises ConfigError."""
     settings = settings_of(schema)
     for key in values:
         if key not in settings:
@@ -98,7 +98,7 @@ def read_settings(path: Path, name: str) -> InstanceSettings:
 
 
 def check_settings(values: Mapping[str, Any], name: str, path: Path, text: str = "") -> InstanceSettings:
-    """The settings that ``values`` give. ``path`` is their file, ``text`` its text (for the lines in errors).
+    """Check ``values`` and return them as settings. ``path`` is their file, ``text`` its text (for lines in errors).
 
     Paths are relative to the folder of the file. Raises ConfigError.
     """
@@ -123,13 +123,13 @@ def check_settings(values: Mapping[str, Any], name: str, path: Path, text: str =
 
 
 def log_of(name: str, path: Path, written: str | None) -> str:
-    """Where the log of ``name`` is, whose settings are in the file ``path`` and say ``written``."""
+    """Return the log of ``name``. ``path``: its settings file; ``written``: the setting ``log`` there, if any."""
     log = str(path.parent / name / "log") if written is None else written
     return str(path.parent / log) if is_in_folder(log) else log_of_instance(log, name)
 
 
 def default_app_auth(app_send_port: int | None) -> AppAuth:
-    """Two ports are for clients that know only the base protocol, which has no secret."""
+    """Return the default of app_auth: two ports are for clients of the base protocol, which has no secret."""
     return AppAuth.CHALLENGE if app_send_port is None else AppAuth.NONE
 
 
@@ -209,7 +209,7 @@ def _shown(value: object) -> str:
 
 
 def line_of(text: str, key: str, table: str = "") -> int | None:
-    """The line, from 1, where ``key`` of ``table`` is set; tomllib does not tell. None if it is not found."""
+    """Return the line, from 1, where ``key`` of ``table`` is set; None if it is not found. tomllib has no lines."""
     current = ""
     spelled = rf"(?:{re.escape(key)}|\"{re.escape(key)}\"|'{re.escape(key)}')"
     setting = re.compile(rf"\s*{spelled}\s*[.=]")
@@ -235,11 +235,8 @@ def _syntax_error(path: Path, text: str, message: str) -> str:
     return f"{path}, line {line}, column {match[2]}: no valid TOML: {reason}" + (f": {content[:80]}" if content else "")
 
 
-# Settings files are written whole or not at all; what somebody wrote into one by hand stays.
-
-
 def override(settings: InstanceSettings, **changes: object) -> InstanceSettings:
-    """``settings`` with ``changes`` (as attributes or as in a file), checked as if they stood in the file.
+    """Return ``settings`` with ``changes`` (as attributes or as in a file), checked as if they were in the file.
 
     Raises ConfigError.
     """
@@ -249,14 +246,15 @@ def override(settings: InstanceSettings, **changes: object) -> InstanceSettings:
 
 
 def file_values(attributes: Mapping[str, object]) -> dict[str, Any]:
-    """As ``attributes`` of InstanceSettings stand in a file. One that is None and has no word for that does not."""
+    """Convert ``attributes`` of InstanceSettings to what a file has. None is left out if the file has no word for
+    it."""
     known = settings_of(InstanceSettings)
     values = {key: known[key].in_file(value) if key in known else value for key, value in attributes.items()}
     return {key: value for key, value in values.items() if value is not None}
 
 
 def _said(table: Struct) -> dict[str, Any]:
-    """What of ``table`` is no default, as it stands in a file."""
+    """Return the values of ``table`` that differ from the defaults, as a file has them."""
     said: dict[str, Any] = {}
     for setting in settings_of(type(table)).values():
         value = getattr(table, setting.name)
@@ -281,14 +279,14 @@ def _values(settings: InstanceSettings, *, log: str | None) -> dict[str, Any]:
 
 
 def settings_text(settings: InstanceSettings, *, log: str | None) -> str:
-    """The settings file's text. Defaults are left out, ``log`` too when it is None."""
+    """Return the text of a settings file. Defaults are left out, ``log`` too when it is None."""
     import tomlkit  # here: few commands write settings
 
     return tomlkit.dumps(_values(settings, log=log))
 
 
 def text_with(text: str, field: str, value: str) -> str:
-    """The settings file's ``text`` with another ``field`` of one value in it, and all else as somebody wrote it."""
+    """Return the settings file's ``text`` with one ``field`` set to ``value``, and all else as it was written."""
     import tomlkit
 
     document = tomlkit.parse(text)
@@ -296,7 +294,7 @@ def text_with(text: str, field: str, value: str) -> str:
         document[field] = value
         return tomlkit.dumps(document)
     lines = text.splitlines(keepends=True)
-    # Not at the end of the table: comments there are of the next one.
+    # Not at the end of the table: comments there belong to the next one.
     behind = line_of(text, "app_port") or line_of(text, "peer") or 0
     if behind and not lines[behind - 1].endswith("\n"):
         lines[behind - 1] += "\n"
@@ -304,7 +302,7 @@ def text_with(text: str, field: str, value: str) -> str:
 
 
 def text_with_allow(text: str, allow: Mapping[str, Permission]) -> str:
-    """The settings file's ``text`` with another ``allow`` in it, as a table, and all else as somebody wrote it."""
+    """Return the settings file's ``text`` with ``allow`` set, as a table, and all else as it was written."""
     import tomlkit
 
     document = tomlkit.parse(text)
@@ -318,7 +316,7 @@ def _allow_value(allow: Mapping[str, Permission]) -> dict[str, object]:
 
 
 def _permission_value(permission: Permission) -> object:
-    """As it stands in the table [allow]."""
+    """Convert a permission to a value of the table [allow]."""
     numbers = {"rate": permission.rate, "concurrent": permission.concurrent}
     given = {key: number for key, number in numbers.items() if number is not None}
     if permission.methods is None:
@@ -328,9 +326,9 @@ def _permission_value(permission: Permission) -> object:
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = FILE_MODE) -> None:
-    """``path`` holds ``data`` whole, or what it held before, whatever happens. Its folder must exist. Raises OSError.
+    """Replace the contents of ``path`` by ``data``, wholly or not at all, and sync it. Raises OSError.
 
-    It is for its owner alone, where ``mode`` does not say otherwise.
+    Its folder must exist. By default only its owner can read it.
     """
     descriptor, temporary = open_beside(path)
     try:

@@ -1,4 +1,4 @@
-"""Addresses at which app, coordinator and operator meet."""
+"""Addresses of the sockets of an instance, for its app and its operator."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SOCKET_FILE_NAME = "app.sock"  # of the Unix socket that an instance has where i
 
 
 def hosts_of(app_host: str) -> tuple[str, ...]:
-    """The addresses of ``app_host``: one, or both loopbacks for "localhost" where the machine has IPv6."""
+    """Return the addresses of ``app_host``: one, or both loopbacks for "localhost" if the machine has IPv6."""
     if app_host != LOCALHOST:
         return (app_host,)
     return (IPV4_LOOPBACK, IPV6_LOOPBACK) if _has_ipv6_loopback() else (IPV4_LOOPBACK,)
 
 
 def host_port(host: str, port: int) -> str:
-    """``HOST:PORT``, an IPv6 address in brackets; for "localhost" the loopback that all machines have."""
+    """Return ``HOST:PORT``, an IPv6 address in brackets; for "localhost" the IPv4 loopback."""
     host = IPV4_LOOPBACK if host == LOCALHOST else host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -37,7 +37,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def is_loopback(host: str) -> bool:
-    """Only this machine reaches ``host``. A name other than "localhost" may stand for anything."""
+    """Return whether only this machine reaches ``host``. A name other than "localhost" may be any machine."""
     try:
         return host == LOCALHOST or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -53,10 +53,8 @@ def _has_ipv6_loopback() -> bool:
     return True
 
 
-# Where the Unix sockets of an instance are: in its folder, or in a short one where that is too deep.
-#
-# The kernel takes paths of at most 107 bytes. Where it stands follows from the instance's folder and the user alone, so
-# that all commands find the same.
+# The kernel takes paths of Unix sockets of at most 107 bytes. A socket whose folder has too long a path is in a short
+# folder instead. Its path follows from the instance's folder and the user alone, so that all commands find it.
 
 
 UNIX_PATH_SIZE_BYTES_MAX = 107
@@ -65,23 +63,23 @@ _DIGEST_SIZE_BYTES = 12
 
 
 def socket_path(folder: Path, file_name: str) -> Path:
-    """The path of a socket that is ``folder / file_name`` where that fits; ``folder`` is the instance's."""
+    """Return the path of a socket: ``folder / file_name`` if that fits; ``folder`` is the instance's."""
     path = Path(os.path.realpath(folder), file_name)
     fits = len(os.fsencode(path)) < UNIX_PATH_SIZE_BYTES_MAX  # with a dot in front, while it is made
     return path if fits else short_path(folder, file_name)
 
 
 def short_path(folder: Path, file_name: str) -> Path:
-    """The path of such a socket where it can't be in ``folder``."""
+    """Return the path of a socket that can't be in ``folder``."""
     real = os.fsencode(os.path.realpath(folder))
     digest = hashlib.blake2b(real, digest_size=_DIGEST_SIZE_BYTES).hexdigest()
     return _short_folder() / f"{digest}-{file_name}"
 
 
 def secure_folder(path: Path) -> None:
-    """The folder of a socket is there; where it is a short one, nobody else can put anything into it.
+    """Make the folder of a socket; check that only this user can write to the short one.
 
-    Raises OSError, also where a folder of that name is somebody else's.
+    Raises OSError, also if the short folder is somebody else's.
     """
     folder = path.parent
     if folder != _short_folder():

@@ -1,4 +1,4 @@
-"""The kinds of values that settings have: each a type with what msgspec checks of it, and what it can't.
+"""Kinds of values of settings: each a type with the checks of msgspec, and further ones.
 
 ``Meta.extra`` of a kind or of a setting may say:
 
@@ -47,15 +47,15 @@ _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9][A-Za-z0-9._%-
 
 
 class ConfigError(ImmortalError):
-    """A setting is not what it must be."""
+    """A setting has a wrong value, or is missing."""
 
 
 class WrongValueError(ValueError):
-    """A value is not what it must be. ``str`` of it is what was expected; nothing: what its kind says."""
+    """A value is wrong. Its ``str`` says what was expected; if empty, the kind's ``expected`` does."""
 
 
 def check_instance_name(name: str) -> str:
-    """``name``, if an instance can have it; ConfigError otherwise."""
+    """Return ``name`` if an instance can have it; raise ConfigError otherwise."""
     if len(name) > INSTANCE_NAME_SIZE_MAX:
         raise ConfigError(
             f"the instance name {name[:20]!r}... has {len(name)} characters,"
@@ -70,14 +70,14 @@ def check_instance_name(name: str) -> str:
 
 
 def check_app(app: str) -> str:
-    """``app``, if it has the form "module:Class" or "path/of/file.py:Class"; ConfigError otherwise."""
+    """Return ``app`` if it has the form "module:Class" or "path/of/file.py:Class"; raise ConfigError otherwise."""
     if not re.search(_APP, app):
         raise ConfigError(f'{app!r} names no app: expected "module:Class", or "path/of/file.py:Class"')
     return app
 
 
 def split_tcp(endpoint: str) -> tuple[str, int] | None:
-    """(host without brackets, port) of a tcp endpoint; port 0 stands for `*`. None for any other text."""
+    """Return (host without brackets, port) of a tcp endpoint; port 0 stands for `*`. None for any other text."""
     match = _TCP.fullmatch(endpoint)
     if match is None or match["host"] == "*":
         return None
@@ -88,7 +88,7 @@ def split_tcp(endpoint: str) -> tuple[str, int] | None:
 
 
 def permission_of(value: object) -> Permission:
-    """What a value of the table [allow] means; ValueError says what was expected."""
+    """Convert a value of the table [allow]. Raises WrongValueError, which says what was expected."""
     if isinstance(value, dict):
         if unknown := set(value) - {"methods", "rate", "concurrent"}:
             raise WrongValueError(f'"methods", "rate" and "concurrent", not "{min(unknown)}"')
@@ -106,7 +106,7 @@ def permission_of(value: object) -> Permission:
 
 
 def _is_method(name: object) -> bool:
-    """Or a group, or a role for a subtree, such as "@writer:stocks/nyse"."""
+    """Return whether ``name`` is a method, a group, or a role for a subtree, such as "@writer:stocks/nyse"."""
     if not isinstance(name, str) or name == QUERIES:
         return name == QUERIES
     group, colon, subtree = name.partition(":")
@@ -140,7 +140,7 @@ def _endpoint(value: object) -> str:
 
 
 def _peer_template(value: object) -> str:
-    """An endpoint as soon as a name stands for {name}."""
+    """Check that ``value`` is an endpoint once {name} is replaced by a name."""
     if not isinstance(value, str) or NAME_PLACE not in value:
         raise WrongValueError
     _endpoint(value.replace(NAME_PLACE, "x"))
@@ -156,7 +156,7 @@ def is_endpoint(text: str) -> bool:
 
 
 def is_log_url(place: str) -> bool:
-    """Of a log that other machines reach, in place of an endpoint: its lease says where its instance is."""
+    """Return whether ``place`` is the URL of a log whose lease says where its instance is, and no endpoint."""
     return place.startswith("postgresql:")
 
 
@@ -190,7 +190,7 @@ def _path(value: object) -> Path:
 
 
 def _log(value: object) -> str:
-    """A folder's path, or the URL of a log that is in none."""
+    """Check the path of a log's folder, or the URL of a log."""
     _path(value)
     return str(_path(split_url(str(value))[1])) if is_in_folder(str(value)) else str(value)
 
@@ -203,17 +203,17 @@ def _public_keys(value: object) -> tuple[str, ...]:
 
 
 def whole(least: int, most: int, unit: str = "", **more: Any) -> Meta:
-    """A whole number in a range; see above for ``more``."""
+    """Describe a whole number in a range; see above for ``more``."""
     return Meta(ge=least, le=most, extra={"unit": unit, **more})
 
 
 def kind(metavar: str, expected: str, **more: Any) -> Meta:
-    """What a kind of value is; see above."""
+    """Describe a kind of value; see above for ``more``."""
     return Meta(extra={"metavar": metavar, "expected": expected, **more})
 
 
 def says(text: str, **more: Any) -> Meta:
-    """What a setting is for, in a sentence or more for 'immortal register --help' and the docs; see above for ``more``.
+    """Describe a setting in sentences, for 'immortal register --help' and the docs; see above for ``more``.
 
     A field of a schema without it is no setting.
     """

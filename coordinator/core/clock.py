@@ -1,4 +1,4 @@
-"""The time of one instance: it follows the machine's wall clock, and believes no jump of it at once.
+"""Time of one instance: it follows the machine's wall clock, but does not believe a jump at once.
 
 What is read is the wall clock, which anybody may set, and a steady one, which nobody can: it counts from the machine's
 start (the driver reads both). Between two readings the wall clock may move as far as the steady one did. Whatever else
@@ -34,7 +34,7 @@ JOINED_NS = 1_000_000_000  # spans with less than this between them count as one
 
 @dataclass(slots=True)
 class Reading:
-    """What one look at the clock has brought. Steps and jumps in ns, ahead is positive."""
+    """Result of one reading of the clock. Steps and jumps in ns; ahead is positive."""
 
     time_ns: int  # of the instance, since the Unix epoch
     begun_ns: int | None = None  # a jump of so much is held back from now on
@@ -48,7 +48,8 @@ class Reading:
 
 @dataclass(slots=True, eq=False, repr=False)
 class SteadyClock:
-    """``offset_ns``: the instance's time, less the steady clock. ``hold_ns``: how long a jump has to stand."""
+    """Instance time derived from the steady clock. ``offset_ns``: instance time less steady time. ``hold_ns``: how
+    long a jump must last before it counts."""
 
     offset_ns: int
     hold_ns: int
@@ -94,10 +95,10 @@ class SteadyClock:
 
 @dataclass(slots=True, eq=False, repr=False)
 class RunningTime:
-    """When the instance ran, as spans of its own time: what is to be old must have been so for as long as it ran.
+    """Spans of instance time in which the instance ran; ages are counted in running time only.
 
-    A jump that was taken, and the time between two starts, are in no span. ``past``: the spans before the one that
-    lasts, as (from, to) in ns, oldest first. As it is made, it has always run.
+    A jump that was taken and the time between two starts are in no span. ``past``: the spans before the current one, as
+    (from, to) in ns, oldest first. A new object counts as having always run.
     """
 
     past: tuple[tuple[int, int], ...] = ()
@@ -109,9 +110,9 @@ class RunningTime:
         return (*self.past, (self.first_ns, self.last_ns))
 
     def begin(self, time_ns: int) -> None:
-        """From ``time_ns`` on it runs; up to there it had not, since it last did.
+        """Start a span at ``time_ns``; the instance did not run since the end of the last one.
 
-        It may have run in what is still to come, by a clock that was wrong, if nothing of that was logged: not counted.
+        Spans that lie in the future, from a clock that was wrong, are dropped if nothing was logged in them.
         """
         if 0 <= time_ns - self.last_ns <= JOINED_NS:
             self.last_ns = time_ns
@@ -125,7 +126,7 @@ class RunningTime:
             self.last_ns = time_ns
 
     def before(self, age_ns: int) -> int:
-        """What is from this time, or earlier, has an age of ``age_ns`` at least; 0 where it has not run for as long."""
+        """Return the latest time whose age is at least ``age_ns``; 0 where the instance has not run for so long."""
         for first_ns, last_ns in reversed(self.spans):
             if age_ns <= last_ns - first_ns:
                 return last_ns - age_ns
@@ -154,7 +155,7 @@ class Timekeeper:
         return None
 
     def read(self, wall_ns: int, steady_ns: int, *, accept: bool = False) -> Reading:
-        """``accept``: an operator says that the wall clock is right."""
+        """Read both clocks. ``accept``: an operator says that the wall clock is right."""
         clock = self.clock
         reading = clock.accept(wall_ns, steady_ns) if accept else clock.read(wall_ns, steady_ns)
         time_ns, jumped_ns = reading.time_ns, max(0, reading.taken_ns or 0)
@@ -170,19 +171,19 @@ class Timekeeper:
         return reading
 
     def take_events(self) -> list[ClockMoved]:
-        """For the core, before it gets the next time; none where time goes on as it was told."""
+        """Return the events that the core must handle before it gets the next time."""
         events, self._events = self._events, []
         return events
 
 
-# What the app is told of its instance's clock: it has none of its own, so there is one time for both processes.
+# The app has no clock of its own: it is told the instance's time, so both processes have one time.
 #
-# It is told before its first record, and whenever the clock has moved otherwise than the steady clock of the machine.
-# Steps go with it: the app logs each once, since what is to last a while must last no less for it.
+# It is told before its first record, and whenever the clock has moved differently from the machine's steady clock.
+# Clock steps are told with it. The app logs each of them once, so that no timeout becomes shorter by a step.
 
 
 class AppClock:
-    """``send``: gives the app a control record."""
+    """Tells the app the time, since the app has no clock. ``send``: gives the app a control record."""
 
     def __init__(self, session: AppSession, send: Callable[[MessageType, bytes], None]) -> None:
         self._session = session
@@ -195,7 +196,7 @@ class AppClock:
         self._introduced = False
 
     def introduce(self) -> None:
-        """All steps are told again: the app knows which of them its log has."""
+        """Tell the app all clock steps; it knows which of them its log has."""
         if not self._introduced:
             self._introduced = True
             for event in self._steps:

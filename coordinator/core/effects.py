@@ -1,4 +1,4 @@
-"""What a machine asks for. Whoever drives it carries these out, in their order.
+"""Effects: what a machine asks its driver to do, in this order.
 
 Duties of a driver:
 
@@ -75,11 +75,11 @@ class AskStandby(Struct):
 
 
 class DropAsked(Struct):
-    """Nothing is wanted any more of who was asked by AskStandby: what it writes from now on is not taken."""
+    """Cancel AskStandby: what the follower writes from now on is not taken."""
 
 
 class OfferChunk(Struct):
-    """Of who follows: as WriteCheckpointChunk, for the checkpoint that it was asked for. It may be refused."""
+    """Write a chunk of the checkpoint that a follower was asked for, like WriteCheckpointChunk. It may be refused."""
 
     checkpoint_id: int
     index: int
@@ -101,7 +101,8 @@ class ReadTail(Struct):
 
 
 class LoadLog(Struct):
-    """``with_clients``: for the writer that begins. Who follows is answered once there is a checkpoint."""
+    """Load the log's summary. ``with_clients``: also the clients, for a new writer. A follower is answered once
+    there is a checkpoint."""
 
     with_clients: bool = False
 
@@ -118,7 +119,7 @@ class ReadCheckpointChunk(Struct):
 
 
 class ReadRecords(Struct):
-    """Who follows is answered once there is more than before, or the right to write is granted."""
+    """Read records. A follower is answered once there are new ones, or the write lease is granted."""
 
     first_sequence_id: int
     size_bytes_max: int
@@ -126,7 +127,7 @@ class ReadRecords(Struct):
 
 
 class ReadSpilled(Struct):
-    """Of what memory had no room for: as :meth:`LogStore.read_spilled`."""
+    """Read spilled messages back; see :meth:`LogStore.read_spilled`."""
 
     destination: str
     first_position: int
@@ -135,7 +136,7 @@ class ReadSpilled(Struct):
 
 
 class ReadLetters(Struct):
-    """Of dead letters, those that can be read."""
+    """Read dead letters; unreadable ones are left out."""
 
     keys: Sequence[MessageKey]
 
@@ -178,14 +179,15 @@ class ReplyToPeer(Struct):
 
 
 class ReplyToClient(Struct):
-    """At most once: a client asks again. ``token`` is that of any frame of this client, and may be used again."""
+    """Send a reply to a client, at most once: a client asks again. ``token``: of any frame of this client; it stays
+    usable."""
 
     token: Token
     frame: ClientFrame
 
 
 class WakeAt(Struct):
-    """``time_ns``: ns since the Unix epoch."""
+    """Ask for a Tick at ``time_ns``, ns since the Unix epoch."""
 
     time_ns: int
 
@@ -198,7 +200,7 @@ class UpgradeEnded(Struct):
 
 
 class Report(Struct):
-    """Something that the operator is told."""
+    """Tell the operator something."""
 
     notice: Notice
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a log, an app or a peer, in the core's words."""
+"""Errors of a log, an app or a peer, as the core raises them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from immortal.protocol.errors import ImmortalError, RemoteProtocolError
 
 
 class LogError(ImmortalError):
-    """Something is wrong with the log; the coordinator stops rather than guess."""
+    """A problem with the log; the coordinator stops rather than guess."""
 
 
 class LogLockedError(LogError):
-    """Another process writes this log."""
+    """The log is in use by another process."""
 
 
 class LogFormatError(LogError):
@@ -24,7 +24,7 @@ class LogIdentityError(LogError):
 
 
 class FencedError(LogError):
-    """Another writer holds the log now: nothing of this one is taken any more. ``holder`` says who."""
+    """The log has another writer now and takes nothing more from this one. ``holder`` says who."""
 
     def __init__(self, holder: str, message: str = "") -> None:
         super().__init__(holder, message)
@@ -89,5 +89,5 @@ def require(condition: bool, message: str) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """As :func:`require`, for where the message would cost each call more than the check. Raises InvariantError."""
+    """Raise InvariantError. Use it like :func:`require` where building the message would cost each call."""
     raise InvariantError(f"internal error, please report it: {message}")

@@ -1,4 +1,4 @@
-"""What can happen to a coordinator. The runtime (or a simulator) makes these; the machine handles them."""
+"""Events: what can happen to a coordinator. The runtime or a simulator makes them; the machine handles them."""
 
 from __future__ import annotations
 
@@ -209,25 +209,25 @@ class TailRead(Struct):
 
 
 class ChunkWritten(Struct):
-    """One WriteCheckpointChunk is done."""
+    """A WriteCheckpointChunk is done."""
 
     size_bytes: int
 
 
 class StandbysChanged(Struct):
-    """``is_ready``: somebody follows the log, and has all of it but the last moment."""
+    """The log's followers have changed. ``is_ready``: one of them has all but the last moment of the log."""
 
     is_ready: bool
 
 
 class CheckpointOffered(Struct):
-    """What AskStandby asked for is there."""
+    """A follower has offered the checkpoint that AskStandby asked for."""
 
     offer: Offer
 
 
 class CheckpointAsked(Struct):
-    """To who follows: the one that writes the log, in ``epoch``, asks for a checkpoint by this ID."""
+    """The writer asks this follower, in ``epoch``, for a checkpoint with this ID."""
 
     checkpoint_id: int
     epoch: int
@@ -288,7 +288,7 @@ class LettersRead(Struct):
 
 
 class LogMeasured(Struct):
-    """How much room the log takes, and has. To be said now and then, at least while there is too little."""
+    """Measured size of the log and free room. Sent now and then, at least while room is short."""
 
     space: LogSpace
 

@@ -28,7 +28,8 @@ ARGUMENTS_SIZE_MAX = 200  # characters
 
 
 def format_call(message: bytes, destination: str, methods: Methods) -> str:
-    """One RPC message in incoming form: ``Counter.count('the', 3)``, or ``the answer 3 of Counter.total to call 17``.
+    """Format an RPC message in incoming form: ``Counter.count('the', 3)``, or ``the answer 3 of Counter.total to
+    call 17``.
 
     The arguments of an app that names its methods are a MessagePack array; others are shown in hex.
     """
@@ -54,7 +55,8 @@ class CallText:
 
     @classmethod
     def of(cls, rpc: IncomingRpc, *, is_msgpack: bool, size_max: int | None = ARGUMENTS_SIZE_MAX) -> CallText:
-        """``is_msgpack``: the arguments are a MessagePack array, as the SDK's are, and else in hex.
+        """Format a call. ``is_msgpack``: the arguments are a MessagePack array, as the SDK's are; otherwise they are
+        shown in hex.
 
         ``size_max``: of the arguments, in characters; None: all of them.
         """
@@ -65,7 +67,7 @@ class CallText:
 
 
 def method_name(method_id: int, kind: int, destination: str, methods: Methods) -> str | None:
-    """What the method of a call to ``destination``, or of an answer, is called; None if nobody says."""
+    """Return the method's name for a call to ``destination`` or an answer; None if nobody has said it."""
     if method_id == CANCEL_CALL_METHOD_ID:
         return "the cancellation of a call"
     if method_id in (ORDERED_METHOD_ID, ORDERING_METHOD_ID, EXECUTED_METHOD_ID):
@@ -82,7 +84,7 @@ def method_name(method_id: int, kind: int, destination: str, methods: Methods) -
 
 
 def format_counted_method(method_id: int, kind: int, destination: str, methods: Methods) -> str:
-    """What calls of a method, its answers or its exceptions are counted as."""
+    """Return the name under which calls of a method, its answers or its exceptions are counted."""
     name = method_name(method_id, kind, destination, methods) or f"method {method_id}"
     if kind == RpcKind.CALL:
         return name
@@ -116,7 +118,7 @@ def _clipped(text: str, size_max: int | None) -> str:
 
 
 def format_divergence(divergence: Divergence, name: str, methods: Methods, shown: int = 3) -> str:
-    """Where a replay of the instance ``name`` left what its log says, and what it makes there now."""
+    """Describe where a replay of the instance ``name`` left its log, and what it makes there now."""
     to = f"the calls to {divergence.destination!r}" if divergence.destination else "the calls to itself"
     where = "a checkpoint" if divergence.sequence_id is None else f"record {divergence.sequence_id}"
     first, last = divergence.after_position + 1, divergence.position
@@ -140,7 +142,7 @@ def _format_calls(calls: Sequence[tuple[int, bytes]], destination: str, methods:
     return f"{'; '.join(words)}{f'; and {more} more' if more > 0 else ''}"
 
 
-# What is wrong between an instance and a peer with another log, in words: who has what, and the way out.
+# Texts about an instance and a peer with another log: who has what, and the way out.
 
 
 def reset_command(name: str, peer: str) -> str:
@@ -155,7 +157,7 @@ def reclaim_command(name: str) -> str:
 
 
 def receiver_swapped(name: str, receiver: str, known: int, now: int, acknowledged: int, made: int) -> str:
-    """``known``, ``now``: committer IDs."""
+    """Describe a receiver whose log was replaced. ``known``, ``now``: committer IDs."""
     return (
         f"{receiver!r} was committer {known} and is {now} now: its log was wiped or swapped; it had acknowledged "
         f"{acknowledged} of {made} messages; restore it, or run {reset_command(name, receiver)}"
@@ -177,7 +179,7 @@ def own_log_older(name: str, receiver: str, received: int, sent: int) -> str:
 
 
 def refused(name: str, receiver: str, refusal: PeerFrame) -> str:
-    """With the way out, for which the frame of a receiver with a long name may have had no room."""
+    """Describe a refusal, with the way out, which a frame from a receiver with a long name may have no room for."""
     text = f"{receiver!r} refuses this instance's messages: {refusal.reason}"
     own, other = reset_command(name, receiver), reset_command(receiver, name)
     if refusal.code == RefusedCode.STALE_EPOCH:  # to the newest frames: this log knows less than was sent before
@@ -192,7 +194,7 @@ def refused(name: str, receiver: str, refusal: PeerFrame) -> str:
 
 
 def sender_swapped(name: str, sender: str, known: int, now: int, received: int) -> str:
-    """``known``, ``now``: committer IDs."""
+    """Describe a sender whose log was replaced. ``known``, ``now``: committer IDs."""
     return (
         f"{sender!r} was committer {known} here and is {now} now: its log was wiped or swapped; {received} of its "
         f"messages are here; restore it, or run {reset_command(name, sender)}"
@@ -207,6 +209,6 @@ def has_less_than_once(name: str, sender: str, received: int, once: int) -> str:
 
 
 def perhaps_older(name: str, sender: str, reason: str) -> str:
-    """To a Hello that was refused for its epoch."""
+    """Describe a Hello that was refused for its epoch."""
     command = reclaim_command(sender)
     return f"{reason}; if its log was replaced by an older copy, or a copy has run, restore it, or run {command}"

@@ -24,7 +24,7 @@ writes joins what waits: as many as this go to the disk in two turns."""
 
 @dataclass(slots=True, eq=False, repr=False)
 class Group:
-    """What one commit makes durable."""
+    """Input and state changes that one commit makes durable."""
 
     ticket: int
     chunks: list[bytes] = field(default_factory=list)  # the record's messages
@@ -81,7 +81,7 @@ class GroupCommit:
 
     @property
     def commits_next(self) -> bool:
-        """:meth:`next_commit` would give a group now."""
+        """A group is ready: :meth:`next_commit` would return it now."""
         waiting = self._waiting
         if self.held:
             return False
@@ -92,17 +92,17 @@ class GroupCommit:
 
     @property
     def is_idle(self) -> bool:
-        """All that it was given is durable, but for acknowledgements that are not worth a sync."""
+        """All groups are durable, except acknowledgements that are not worth a sync."""
         return not self._committing and all(group.empty for group in self._waiting)
 
     @property
     def seals_next(self) -> bool:
-        """That group would be a record."""
+        """The group that is ready holds input, so it becomes a record."""
         return bool(self._waiting[0].chunks)
 
     @property
     def next_ticket(self) -> int:
-        """Of the group that :meth:`next_commit` would give."""
+        """Ticket of the group that :meth:`next_commit` would return."""
         return self._waiting[0].ticket
 
     def append(self, chunks: Iterable[bytes], size_bytes: int, source: BatchSource, *, from_app: bool = False) -> Group:
@@ -121,7 +121,7 @@ class GroupCommit:
 
     @property
     def open_sequence_id(self) -> int:
-        """Of the record that the open group becomes, if it has input."""
+        """Sequence ID of the record that the open group becomes, if it has input."""
         return self._next_sequence_id + sum(1 for group in self._waiting if group.chunks and group is not self.open)
 
     def add(self, group: Group, size_bytes: int) -> None:
@@ -206,5 +206,5 @@ class GroupCommit:
             group.impulses_accepted = 0
 
     def time_ns(self, now_ns: int) -> int:
-        """``now_ns``, or the last record's time where the machine's clock is behind it."""
+        """Return ``now_ns``, or the last record's time if the clock is behind it."""
         return max(now_ns, self._last_time_ns)

@@ -1,4 +1,4 @@
-"""What the core hands to the log and gets back from it.
+"""Values that the core and its log exchange, and the interface of a log.
 
 The core decides what must be durable together; a :class:`LogStore` makes it so. Nothing here does work.
 """
@@ -25,12 +25,12 @@ IMPULSES = "!impulses"
 
 
 def is_outside(source: str) -> bool:
-    """Whether what comes from ``source`` comes from no instance: impulses to oneself, and what clients ask for."""
+    """Return whether ``source`` is no instance: impulses to oneself, and clients' requests."""
     return source == IMPULSES or source.startswith(CLIENTS)
 
 
 class SourcePosition(Struct, frozen=True):
-    """How much of one incoming stream is in the log.
+    """Position of one incoming stream in the log.
 
     ``position`` is the last one logged (0: none yet); ``committer_id`` and ``epoch`` are the sender's, as of then.
     A negative epoch: the stream was reset, and a sender with another log may come once, and begins at 1.
@@ -42,7 +42,7 @@ class SourcePosition(Struct, frozen=True):
 
 
 class StreamStart(Struct, frozen=True):
-    """Where an output stream that was reset goes on at its receiver.
+    """Place at its receiver where an output stream goes on after a reset.
 
     The receiver's position p is the position p + ``offset`` of this log, whose own numbers never change. ``pending``:
     the receiver has not said yet how much it has, which decides the offset. ``forked``: this log is known to be an
@@ -55,7 +55,7 @@ class StreamStart(Struct, frozen=True):
 
 
 class OutputMark(Struct, frozen=True):
-    """How far one output stream had got: last position, and the CRC-64 of its messages up to there.
+    """Position of one output stream, and the CRC-64 of its messages up to there.
 
     Impulses take positions but are left out of the checksum: it is what a replay makes again.
     """
@@ -102,15 +102,15 @@ class SpilledExtent(Struct, frozen=True):
 
 
 class LogSpace(Struct, frozen=True):
-    """``used_bytes``: what the log needs of its file; pages that are free again don't count. ``free_bytes``: on its
-    disk, for others than root."""
+    """Disk space of a log. ``used_bytes``: what the log needs of its file; freed pages don't count. ``free_bytes``:
+    free on its disk for users other than root."""
 
     used_bytes: int
     free_bytes: int
 
 
 class CheckpointHeader(Struct, frozen=True):
-    """All of a checkpoint but its blob; the blob is stored beside it, in chunks.
+    """Checkpoint without its blob, which is stored beside it in chunks.
 
     The blob is the app's state after the record ``sequence_id`` (-1: before any record), as the app's version
     ``version`` writes it. ``outputs`` and ``unacknowledged`` are the output streams at that moment: replay continues
@@ -141,7 +141,7 @@ class Offer(Struct, frozen=True):
 
 
 class ClientPosition(Struct, frozen=True):
-    """How much of one client's requests is in the log.
+    """Request numbers of one client in the log.
 
     ``number`` is the last one taken; the replies up to ``released`` are kept no longer. ``time_ns``: when it was last
     heard of. ``owner``: whose keys have used the ID first, "" where none had any.
@@ -154,7 +154,7 @@ class ClientPosition(Struct, frozen=True):
 
 
 class StoredClients(Struct, frozen=True):
-    """What a log holds of clients, as it is opened; all by client ID, ``replies`` by (client ID, number).
+    """Clients as a log holds them when it is opened, by client ID; ``replies`` by (client ID, number).
 
     A reply is its kind, one byte, and its value; only the kind where it is not kept any more. ``forgotten_ns``: no
     client that is not in ``positions`` was heard of after this moment, 0 if none was ever forgotten.
@@ -166,7 +166,7 @@ class StoredClients(Struct, frozen=True):
 
 
 class VersionStart(Struct, frozen=True):
-    """From the record behind ``sequence_id`` on, the app's version ``version`` handles the log.
+    """Start of the app's version ``version``: it handles the log from the record after ``sequence_id`` on.
 
     ``app`` is what the app called itself then ("module:Class"; "" if it said nothing).
     """
@@ -177,7 +177,7 @@ class VersionStart(Struct, frozen=True):
 
 
 class Suspect(Struct, frozen=True):
-    """What the app was at when its process ended without a word, ``runs_count`` times in a row.
+    """Message that the app was at when its process ended without a word, ``runs_count`` times in a row.
 
     ``message_index`` RECORD: some message of that record; ``sequence_id`` UNKNOWN: some record up to
     ``last_sequence_id``, the last one that the app was given. ``task``: the handler that the message let go on, by its
@@ -203,7 +203,7 @@ class Letter(Struct, frozen=True):
 
 
 class AuditEntry(Struct, frozen=True):
-    """``who`` did ``what``, in words, at ``time_ns`` (ns since the Unix epoch)."""
+    """Action of an operator: ``who`` did ``what`` at ``time_ns`` (ns since the Unix epoch)."""
 
     time_ns: int
     who: str
@@ -211,7 +211,7 @@ class AuditEntry(Struct, frozen=True):
 
 
 class Transaction(Struct):
-    """Everything that becomes durable in one step, or not at all. Fields left empty change nothing."""
+    """Changes that become durable in one step, or not at all. Fields left empty change nothing."""
 
     records: list[tuple[int, bytes]] = []  # (sequence ID, record + trailer)
     sources: dict[str, SourcePosition] = {}  # by sender's name
@@ -314,11 +314,11 @@ class LogStore(Protocol):
 
     @property
     def is_remote(self) -> bool:
-        """It may take as long as another machine likes: a loop that others wait for asks it for nothing itself."""
+        """The log is on another machine, so a loop that others wait for must not ask it directly."""
 
     @property
     def appends_max(self) -> int:
-        """As many small commits are worth being under way at once; 1: :meth:`begin` begins none."""
+        """Number of small commits worth having under way at once; 1: :meth:`begin` begins none."""
 
     @property
     def lost(self) -> LogError | None:
@@ -326,11 +326,11 @@ class LogStore(Protocol):
 
     @property
     def problem(self) -> str:
-        """What it can't do as it should, in words; "": it can. Any thread."""
+        """Present problem of the log in words; "" if there is none. Any thread."""
 
     @property
     def standbys(self) -> Sequence[Standby]:
-        """Who follows it, as of a moment ago. Any thread."""
+        """Followers of the log, as of a moment ago. Any thread."""
 
     def hand_over_to(self, successor: str) -> None:
         """The standby of this name is to have the log once it is given up; for a moment nobody else may."""
@@ -342,15 +342,15 @@ class LogStore(Protocol):
         """Ask the standby ``name`` for a checkpoint. Raises LogError. These three are for any thread, one at a time."""
 
     def cancel_standby_request(self) -> None:
-        """What was asked for is not wanted any more. Raises LogError."""
+        """Cancel the request to a standby. Raises LogError."""
 
     def take_offer(self) -> Offer | None:
-        """What the standby that was asked last has to say; None: nothing yet. Raises LogError."""
+        """Return the answer of the standby asked last; None: not yet. Raises LogError."""
 
     def summary(self) -> LogSummary: ...
 
     def clients(self) -> StoredClients:
-        """What is known of clients. A reply that is damaged counts as one that is not kept any more."""
+        """Return what is known of clients. A damaged reply counts as one that is not kept any more."""
 
     def commit(self, transaction: Transaction, ticket: int = 0) -> None:
         """Make ``transaction`` durable, whole. When this returns it survives power loss. ``ticket``: for :meth:`tail`.
@@ -360,13 +360,13 @@ class LogStore(Protocol):
         """
 
     def begin(self, transaction: Transaction, ticket: int) -> bool:
-        """As :meth:`commit`, but wait for nothing: :meth:`finish` says that it is durable. All that was begun is
-        finished before anything else is written. False: this one can't be begun. It counts as begun where this raises
-        LogUnavailableError."""
+        """Begin a :meth:`commit` without waiting; :meth:`finish` tells when it is durable. All begun commits are
+        finished before anything else is written. False: this one can't be begun. It counts as begun where this
+        raises LogUnavailableError."""
 
     def finish(self, *, wait: bool) -> bool:
-        """Whether the oldest commit that was begun is durable by now. ``wait``: for that. Raises as :meth:`commit`:
-        all that were begun are as unknown then, or as little done, as that one."""
+        """Return whether the oldest begun commit is durable by now. ``wait``: wait until it is. Raises like
+        :meth:`commit`; then all begun commits are as unknown, or as little done, as that one."""
 
     def waits_for(self) -> tuple[int, int]:
         """A file descriptor and events of select.poll: when :meth:`finish` may have something to do."""

@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 class ReplayCheck(enum.StrEnum):
-    """What of a recovery's replay must be as the log says."""
+    """Strictness with which a recovery's replay is compared with the log."""
 
     STRICT = "strict"  # how many calls to whom, in which order, and their contents
     COUNTS = "counts"  # all but the contents
@@ -20,7 +20,7 @@ class ReplayCheck(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """All sizes in bytes."""
+    """Limits of the core; all sizes in bytes."""
 
     group_size_bytes: int = 1 * MIB
     """A group is sealed above this. Syncs of 1 MiB run at the disk's full rate; larger ones only add latency."""

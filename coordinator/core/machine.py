@@ -1,10 +1,10 @@
 """The coordinator as one state machine: events in, effects out.
 
-It says which event is for which of its parts, and what a turn looks at. An event never waits: what must
-wait for something (durability, room in a window, an answer of the disk) is picked up again by the event that brings it.
+It routes each event to its component, and says what a turn looks at. No event waits: work that waits for durability,
+room in a window or the disk is picked up by the event that brings it.
 
-The order that keeps the promises: input -> log -> durable -> (acknowledged to its sender, given to the app); and what
-the app makes of a record is sent only after that record was given to it, so after it was durable.
+The order that keeps the promises: input -> log -> durable -> (acknowledged to its sender, given to the app). What the
+app makes of a record is sent only after the record was given to it, so after it was durable.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from immortal.protocol.messages import MessageType
 
 
 class Machine:
-    """One coordinator, from its start to its end. What its log says it knows once it has the right to write it.
+    """State machine of one coordinator, from its start to its end. It loads its log once it has the write lease.
 
-    ``view``: what operators ask.
+    ``view``: status for operators.
     """
 
     def __init__(self, parts: Components) -> None:
@@ -108,7 +108,7 @@ class Machine:
         return turn.take_effects()
 
     def advance(self) -> Sequence[Effect]:
-        """Behind each :meth:`take`: what is possible now, be it to read, to send or to commit."""
+        """Do what has become possible after :meth:`take`: read, send, commit."""
         if not self.stopped:
             try:
                 self._advance(self._turn.now_ns)
@@ -117,8 +117,8 @@ class Machine:
         return self._turn.take_effects()
 
     def settle(self) -> Sequence[Effect]:
-        """Behind the last :meth:`advance` of a turn: what is looked at once all else is under way. It commits and sends
-        to peers nothing."""
+        """Do the rest of the turn after the last :meth:`advance`: checkpoints, back-pressure, timers. It commits
+        nothing and sends peers nothing."""
         if not self.stopped:
             try:
                 self._settle(self._turn.now_ns)
@@ -188,14 +188,14 @@ class Machine:
 
     @property
     def waits_for_room(self) -> bool:
-        """The log has too little: to be measured again although nothing happens."""
+        """The log has too little room, so it must be measured again although nothing happens."""
         return bool(self.parts.log_capacity.full)
 
     # --- the app's connection ----------------------------------------------------------------------------------------
 
     @property
     def waits_for_app(self) -> bool:
-        """Whether an AppSent would change anything now, or may as well come with the next event."""
+        """An AppSent would change something now; otherwise it may come with the next event."""
         return self._session.unsent_bytes >= self.limits.app_window_bytes or self.parts.shutdown.said_goodbye
 
     def _app_sent(self, event: ev.AppSent) -> None:
@@ -240,7 +240,7 @@ class Machine:
 
     @property
     def waits_for_peers(self) -> bool:
-        """Whether a PeerReplied would change anything now, or may as well come with the next event."""
+        """A PeerReplied would change something now; otherwise it may come with the next event."""
         return (
             self._peers.wants_replies
             or self.parts.back_pressure.paused
@@ -278,7 +278,7 @@ class Machine:
         self._peers.spilled_read(event.destination, event.first_position, event.batches)
 
     def _tick(self, event: ev.Tick) -> None:
-        """Time has passed. Whether a checkpoint is due is looked at in each turn."""
+        """Handle a Tick: time has passed."""
         self.parts.log_requests.tick()
         self.parts.timers.tick(self._turn.now_ns, self._peers.retry_failed, self._answer_parked)
 
@@ -305,11 +305,11 @@ class Machine:
         self._turn.effects.append(Stop(error))
 
 
-# Between the machine and its log: what is handed over to become durable, and what follows from the log's answers.
+# Commits: groups go to the log, and the log's answers are handled.
 
 
 class LogCommitter:
-    """Of the machine that has these parts. What there is no way on from is raised, an ImmortalError."""
+    """Hands groups to the log and handles its answers. Raises ImmortalError where there is no way on."""
 
     def __init__(self, parts: Components) -> None:
         self._parts = parts
@@ -317,7 +317,7 @@ class LogCommitter:
         self._log, self._log_requests, self._checkpoints = parts.log, parts.log_requests, parts.checkpoints
 
     def commit(self, now_ns: int) -> None:
-        """What is to become durable next, if there is anything."""
+        """Commit the next group, if there is one."""
         parts = self._parts
         log = self._log
         # Marks are new once only: they are taken when there is a record to hold them.
@@ -382,10 +382,7 @@ class LogCommitter:
             raise event.error
 
     def fenced(self, event: ev.Fenced) -> None:
-        """Another has the right to write by now: what is not durable is nobody's, and nothing more may leave.
-
-        Raises FencedError.
-        """
+        """Stop: another process writes the log now, so nothing more may leave. Raises FencedError."""
         parts = self._parts
         epoch = parts.epoch.number
         raise FencedError(
@@ -395,7 +392,7 @@ class LogCommitter:
         )
 
     def was_read(self, then: Callable[[Any], None]) -> Callable[[Any], None]:
-        """``then``, behind a look whether that ends a silence of the log."""
+        """Return ``then`` with a check before it whether the answer ends a silence of the log."""
         log_requests = self._log_requests
 
         def read(event: Any) -> None:
@@ -405,7 +402,7 @@ class LogCommitter:
         return read
 
     def log_measured(self, event: ev.LogMeasured) -> None:
-        """A log that is full takes no input but what the app makes of it: that is the way to a checkpoint, and room."""
+        """Take a measurement of the log. A full log takes only what the app makes, until a checkpoint makes room."""
         parts = self._parts
         room, session, turn = parts.log_capacity, self._session, self._turn
         if room.measured(event.space):

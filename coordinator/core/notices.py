@@ -1,7 +1,7 @@
-"""What the core has to say to its operator: each thing is a small struct, with its level, its fields and its text.
+"""Notices: what the core tells its operator, each a small struct with a level, fields and a text.
 
-A :class:`Report` carries one out of the machine; whoever runs it gives it to sinks (coordinator/notices/). A new one is
-a class here, said with ``turn.report(...)``; docs/guide/notices.md has a table of all, made of these.
+A :class:`Report` carries one out of the machine; the driver gives it to sinks (coordinator/notices/). A new notice is a
+class here, reported with ``turn.report(...)``; docs/guide/notices.md has a table of all, made of these.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Level = Literal["trace", "debug", "info", "warning", "error"]
 
 
 class Notice(Struct, kw_only=True):
-    """``template``: its text, which names fields as ``str.format`` does. The fields that it does not name follow it as
-    named values, and so does ``peer``, by which lines are searched. No text is made before a sink asks for it.
+    """Base of all notices. ``template``: its text with field names as in ``str.format``. Other fields follow it as
+    named values, and so does ``peer``, by which lines are searched. The text is made only when a sink asks for it.
 
     ``left_out``: how many of its kind were not given to a sink before it.
     """
@@ -35,17 +35,17 @@ class Notice(Struct, kw_only=True):
         return self.template.format_map(self.fields())
 
     def fields(self) -> dict[str, object]:
-        """By the names that a reader of lines sees."""
+        """Fields by the names that a reader of lines sees."""
         names = zip(self.__struct_fields__, self.__struct_encode_fields__, strict=True)
         return {shown: getattr(self, name) for name, shown in names if name != "left_out" or self.left_out}
 
     def values(self) -> dict[str, object]:
-        """Those that follow the text."""
+        """Fields that follow the text."""
         fields, said = self.fields(), _named_in(self.template)
         return {name: value for name, value in fields.items() if name not in said or name == "peer"}
 
     def kind(self) -> Hashable | None:
-        """What few lines are written of at once, however many there are; None: all are written."""
+        """Kind whose lines are limited to a few at once; None: no limit."""
         if self.level not in ("warning", "error"):
             return None
         return type(self), *[getattr(self, name, None) for name in self.apart]
@@ -96,7 +96,7 @@ class CheckpointDamaged(Notice):
 
 
 class LogSilent(Notice):
-    """What failed may pass: reads are asked again, and writes once it is known whether they are there."""
+    """The log has failed to answer. Reads are repeated; writes too, once it is known whether they are there."""
 
     level = "warning"
     template = "the log does not answer, trying again: {problem}"
@@ -104,14 +104,14 @@ class LogSilent(Notice):
 
 
 class LogAnswers(Notice):
-    """What it did not answer is settled: asked again, or known to be there."""
+    """The log answers again, and everything it had not answered is settled."""
 
     template = "the log answers again"
     silent_s: float
 
 
 class Following(Notice):
-    """This coordinator reads a log that another process writes."""
+    """This process follows a log that another process writes."""
 
     template = "following {holder}, who writes the log"
     holder: str
@@ -222,7 +222,7 @@ class CheckpointAdopted(Notice):
 
 
 class CheckpointOffered(Notice):
-    """Of a follower: a checkpoint that the one that writes the log has asked for is in the log, and may be adopted."""
+    """A follower's checkpoint, which the writer asked for, is in the log and may be adopted."""
 
     template = "checkpoint taken for the one that writes the log"
     checkpoint: int
@@ -231,7 +231,7 @@ class CheckpointOffered(Notice):
 
 
 class OfferRefused(Notice):
-    """Of a follower: what it was asked for is not wanted any more, or can't be put into the log."""
+    """A follower's checkpoint is not wanted any more, or can't be put into the log."""
 
     level = "debug"
     template = "the checkpoint that was asked for is given up: {problem}"
@@ -277,7 +277,7 @@ class StateSavedAgain(Notice):
 
 
 class TakenBack(Notice):
-    """With what a message had made of it the state could not be saved: it counts as never handled."""
+    """A message made the state impossible to save: it counts as never handled."""
 
     level = "warning"
     template = "{method} at {where} was taken back behind record {behind}: {reason}"
@@ -557,7 +557,7 @@ class _Load(Notice):
 
 
 class InMemoryAgain(_Load):
-    """Nothing that waits for a peer is on disk any more."""
+    """A stream has nothing on disk any more."""
 
     template = "all that waits for {peer!r} is in memory again"
 

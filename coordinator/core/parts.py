@@ -1,4 +1,4 @@
-"""What a coordinator's core is made of, put together."""
+"""Components of a coordinator's core, and how they are connected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from immortal.protocol.limits import RPC_FRONT_SIZE_BYTES_MAX
 
 
 class Components:
-    """Of one machine. Each part has what it needs of those before it.
+    """Components of one machine, made in the order in which they need each other.
 
     ``name``: the instance. ``upgrade_to``: the version of the app that its next recovery is to end in. ``promote``: a
     recovered app begins to work without a checkpoint first. ``follow``: where another writes the log, follow it until
@@ -201,7 +201,8 @@ class Components:
         )
 
     def load(self, summary: LogSummary, clients: StoredClients | None = None) -> None:
-        """All parts take in what the log says. ``clients``: this coordinator is its writer from now on."""
+        """Let all components take in what the log says. ``clients``: given if this coordinator writes the log from
+        now on."""
         peers, session = self.peers, self.session
         self.log.load(summary)
         self.epoch.number = summary.epoch

@@ -1,4 +1,4 @@
-"""All streams of one instance: to others, from others, and to itself; what the machine asks, and which part does it."""
+"""Streams of one instance, to others, from others and to itself: composes their parts for the machine."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Peers(LocalEndpoint):
         self.reset = reset.reset
 
     def load(self, summary: LogSummary) -> None:
-        """What the log says of other instances, and of this one."""
+        """Take in what the log says of other instances and of this one."""
         self.committer_id, self.epoch = summary.committer_id, summary.epoch
         self.ready = summary.extensions is not None
         self.app_asked_for(summary.extensions or frozenset())
@@ -106,22 +106,22 @@ class Peers(LocalEndpoint):
         self.senders.load(summary)
 
     def app_asked_for(self, extensions: Set[int]) -> None:
-        """The log was begun with an app that asked for these ``extensions``."""
+        """Note the ``extensions`` that the app which began the log asked for."""
         self.app_knows_extensions = not INTRODUCED.isdisjoint(extensions)
         self.app_takes_verdicts = MessageType.VERDICTS in extensions
 
     def became_durable(self, sources: Iterable[tuple[str, SourcePosition]], now_ns: int) -> None:
-        """Records up to these positions are on disk: acknowledge them."""
+        """Acknowledge records up to these positions, which are on disk."""
         self.inbound.became_durable(sources, now_ns)
         self.outbound.own_became_durable()
 
 
-# The output streams while a replay makes their messages again: from what a checkpoint has of them to the end.
+# Replay of the output streams, from a checkpoint to the end of the log.
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class OutboundReplay:
-    """A replay begins with :meth:`restore`, and ends with :meth:`finish` or :meth:`heal_cut`.
+    """Replay of the output streams: begins with :meth:`restore`, ends with :meth:`finish` or :meth:`heal_cut`.
 
     Of a log that another writes :meth:`log_grew` tells what is new, and :meth:`take_over` that it is ours now.
     """
@@ -136,7 +136,7 @@ class OutboundReplay:
     def restore(
         self, header: CheckpointHeader | None, summary: LogSummary, epoch: int, epoch_began_ns: int = 0
     ) -> None:
-        """Output streams as they were at a checkpoint; replay and kept impulses continue them."""
+        """Restore the output streams of a checkpoint; replay and kept impulses continue them."""
         end, outbound, expected = self.end, self.outbound, self.expected
         end.epoch = epoch
         end.epoch_began_ns = epoch_began_ns
@@ -188,7 +188,7 @@ class OutboundReplay:
         self._touch_all()
 
     def finish(self, *, all_sent: bool) -> None:
-        """The app has replayed what it was to; :meth:`OutputStream.finish_replay`. Raises DivergenceError."""
+        """End the replay; see :meth:`OutputStream.finish_replay`. Raises DivergenceError."""
         for destination, stream in self._all_at_end(catching_up=not all_sent):
             if all_sent:
                 self._give_back_unmade(stream)
@@ -197,7 +197,7 @@ class OutboundReplay:
                 self.receivers.note_acknowledged(stream)
 
     def heal_cut(self) -> Transaction:
-        """As :meth:`finish`, where the log was cut; what must become durable before anything is sent."""
+        """End the replay of a log that was cut; return what must become durable before anything is sent."""
         transaction = Transaction(cut_healed=True)
         self.end.held = True
         for destination, stream in self._all_at_end(catching_up=False):
@@ -217,14 +217,14 @@ class OutboundReplay:
         return [*self.outbound.streams.items()]
 
     def is_behind(self) -> bool:
-        """The replay has not made yet all that the log's marks and kept impulses say that there was."""
+        """Return whether the replay has still to make outputs that marks and kept impulses tell of."""
         self._touch_all()
         streams = self.outbound.streams.values()
         kept = [stream.has_kept_impulses for stream in streams]  # all of them: a mark may wait for one
         return any(kept) or self.expected.has_more
 
     def unanswered_receivers(self) -> list[str]:
-        """The receivers that were called before and have not said yet how much they have."""
+        """Return the receivers that were called before and have not said yet how much they have."""
         self._open_all_called()
         streams = self.outbound.streams.items()
         return [destination for destination, stream in streams if stream.state is StreamState.GREETING]
@@ -233,7 +233,7 @@ class OutboundReplay:
         self.outbound.busy.update(self.outbound.streams)
 
     def _open_all_called(self) -> None:
-        """Streams that were used count as well if the replay does not call there at all."""
+        """Open all streams that were ever used, also those that the replay does not call."""
         called = [*self.receivers.acknowledged, *self.expected.destinations]
         own = self.inbound.streams.get(ONESELF)
         if own is not None and own.durable:
@@ -242,7 +242,7 @@ class OutboundReplay:
             self.outbound.stream(destination)
 
     def _give_back_unmade(self, stream: OutputStream) -> None:
-        """The replay is complete, and the receiver has more: then this log is an older copy, and that stream stops."""
+        """Stop a stream whose receiver has more than the complete replay made: this log is an older copy."""
         known = self.receivers.acknowledged.get(stream.destination, 0)
         if stream.destination != ONESELF and known <= stream.end_of_replay < stream.acknowledged:
             received = stream.acknowledged - stream.offset
@@ -250,22 +250,22 @@ class OutboundReplay:
             self.handshake.fail_forked(stream, received)
 
 
-# A peer with another log, by the operator's word: `peers reset` and `peers reclaim`.
+# Resets for a peer with another log, by an operator: `peers reset` and `peers reclaim`.
 #
-# A running coordinator does it with its streams; on a log that nobody writes it is one transaction.
+# A running coordinator resets its streams. A log without a writer is changed in one transaction.
 
 
 RECLAIM_EPOCHS = 1 << 20  # more than the starts and sessions of an app that a copy can have had meanwhile
 
 
 def _pending(start: StreamStart, *, forked: bool) -> StreamStart:
-    """That of a stream that is to begin anew."""
+    """Return ``start`` for a stream that begins anew."""
     return replace(start, pending=True, forked=forked or (start.pending and start.forked))
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Reset:
-    """Of the streams of a running instance."""
+    """Reset of the streams of a running instance."""
 
     end: LocalEndpoint
     receivers: Receivers
@@ -306,7 +306,8 @@ class Reset:
 
 
 def reset_transaction(summary: LogSummary, peer: str, *, forked: bool = False) -> Transaction | None:
-    """What lets the streams from and to ``peer`` begin anew; None if the log knows nothing of it.
+    """Return the transaction that lets the streams from and to ``peer`` begin anew; None if the log knows nothing of
+    it.
 
     ``forked``: a copy of this log has sent something else (StreamStart).
     """
@@ -321,8 +322,8 @@ def reset_transaction(summary: LogSummary, peer: str, *, forked: bool = False) -
 
 
 def reclaim_transaction(summary: LogSummary) -> Transaction:
-    """What makes this log the one that counts, where a copy of it has run: an epoch ahead of the copy's, and streams
-    that begin anew behind what their receivers have."""
+    """Return the transaction that makes this log the valid one after a copy of it has run: an epoch ahead of the
+    copy's, and streams that begin anew behind what their receivers have."""
     transaction = Transaction(epoch=summary.epoch + RECLAIM_EPOCHS)
     for peer in {*summary.sources, *summary.peers} - {IMPULSES, ONESELF}:
         one = reset_transaction(summary, peer, forked=True)
@@ -332,9 +333,8 @@ def reclaim_transaction(summary: LogSummary) -> Transaction:
     return transaction
 
 
-# What operators reset while the coordinator runs: the streams of one peer, or of all, where a copy of the log has run.
-#
-# Each is answered once it is durable. `peer_reset.py` does the same to a log that no coordinator writes.
+# Operators' resets while the coordinator runs: of one peer's streams, or of all after a copy of the log has run.
+# Each is answered once it is durable.
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -355,11 +355,11 @@ class PeerResets:
         self.turn.report(notices.PeerForgotten(event.peer))
 
     def reclaimed(self, event: ev.Reclaimed) -> None:
-        """First an epoch ahead of the copy's: the greetings with it follow once it is durable."""
+        """Begin an epoch ahead of the copy's; greetings follow once it is durable."""
         self._reclaims.append((self.epoch.begin(ahead=RECLAIM_EPOCHS), event.token))
 
     def committed(self, ticket: int) -> None:
-        """Everything up to this commit is durable."""
+        """Go on with resets whose commits are durable up to ``ticket``."""
         while self._reclaims and self._reclaims[0][0] <= ticket:
             self._reset_all(self._reclaims.popleft()[1])
         while self._resets and self._resets[0][0] <= ticket:

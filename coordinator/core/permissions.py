@@ -1,4 +1,5 @@
-"""Which methods a caller may call, and how many calls it may make: judged as they come in, before they are logged.
+"""Permissions: which methods a caller may call, and how often. Calls are judged as they come in, before they are
+logged.
 
 A call that is not allowed takes its place in the log like any other, with a verdict in the same transaction: so the
 order is kept, nothing is called, and its caller is told. What methods are called, the app says; until it has, the calls
@@ -34,7 +35,7 @@ from immortal.protocol.varint import decode_zigzag_int
 
 
 class Permission(Struct, frozen=True):
-    """What one caller may do. ``methods``: the names of those that it may call, groups such as QUERIES, "@worker" and
+    """Permission of one caller. ``methods``: names it may call, groups such as QUERIES, "@worker" and
     "@writer:stocks/nyse", ALL_METHODS for all; None: all but those that are for a role.
 
     ``rate``: calls in a second; ``concurrent``: calls that are not answered yet; None: any number.
@@ -52,7 +53,7 @@ _SECOND_NS = 1_000_000_000
 
 
 class _Bucket:
-    """What a caller has left of its ``rate``: at most what comes in one second."""
+    """Rest of a caller's ``rate``: at most what comes in one second."""
 
     def __init__(self, rate: int) -> None:
         self.rate = rate
@@ -77,7 +78,8 @@ _key_of = decoding.Decoder(str).decode
 
 
 def _is_below(subtrees: Sequence[str], calls: bytes, start: int, end: int) -> bool:
-    """Whether the first argument of the call ``calls[start:end]`` is a key in one of them, or it has no arguments."""
+    """Return whether the first argument of the call ``calls[start:end]`` is a key in one of the subtrees, or it has
+    no arguments."""
     try:
         rpc = decode_incoming_rpc(calls, start, end)
         arguments = _arguments_of(rpc.arguments)
@@ -90,7 +92,7 @@ def _is_below(subtrees: Sequence[str], calls: bytes, start: int, end: int) -> bo
 
 
 class Permissions:
-    """Those of one instance, ``name``. ``given``: by the caller's name; others may call what is for no role.
+    """Permissions of one instance, ``name``. ``given``: by the caller's name; others may call what is for no role.
 
     ``has_keys``: callers prove their names. Without keys nobody can, and roles hold nobody back.
     """
@@ -131,7 +133,7 @@ class Permissions:
             self._for_roles = self._for_roles_of_instances = frozenset()
 
     def describe(self, description: AppDescription) -> None:
-        """What the app says that its methods are called."""
+        """Take the names of the app's methods."""
         self._names = {
             method_id: name.rpartition(".")[2]
             for (destination, method_id), name in description.methods.items()
@@ -159,7 +161,7 @@ class Permissions:
         self._below = {caller: below for caller in self._allowed if (below := self._subtrees_of(caller))}
 
     def _subtrees_of(self, caller: str) -> dict[int, tuple[str, ...]]:
-        """Of methods that ``caller`` may call for some subtrees only, these: "@writer:stocks". No queries."""
+        """Return the methods that ``caller`` may call for some subtrees only: "@writer:stocks". No queries."""
         found: dict[int, tuple[str, ...]] = {}
         for given in sorted(self._given[caller].methods or ()):
             group, _, subtree = given.partition(":")
@@ -181,7 +183,7 @@ class Permissions:
         return named
 
     def lacks_queries(self, caller: str) -> bool:
-        """``caller`` may call queries, and the app says of no method that it is one."""
+        """Return whether ``caller`` may call queries while the app marks no method as one."""
         return QUERIES in (self._given.get(caller, ANYTHING).methods or ()) and not self._queries
 
     def is_query(self, method_id: int) -> bool:
@@ -189,7 +191,7 @@ class Permissions:
         return method_id in self._queries
 
     def limits(self, caller: str) -> bool:
-        """It may not call all methods."""
+        """Return whether some methods are closed to ``caller``."""
         return caller in self._allowed or (bool(self._for_roles) and self._needs_roles(caller))
 
     def _needs_roles(self, caller: str) -> bool:
@@ -197,9 +199,9 @@ class Permissions:
         return self._has_keys and caller != self._name and self._given.get(caller, ANYTHING).methods is None
 
     def wait_reason(self, caller: str, *, is_instance: bool = False) -> str:
-        """Why the calls of ``caller`` can't be judged yet, in words; "" if they can.
+        """Return why the calls of ``caller`` can't be judged yet; "" if they can.
 
-        Another instance does not wait to hear of roles: what it sends is accepted while the app is away.
+        Another instance does not wait for the app's roles: its calls are accepted while the app is away.
         """
         if caller not in self._allowed:
             if self._roles_known or is_instance or not self._needs_roles(caller):
@@ -217,7 +219,7 @@ class Permissions:
         return bool(self._buckets)
 
     def must_wait(self, caller: str, now_ns: int) -> bool:
-        """It has used up what it may call in a second."""
+        """Return whether ``caller`` has used up its calls of this second."""
         bucket = self._buckets.get(caller)
         if bucket is None:
             return False
@@ -225,7 +227,8 @@ class Permissions:
         return bucket.is_low
 
     def first_of(self, caller: str, calls: bytes, count: int, open_count: int | None, now_ns: int) -> tuple[int, int]:
-        """How many of the ``count`` packed RPC messages may be taken now, and where they end; they count as taken.
+        """Return how many of the ``count`` packed RPC messages may be taken now, and where they end; they count as
+        taken.
 
         ``open_count``: calls of a client that are not answered yet. None: of a peer, whose open calls hold nothing back
         (:mod:`immortal.coordinator.core.input.admission`).
@@ -252,9 +255,10 @@ class Permissions:
         return taken, offset
 
     def forbidden(self, caller: str, calls: bytes, *, is_instance: bool = False) -> list[tuple[int, str]]:
-        """Of packed RPC messages those that ``caller`` may not make: (index, what its method is called).
+        """Return those of the packed RPC messages that ``caller`` may not make: (index, method name).
 
-        Answers are none. ``calls`` were checked before. ``is_instance``: they came as a peer's, not as a client's.
+        Answers are never among them. ``calls`` were checked before. ``is_instance``: they came from a peer, not from a
+        client.
         """
         allowed = self._allowed.get(caller)
         denied: frozenset[int] = frozenset()
@@ -286,10 +290,10 @@ class Permissions:
         return sorted(group for group, found in self._groups.items() if group != QUERIES and method_ids & found)
 
     def methods_of(self, calls: bytes, indices: Sequence[int]) -> list[tuple[int, str]]:
-        """Of packed RPC messages those with these indices: (index, what its method is called)."""
+        """Return (index, method name) of the packed RPC messages with these indices."""
         messages = list(decode_messages(calls)) if indices else []
         return [(index, self.name_of(decode_zigzag_int(calls, messages[index][1] + 1)[0])) for index in indices]
 
     def name_of(self, method_id: int) -> str:
-        """What the method is called, as far as the app says so."""
+        """Return the method's name as far as the app has said it."""
         return (self._names or {}).get(method_id) or f"method {method_id}"

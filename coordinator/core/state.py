@@ -1,4 +1,4 @@
-"""The machine's turn under way: when it is, and what it has asked for so far. All parts of the machine share it."""
+"""Shared state of the machine: turn, epoch, versions, output to the app, and the local end of streams."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from immortal.protocol.trailer import BatchSource
 
 
 class Turn:
-    """``now_ns``: the instance's time (core/clock.py), ns since the Unix epoch. ``effects``: in the order in which they
-    are to be carried out; the same list for as long as the machine lives."""
+    """Turn under way. ``now_ns``: instance time (core/clock.py), ns since the Unix epoch. ``effects``: in the order
+    in which they are to be carried out; the list object stays the same."""
 
     __slots__ = ("effects", "now_ns")
 
@@ -32,7 +32,7 @@ class Turn:
         self.effects.append(Report(notice))
 
     def take_effects(self) -> Sequence[Effect]:
-        """What was asked for since this was last called; it is the caller's."""
+        """Return the effects since the last call, and clear them."""
         effects = self.effects
         if not effects:
             return ()
@@ -41,11 +41,12 @@ class Turn:
         return taken
 
 
-# The instance's epoch: it rises with each app that connects, so that receivers tell frames of a past one apart.
+# Epoch: rises with each app that connects, so that receivers can tell frames of a past epoch.
 
 
 class Epoch:
-    """``number``: the last one of the log. ``began_ns``: in this process; 0 until then."""
+    """Epoch of the instance. ``number``: the last one in the log. ``began_ns``: when it began in this process; 0:
+    before."""
 
     __slots__ = ("_log", "_turn", "began_ns", "number")
 
@@ -56,7 +57,8 @@ class Epoch:
         self._turn = turn
 
     def begin(self, *, ahead: int = 1) -> int:
-        """A new one begins, ``ahead`` of the last. The commit to wait for: it is behind all that the last app sent."""
+        """Begin a new epoch, ``ahead`` of the last; return the commit to wait for, which is behind everything the
+        last app sent."""
         group = self._log.append_outside_record(0)
         self.number += ahead
         self.began_ns = self._turn.now_ns
@@ -64,14 +66,14 @@ class Epoch:
         return group.ticket
 
 
-# Which version of the app handles which part of the log, and the upgrade that is asked for.
+# Versions: which version of the app handles which part of the log, and the upgrade that is asked for.
 
 
 FIRST_VERSION = 1
 
 
 class Versions:
-    """``upgrade_to``: the version that the next recovery is to end in; None if it is to stay as it is."""
+    """Versions of the app in this log. ``upgrade_to``: the version that the next recovery ends in; None: no upgrade."""
 
     def __init__(self, upgrade_to: int | None) -> None:
         self.starts: list[VersionStart] = []
@@ -79,7 +81,7 @@ class Versions:
         self._ahead: deque[VersionStart] = deque()
 
     def load(self, starts: Sequence[VersionStart]) -> None:
-        """Those of the log, oldest first."""
+        """Take the version starts of the log, oldest first."""
         self.starts = list(starts)
         if self.upgrade_to == self.current:
             self.upgrade_to = None
@@ -89,12 +91,11 @@ class Versions:
         return self.starts[-1].version if self.starts else FIRST_VERSION
 
     def begin_at(self, header: CheckpointHeader) -> None:
-        """A replay begins at this checkpoint: it passes the versions that began behind it."""
+        """Start a replay at this checkpoint; it passes the versions that began after it."""
         self._ahead = deque(behind(self.starts, header))
 
     def continues_with(self, start: VersionStart, fed_sequence_id: int) -> bool:
-        """A log that is followed has another version now, which the code that follows it knows; False where that was
-        given records of it as the old one."""
+        """Take a version that has begun in a followed log. False if the app got records of it as the old version."""
         if fed_sequence_id > start.sequence_id:
             return False
         self._ahead.append(start)
@@ -105,11 +106,11 @@ class Versions:
         self.upgrade_to = None
 
     def replay_bound(self, target_sequence_id: int) -> int:
-        """The last record that may be given to the code of now, up to ``target_sequence_id``."""
+        """Return the last record, up to ``target_sequence_id``, for the code of the present version."""
         return min(self._ahead[0].sequence_id, target_sequence_id) if self._ahead else target_sequence_id
 
     def version_starts_after(self, fed_sequence_id: int) -> bool:
-        """Another version begins behind this record."""
+        """Return whether another version begins after this record."""
         return bool(self._ahead) and fed_sequence_id >= self._ahead[0].sequence_id
 
     def take_next(self) -> VersionStart:
@@ -117,14 +118,14 @@ class Versions:
 
 
 def behind(starts: Sequence[VersionStart], header: CheckpointHeader) -> list[VersionStart]:
-    """Those of ``starts`` that begin behind the checkpoint of ``header``, oldest first."""
+    """Return those of ``starts`` after the checkpoint of ``header``, oldest first."""
     for index in range(len(starts) - 1, -1, -1):
         if starts[index].version == header.version and starts[index].sequence_id <= header.sequence_id:
             return list(starts[index + 1 :])
     return []
 
 
-# What goes to the app: logged bytes, and control records around them. All of it is counted as unsent.
+# Output to the app: logged bytes and control records. All bytes count as unsent until the socket takes them.
 
 
 class AppOutbox:
@@ -139,36 +140,33 @@ class AppOutbox:
         self._turn.effects.append(SendToApp(data))
 
     def send_record(self, record: memoryview, batches: Sequence[BatchSource]) -> None:
-        """A logged ``record``, whose trailer has ``batches``."""
+        """Send a logged ``record``, whose trailer has ``batches``."""
         sources = self._session.sources_record(batches)
         if sources is not None:
             self._turn.effects.append(SendToApp(sources))
         self.send(record)
 
     def send_control(self, message_type: MessageType, message: bytes | None = None) -> None:
-        """A control record: ``message``, whole, or one of that type without data."""
+        """Send a control record: ``message``, whole, or one of that type without data."""
         self._turn.effects.append(SendToApp(self._session.control_record(message_type, message)))
 
     def send_text(self, message_type: MessageType, text: str) -> None:
-        """In words, to an app that has asked for them."""
+        """Send a text to an app that has asked for texts."""
         if self._session.phase is Phase.RESTORING or not self._session.is_loaded:
             return  # the app would take it for a part of the blob; or for words of another instance
         if message_type in self._session.extensions:
             self.send_control(message_type, encode_message(message_type, text.encode()))
 
     def send_acceptances(self) -> None:
-        """How many impulses are durable, once the app has the record behind which that is."""
+        """Tell the app how many impulses are durable, once it has the record after which they are."""
         accepted = self._session.acceptance_to_send()
         if accepted is not None and MessageType.IMPULSES_ACCEPTED in self._session.extensions:
             self.send_control(MessageType.IMPULSES_ACCEPTED, encode_impulses_accepted(accepted))
 
 
-# This instance's end of all its streams: who it is, and what they share.
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class LocalEndpoint:
-    """Each part of the streams reads it as it is now; the machine, and who is named, change it."""
+    """Local end of all streams: the instance, its epoch, and what its streams share."""
 
     name: str
     limits: Limits
@@ -201,7 +199,7 @@ class LocalEndpoint:
         code: RefusedCode = RefusedCode.NONE,
         reason: str = "",
     ) -> PeerFrame:
-        """One of this instance, in its epoch."""
+        """Return a frame of this instance in its epoch."""
         return PeerFrame(
             frame_type,
             self.name,

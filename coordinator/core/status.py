@@ -1,4 +1,4 @@
-"""What an operator asks of a running machine, in plain values. Nothing here changes anything."""
+"""Status of a running machine for operators, in plain values. Nothing here changes anything."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from immortal.protocol.verdicts import MessageKey
 
 
 class StatusView:
-    """Of the machine that has these parts."""
+    """Status of the machine with these components."""
 
     def __init__(self, parts: Components) -> None:
         self._parts = parts
 
     def peers(self) -> dict[str, dict[str, object]]:
-        """What `immortal peers show` shows of each other instance; plain values."""
+        """Values for `immortal peers show`, by instance."""
         return describe_peers(self._parts.peers, self._parts.back_pressure.held_up_for)
 
     def clients(self) -> dict[str, object]:
-        """What the page shows of outside callers; plain values."""
+        """Values about clients for the web page."""
         return describe_clients(self._parts.clients.table)
 
     @property
     def forbidden(self) -> Mapping[str, int]:
-        """Calls that were refused as their caller may not make them, by caller, since the start."""
+        """Number of refused calls since the start, by caller, because it may not make them."""
         return self._parts.call_failures.forbidden
 
     @property
     def refusals(self) -> Mapping[str, Mapping[str, int]]:
-        """How often what was done to a caller, by what and whom, since the start: for the audit log."""
+        """Number of refusals and other sanctions since the start, by kind and caller, for the audit log."""
         call_failures = self._parts.call_failures
         return {
             "refused: a method that it may not call": self.forbidden,
@@ -49,12 +49,12 @@ class StatusView:
 
     @property
     def letters(self) -> list[MessageKey]:
-        """The dead letters that are kept, oldest first."""
+        """Keys of the dead letters that are kept, oldest first."""
         return list(self._parts.call_failures.verdicts.letters)
 
     @property
     def can_hand_over(self) -> bool:
-        """The app works: all that there is is in the log, or is made once more from it."""
+        """The app works, so everything is in the log or can be made again from it."""
         return (
             self._parts.write_lease.writes
             and self._parts.session.phase in WORKS
@@ -62,11 +62,11 @@ class StatusView:
         )
 
     def long_handler_text(self, now_ns: int) -> str:
-        """The handler that the app does not come back from, in words; "" where there is none."""
+        """Describe the handler that the app does not come back from; "" where there is none."""
         return self._parts.call_failures.poison_guard.long_handler_text(now_ns)
 
     def status(self, now_ns: int) -> dict[str, object]:
-        """What `immortal status` shows of a live instance; plain values."""
+        """Values for `immortal status` of a live instance."""
         parts = self._parts
         return describe(
             parts.name,
@@ -92,9 +92,6 @@ class StatusView:
             "version": parts.versions.current,
             "upgrade_to": parts.versions.upgrade_to,
         }
-
-
-# What there is to say of a live instance, in plain values.
 
 
 CLIENTS_TOLD_MAX = 200
@@ -156,7 +153,7 @@ def _granted(peers: Peers, source: str) -> dict[str, int]:
 
 
 def describe_write_lease(write_lease: WriteLease, log_requests: LogRequests, now_ns: int) -> dict[str, object]:
-    """Whether this coordinator writes the log, or who does; and since when the log does not answer."""
+    """Describe who writes the log, and since when it does not answer."""
     since_ns = log_requests.silent_since_ns
     return {
         "role": write_lease.role.value,
@@ -168,7 +165,7 @@ def describe_write_lease(write_lease: WriteLease, log_requests: LogRequests, now
 def describe_flow(
     pressure: BackPressure, room: LogCapacity, log: GroupCommit, name: str, limits: Limits
 ) -> dict[str, object]:
-    """Whether and for whom the app is held up; the log's room, as last measured."""
+    """Describe whether and for whom the app is held up, and the log's room, as last measured."""
     return {
         "app_paused": pressure.paused,
         "held_up_for": [destination or name for destination in pressure.held_up_for],
@@ -183,7 +180,7 @@ def describe_flow(
 
 
 def describe_clients(table: ClientTable) -> dict[str, object]:
-    """``clients``: the CLIENTS_TOLD_MAX that were heard last, the last one first; ``count``: of all.
+    """Describe clients. ``clients``: the CLIENTS_TOLD_MAX heard last, the last one first; ``count``: of all.
 
     ``owner``: whose keys it uses; ``time_ns``: of its last request, since the Unix epoch.
     """
@@ -203,7 +200,7 @@ def describe_clients(table: ClientTable) -> dict[str, object]:
 
 
 def describe_peers(peers: Peers, held_up_for: Collection[str]) -> dict[str, dict[str, object]]:
-    """Each other instance by name: the streams to it and from it, and what is wrong with them. Positions are ours."""
+    """Describe each other instance by name: the streams to it and from it, and their errors. Positions are ours."""
     names = {*peers.outputs, *peers.inputs, *peers.committer_ids} - {ONESELF, CLIENTS}
     return {name: _describe_peer(peers, name) | {"held_up": name in held_up_for} for name in sorted(names)}
 

@@ -1,4 +1,4 @@
-"""When the machine is to look at things although nothing happens: times of the instance (core/clock.py)."""
+"""Timers: when the machine must look at things although nothing happens, in instance time (core/clock.py)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Timers:
         self._plan()
 
     def _plan(self) -> None:
-        """One WakeAt takes the place of the one before: the next of all that is waited for."""
+        """Ask for one WakeAt at the earliest due time; it replaces the one before."""
         wishes_ns = (
             self._checkpoint_ns,
             self._retry_ns,

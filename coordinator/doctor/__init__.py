@@ -1,6 +1,6 @@
-"""`immortal doctor`: what is wrong with an installation, a home, its disks, the clock and the limits of a machine.
+"""Checks of `immortal doctor`: of the installation, a home, its disks, and the machine's clock, limits and memory.
 
-Each module looks at one of them and yields findings. They read, and measure; they change nothing.
+Each module checks one of them and yields findings. It reads and measures, and changes nothing.
 """
 
 from immortal.coordinator.doctor.examination import examine, examine_instance

@@ -1,4 +1,4 @@
-"""Where logs lie: which filesystem that is, how much room it has, how long a sync takes, and whether it can be true."""
+"""Findings about the disk of a log: filesystem, free space, time of a sync, and whether that time can be true."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOVE = "move the home to a disk of this machine: --home, or --log of 'immortal 
 
 
 class Mount(NamedTuple):
-    """A filesystem: of ``kind``, mounted at ``point``. ``options``: of the mount and of the filesystem."""
+    """A mounted filesystem. ``options``: of the mount and of the filesystem."""
 
     point: Path
     kind: str
@@ -38,7 +38,7 @@ class Mount(NamedTuple):
 
 
 class SyncTimes(NamedTuple):
-    """Seconds of writing one block so that it is durable, ascending, and of writing one that is not, in the middle."""
+    """Times of writing one block, in seconds: all synced ones, ascending, and the median of unsynced ones."""
 
     synced_s: list[float]
     unsynced_s: float
@@ -49,12 +49,12 @@ class SyncTimes(NamedTuple):
 
     @property
     def most_s(self) -> float:
-        """99 of 100 take no longer."""
+        """Time that 99 of 100 synced writes do not exceed."""
         return self.synced_s[min(len(self.synced_s) - 1, len(self.synced_s) * 99 // 100)]
 
 
 def findings(folder: Path) -> Iterator[Finding]:
-    """``folder``: where a log lies, or will."""
+    """Check the disk of ``folder``, where a log is or will be."""
     place = existing(folder)
     mount = mount_of(place)
     yield _kind(place, mount)
@@ -71,16 +71,16 @@ def findings(folder: Path) -> Iterator[Finding]:
         why = "no log can be written there"
         yield problem(AREA, f"{place}: writing a block and syncing it fails: {error.strerror}", why, _MOVE)
         return
-    yield judge(place, times, mount)
+    yield judge_sync_times(place, times, mount)
 
 
 def existing(folder: Path) -> Path:
-    """``folder``, or the first above it that there is."""
+    """Return ``folder``, or the first folder above it that exists."""
     return next((one for one in (folder, *folder.parents) if one.is_dir()), Path("/"))
 
 
 def mount_of(folder: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount | None:
-    """None where the kernel does not say."""
+    """Return the filesystem that ``folder`` is on; None where the kernel does not say."""
     real = Path(os.path.realpath(folder))
     found = None
     try:
@@ -136,7 +136,7 @@ def _room(place: Path) -> Finding:
 
 
 def measure(folder: Path) -> SyncTimes:
-    """Write blocks over one another as the log's journal does, each synced, and then without. Raises OSError."""
+    """Measure overwriting blocks as the log's journal does, synced and unsynced. Raises OSError."""
     path = folder / f".doctor-{os.getpid()}"
     block = os.urandom(BLOCK_SIZE_BYTES)
     blocks_count = 64
@@ -173,8 +173,8 @@ def _times(descriptor: int, block: bytes, blocks_count: int) -> list[float]:
     return sorted(times_s)
 
 
-def judge(place: Path, times: SyncTimes, mount: Mount | None) -> Finding:
-    """What times of syncs say of the disk under ``place``."""
+def judge_sync_times(place: Path, times: SyncTimes, mount: Mount | None) -> Finding:
+    """Judge the disk under ``place`` by the times of its syncs."""
     what = (
         f"{place}: a synced write of 4 KiB takes {_text(times.median_s)} (median of {len(times.synced_s)}), "
         f"99 of 100 at most {_text(times.most_s)}; an unsynced one {_text(times.unsynced_s)}"
@@ -200,7 +200,7 @@ def judge(place: Path, times: SyncTimes, mount: Mount | None) -> Finding:
 
 
 def _rotates(device: str) -> bool:
-    """A partition has it in the folder of its disk."""
+    """Return whether a disk says that it rotates; for a partition, the folder of its disk says so."""
     for folder in (Path("/sys/dev/block", device), Path("/sys/dev/block", device).resolve().parent):
         try:
             return (folder / "queue" / "rotational").read_text().strip() == "1" and not _is_virtual(folder)
@@ -210,7 +210,7 @@ def _rotates(device: str) -> bool:
 
 
 def _is_virtual(folder: Path) -> bool:
-    """A virtual machine's disk says that it rotates, whatever lies below."""
+    """Return whether the disk is virtual: it says that it rotates, whatever is below it."""
     return folder.resolve().name.startswith(("vd", "xvd", "nbd", "loop", "zram"))
 
 

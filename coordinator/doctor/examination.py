@@ -1,4 +1,4 @@
-"""All that is looked at, in order."""
+"""Order of all checks."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from immortal.coordinator.config import ConfigError, InstanceSettings
-from immortal.coordinator.doctor import clock, disk, home, installation, limits
+from immortal.coordinator.doctor import disk, home, installation, machine
 from immortal.coordinator.doctor.finding import Finding
 from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log_url import is_in_folder, split_url
 
 
 def examine(registry: Registry) -> Iterator[Finding]:
-    """The installation, the home and all its instances, the disks that their logs are on, the clock, limits, memory."""
+    """Check the installation, the home and all its instances, the disks of their logs, clock, limits and memory."""
     yield from installation.findings()
     yield from home.findings(registry)
     settings = _readable(registry)
     for folder in _one_of_each_disk([registry.home, *map(_log_folder, settings)]):
         yield from disk.findings(folder)
-    yield from clock.findings(_files(registry.home))
-    yield from limits.findings(len(settings))
+    yield from machine.clock_findings(_files(registry.home))
+    yield from machine.limit_findings(len(settings))
 
 
 def examine_instance(registry: Registry, settings: InstanceSettings) -> Iterator[Finding]:
-    """What concerns one instance: its files, and the disk that its log is on."""
+    """Check one instance: its files, and the disk of its log."""
     yield from home.findings_of(registry, settings.name)
     if is_in_folder(settings.log):
         yield from disk.findings(_log_folder(settings))
@@ -45,7 +45,7 @@ def _readable(registry: Registry) -> list[InstanceSettings]:
 
 
 def _log_folder(settings: InstanceSettings) -> Path:
-    """Where the log lies; for one in a database the instance's own folder, with its keys."""
+    """Return the folder of the log; for a log in a database the instance's own folder, with its keys."""
     return Path(split_url(settings.log)[1]) if is_in_folder(settings.log) else settings.folder
 
 
@@ -59,7 +59,7 @@ def _one_of_each_disk(folders: list[Path]) -> Iterator[Path]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The registry's own files, and those of its instances: not what else may lie below."""
+    """Yield the registry's own files and those of its instances, but nothing deeper."""
     try:
         for path in folder.iterdir():
             yield path

@@ -1,4 +1,4 @@
-"""What a look at the machine has found."""
+"""Findings of the doctor: area, level, text and remedy."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ class Area(enum.StrEnum):
 class Level(enum.StrEnum):
     OK = "ok"
     NOTE = "note"
-    """It works, and could be better, or can't be told."""
+    """Works, but could be better, or can't be checked."""
     PROBLEM = "problem"
     """A promise does not hold, or a start or a command will fail: the exit status is 1."""
 
 
 class Finding(Struct, frozen=True):
-    """``what`` was found, with figures; ``why`` that matters; ``remedy``: what to do. Both are "" where all is well."""
+    """A result of a check: ``what`` was found, with figures; ``why`` it matters; ``remedy``: what to do. The last two
+    are "" if all is well."""
 
     area: Area
     level: Level

@@ -1,4 +1,4 @@
-"""A home: who may write in it, settings that make no sense, names without logs, logs without names, old sockets."""
+"""Findings about a home: permissions, wrong settings, names without logs, logs without names, stale sockets."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def findings(registry: Registry) -> Iterator[Finding]:
 
 
 def findings_of(registry: Registry, name: str) -> Iterator[Finding]:
-    """Of one registered instance."""
+    """Check one registered instance."""
     try:
         settings = registry.load(name)
     except (ConfigError, RegistryError) as error:
@@ -101,7 +101,7 @@ def _secrets(settings: InstanceSettings) -> Iterator[Finding]:
 
 
 def _log(settings: InstanceSettings) -> Iterator[Finding]:
-    """Only of logs in folders: others are asked where NAME is given, since that may take long."""
+    """Check a log in a folder; others are checked only where NAME is given, since that may take long."""
     if not is_in_folder(settings.log):
         return
     try:
@@ -125,7 +125,7 @@ def _log(settings: InstanceSettings) -> Iterator[Finding]:
 
 
 def _logs_without_names(home: Path, names: list[str]) -> Iterator[Finding]:
-    """'immortal unregister' leaves the log; so does who removes a settings file by hand."""
+    """Find logs of instances that are not registered: unregistered ones, or with a settings file removed by hand."""
     found = []
     with contextlib.suppress(OSError):
         for folder in sorted(home.iterdir()):
@@ -155,7 +155,7 @@ def _extras(settings: InstanceSettings) -> Iterator[Finding]:
 
 
 def _sockets(settings: InstanceSettings) -> Iterator[Finding]:
-    """A socket without a process behind it says that a process was killed; the next start takes its place."""
+    """Find sockets without a process: their process was killed, and the next start replaces them."""
     if read_living(settings.folder / COORDINATOR_FILE_NAME, ProcessFile) is not None:
         return
     stale = [
@@ -173,7 +173,7 @@ def _sockets(settings: InstanceSettings) -> Iterator[Finding]:
 
 
 def _running(settings: InstanceSettings) -> Iterator[Finding]:
-    """What a coordinator that runs says itself; that it does not answer is a finding as well."""
+    """Ask a running coordinator about its clock; no answer is a finding as well."""
     name = settings.name
     try:
         told = control.query(settings.folder, "clock", ANSWER_TIMEOUT_S)
@@ -195,10 +195,10 @@ def _running(settings: InstanceSettings) -> Iterator[Finding]:
 
 
 def is_stale(path: Path) -> bool:
-    """Whether it is a Unix socket at which nobody listens.
+    """Return whether ``path`` is a Unix socket at which nobody listens.
 
-    It is connected to only where the kernel does not list it, as of a process of another network namespace: to the one
-    that listens a connection is a stranger.
+    A connection is tried only if the kernel does not list the socket, since a process of another network namespace may
+    listen: the listener would take the connection for a stranger's.
     """
     if f" {path}\n".encode() in _bound_sockets():
         return False
@@ -216,7 +216,7 @@ def is_stale(path: Path) -> bool:
 
 @functools.cache
 def _bound_sockets() -> bytes:
-    """The kernel's list of the sockets of this network namespace, a line each, with its path at the end."""
+    """Return the kernel's list of the sockets of this network namespace, a line each, with its path at the end."""
     try:
         return Path("/proc/net/unix").read_bytes()
     except OSError:
@@ -224,7 +224,7 @@ def _bound_sockets() -> bytes:
 
 
 def _short_sockets() -> Iterator[Finding]:
-    """The folder that all homes of this user share, for sockets whose own folder has too long a path."""
+    """Check the folder that all homes of this user share, for sockets whose own folder has too long a path."""
     folder = SHORT_FOLDERS / f"immortal-{os.geteuid()}"
     try:
         status = folder.lstat()

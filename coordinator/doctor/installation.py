@@ -1,4 +1,4 @@
-"""The installation: versions against what the package asks for, what runs compiled, which extras are there."""
+"""Findings about the installation: versions of packages, what runs compiled, which extras are installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from immortal.protocol import compiled
 AREA = Area.INSTALLATION
 PACKAGE = "immortal"
 EXTRAS = ("archive", "http", "metrics", "postgres", "pydantic-ai", "spark", "sql", "web")
-"""Those that are for users; what others there are is for who works on the project itself."""
+"""Extras for users; the others are for work on the project itself."""
 PYTHON_MIN = (3, 11)
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([<>=!~0-9.,\s]*)(?:;\s*(.*))?")
 _BOUND = re.compile(r"(>=|<)\s*([0-9.]+)")
@@ -81,7 +81,7 @@ def _extras(required: Sequence[str]) -> Finding:
 
 
 def is_installed(extra: str, required: Sequence[str] | None = None) -> bool:
-    """Whether all packages of ``extra`` are there. False where Immortal itself is not installed."""
+    """Return whether all packages of ``extra`` are installed. False if Immortal itself is not installed."""
     if required is None:
         try:
             required = metadata.requires(PACKAGE) or []
@@ -97,7 +97,7 @@ def is_installed(extra: str, required: Sequence[str] | None = None) -> bool:
 
 
 def _parts(requirement: str) -> tuple[str, str, str]:
-    """Name, bounds and marker of ``lmdb<4,>=1.6; extra == "x"``."""
+    """Split a requirement such as ``lmdb<4,>=1.6; extra == "x"`` into name, bounds and marker."""
     found = _REQUIREMENT.match(requirement)
     if found is None:
         return requirement, "", ""
@@ -105,7 +105,7 @@ def _parts(requirement: str) -> tuple[str, str, str]:
 
 
 def is_within(version: str, bounds: str) -> bool:
-    """Whether a version fits bounds such as ``>=1.6,<4``: those that our own packages are given in."""
+    """Return whether a version is within bounds such as ``>=1.6,<4``, the form that our own package uses."""
 
     def numbers(text: str) -> tuple[int, ...]:
         return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[a-z+-]", text, maxsplit=1)[0]))
@@ -124,7 +124,7 @@ def _install(name: str, bounds: str) -> str:
 
 
 def _native() -> Iterator[Finding]:
-    """What the packages bring that is no Python."""
+    """Check the native libraries that packages bring."""
     try:
         import zmq
     except ImportError as error:

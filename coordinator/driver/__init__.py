@@ -1,6 +1,6 @@
-"""What carries out a machine's effects: turn by turn (`turn`), through ports (`ports`).
+"""Driver: carries out a machine's effects, turn by turn (`turn`), through ports (`ports`).
 
-In service, in the simulation, in the environment of users' tests: always this one.
+The same driver runs in service, in the simulation and in the environment of users' tests.
 """
 
 import immortal.coordinator.core  # which says whether turn.py runs compiled  # noqa: F401

@@ -1,4 +1,5 @@
-"""Ports of worlds in memory: each does the least that its duty allows. What a world makes of it, it overrides."""
+"""Plain ports for worlds in memory: each does the least that its duty allows, and is overridden where a world needs
+more."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from immortal.coordinator.driver.ports import Offered, Read, Write, answer
 
 
 class PlainApp:
-    """Nobody is there."""
+    """App port with no app behind it."""
 
     def send(self, effect: ef.SendToApp) -> None:
         pass
@@ -34,7 +35,7 @@ class PlainApp:
 
 
 class PlainPeers:
-    """What is sent goes nowhere, and answers never wait."""
+    """Peer port without a network: frames go nowhere, and answers never wait."""
 
     has_new = False
     replies_wait = False
@@ -133,7 +134,7 @@ class SetClock:
 
 
 class PlainHost:
-    """Nobody listens."""
+    """Host port that ignores everything."""
 
     def peer_reset_done(self, effect: ef.PeerResetDone) -> None:
         pass

@@ -1,7 +1,7 @@
-"""What a driver needs from outside: the app, the peers, the log, the clock, and who runs the coordinator.
+"""Ports of a driver: the app, the peers, the log, the clock, and the host that runs the coordinator.
 
-Each method that takes an effect (core/effects.py) has that effect's duty. In service sockets, files and threads are
-behind these ports; in the simulation, made worlds.
+Each method that takes an effect (core/effects.py) has that effect's duty. In service, sockets, files and threads are
+behind these ports; in the simulation, simulated ones.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Read = StoreRead | ef.ReadTail
 
 
 class AppPort(Protocol):
-    """One app at a time. What comes from it goes into the driver's inbox."""
+    """Connection with one app at a time. Its messages go into the driver's inbox."""
 
     def send(self, effect: ef.SendToApp, /) -> None:
-        """To the app that is connected, behind all that was sent before; to nobody where none is, or it is closing."""
+        """Send to the connected app, behind everything sent before; drop it where there is none, or it is closing."""
 
     def close_app(self, effect: ef.CloseApp, /) -> None: ...
 
@@ -40,7 +40,7 @@ class AppPort(Protocol):
         """Hand over what was sent, as far as it is taken now; what has come of it, but for :meth:`take_sent`."""
 
     def take_sent(self) -> Sequence[Event]:
-        """How much the app has taken since the last call: with whatever comes next, if nobody waits for it."""
+        """Return how much the app has taken since the last call; comes with the next event if nobody waits for it."""
 
 
 class PeerPort(Protocol):
@@ -49,7 +49,7 @@ class PeerPort(Protocol):
     def open(self, effect: ef.OpenPeer, /) -> None: ...
 
     def send(self, effect: ef.SendToPeer, /) -> None:
-        """At least once, in any order, until it is answered; nothing goes out before :meth:`flush`."""
+        """Send at least once, in any order, until it is answered; nothing goes out before :meth:`flush`."""
 
     def reset(self, effect: ef.ResetPeer, /) -> None: ...
 
@@ -62,14 +62,14 @@ class PeerPort(Protocol):
 
     @property
     def has_new(self) -> bool:
-        """There is something to send since the last :meth:`flush`."""
+        """Frames wait for :meth:`flush`."""
 
     def flush(self, *, patient: bool) -> None:
         """Send all there is. ``patient``: answers may stay where they are until something else is to be done."""
 
     @property
     def replies_wait(self) -> bool:
-        """There may be answers that nobody has been in a hurry for."""
+        """Answers may have come that nobody was in a hurry for."""
 
     def receive(self) -> None:
         """Put them into the inbox."""
@@ -95,11 +95,11 @@ class LogPort(Protocol):
     def cancel_standby_request(self, effect: ef.DropAsked, /) -> None: ...
 
     def offer(self, effect: Offered, /) -> None:
-        """Of who follows; another's log by now, or not reached: chunks are answered all the same."""
+        """Write a follower's chunk to another's log, which may not be reached: chunks are answered all the same."""
 
     @property
     def has_inline(self) -> bool:
-        """There is something for :meth:`run_inline`."""
+        """Work waits for :meth:`run_inline`."""
 
     def run_inline(self) -> None:
         """Do now what is too small for a thread."""
@@ -112,13 +112,13 @@ class ClockPort(Protocol):
         """Since the Unix epoch."""
 
     def take_events(self) -> Sequence[Event]:
-        """What :meth:`now_ns` has found out and the machine is to hear before that time."""
+        """Return what :meth:`now_ns` has found out and the machine must handle before that time."""
 
     def wake_at(self, effect: ef.WakeAt, /) -> None: ...
 
 
 class HostPort(Protocol):
-    """Who runs the coordinator: what an operator asked for and what one is to know."""
+    """Process that runs the coordinator: carries operators' requests in, and answers and notices out."""
 
     def peer_reset_done(self, effect: ef.PeerResetDone, /) -> None: ...
 
@@ -131,11 +131,11 @@ class HostPort(Protocol):
     def stop(self, effect: ef.Stop, /) -> None: ...
 
 
-# What a log answers to a machine that reads it.
+# Reading a log for its machine.
 
 
 def answer(store: LogStore, asked: StoreRead) -> ev.Event:
-    """What ``store`` has for ``asked``, which its writer asks; LogFailed where it can't be read."""
+    """Return what ``store`` has for its writer's request ``asked``; LogFailed where it can't be read."""
     try:
         match asked:
             case ef.LoadLog(with_clients):
@@ -156,7 +156,7 @@ def answer(store: LogStore, asked: StoreRead) -> ev.Event:
 
 
 def failed(error: LogError, asked: ev.Asked | None) -> ev.LogFailed:
-    """What a log answers that could not do what it was asked for."""
+    """Return the answer of a log that could not do what it was asked for."""
     return ev.LogFailed(error, isinstance(error, LogUnavailableError), asked)
 
 
@@ -167,10 +167,10 @@ class Chunks(Protocol):
 
 
 def problem_of(store: Chunks, header: CheckpointHeader, is_given_up: Callable[[], bool] = lambda: False) -> str | None:
-    """What is wrong with ``header``'s checkpoint; None if every byte of its blob is what was written.
+    """Check ``header``'s checkpoint; return what is wrong with it, or None if every byte of its blob is right.
 
     Its outputs are read as well: by now they can be, and who restores it may not have this log open any more.
-    ``is_given_up``: looked at before each chunk; nobody wants to know any more. Raises LogUnavailableError.
+    ``is_given_up``: asked before each chunk; true if nobody wants the answer any more. Raises LogUnavailableError.
     """
     size_bytes = check = index = 0
     while size_bytes < header.size_bytes:

@@ -1,8 +1,8 @@
-"""The one interpreter of a machine's effects, and the order of a turn's duties.
+"""Driver: the one interpreter of a machine's effects, and the order of a turn's duties.
 
-A turn hands the machine all that has come in, and carries out what it asks for. The app gets its record before anything
-else is worked out; nobody waits like that for a reply to a peer, so those come behind. What is written at once comes
-when everything else is under way; what that brings is handled in the same turn. What can wait is looked at last.
+A turn hands the machine all that has come in, and carries out its effects. The app gets its record before anything else
+is worked out. Replies to peers come later, since nobody waits for them like that. Small writes come when everything
+else is under way, and their results are handled in the same turn. What can wait comes last.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Driver:
         self._flush_peers()
 
     def _carry_out(self, effects: Sequence[ef.Effect]) -> list[ef.Effect]:
-        """All but the replies to peers, which are returned."""
+        """Carry out all effects but replies to peers, which are returned."""
         replies: list[ef.Effect] = []
         if not effects:
             return replies

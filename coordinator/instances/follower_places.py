@@ -1,10 +1,10 @@
-"""Where a follower on the same machine as its instance has its sockets, its secret and its files.
+"""Folders of followers on the instance's machine, for their sockets, secrets and files.
 
 <home>/counter/followers/1/      the first; its app.sock, app_secret, control.sock and coordinator.json
 <home>/counter/followers/2/      a second one beside it
 
-A place belongs to the process that holds the lock in it. When the follower becomes the instance, peers and operators
-find it where they find the instance; its app stays where it is.
+A folder belongs to the process that holds the lock in it. When the follower becomes the instance, peers and operators
+reach it at the instance's addresses; its app stays where it is.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PLACES_MAX = 16  # more followers of one log on one machine help nobody
 
 
 class FollowerPlaceError(ImmortalError):
-    """There is no place for one more follower."""
+    """Folders for followers are used up, or can't be used."""
 
 
 class FollowerPlace(Struct):
-    """Held until :meth:`release`, or until the process ends. ``folder``: where its files are."""
+    """Folder of one follower, locked until :meth:`release`, or until the process ends."""
 
     folder: Path
     _descriptor: int
@@ -41,7 +41,7 @@ class FollowerPlace(Struct):
 
 
 def claim_place(settings: InstanceSettings) -> FollowerPlace:
-    """A place of its own for a follower of the instance. Raises FollowerPlaceError."""
+    """Lock a free folder for a follower of the instance. Raises FollowerPlaceError."""
     folder = settings.folder / FOLDER_NAME
     try:
         for number in range(1, PLACES_MAX + 1):
@@ -62,8 +62,8 @@ def claim_place(settings: InstanceSettings) -> FollowerPlace:
 def follower_settings(
     settings: InstanceSettings, folder: Path, *, app_port: int | None = None, app_send_port: int | None = None
 ) -> InstanceSettings:
-    """``settings`` with the sockets and files of a follower in ``folder``: its app comes by a Unix socket there, or by
-    these ports."""
+    """Return ``settings`` with the sockets and files of a follower in ``folder``: its app connects by a Unix socket
+    there, or by these ports."""
     return msgspec.structs.replace(
         settings, folder=folder, log=settings.log, app_port=app_port, app_send_port=app_send_port, app_socket=None
     )

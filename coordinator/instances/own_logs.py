@@ -1,4 +1,11 @@
-"""Which logs were made here, their keys, and the refusal of pickled states of other logs."""
+"""Logs made by this home: the note of them, their keys, and the refusal of pickled states of other logs.
+
+<home>/counter/keys/log_key     a key in hex on each line, the one in use first; mode 0600, in a folder of mode 0700
+<home>/counter/keys/own_logs    a log on each line: "committer ID, when it was made in ns", and "authenticated" if it is
+
+So a log that somebody put in the place of the instance's own is recognised, and one that was authenticated is never
+taken for one that was not.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class PickleRefusedError(LogError):
-    """A state that pickle wrote is of a log that this home did not make."""
+    """A state written by pickle is in a log that this home did not make."""
 
 
 def refuse_pickle(source: RecordSource, checkpoint_ids: Iterable[int]) -> None:
-    """Raises PickleRefusedError where ``source`` is not trusted, and pickle wrote one of these checkpoints."""
+    """Raise PickleRefusedError if ``source`` is not trusted and pickle wrote one of these checkpoints."""
     if not source.trusts_pickle:
         refuse_pickle_in(source.checkpoint_chunks, checkpoint_ids, source.identity.instance_name)
 
@@ -36,7 +43,7 @@ def refuse_pickle(source: RecordSource, checkpoint_ids: Iterable[int]) -> None:
 def refuse_pickle_in(
     chunks_of: Callable[[int], Iterator[bytes]], checkpoint_ids: Iterable[int], instance_name: str
 ) -> None:
-    """As :func:`refuse_pickle`, for a log that nobody trusts."""
+    """Raise PickleRefusedError if pickle wrote one of these checkpoints of a log that is not trusted."""
     for checkpoint_id in checkpoint_ids:
         try:
             serializer = serializer_of(chunks_of(checkpoint_id))
@@ -51,16 +58,6 @@ def refuse_pickle_in(
             )
 
 
-# The keys of an instance's log, and the note of which logs were made here.
-#
-# <home>/counter/keys/log_key     a key in hex on each line, the one in use first; mode 0600, in a folder of mode 0700
-# <home>/counter/keys/own_logs    a log on each line: "committer ID, when it was made in ns", and "authenticated" if it
-# is
-#
-# So a log that somebody put in the place of the instance's own is known to be none of its own, and one that was
-# authenticated is never taken for one that was not yet.
-
-
 COLUMNS_FOLDER_NAME = (
     "columns"  # in an instance's folder: what queries made of its log (immortal.pipeline.sql.parquet_cache)
 )
@@ -72,13 +69,13 @@ _OTHERS = 0o077
 
 
 class OwnLogs:
-    """Which logs were made here. ``folder`` is the instance's."""
+    """Note of the logs made here for one instance. ``folder`` is the instance's."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises LogKeyError where the note cannot be read."""
+        """Read the note. Raises LogKeyError where it cannot be read."""
         self.path = folder / FOLDER_NAME / OWN_LOGS_FILE_NAME
         self.is_kept = True
-        """False: the instance is from before there was such a note, and its log is taken for its own."""
+        """True if there is a note; without one, the log that is there is taken for the instance's own."""
         self._logs: dict[tuple[int, int], bool] = {}
         try:
             lines = self.path.read_text("ascii").splitlines()
@@ -106,7 +103,7 @@ class OwnLogs:
         return not self.is_kept or (identity.committer_id, identity.created_ns) in self._logs
 
     def add(self, identity: LogIdentity, *, authenticated: bool) -> None:
-        """Raises LogKeyError."""
+        """Note that a log was made here. Raises LogKeyError."""
         place = identity.committer_id, identity.created_ns
         if self.is_kept and self._logs.get(place) == authenticated:
             return
@@ -114,12 +111,12 @@ class OwnLogs:
         self._write()
 
     def forget_authentication(self) -> None:
-        """No log has to be authenticated any more. Raises LogKeyError."""
+        """Note that no log has to be authenticated any more. Raises LogKeyError."""
         self._logs = dict.fromkeys(self._logs, False)
         self._write()
 
     def begin(self) -> None:
-        """From here on a log that is not noted is somebody else's. Raises LogKeyError."""
+        """Begin the note: from now on a log that is not noted is somebody else's. Raises LogKeyError."""
         if not self.is_kept:
             self._write()
 
@@ -136,14 +133,14 @@ class OwnLogs:
 
 
 def key_path(settings: InstanceSettings) -> Path:
-    """Where the keys of its log are, or would be."""
+    """Return the path of the file with the log's keys, whether it exists or not."""
     if settings.log_key is None or settings.log_key == LOG_KEY_FILE:
         return settings.folder / FOLDER_NAME / KEY_FILE_NAME
     return Path(settings.log_key)
 
 
 def read_keys(settings: InstanceSettings) -> tuple[LogKey, ...]:
-    """The one in use first; none where there is no file. Raises LogKeyError."""
+    """Read the keys of the instance's log, the one in use first; none if there is no file. Raises LogKeyError."""
     path = key_path(settings)
     try:
         status = path.stat()
@@ -170,14 +167,14 @@ def read_keys(settings: InstanceSettings) -> tuple[LogKey, ...]:
 
 
 def add_key(settings: InstanceSettings) -> tuple[LogKey, ...]:
-    """A new key in use; those before it stay for the copies that need them. Raises LogKeyError."""
+    """Make a new key and use it; older keys stay for the copies that need them. Raises LogKeyError."""
     keys = (LogKey.new(), *read_keys(settings))
     _write_secretly(key_path(settings), "".join(f"{key.secret.hex()}\n" for key in keys))
     return keys
 
 
 def remove(folder: Path) -> None:
-    """Forget keys and note for good; ``folder`` is the instance's."""
+    """Delete keys and note; ``folder`` is the instance's."""
     for name in (KEY_FILE_NAME, OWN_LOGS_FILE_NAME):
         (folder / FOLDER_NAME / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -188,9 +185,9 @@ def remove(folder: Path) -> None:
 
 
 def open_log(settings: InstanceSettings, place: Place | None = None) -> RowLogStore:
-    """The instance's log, for writing; a new one where there is none. Where ``log_key`` is set it is authenticated.
+    """Open the instance's log for writing; make it where there is none. With ``log_key`` set it is authenticated.
 
-    ``place``: of it, as somebody has it already. Raises LogError.
+    ``place``: the place of the log, if the caller has it already. Raises LogError.
     """
     log = place or settings.log
     own = OwnLogs(settings.folder)
@@ -232,9 +229,9 @@ def open_log(settings: InstanceSettings, place: Place | None = None) -> RowLogSt
 
 
 def adopt_log(settings: InstanceSettings, store: RowLogStore, *, trust_pickle: bool) -> None:
-    """A coordinator is to begin on the log ``store``: it is the instance's own from here on.
+    """Note the log ``store`` as the instance's own, since a coordinator begins to write it.
 
-    Raises PickleRefusedError for one that was not, with a state that pickle wrote, unless ``trust_pickle``.
+    Raises PickleRefusedError if it was not its own and holds a state written by pickle, unless ``trust_pickle``.
     """
     own = OwnLogs(settings.folder)
     if not (own.has(store.identity) or trust_pickle):
@@ -244,7 +241,7 @@ def adopt_log(settings: InstanceSettings, store: RowLogStore, *, trust_pickle: b
 
 
 def stored_chunks(store: LogStore, checkpoint_id: int) -> Iterator[bytes]:
-    """The chunks of a checkpoint, one after the other."""
+    """Yield the chunks of a checkpoint in order."""
     index = 0
     while chunk := store.read_checkpoint_chunk(checkpoint_id, index):
         yield chunk
@@ -252,9 +249,10 @@ def stored_chunks(store: LogStore, checkpoint_id: int) -> Iterator[bytes]:
 
 
 def open_reader(settings: InstanceSettings, *, trust_pickle: bool = False, check: bool = True) -> LogReader:
-    """The instance's log, for reading, and checked with its key where it has one.
+    """Open the instance's log for reading; it is checked with its key where it has one.
 
-    ``trust_pickle``: also where this home did not make it. ``check``: its small tables too, now. Raises LogError.
+    ``trust_pickle``: trust pickled states even if this home did not make the log. ``check``: check its small tables
+    now. Raises LogError.
     """
     own = OwnLogs(settings.folder)
     reader = open_folder_reader(settings.log, settings.name, keys=read_keys(settings), check=check)
@@ -266,7 +264,7 @@ def open_reader(settings: InstanceSettings, *, trust_pickle: bool = False, check
 
 
 def verify(settings: InstanceSettings) -> LogVerification:
-    """As :func:`immortal.coordinator.log.verify.verify_log`, with the instance's keys."""
+    """Verify the instance's log with its keys; see :func:`immortal.coordinator.log.verify.verify_log`."""
     from immortal.coordinator.log.verify import verify_log
 
     own = OwnLogs(settings.folder)
@@ -274,7 +272,7 @@ def verify(settings: InstanceSettings) -> LogVerification:
 
 
 def accept(settings: InstanceSettings) -> LogKey:
-    """Authenticate the log as it is now, whatever it is, with the key in use: the decision of a person.
+    """Authenticate the log as it is now with the key in use, whatever it holds: a person has decided that.
 
     Raises LogError.
     """
@@ -288,7 +286,7 @@ def accept(settings: InstanceSettings) -> LogKey:
 
 
 def forget_key(settings: InstanceSettings) -> None:
-    """Make the log one without authentication; the keys stay. Raises LogError."""
+    """Remove the authentication of the log; the keys stay. Raises LogError."""
     store = open_log_folder(settings.log, settings.name, accept=True)
     try:
         OwnLogs(settings.folder).forget_authentication()
@@ -311,5 +309,5 @@ def _write_secretly(path: Path, text: str) -> None:
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:
-    """Without the path: it was named already."""
+    """Return the reason of an error without the path, which the message names already."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)

@@ -1,5 +1,6 @@
-"""The registry: a folder with one settings file per instance, and a folder beside each for its log and runtime files.
-That of many machines is in a database, and the folder of each a copy of it (immortal.protocol.shared_registry).
+"""Registry: a folder with one settings file per instance, and a folder beside each for its log and runtime files.
+
+A registry of many machines is in a database; each machine's folder is a copy of it (immortal.protocol.shared_registry).
 
 <home>/counter.toml     the settings
 <home>/counter/         log/, and what a running coordinator says about itself (coordinator.json,
@@ -51,32 +52,33 @@ _RANDOM = random.SystemRandom()
 
 
 class RegistryError(ImmortalError):
-    """What was asked of the registry cannot be done."""
+    """The registry can't do what it was asked to."""
 
 
 class UnknownInstanceError(RegistryError):
-    """No instance of that name is registered."""
+    """An instance is not registered under the given name."""
 
 
 class Registry:
-    """The instances of one folder. Settings are read again when their file has changed.
+    """Instances of one folder. Settings are read again when their file has changed.
 
-    ``home``: the folder, or the URL of a database; then it is this machine's copy, and ``copy`` is None no more.
-    Raises SharedHomeError.
+    ``home``: the folder, or the URL of a database; then this machine's copy is used, and ``copy`` is set. Raises
+    SharedHomeError.
     """
 
     def __init__(self, home: str | os.PathLike[str]) -> None:
         self.home = shared_registry.folder_of(home)
         self.copy = shared_registry.copy_of(self.home)
         self._cache: dict[str, tuple[tuple[int, int, int], InstanceSettings]] = {}
-        self._looked_at = False  # whether others can write to the folder
+        self._looked_at = False  # the folder's modes were checked
 
     def path(self, name: str) -> Path:
         """The settings file of ``name``."""
         return self.home / f"{name}.toml"
 
     def names(self) -> list[str]:
-        """All registered instances, sorted. Raises RegistryError where the folder cannot be read, or others write."""
+        """Return all registered instances, sorted. Raises RegistryError for a folder that can't be read, or that others
+        may write."""
         self._refuse_open()
         try:
             files = [file for file in os.listdir(self.home) if file.endswith(".toml")]  # each coordinator looks often
@@ -87,13 +89,14 @@ class Registry:
         return sorted(file.removesuffix(".toml") for file in files if not file.startswith("."))
 
     def client_names(self, instances: Iterable[str]) -> list[str]:
-        """Those that have keys here and are none of ``instances``. Raises RegistryError for an unreadable folder."""
+        """Return the names with keys here that are not in ``instances``. Raises RegistryError for an unreadable
+        folder."""
         others = self.folder_names()
         others.difference_update(instances)
         return sorted(name for name in others if (self.home / name / PUBLIC_KEYS_FILE_NAME).exists())
 
     def folder_names(self) -> set[str]:
-        """Who has, or may have, a folder here. Raises RegistryError for an unreadable folder."""
+        """Return the names that have, or may have, a folder here. Raises RegistryError for an unreadable folder."""
         try:
             files = os.listdir(self.home)
         except (FileNotFoundError, NotADirectoryError):
@@ -103,7 +106,7 @@ class Registry:
         return {name for name in files if not name.startswith(".") and not name.endswith(".toml")}
 
     def load(self, name: str) -> InstanceSettings:
-        """The settings of ``name``. Raises UnknownInstanceError, ConfigError; RegistryError as :meth:`names`."""
+        """Return the settings of ``name``. Raises UnknownInstanceError, ConfigError; RegistryError as :meth:`names`."""
         check_instance_name(name)
         self._refuse_open()
         path = self.path(name)
@@ -123,7 +126,7 @@ class Registry:
         return settings
 
     def resolve(self, name: str) -> str:
-        """The endpoint where the coordinator of ``name`` is reached. Raises UnknownInstanceError, ConfigError."""
+        """Return the endpoint of the coordinator of ``name``. Raises UnknownInstanceError, ConfigError."""
         return self.load(name).peer
 
     def register(self, name: str, peer: str, **given: Any) -> InstanceSettings:
@@ -163,7 +166,7 @@ class Registry:
         return settings
 
     def replace(self, name: str, text: str) -> InstanceSettings:
-        """Other settings for an instance, as the whole text of its file. Raises ConfigError."""
+        """Replace the settings of an instance by ``text``, the whole text of its file. Raises ConfigError."""
         try:
             values = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -176,9 +179,9 @@ class Registry:
         return self.load(name)
 
     def share(self, url: str) -> list[str]:
-        """Bring this folder into the database ``url``, whose copy it is from then on; the names. Raises ImmortalError.
+        """Move this registry into the database ``url``; the folder is a copy of it from then on. Return the names.
 
-        Instances whose log is in the folder go on with it, on this machine alone.
+        Instances whose log is in the folder go on with it, on this machine alone. Raises ImmortalError.
         """
         names = self.names()
         for name in names:
@@ -197,12 +200,12 @@ class Registry:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Within it a copy follows its database; a registry of its own has nothing to follow."""
+        """Keep the copy of a shared registry up to date while the context is open."""
         with contextlib.nullcontext() if self.copy is None else self.copy.kept():
             yield
 
     def _with_ports(self, values: dict[str, Any]) -> dict[str, Any]:
-        """``values`` with free ports where they ask for some."""
+        """Return ``values`` with free ports where they ask for some."""
         taken = self._ports_taken()
         address = split_tcp(values["peer"])
         if address is not None and address[1] == 0:
@@ -222,7 +225,7 @@ class Registry:
         return values
 
     def remember_app(self, name: str, app: str) -> InstanceSettings:
-        """Write down ``app`` ("module:Class") as the one that ``name`` was last run with."""
+        """Store ``app`` ("module:Class") as the one that ``name`` was last run with."""
         check_app(app)
         if (known := self.load(name)).app == app:
             return known  # at most starts: many at once need not wait for each other
@@ -230,7 +233,7 @@ class Registry:
             return self._remember(name, "app", app)
 
     def remember_log(self, name: str, log: str) -> InstanceSettings:
-        """Write down ``log``, a path or a URL, as the one of ``name``: it is used from its next start on.
+        """Store ``log``, a path or a URL, as the log of ``name``: it is used from the next start on.
 
         Raises RegistryError where it is another instance's.
         """
@@ -239,7 +242,7 @@ class Registry:
             return self._remember(name, "log", log)
 
     def _remember(self, name: str, field: str, value: str) -> InstanceSettings:
-        """Locked by the caller."""
+        """Change one field of the settings file. The caller holds the lock."""
         if getattr(self.load(name), field) != value:
             path = self.path(name)
             text = text_with(path.read_bytes().decode(), field, value)
@@ -247,7 +250,7 @@ class Registry:
         return self.load(name)
 
     def refuse_open_folder(self, name: str) -> None:
-        """Raises RegistryError where others can write to the folder of ``name``."""
+        """Raise RegistryError if others can write to the folder of ``name``."""
         problem = openness(self.home / name)
         if problem is not None:
             raise RegistryError(problem)
@@ -267,7 +270,7 @@ class Registry:
         return UnknownInstanceError(f"there is no instance {name!r}{hint} registered in {self.home}: {known}")
 
     def _refuse_open(self) -> None:
-        """Once: who runs goes on with what it has."""
+        """Raise RegistryError if others can write to the home; checked once, so that a running process goes on."""
         if self._looked_at:
             return
         problem = openness(self.home)
@@ -277,7 +280,7 @@ class Registry:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One change of the registry at a time, so that two registers never take the same name or port."""
+        """Hold the lock for changes of the registry, so that two registrations never take the same name or port."""
         try:
             make_folder(self.home)
             self._refuse_open()
@@ -300,7 +303,7 @@ class Registry:
             os.close(descriptor)
 
     def _written(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The values of each settings file as they stand there, not checked: of a thousand files that is soon done."""
+        """Yield the values of each settings file unchecked, which is fast even for a thousand files."""
         for name in self.names():
             with contextlib.suppress(OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
                 yield name, tomllib.loads(self.path(name).read_text("utf-8"))
@@ -329,23 +332,23 @@ def _real(log: str) -> str:
 
 
 def write_text(path: Path, text: str, mode: int = PUBLIC_FILE_MODE) -> None:
-    """One of the files that shared_home lists, where the registry is kept. Raises SharedHomeError, OSError."""
+    """Write one of the registry's shared files, to the database if there is one. Raises SharedHomeError, OSError."""
     if not _share(path, text):
         write_atomically(path, text.encode(), mode=mode)
-        tell_all(path)
+        notify_coordinators(path)
 
 
 def remove_file(path: Path) -> None:
-    """As :func:`write_text`."""
+    """Remove one of the registry's shared files, from the database if there is one. Raises as :func:`write_text`."""
     if not _share(path, None):
         path.unlink(missing_ok=True)
-        tell_all(path)
+        notify_coordinators(path)
 
 
-def tell_all(path: Path) -> None:
-    """A public file has changed: the registry's folder gets a new time, at which all coordinators look.
+def notify_coordinators(path: Path) -> None:
+    """Touch the registry's folder after a public file has changed.
 
-    Those of a large registry do not look at each file each second.
+    Coordinators check the time of the folder each second, since a large registry has too many files to check each.
     """
     if path.name == PUBLIC_KEYS_FILE_NAME:
         with contextlib.suppress(OSError):  # somebody else's folder: they see it later
@@ -353,7 +356,7 @@ def tell_all(path: Path) -> None:
 
 
 def _share(path: Path, text: str | None) -> bool:
-    """Whether ``path`` is in a copy, and so in its database."""
+    """Write ``path`` to the database if its folder is a copy of one; return whether it is. ``text`` None: remove it."""
     is_settings = path.suffix == ".toml"
     home = path.parent if is_settings else path.parent.parent
     copy = shared_registry.copy_of(home)
@@ -365,7 +368,7 @@ def _share(path: Path, text: str | None) -> bool:
 
 
 def _make_schema(url: str) -> None:
-    """The registry's tables, where the database has none yet. Raises RegistryError."""
+    """Make the registry's tables where the database has none yet. Raises RegistryError."""
     from immortal.coordinator.log.open import place_of
 
     try:
@@ -377,7 +380,7 @@ def _make_schema(url: str) -> None:
 
 
 def _require_backend(url: str) -> None:
-    """Raises RegistryError for a log of which no backend is known."""
+    """Raise RegistryError if no backend is known for the log ``url``."""
     from immortal.coordinator.log.open import place_of
 
     try:
@@ -387,10 +390,10 @@ def _require_backend(url: str) -> None:
 
 
 def free_port(hosts: Sequence[str], taken: Set[int]) -> int:
-    """A port that nobody listens at on any of ``hosts`` and that is not in ``taken``. Raises RegistryError.
+    """Return a port that nobody listens at on any of ``hosts`` and that is not in ``taken``. Raises RegistryError.
 
-    One of those that IMMORTAL_PORTS names. Without it one outside the range from which the kernel takes ports for
-    outgoing connections: such a port could be in use by a connection when the coordinator comes back after a crash,
+    It is one of those that IMMORTAL_PORTS names. Without that variable it is outside the range from which the kernel
+    takes ports for outgoing connections: such a port could be in use when the coordinator comes back after a crash,
     even by a peer's own attempt to reach it.
     """
     asked = os.environ.get(PORTS_VARIABLE)
@@ -405,7 +408,7 @@ def free_port(hosts: Sequence[str], taken: Set[int]) -> int:
 
 
 def _ports_asked(text: str) -> range:
-    """What IMMORTAL_PORTS says. Raises RegistryError."""
+    """Parse IMMORTAL_PORTS. Raises RegistryError."""
     found = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", text)
     lowest, highest = (0, 0) if found is None else (int(found[1]), int(found[2]))
     if not 0 < lowest <= highest <= _PORT_HIGHEST:
@@ -424,7 +427,8 @@ def _any_ports() -> Iterator[int]:
 
 
 def _shuffled(ports: range) -> list[int]:
-    """Some of them. Not by the generator that programs seed: two that run side by side would take the same ones."""
+    """Return some of ``ports`` at random, not by the generator that programs seed: two that run side by side would get
+    the same ones."""
     return _RANDOM.sample(ports, min(len(ports), _PORT_TRIES_MAX))
 
 
@@ -436,7 +440,7 @@ def _lowest_outgoing_port() -> int:
 
 
 def _bind(host: str, port: int) -> int | None:
-    """The port that was bound, and is free again; None if it is in use."""
+    """Bind ``port`` (0: any) and release it; return its number, or None if it is in use."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:

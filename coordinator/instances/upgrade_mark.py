@@ -1,7 +1,7 @@
-"""What an operator has asked for, and not got yet: the upgrade of one instance at its next start.
+"""Mark for an upgrade that an operator requested for the next start of an instance.
 
-<folder>/upgrade.json says so until the upgrade is durable, or until it has failed and somebody has read why. The log
-alone decides which version an instance has: this file is a wish.
+<folder>/upgrade.json exists until the upgrade is durable, or until it has failed and somebody has read why. The version
+of an instance is what its log says; this file is only a request.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ _FILE_NAME = "upgrade.json"
 
 
 class UpgradeMarkError(ImmortalError):
-    """The file says nothing that is understood."""
+    """The mark's file can't be read or written."""
 
 
 class UpgradeMark(msgspec.Struct, frozen=True):
-    """``app``: "module:Class" that holds both versions; None: the one that is registered."""
+    """Requested upgrade to version ``to``. ``app``: "module:Class" that holds both versions; None: the registered
+    one."""
 
     to: int
     app: str | None = None
-    problem: str | None = None  # why it was given up
+    problem: str | None = None  # why it failed
 
     @property
     def pending(self) -> bool:
@@ -35,7 +36,7 @@ class UpgradeMark(msgspec.Struct, frozen=True):
 
 
 def read(folder: Path) -> UpgradeMark | None:
-    """Raises UpgradeMarkError."""
+    """Read the mark of the instance; None if there is none. Raises UpgradeMarkError."""
     path = folder / _FILE_NAME
     try:
         return decoding.decode_json(path.read_bytes(), type=UpgradeMark)
@@ -46,7 +47,7 @@ def read(folder: Path) -> UpgradeMark | None:
 
 
 def write(folder: Path, mark: UpgradeMark) -> None:
-    """Raises UpgradeMarkError."""
+    """Write the mark of the instance. Raises UpgradeMarkError."""
     try:
         make_folder(folder)
         write_text(folder / _FILE_NAME, msgspec.json.encode(mark).decode(), FILE_MODE)
@@ -59,8 +60,8 @@ def clear(folder: Path) -> None:
         remove_file(folder / _FILE_NAME)
 
 
-def give_up(folder: Path, problem: str) -> None:
-    """The upgrade that is asked for is not to be tried again."""
+def mark_failed(folder: Path, problem: str) -> None:
+    """Note why the requested upgrade failed, so that it is not tried again. Raises UpgradeMarkError."""
     mark = read(folder)
     if mark is not None and mark.pending:
         write(folder, msgspec.structs.replace(mark, problem=problem))

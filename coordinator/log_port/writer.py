@@ -226,7 +226,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
     def _note_committed(self, ticket: int, took_s: float) -> None:
         self.commit_s += (took_s - self.commit_s) * COMMIT_MEAN_WEIGHT
         if self._times is not None:
-            self._times.take(CommitTimed(took_s))
+            self._times.emit(CommitTimed(took_s))
         if self._was_committed is not None:
             self._was_committed(ticket)
 

@@ -1,8 +1,8 @@
-"""What an instance tells its operator. Whoever has something to say gives a notice to :class:`Notices`, which gives it
-to each sink: lines for people or machines, the supervisor's readiness, metrics. A sink has one method.
+"""Notices of an instance to its operator. Any part gives a notice to :class:`Notices`, which gives it to each sink:
+lines for people or machines, the supervisor's readiness, metrics.
 
 log = configure("counter", level="info", log_format="human")
-log.take(Recovered(epoch=4, sequence_id=41))
+log.emit(Recovered(epoch=4, sequence_id=41))
 log.warning("a frame was dropped", kind="frame", origin=origin)
 """
 

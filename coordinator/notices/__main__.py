@@ -1,4 +1,4 @@
-"""``python -m immortal.coordinator.notices``: the tables of docs/guide/notices.md, notices and then metrics."""
+"""Tables of notices and metrics for docs/guide/notices.md: ``python -m immortal.coordinator.notices``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from immortal.coordinator.notices.sinks import LOG_LEVELS, Line, TimedNotice
 
 
 def notices() -> list[type[Notice]]:
-    """All that have a type of their own, as they are defined."""
+    """Return all types of notices, in the order of their definition."""
     found = [one for one in _below(Notice) if not issubclass(one, Line) and one is not TimedNotice]
     return [one for one in found if not one.__name__.startswith("_")]
 

@@ -1,5 +1,6 @@
-"""Prometheus metrics: status, notices, durations, execution wait.
-many there were and how long things took. A new metric is a row of STATUS or TIMES; docs/guide/notices.md lists them.
+"""Prometheus metrics of an instance: status, counts of notices, durations, execution wait.
+
+A new metric is a row of STATUS or TIMES; docs/guide/notices.md lists them.
 
 Only a coordinator that serves metrics imports this.
 """
@@ -24,7 +25,7 @@ from immortal.protocol.system_methods import OTHER_MESSAGES, TIMES_TASK
 Metric = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily
 INSTANCE = "instance_name"  # a label of all
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, of which nobody makes anything
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody uses
 
 
 UP = "immortal_up", "1 if the coordinator answers"
@@ -32,13 +33,13 @@ PHASE = "immortal_phase", "What the instance does"
 NOTICES = "immortal_notices", "What was told, also where it became no line"
 
 
-# --- what a status says -----------------------------------------------------------------------------------------------
+# --- metrics of the status --------------------------------------------------------------------------------------------
 
 
 class StatusMetric(Struct, frozen=True):
-    """``path``: where the value is in the status, as `immortal status NAME --json` gives it; ``*`` is each key of a
-    mapping, which becomes ``label``. ``unit``: times this it is the metric's. ``absent``: the metric where
-    there is no value; None: then it is left out."""
+    """A metric taken from the status. ``path``: of the value in `immortal status NAME --json`; ``*`` stands for each
+    key of a mapping, which becomes ``label``. ``unit``: factor from the status's unit to the metric's. ``absent``: the
+    metric where there is no value; None: it is left out."""
 
     name: str
     text: str
@@ -53,7 +54,7 @@ class StatusMetric(Struct, frozen=True):
         return family(self.name, self.text, labels=[INSTANCE, self.label] if self.label else [INSTANCE])
 
     def values(self, status: Mapping[str, Any]) -> Iterator[tuple[list[str], float]]:
-        """(labels behind the instance's, value)."""
+        """Yield (labels after the instance's, value)."""
         front, star, back = self.path.partition("*")
         if not star:
             value = _at(status, front)
@@ -146,14 +147,15 @@ STATUS = (
 
 
 class StatusCollector(Collector):
-    """``ask``: gives the status of the instance; raises ImmortalError where it can't, which leaves ``up`` at 0."""
+    """Collects the metrics of the status at each scrape. ``ask``: returns the status; if it raises ImmortalError,
+    ``up`` is 0."""
 
     def __init__(self, name: str, ask: Callable[[], Mapping[str, Any]]) -> None:
         self._name = name
         self._ask = ask
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: a coordinator that has just begun to start can't be asked yet."""
+        """Return nothing: a coordinator that is still starting can't be asked yet."""
         return []
 
     def collect(self) -> Iterable[Metric]:
@@ -168,7 +170,7 @@ class StatusCollector(Collector):
 
 
 def metrics_of(name: str, status: Mapping[str, Any]) -> Iterator[Metric]:
-    """The metrics of one status, as `immortal status NAME --json` gives it."""
+    """Yield the metrics of a status, as `immortal status NAME --json` gives it."""
     phase = InfoMetricFamily(*PHASE, labels=[INSTANCE])
     phase.add_metric([name], {"phase": str(status["phase"])})
     yield phase
@@ -186,12 +188,12 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> Iterator[Metric]:
         yield family
 
 
-# --- what notices say -------------------------------------------------------------------------------------------------
+# --- metrics of notices -----------------------------------------------------------------------------------------------
 
 
 class TimeMetric(Struct, frozen=True):
-    """A histogram, in seconds. ``ended``: says that it is over. It has begun with ``began``; None: ``ended`` knows how
-    long it took."""
+    """Histogram of a duration, in seconds: from the notice ``began`` to ``ended``; with ``began`` None, ``ended`` holds
+    the duration."""
 
     name: str
     text: str
@@ -226,7 +228,7 @@ TIMES = (
 
 
 class NoticeMetrics:
-    """A sink. ``clock_s``: monotonic. Threads may share it."""
+    """Sink that counts notices and measures durations between them. ``clock_s``: monotonic. Threads may share it."""
 
     def __init__(self, name: str, registry: CollectorRegistry, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._name = name
@@ -236,7 +238,7 @@ class NoticeMetrics:
         self._begins = frozenset(one.began for one in TIMES)
         self._times = {one.ended: (one.began, _histogram(one, registry).labels(name)) for one in TIMES}
 
-    def take(self, notice: Notice) -> None:
+    def emit(self, notice: Notice) -> None:
         kind = type(notice)
         if notice.level != "trace":
             self._notices.labels(self._name, kind.__name__, notice.level).inc()
@@ -277,11 +279,12 @@ EXECUTION_WAIT = (
 HANDLER = "immortal_handler_seconds", "What a handler takes for a message, until it returns or waits; sampled"
 
 Ask = Callable[[str, object, float], Mapping[str, Any]]
-"""(verb, argument, timeout in seconds); raises ImmortalError."""
+"""Called with (verb, argument, timeout in seconds); raises ImmortalError."""
 
 
 class ExecutionWait:
-    """``ask``: the instance's coordinator. ``wait(seconds)``: True once it is to end."""
+    """Samples the execution wait and handler times. ``ask``: asks the coordinator. ``wait(seconds)``: sleeps, and
+    returns True when sampling must end."""
 
     def __init__(
         self,
@@ -310,7 +313,7 @@ class ExecutionWait:
             pause_s = self.sample()
 
     def sample(self) -> float:
-        """Once; gives how long to pause, in seconds."""
+        """Take one sample; return the pause before the next, in seconds."""
         began_s = self._clock_s()
         try:
             status = self._status()
@@ -342,7 +345,7 @@ class ExecutionWait:
         return pause_s
 
     def _method(self, name: str) -> str:
-        """A label: of an app that names ever new ones there are not ever more."""
+        """Return the label for a method. The number of labels is bounded, whatever names an app sends."""
         name = name[:METHOD_CHARACTERS_MAX]
         if name not in self._methods and len(self._methods) >= METHODS_MAX:
             return OTHER_MESSAGES

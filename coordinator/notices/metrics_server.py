@@ -1,4 +1,4 @@
-"""The metrics' port. Beyond loopback it takes TLS, a token, or the word "insecure"."""
+"""HTTP server for the metrics. Beyond loopback it needs TLS, a token, or the setting ``insecure``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MetricsError(ImmortalError):
 
 
 class Access(Struct, frozen=True):
-    """How the metrics are reached beyond this machine. ``insecure``: without any of it is meant."""
+    """Access control of the metrics. ``insecure``: the operator wants none beyond this machine either."""
 
     token_file: Path | None = None
     certificate_file: Path | None = None
@@ -46,11 +46,11 @@ class Access(Struct, frozen=True):
     insecure: bool = False
 
     def is_open(self, host: str) -> bool:
-        """Whether others than this machine reach ``host``, and nothing keeps them from asking there."""
+        """Return whether other machines reach ``host`` and neither token nor TLS protects it."""
         return not is_loopback(host) and self.token_file is None and self.certificate_file is None
 
     def token(self) -> bytes | None:
-        """What who asks must bring; None where nobody is asked for it. Raises MetricsError."""
+        """Read the token that requests must carry; None if there is none. Raises MetricsError."""
         if self.token_file is None:
             return None
         try:
@@ -70,7 +70,7 @@ class Access(Struct, frozen=True):
         return token
 
     def tls(self) -> ssl.SSLContext | None:
-        """Raises MetricsError."""
+        """Make the TLS context; None without a certificate. Raises MetricsError."""
         if self.certificate_file is None:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -88,7 +88,7 @@ def _refuse_password() -> str:
 
 
 class _Handler(WSGIRequestHandler):
-    """One connection, which has one request."""
+    """Handler of a connection, which has one request."""
 
     def setup(self) -> None:
         if isinstance(self.request, ssl.SSLSocket):
@@ -96,14 +96,14 @@ class _Handler(WSGIRequestHandler):
         super().setup()
 
     def log_message(self, *args: object) -> None:
-        """Each scrape would be a line."""
+        """Log nothing: each scrape would be a line."""
 
     def get_stderr(self) -> IO[str]:
-        return io.StringIO()  # nobody reads what goes wrong with one who asks
+        return io.StringIO()  # errors of one request are of no interest
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """A thread for each connection, up to a number, and up to a time."""
+    """Server with a thread for each connection; number and duration of connections are limited."""
 
     daemon_threads = True
     block_on_close = False
@@ -118,13 +118,13 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.set_app(app)
 
     def server_bind(self) -> None:
-        """Without the question to a name server that WSGIServer has."""
+        """Bind without the name server lookup that WSGIServer makes."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is room for one more."""
+        """Return whether there is room for one more connection."""
         with self._lock:
             if len(self._closes_s) >= CONNECTIONS_MAX:
                 return False
@@ -139,7 +139,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         return request, address
 
     def service_actions(self) -> None:
-        """Twice a second: cut off whoever has had the time, also who sends a byte now and then."""
+        """End connections whose time is up, even those that send a byte now and then. Called twice a second."""
         now_s = time.monotonic()
         with self._lock:
             for request in [one for one, closes_s in self._closes_s.items() if now_s >= closes_s]:
@@ -152,11 +152,11 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who asks goes away, or speaks something else: nothing to be told of."""
+        """Ignore errors of a connection: the client went away, or does not speak HTTP."""
 
 
 def _with_token(app: WSGIApplication, access: Access) -> WSGIApplication:
-    """``app`` for who brings the token; its file is read each time, so that another one needs no restart."""
+    """Wrap ``app`` so that it demands the token, which is read from its file each time: a new one needs no restart."""
 
     def checked(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         try:
@@ -174,9 +174,9 @@ def _with_token(app: WSGIApplication, access: Access) -> WSGIApplication:
 
 
 def serve_metrics(log: Notices, address: str, metrics: CollectorRegistry, access: Access | None = None) -> str:
-    """Serve ``metrics`` at ``address`` ("HOST:PORT"; HOST:* takes a free one), from a thread of its own; the URL.
+    """Serve ``metrics`` at ``address`` ("HOST:PORT"; HOST:* takes a free port) from a thread; return the URL.
 
-    Raises MetricsError, also where others than this machine could ask and nothing keeps them from it.
+    Raises MetricsError, also if other machines could read them and nothing protects them.
     """
     name = log.instance
     access = access or Access()

@@ -18,13 +18,13 @@ from immortal.protocol.safe_output import BURST, RateLimit, printable, printable
 
 
 class Sink(Protocol):
-    """Does something with notices, and raises nothing: what is told must not stop who tells it."""
+    """Receiver of notices. It raises nothing: a notice must not stop the part that gives it."""
 
-    def take(self, notice: Notice) -> None: ...
+    def emit(self, notice: Notice) -> None: ...
 
 
 class Line(Notice):
-    """A notice that only people read: it has no type of its own. ``about``: its kind, where others can cause it."""
+    """Notice for people, without a type of its own. ``about``: its kind for the rate limit, if others can cause it."""
 
     template = ""
     message: str
@@ -54,31 +54,31 @@ class ErrorLine(Line):
 
 
 class Notices:
-    """A sink that gives what it is told to all of ``sinks``. ``instance``: whose notices they are.
+    """Sink that passes notices on to all of ``sinks``. ``instance``: the name of the instance that they are about.
 
-    ``kind``: few lines of one are written at once, see :class:`coordinator.notices.limited.Limited`. It must not hold
-    what a stranger makes up.
+    ``kind`` of a line: the rate of each kind is limited, see :class:`RateLimitedSink`. It must not contain what a
+    stranger makes up.
     """
 
     def __init__(self, instance: str, *sinks: Sink) -> None:
         self.instance = instance
         self._sinks: Sequence[Sink] = sinks
 
-    def take(self, notice: Notice) -> None:
+    def emit(self, notice: Notice) -> None:
         for sink in self._sinks:
-            sink.take(notice)
+            sink.emit(notice)
 
     def info(self, message: str, *, kind: Hashable | None = None, **values: object) -> None:
-        self.take(Line(message, values, kind))
+        self.emit(Line(message, values, kind))
 
     def warning(self, message: str, *, kind: Hashable | None = None, **values: object) -> None:
-        self.take(WarningLine(message, values, kind))
+        self.emit(WarningLine(message, values, kind))
 
     def error(self, message: str, *, kind: Hashable | None = None, **values: object) -> None:
-        self.take(ErrorLine(message, values, kind))
+        self.emit(ErrorLine(message, values, kind))
 
 
-# What takes how long around the core: for sinks that measure. Said only where one does.
+# Durations outside the core, given only if a sink measures them.
 
 
 class TimedNotice(Notice):
@@ -95,30 +95,26 @@ class SyncTimed(TimedNotice):
     """An entry of the journal, or a transaction of LMDB's, is on the disk: a part of a commit, or of a trim."""
 
 
-# When the supervisor hears that its coordinator is ready: an app, or the next one, is recovered and takes input.
-
-
-class Readiness:
-    """A sink: ``tell`` is called at each recovery, and at the first checkpoint of an app that is begun."""
+class ReadinessSink:
+    """Sink that calls ``tell`` when the instance is ready: at each recovery, and at the first checkpoint of a new
+    app."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
         self._was_ready = False
 
-    def take(self, notice: Notice) -> None:
+    def emit(self, notice: Notice) -> None:
         if isinstance(notice, Recovered) or (isinstance(notice, CheckpointTaken) and not self._was_ready):
             self._was_ready = True
             self._tell()
 
 
-# What both forms of lines share: which notices are lines, and that a line that can't be written stops nobody.
-
-
 LOG_LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
 
 
-class Lines:
-    """A sink: one line of ``stream`` for each notice of ``level`` or above. Threads may share it."""
+class LineSink:
+    """Sink that writes a line to ``stream`` for each notice of ``level`` or above; write errors are ignored. Threads
+    may share it."""
 
     def __init__(self, instance: str, stream: TextIO, level: Level) -> None:
         self.instance = instance
@@ -126,7 +122,7 @@ class Lines:
         self._levels = frozenset(LOG_LEVELS[LOG_LEVELS.index(level) :])
         self._lock = threading.Lock()
 
-    def take(self, notice: Notice) -> None:
+    def emit(self, notice: Notice) -> None:
         if notice.level in self._levels:
             line = self.line(notice)
             with self._lock, contextlib.suppress(OSError, ValueError):  # nobody reads it any more
@@ -134,16 +130,13 @@ class Lines:
                 self._stream.flush()
 
     def line(self, notice: Notice) -> str:
-        """``notice`` as one line, without its end; what is printable is in one."""
+        """Return ``notice`` as one printable line, without its end."""
         raise NotImplementedError
 
 
-# Lines for people.
-#
-# 12:00:01.250 info    counter  recovered  epoch=4 sequence_id=41
+class TextLineSink(LineSink):
+    """Lines for people: ``12:00:01.250 info    counter  recovered  epoch=4 sequence_id=41``."""
 
-
-class TextLineSink(Lines):
     def line(self, notice: Notice) -> str:
         now_s = time.time()
         clock = f"{time.strftime('%H:%M:%S', time.localtime(now_s))}.{int(now_s % 1 * 1000):03d}"
@@ -161,14 +154,12 @@ def _shown(value: object) -> str:
     return printable_json(text)
 
 
-# Lines for machines: a JSON object each.
-#
-# {"time": "2026-01-31T12:00:01.250102Z", "level": "info", "instance": "counter", "message": "recovered",
-#  "notice": "Recovered", "epoch": 4, "sequence_id": 41}
+class JsonLineSink(LineSink):
+    """Lines for machines: a JSON object each, with all fields of the notice and its type.
 
-
-class JsonLineSink(Lines):
-    """All fields of a notice, also those in its text, and what it is called: for who looks for more than words."""
+    {"time": "2026-01-31T12:00:01.250102Z", "level": "info", "instance": "counter", "message": "recovered",
+     "notice": "Recovered", "epoch": 4, "sequence_id": 41}
+    """
 
     def line(self, notice: Notice) -> str:
         time_text = datetime.now(UTC).isoformat().replace("+00:00", "Z")
@@ -178,24 +169,22 @@ class JsonLineSink(Lines):
         return printable_json({**front, **notice.fields(), **front}, default=str)  # what a reader looks for comes first
 
 
-# Notices that a stranger, a peer, a client or an app can cause at any rate: a few of each kind, and counts.
+BURST_MAX = BURST  # of one kind at once
 
 
-LINES_MAX = BURST  # of one kind at once
-
-
-class Limited:
-    """A sink that gives ``sink`` a few notices of each kind; the last one that was left out is given later."""
+class RateLimitedSink:
+    """Sink that passes a few notices of each kind on to ``sink``: strangers, peers, clients and apps can cause notices
+    at any rate. The last one left out is passed on later, with their number."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._limit = RateLimit()
         self._left_out: dict[Hashable, Notice] = {}  # the last one of its kind
 
-    def take(self, notice: Notice) -> None:
+    def emit(self, notice: Notice) -> None:
         kind = notice.kind()
         if kind is None:
-            self._sink.take(notice)
+            self._sink.emit(notice)
             return
         left_out = self._limit.admit(kind, time.monotonic_ns())
         kind = self._limit.counted_as(kind)
@@ -203,14 +192,14 @@ class Limited:
             self._left_out[kind] = notice
         else:
             self._left_out.pop(kind, None)
-            self._give(notice, left_out)
+            self._emit_with_count(notice, left_out)
 
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`process` is to be called, on the monotonic clock."""
+        """Return when :meth:`process` must be called, on the monotonic clock, in ns."""
         return min(map(self._limit.next_ns, self._left_out)) if self._left_out else None
 
     def process(self) -> None:
-        """Give what was left out and is due."""
+        """Pass on the notices left out that are due."""
         if not self._left_out:
             return
         now_ns = time.monotonic_ns()
@@ -218,13 +207,10 @@ class Limited:
             if self._limit.next_ns(kind) <= now_ns:
                 del self._left_out[kind]
                 left_out = self._limit.admit(kind, now_ns) or 1
-                self._give(notice, left_out - 1)  # it was counted as well
+                self._emit_with_count(notice, left_out - 1)  # it was counted as well
 
-    def _give(self, notice: Notice, left_out: int) -> None:
-        self._sink.take(replace(notice, left_out=left_out) if left_out else notice)
-
-
-# A process's lines, set up once at its start.
+    def _emit_with_count(self, notice: Notice, left_out: int) -> None:
+        self._sink.emit(replace(notice, left_out=left_out) if left_out else notice)
 
 
 LOG_FORMATS = ("human", "json")
@@ -233,26 +219,26 @@ LOG_FORMATS = ("human", "json")
 def configure(
     instance: str, *, level: Level = "info", log_format: str = "human", stream: TextIO | None = None
 ) -> Notices:
-    """One line on ``stream`` (stderr) for each notice, also for what modules log that know of no instance."""
-    lines: Lines
+    """Return notices that go to ``stream`` (stderr) as lines; records of the logging module go there, too."""
+    sink: LineSink
     if log_format == "json":
-        lines = JsonLineSink(instance, stream or sys.stderr, level)
+        sink = JsonLineSink(instance, stream or sys.stderr, level)
     else:
-        lines = TextLineSink(instance, stream or sys.stderr, level)
+        sink = TextLineSink(instance, stream or sys.stderr, level)
     logger = logging.getLogger("immortal.coordinator")
-    logger.handlers[:] = [_FromLogging(lines)]
+    logger.handlers[:] = [_LoggingHandler(sink)]
     logger.propagate = False
     logger.setLevel(level.upper())
-    return Notices(instance, lines)
+    return Notices(instance, sink)
 
 
 def warnings_on_stderr(instance: str) -> Notices:
-    """For a command that makes use of parts of a coordinator, and has lines of its own."""
-    return Notices(instance, Limited(TextLineSink(instance, sys.stderr, "warning")))
+    """Return notices whose warnings go to stderr, for a command that uses parts of a coordinator."""
+    return Notices(instance, RateLimitedSink(TextLineSink(instance, sys.stderr, "warning")))
 
 
-class _FromLogging(logging.Handler):
-    """What is said with the logging module, by the messenger above all."""
+class _LoggingHandler(logging.Handler):
+    """Passes records of the logging module on to a sink; the messenger uses that module."""
 
     def __init__(self, sink: Sink) -> None:
         super().__init__()
@@ -261,4 +247,4 @@ class _FromLogging(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         kind = ErrorLine if record.levelno >= logging.ERROR else WarningLine
         traceback = {"traceback": logging.Formatter().formatException(record.exc_info)} if record.exc_info else {}
-        self._sink.take((kind if record.levelno >= logging.WARNING else Line)(record.getMessage(), traceback))
+        self._sink.emit((kind if record.levelno >= logging.WARNING else Line)(record.getMessage(), traceback))

@@ -1,1 +1,1 @@
-"""What an operator asks of a running coordinator, and what is done to one that does not run."""
+"""Operations on an instance: requests to a running coordinator, and removal of one that does not run."""

@@ -1,4 +1,4 @@
-"""Asking a running coordinator: where it says how it is reached, and one question and its answer.
+"""Requests to a running coordinator: the file that says how it is reached, and one question with its answer.
 
 A coordinator writes <folder>/coordinator.json when it is ready to answer, and `immortal run` <folder>/supervisor.json
 when it can be told to stop and to restart (process_file.py). It answers at a Unix socket, <folder>/control.sock,
@@ -49,7 +49,7 @@ class ControlError(ImmortalError):
 
 
 class NotRunningError(ControlError):
-    """There is no coordinator to ask. ``is_elsewhere``: not on this machine, but perhaps on the one that it names."""
+    """A coordinator does not run here. ``is_elsewhere``: it may run on the machine that the message names."""
 
     def __init__(self, message: str, *, is_elsewhere: bool = False) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class NotRunningError(ControlError):
 
 
 class RefusedError(ControlError):
-    """A coordinator does not do what it is asked for; ``reason`` says why."""
+    """A coordinator refused a request; ``reason`` says why."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"the coordinator of {name!r} does not do that: {reason}")
@@ -65,17 +65,17 @@ class RefusedError(ControlError):
 
 
 class RunningError(ControlError):
-    """What is asked for needs an instance that does not run."""
+    """An operation needs an instance that does not run, but it runs."""
 
 
 class ControlFile(ProcessFile, frozen=True, kw_only=True):
-    """What a running coordinator says about itself."""
+    """Contents of the file in which a running coordinator announces itself."""
 
     control: str  # the path of the socket that answers
 
 
 class Question(msgspec.Struct, frozen=True):
-    """``argument``: JSON, for the verb."""
+    """A request to a coordinator. ``argument``: JSON, for the verb."""
 
     verb: str
     argument: msgspec.Raw = msgspec.Raw(b"{}")
@@ -90,7 +90,7 @@ def supervisor_path(folder: Path) -> Path:
 
 
 def socket_path(folder: Path) -> Path:
-    """Where the coordinator answers, if its file system has sockets."""
+    """Return the path of the control socket, on file systems that have sockets."""
     return socket_addresses.socket_path(folder, SOCKET_FILE_NAME)
 
 
@@ -102,13 +102,13 @@ def with_size(data: bytes) -> bytes:
 
 
 def announce(folder: Path, control: Path) -> None:
-    """Write this process down as the coordinator that answers at ``control``. Raises ControlError."""
+    """Announce this process as the coordinator that answers at ``control``. Raises ControlError."""
     _write(path(folder), msgspec.json.encode(ControlFile(control=str(control), **files.own_fields())))
 
 
 @contextlib.contextmanager
 def supervised(folder: Path) -> Iterator[None]:
-    """This process is the one that starts and stops the instance of ``folder``. Raises ControlError."""
+    """Announce this process as the supervisor of the instance of ``folder``, in the block. Raises ControlError."""
     _write(supervisor_path(folder), msgspec.json.encode(ProcessFile(**files.own_fields())))
     try:
         yield
@@ -119,13 +119,13 @@ def supervised(folder: Path) -> Iterator[None]:
 def _write(file: Path, data: bytes) -> None:
     try:
         make_folder(file.parent)
-        write_atomically(file, data, mode=PUBLIC_FILE_MODE)  # clients look whether it runs
+        write_atomically(file, data, mode=PUBLIC_FILE_MODE)  # clients read whether it runs
     except OSError as error:
         raise ControlError(f"{file} can't be written: {error.strerror}; make room there, or mend that") from None
 
 
 def withdraw(folder: Path) -> None:
-    """Take the coordinator's file away again, unless it is another process's by now."""
+    """Remove the coordinator's file, unless it is another process's by now."""
     _withdraw(path(folder))
 
 
@@ -149,17 +149,17 @@ def notify_ready() -> None:
 
 
 def running(folder: Path) -> ControlFile | None:
-    """What the coordinator of this folder has announced, if its process lives."""
+    """Return what the coordinator of this folder has announced; None if its process has ended."""
     return files.read_living(path(folder), ControlFile)
 
 
 def supervisor(folder: Path) -> ProcessFile | None:
-    """The `immortal run` of this folder, if it lives."""
+    """Return the `immortal run` of this folder; None if its process has ended."""
     return files.read_living(supervisor_path(folder), ProcessFile)
 
 
 def refuse_running(folder: Path) -> None:
-    """Raises RunningError while the instance of ``folder`` runs, or is about to be started again."""
+    """Raise RunningError while the instance of ``folder`` runs, or is about to be started again."""
     found = supervisor(folder) or running(folder)
     if found is not None:
         stop = f"'immortal stop {folder.name}' stops it"
@@ -167,7 +167,7 @@ def refuse_running(folder: Path) -> None:
 
 
 def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S, *, argument: object = None) -> dict[str, Any]:
-    """Ask the coordinator of ``folder`` (its name is the instance's). ``argument``: what JSON can say, for the verb.
+    """Ask the coordinator of ``folder`` (its name is the instance's). ``argument``: a JSON value, for the verb.
 
     Raises NotRunningError, RefusedError, ControlError.
     """
@@ -194,8 +194,6 @@ def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S, *, argume
     except (OSError, EOFError) as error:
         if _ends(folder, found):
             raise NotRunningError(f"the coordinator of {name!r} has stopped") from None
-        if found.control.startswith("tcp://"):
-            raise ControlError(f"{said}: it is of an earlier version, 'immortal restart {name}' ends that") from None
         raise ControlError(f"{said}: {error}") from None
     try:
         answer = decoding.decode_json(data, type=dict[str, Any])
@@ -209,7 +207,7 @@ def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S, *, argume
 
 
 def _ends(folder: Path, found: ControlFile) -> bool:
-    """Whether it has ended, or ends just now: a process closes its sockets before it is gone."""
+    """Return whether the process has ended, or ends just now: its sockets are closed before it is gone."""
     deadline_s = time.monotonic() + ENDING_TIMEOUT_S
     while running(folder) == found:
         if time.monotonic() > deadline_s:
@@ -219,7 +217,7 @@ def _ends(folder: Path, found: ControlFile) -> bool:
 
 
 def _ask(asking: socket.socket, place: str, question: bytes, deadline_s: float) -> bytes:
-    """The answer, without its size. Raises OSError (TimeoutError among them), EOFError."""
+    """Send a question; return the answer without its size. Raises OSError (TimeoutError among them), EOFError."""
 
     def in_time() -> None:
         left_s = deadline_s - time.monotonic()

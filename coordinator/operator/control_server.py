@@ -1,11 +1,11 @@
-"""Where a running coordinator is asked: a Unix socket, for its own user and root. operator/control.py has the bytes.
+"""Control server of a running coordinator: a Unix socket for its own user and root. operator/control.py has the bytes.
 
 connected --its question, whole--> asked --the answer--> told --all of it taken--> closed
           --anything else, or too slow-------------> closed
 
-Who may ask is the kernel's word: the socket's file has mode 0600, and each connection says whose it is (SO_PEERCRED).
-A secret in a file beside it would show no more than that its bearer can read that file, which is the same user.
-Nothing here waits: all sockets are behind one descriptor, and each connection has its time and its size.
+The kernel decides who may ask: the socket's file has mode 0600, and each connection has credentials (SO_PEERCRED). A
+secret in a file beside it would prove no more than that its bearer can read that file, which is the same user. Nothing
+here blocks: all sockets are behind one descriptor, and each connection has limits on time and size.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ _NO_SOCKET_HERE = (errno.EPERM, errno.EOPNOTSUPP)  # what file systems say that 
 _decode = decoding.JsonDecoder(Question).decode
 
 
-class Asked(Struct, eq=False):
-    """One question. ``uid`` and ``pid`` say who asks, as the kernel knows it. It is answered once."""
+class ControlRequest(Struct, eq=False):
+    """A request of an operator, to be answered once. ``uid`` and ``pid`` are the asking process's, by the kernel."""
 
     verb: str
     argument: bytes  # JSON
     uid: int
     pid: int
-    _tell: Callable[[bytes], None]
+    _queue_answer: Callable[[bytes], None]
 
     def answer(self, answer: object) -> None:
-        """Send what JSON can say; nobody may be there any more."""
+        """Send ``answer`` as JSON; the asking process may be gone."""
         data = json.dumps(answer).encode()
         if len(data) > ANSWER_SIZE_BYTES_MAX:
             problem = f"the answer has {len(data)} bytes, more than {ANSWER_SIZE_BYTES_MAX}"
             data = json.dumps({"denied": problem}).encode()
-        self._tell(data)
+        self._queue_answer(data)
 
 
 class _Connection(Struct, eq=False):
@@ -71,12 +71,12 @@ class _Connection(Struct, eq=False):
     pid: int
     closes_ns: int
     received: bytearray = field(default_factory=bytearray)
-    asked: bool = False
+    has_question: bool = False
     unsent: memoryview | None = None
 
 
 class ControlServer:
-    """Turns what comes in into questions: :meth:`process` is called when :meth:`fileno` is readable, or it is due."""
+    """Serves the control socket; :meth:`process` must be called when :meth:`fileno` is readable, or it is due."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -90,14 +90,13 @@ class ControlServer:
         return self._epoll.fileno()
 
     def listen(self) -> Path:
-        """Begin to answer; where. For who holds the lock of the log: what was there before is replaced.
+        """Begin to listen; return the socket's path. The caller holds the lock of the log: an older file is replaced.
 
-        A folder that can have no socket, or whose name is too long for one, lends its place to a short one
+        A folder that can have no socket, or whose path is too long for one, has it in a short folder instead
         (immortal.coordinator.config.socket_addresses). Raises ControlError.
         """
         try:
             make_folder(self._folder)
-            (self._folder / "control_token").unlink(missing_ok=True)  # of an earlier version
             try:
                 self._listening = _listen(self._path)
             except OSError as error:
@@ -113,21 +112,21 @@ class ControlServer:
         return self._path
 
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`process` is to be called although nothing is ready, on the monotonic clock."""
+        """Return when :meth:`process` must be called although nothing is ready, on the monotonic clock, in ns."""
         if not self._connections:
             return None
         return min(connection.closes_ns for connection in self._connections.values())
 
-    def process(self) -> list[Asked]:
-        """Go on with whatever is ready or due; the questions that are whole by now."""
-        questions: list[Asked] = []
+    def process(self) -> list[ControlRequest]:
+        """Handle what is ready or due; return the requests that are complete."""
+        questions: list[ControlRequest] = []
         for descriptor, mask in self._epoll.poll(0):
             if self._listening is not None and descriptor == self._listening.fileno():
                 self._accept(self._listening)
             elif (connection := self._connections.get(descriptor)) is not None:
                 if connection.unsent is not None:
                     self._send(connection)
-                elif not connection.asked:
+                elif not connection.has_question:
                     questions += self._receive(connection)
                 elif mask & (select.EPOLLHUP | select.EPOLLERR):
                     self._close(connection)
@@ -155,9 +154,9 @@ class ControlServer:
             accepted.close()
             return
         accepted.setblocking(False)
-        connection = _Connection(accepted, uid, pid, _in_ns(QUESTION_TIMEOUT_S))
+        connection = _Connection(accepted, uid, pid, _deadline_ns(QUESTION_TIMEOUT_S))
         if len(self._connections) >= CONNECTIONS_MAX:
-            silent = next((one for one in self._connections.values() if not one.asked), None)
+            silent = next((one for one in self._connections.values() if not one.has_question), None)
             if silent is None:
                 accepted.close()
                 return
@@ -165,7 +164,7 @@ class ControlServer:
         self._connections[accepted.fileno()] = connection
         self._epoll.register(accepted.fileno(), select.EPOLLIN)
 
-    def _receive(self, connection: _Connection) -> list[Asked]:
+    def _receive(self, connection: _Connection) -> list[ControlRequest]:
         received = connection.received
         try:
             data = connection.socket.recv(SIZE_SIZE_BYTES + QUESTION_SIZE_BYTES_MAX + 1 - len(received))
@@ -190,26 +189,26 @@ class ControlServer:
             except decoding.DecodeError as error:
                 self._deny(connection, f"the question can't be read: {error}")
             else:
-                return [self._ask(connection, question)]
+                return [self._make_request(connection, question)]
         return []
 
-    def _ask(self, connection: _Connection, question: Question) -> Asked:
-        connection.asked = True
+    def _make_request(self, connection: _Connection, question: Question) -> ControlRequest:
+        connection.has_question = True
         connection.received = bytearray()
-        connection.closes_ns = _in_ns(ANSWER_TIMEOUT_S)
+        connection.closes_ns = _deadline_ns(ANSWER_TIMEOUT_S)
         self._epoll.modify(connection.socket.fileno(), 0)  # only that it is gone is of interest
 
-        def tell(data: bytes) -> None:
+        def send_answer(data: bytes) -> None:
             if self._connections.get(connection.socket.fileno()) is connection:
-                self._tell(connection, data)
+                self._queue_answer(connection, data)
 
-        return Asked(question.verb, bytes(question.argument), connection.uid, connection.pid, tell)
+        return ControlRequest(question.verb, bytes(question.argument), connection.uid, connection.pid, send_answer)
 
     def _deny(self, connection: _Connection, reason: str) -> None:
-        connection.asked = True
-        self._tell(connection, json.dumps({"denied": reason}).encode())
+        connection.has_question = True
+        self._queue_answer(connection, json.dumps({"denied": reason}).encode())
 
-    def _tell(self, connection: _Connection, data: bytes) -> None:
+    def _queue_answer(self, connection: _Connection, data: bytes) -> None:
         connection.unsent = memoryview(with_size(data))
         self._epoll.modify(connection.socket.fileno(), select.EPOLLOUT)
         self._send(connection)
@@ -234,14 +233,17 @@ class ControlServer:
         connection.socket.close()
 
     def _remove(self) -> None:
-        """The socket's file, unless it is another one by now."""
+        """Remove the socket's file, unless it is another process's by now."""
         with contextlib.suppress(OSError):
             if self._path.stat().st_ino == self._inode:
                 self._path.unlink()
 
 
 def _listen(path: Path) -> socket.socket:
-    """A non-blocking socket that only its owner can connect to. It has its name once it is so. Raises OSError."""
+    """Return a non-blocking listening socket that only its owner can connect to. Raises OSError.
+
+    It gets its final name only once its mode is set.
+    """
     secure_folder(path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     partial = path.with_name(f".{path.name}")
@@ -259,5 +261,5 @@ def _listen(path: Path) -> socket.socket:
     return listening
 
 
-def _in_ns(delay_s: float) -> int:
+def _deadline_ns(delay_s: float) -> int:
     return time.monotonic_ns() + int(delay_s * 1e9)

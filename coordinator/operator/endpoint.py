@@ -1,4 +1,4 @@
-"""What an operator asks a running coordinator, over its control socket, and what it answers."""
+"""Requests of operators to a running coordinator over its control socket, and the answers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from immortal.coordinator.core.machine import Machine
 from immortal.coordinator.fault_points import FaultPoint, reach
 from immortal.coordinator.log_port.endpoint import LogEndpoint
 from immortal.coordinator.operator import verbs as operator_verbs
-from immortal.coordinator.operator.control_server import Asked
+from immortal.coordinator.operator.control_server import ControlRequest
 from immortal.coordinator.operator.verbs import HandOverError, VerbError, choose_successor
 from immortal.coordinator.peers.endpoint import PeerEndpoint
 
 
 class OperatorEndpoint:
-    """``post``: takes what changes something; that is answered once it is durable."""
+    """Answers requests of operators. ``post``: takes events of changes, which are answered once they are durable."""
 
     def __init__(
         self,
@@ -37,70 +37,70 @@ class OperatorEndpoint:
     ) -> None:
         self._machine, self._app, self._peers, self._log = machine, app, peers, log
         self._clock, self._auditor, self._post = clock, auditor, post
-        self._verbs: dict[str, Callable[[Asked], None]] = {
-            "status": lambda asked: asked.answer(self._status()),
+        self._verbs: dict[str, Callable[[ControlRequest], None]] = {
+            "status": lambda request: request.answer(self._status()),
             "checkpoint": self._checkpoint,
-            "clock": lambda asked: asked.answer(clock.status()),
+            "clock": lambda request: request.answer(clock.status()),
             "accept-clock": self._accept_clock,
-            "peers": lambda asked: asked.answer({"peers": self._peers_status()}),
-            "clients": lambda asked: asked.answer(machine.view.clients()),
+            "peers": lambda request: request.answer({"peers": self._peers_status()}),
+            "clients": lambda request: request.answer(machine.view.clients()),
             "hand-over": self._hand_over,
-            "reclaim": lambda asked: post(ev.Reclaimed(asked)),
-            **dict.fromkeys(operator_verbs.VERBS, self._change),
+            "reclaim": lambda request: post(ev.Reclaimed(request)),
+            **dict.fromkeys(operator_verbs.VERBS, self._post_change),
         }
 
-    def take(self, questions: Sequence[Asked]) -> None:
-        """Whatever an operator asks for comes through here; a question says who asks it."""
-        for asked in questions:
+    def handle(self, requests: Sequence[ControlRequest]) -> None:
+        """Audit each request, refuse it, or pass it to the handler of its verb."""
+        for request in requests:
             reach(FaultPoint.CONTROL)
-            self._auditor.operator(f"uid {asked.uid}", asked.verb, asked.argument.decode(errors="replace"))
-            verb = self._verbs.get(asked.verb)
+            self._auditor.operator(f"uid {request.uid}", request.verb, request.argument.decode(errors="replace"))
+            verb = self._verbs.get(request.verb)
             lease = self._machine.write_lease
             if verb is None:
-                asked.answer({"error": f"unknown verb {asked.verb!r}; known: {', '.join(self._verbs)}"})
-            elif not lease.writes and asked.verb not in READ_ONLY:
-                asked.answer({"refused": f"it does not write the log now ({lease.role.value}): ask {lease.holder}"})
+                request.answer({"error": f"unknown verb {request.verb!r}; known: {', '.join(self._verbs)}"})
+            elif not lease.writes and request.verb not in READ_ONLY:
+                request.answer({"refused": f"it does not write the log now ({lease.role.value}): ask {lease.holder}"})
             else:
-                verb(asked)
+                verb(request)
 
     def peer_reset_done(self, effect: ef.PeerResetDone) -> None:
-        if isinstance(effect.token, Asked):
+        if isinstance(effect.token, ControlRequest):
             effect.token.answer({"found": effect.found})
 
     def operator_answered(self, effect: ef.OperatorAnswered) -> None:
-        if isinstance(effect.token, Asked):
+        if isinstance(effect.token, ControlRequest):
             effect.token.answer(effect.answer)
 
-    def _checkpoint(self, asked: Asked) -> None:
+    def _checkpoint(self, request: ControlRequest) -> None:
         self._post(ev.CheckpointRequested())
-        asked.answer({"asked": True})
+        request.answer({"asked": True})
 
-    def _hand_over(self, asked: Asked) -> None:
+    def _hand_over(self, request: ControlRequest) -> None:
         try:
-            wish = operator_verbs.requested_successor(asked.argument)
-            successor = choose_successor(self._log.standbys, wish)
+            wanted = operator_verbs.requested_successor(request.argument)
+            successor = choose_successor(self._log.standbys, wanted)
         except (VerbError, HandOverError) as error:
-            asked.answer({"refused": str(error)})
+            request.answer({"refused": str(error)})
             return
         if not self._machine.view.can_hand_over:
-            asked.answer({"refused": "its app does not work now: try again once it does ('immortal status')"})
+            request.answer({"refused": "its app does not work now: try again once it does ('immortal status')"})
             return
         self._log.hand_over_to(successor.name)
         self._post(ev.StopRequested(hands_over=True))
-        asked.answer({"to": successor.name})
+        request.answer({"to": successor.name})
 
-    def _accept_clock(self, asked: Asked) -> None:
+    def _accept_clock(self, request: ControlRequest) -> None:
         self._clock.now_ns(accept=True)
-        asked.answer(self._clock.status())
+        request.answer(self._clock.status())
 
-    def _change(self, asked: Asked) -> None:
+    def _post_change(self, request: ControlRequest) -> None:
         store = self._log.store
         if store is None:
             fail("an operator changes a log that is not ours")
         try:
-            event = operator_verbs.event_of(asked.verb, asked.argument, asked, store, self._machine.view.letters)
+            event = operator_verbs.event_of(request.verb, request.argument, request, store, self._machine.view.letters)
         except (VerbError, LogError) as error:
-            asked.answer({"error": str(error)})
+            request.answer({"error": str(error)})
         else:
             self._post(event)
 
@@ -117,14 +117,14 @@ class OperatorEndpoint:
             status["problems"] = [*status.get("problems", ()), self._log.problem]
         status["unsent_bytes"] -= self._app.sent_bytes  # of which the machine has not heard
         behind = bool(status["backlog_records"] or status["unsent_bytes"]) and not status["paused"]
-        silent_s = (time.monotonic_ns() - self._app.moved_ns) / 1e9
+        silent_s = (time.monotonic_ns() - self._app.last_traffic_ns) / 1e9
         status["app_silent_s"] = round(silent_s, 3) if behind and status["app_connected"] else 0.0
         for destination, output in status["outputs"].items():
             output |= self._peers.describe_output(destination, output["error"])
         return status
 
     def _peers_status(self) -> dict[str, dict[str, object]]:
-        """What the machine knows of each peer, and how it is reached."""
+        """Return what the machine knows of each peer, and how it is reached."""
         peers = self._machine.view.peers()
         for name, peer in peers.items():
             peer |= self._peers.describe_peer(name, peer["error"])

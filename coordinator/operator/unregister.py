@@ -1,4 +1,4 @@
-"""An instance is no more: its settings go, with what belongs to it outside of its log."""
+"""Removal of an instance: its settings, its files outside the log, and on request its log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from immortal.protocol.timings import FOLDER_NAME
 
 
 def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> str:
-    """Remove the settings of ``name``, its keys, and its log where that is asked for; returns where that is.
+    """Remove the settings of ``name``, its keys, and with ``delete_log`` its log; return where the log is.
 
     Raises RunningError while it runs.
     """
@@ -57,14 +57,14 @@ def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> st
 
 
 def _refuse_elsewhere(settings: InstanceSettings) -> None:
-    """Raises RegistryError where another machine runs it, LogError."""
+    """Raise RegistryError if another machine runs the instance. Raises LogError, too."""
     holder = None if is_in_folder(settings.log) else place_of(settings.log).holder()
     if holder is not None:
         raise RegistryError(f"{settings.name!r} runs at {holder}: stop it there first")
 
 
 def delete_log_of(settings: InstanceSettings) -> None:
-    """Its whole state goes, for good; it must not run. Raises RegistryError where it can't be."""
+    """Delete the log of an instance that does not run, and so its state. Raises RegistryError where that fails."""
     try:
         place_of(settings.log).remove()
     except LogError as error:

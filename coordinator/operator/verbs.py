@@ -1,25 +1,23 @@
-"""What an operator asks a running coordinator to do with dead letters, peers, and a message that stops its app.
+"""Verbs of the control socket: a verb and its JSON object become an event for the core. `cli` sends them.
 
-A verb of the control socket and its JSON object become an event for the core. `cli` asks.
+letters-drop   {"keys": [[SEQUENCE_ID, INDEX, TASK, STEP], ...], "who": "..."}      or "all": true in place of keys
+letters-retry  the same
+skip           {"sequence_id": 312, "message_index": 0, "reason": "...", "who": "..."}
+reset-peer     {"peer": "..."}
+pause          {"who": "..."}
+resume         {"who": "..."}
+handlers       {}: all waiting handlers; or {"task": 12}: details of that one
+cancel         {"task": 12, "reason": "...", "who": "..."}
+retry-effect   {"task": 12, "who": "..."}: its effects that wait for their next attempt
+signal         {"task": 12, "event": "...", "value": JSON, "who": "..."}
+expel          {"group": "...", "member": "...", "who": "..."}
 
-    letters-drop   {"keys": [[SEQUENCE_ID, INDEX, TASK, STEP], ...], "who": "..."}      or "all": true in place of keys
-    letters-retry  the same
-    skip           {"sequence_id": 312, "message_index": 0, "reason": "...", "who": "..."}
-    reset-peer     {"peer": "..."}
-    pause          {"who": "..."}
-    resume         {"who": "..."}
-    handlers       {}: all; or {"task": 12}: what is known of that one
-    cancel         {"task": 12, "reason": "...", "who": "..."}
-    retry-effect   {"task": 12, "who": "..."}: its effects that wait for their next attempt
-    signal         {"task": 12, "event": "...", "value": JSON, "who": "..."}
-    expel          {"group": "...", "member": "...", "who": "..."}
-
-    hand-over      {"to": "...", "who": "..."}: to the standby of that host or name; "": to any that is ready
+hand-over      {"to": "...", "who": "..."}: to the standby of that host or name; "": to any that is ready
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -31,19 +29,6 @@ from immortal.protocol.errors import ImmortalError, RemoteProtocolError
 from immortal.protocol.system_methods import REASON_CHARACTERS_MAX, Order
 from immortal.protocol.verdicts import MessageKey
 
-VERBS = (
-    "letters-drop",
-    "letters-retry",
-    "skip",
-    "reset-peer",
-    "pause",
-    "resume",
-    "handlers",
-    "cancel",
-    "retry-effect",
-    "signal",
-    "expel",
-)
 WHO_CHARACTERS_MAX = 200
 
 
@@ -51,7 +36,7 @@ TaskNumber = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 
 class VerbError(ImmortalError):
-    """What came behind a verb makes no sense."""
+    """The argument of a verb can't be used."""
 
 
 class _Letters(msgspec.Struct, forbid_unknown_fields=True):
@@ -109,57 +94,59 @@ class _HandOver(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _HAND_OVER = decoding.JsonDecoder(_HandOver)
-_LETTERS = decoding.JsonDecoder(_Letters)
-_SKIP = decoding.JsonDecoder(_Skip)
-_PEER = decoding.JsonDecoder(_Peer)
-_WHO = decoding.JsonDecoder(_Who)
-_HANDLERS = decoding.JsonDecoder(_Handlers)
-_CANCEL = decoding.JsonDecoder(_Cancel)
-_RETRY = decoding.JsonDecoder(_Retry)
-_SIGNAL = decoding.JsonDecoder(_Signal)
-_EXPEL = decoding.JsonDecoder(_Expel)
+_DECODERS: Mapping[str, decoding.JsonDecoder[Any]] = {
+    "letters-drop": decoding.JsonDecoder(_Letters),
+    "letters-retry": decoding.JsonDecoder(_Letters),
+    "skip": decoding.JsonDecoder(_Skip),
+    "reset-peer": decoding.JsonDecoder(_Peer),
+    "pause": decoding.JsonDecoder(_Who),
+    "resume": decoding.JsonDecoder(_Who),
+    "handlers": decoding.JsonDecoder(_Handlers),
+    "cancel": decoding.JsonDecoder(_Cancel),
+    "retry-effect": decoding.JsonDecoder(_Retry),
+    "signal": decoding.JsonDecoder(_Signal),
+    "expel": decoding.JsonDecoder(_Expel),
+}
+VERBS = tuple(_DECODERS)
+"""Verbs whose requests become events of the core."""
 
 
 def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, kept: Iterable[MessageKey]) -> ev.Event:
-    """``kept``: the keys of all dead letters. Raises VerbError, LogError."""
+    """Return the event of a verb. ``kept``: the keys of all dead letters. Raises VerbError, LogError."""
     try:
-        if verb == "skip":
-            skip = _SKIP.decode(argument)
-            message = _message(store, skip.sequence_id, skip.message_index)
-            return ev.MessageSkipped(skip.sequence_id, skip.message_index, skip.reason, skip.who, message, token)
-        if verb == "reset-peer":
-            return ev.PeerReset(_PEER.decode(argument).peer, token)
-        if verb == "pause":
-            return ev.InstancePaused(_WHO.decode(argument).who, token)
-        if verb == "resume":
-            return ev.InstanceResumed(_WHO.decode(argument).who, token)
-        if verb == "retry-effect":
-            return ev.HandlersAsked(_RETRY.decode(argument).task, token, retries=True)
-        if verb == "handlers":
-            asked = _HANDLERS.decode(argument)
-            return ev.HandlersAsked(asked.task, token)
-        if verb == "cancel":
-            cancel = _CANCEL.decode(argument)
-            return ev.HandlerOrdered(Order("cancel", cancel.task, cancel.reason, cancel.who), token)
-        if verb == "signal":
-            signal = _SIGNAL.decode(argument)
-            value = msgspec.Raw(msgspec.msgpack.encode(signal.value))
-            return ev.HandlerOrdered(Order("signal", signal.task, signal.event, signal.who, value), token)
-        if verb == "expel":
-            expel = _EXPEL.decode(argument)
-            value = msgspec.Raw(msgspec.msgpack.encode(expel.group))
-            return ev.HandlerOrdered(Order("expel", 0, expel.member, expel.who, value), token)
-        letters = _LETTERS.decode(argument)
+        given = _DECODERS[verb].decode(argument)
     except decoding.DecodeError as error:
         raise VerbError(f"what came behind {verb!r} can't be read: {error}") from None
+    match given:
+        case _Skip():
+            message = _message(store, given.sequence_id, given.message_index)
+            return ev.MessageSkipped(given.sequence_id, given.message_index, given.reason, given.who, message, token)
+        case _Peer():
+            return ev.PeerReset(given.peer, token)
+        case _Who() if verb == "pause":
+            return ev.InstancePaused(given.who, token)
+        case _Who():
+            return ev.InstanceResumed(given.who, token)
+        case _Retry():
+            return ev.HandlersAsked(given.task, token, retries=True)
+        case _Handlers():
+            return ev.HandlersAsked(given.task, token)
+        case _Cancel():
+            return ev.HandlerOrdered(Order("cancel", given.task, given.reason, given.who), token)
+        case _Signal():
+            value = msgspec.Raw(msgspec.msgpack.encode(given.value))
+            return ev.HandlerOrdered(Order("signal", given.task, given.event, given.who, value), token)
+        case _Expel():
+            value = msgspec.Raw(msgspec.msgpack.encode(given.group))
+            return ev.HandlerOrdered(Order("expel", 0, given.member, given.who, value), token)
     if verb == "letters-drop":
-        return ev.LettersDropped(None if letters.all else letters.keys, letters.who, token)
-    keys = kept if letters.all else letters.keys
-    return ev.LettersRetried({key: store.letter(key) for key in keys}, letters.who, token)
+        return ev.LettersDropped(None if given.all else given.keys, given.who, token)
+    keys = kept if given.all else given.keys
+    return ev.LettersRetried({key: store.letter(key) for key in keys}, given.who, token)
 
 
 def requested_successor(argument: bytes | str) -> str:
-    """Whom "hand-over" names; "" for nobody in particular. Raises VerbError."""
+    """Return the successor that "hand-over" names; "" for any. Raises VerbError."""
     try:
         return _HAND_OVER.decode(argument).to
     except decoding.DecodeError as error:
@@ -167,7 +154,7 @@ def requested_successor(argument: bytes | str) -> str:
 
 
 def _message(store: LogStore, sequence_id: int, message_index: int) -> bytes | None:
-    """The message as it is in the log; None if there is none. Raises VerbError, LogError."""
+    """Read a message from the log; None if there is none. Raises VerbError, LogError."""
     from immortal.coordinator.log.record_contents import message_at, record_of
 
     summary = store.summary()
@@ -179,15 +166,13 @@ def _message(store: LogStore, sequence_id: int, message_index: int) -> bytes | N
         raise VerbError(f"record {sequence_id} can't be read: {error}") from None
 
 
-# To whom a running coordinator hands its instance over.
-
-
 class HandOverError(ImmortalError):
-    """There is nobody to hand over to."""
+    """An instance can't be handed over: no standby is ready, or none has the name."""
 
 
 def choose_successor(standbys: Sequence[Standby], to: str) -> Standby:
-    """``to``: the host of a standby, or its whole name; "": whoever is ready. Raises HandOverError."""
+    """Return the standby to hand over to. ``to``: its host or whole name; "": any that is ready. Raises
+    HandOverError."""
     if not standbys:
         raise HandOverError("nobody follows its log: 'immortal run' it on another machine first, with the same log")
     meant = [standby for standby in standbys if not to or to in (standby.host, standby.name)]

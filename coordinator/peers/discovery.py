@@ -1,8 +1,8 @@
-"""Where peers are: the instance's settings first, then the registry folder, then a template.
+"""Discovery of peers: by the instance's settings, then the registry folder, then a template.
 
-The first two may name a log that other machines reach: then its lease says where its instance is now. All of them are
-looked at again and again, at a bounded rate, so that a peer that comes up later, or in another place, is
-found without a restart. What was found once stays in use until something else is found.
+The first two may name a log that other machines reach: then the lease of the log says where its instance is now. All of
+them are polled, at a bounded rate, so that a peer that comes up later, or at another address, is found without a
+restart. A route stays in use until another one is found.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from immortal.coordinator.log.open import place_of
 from immortal.coordinator.log_url import is_in_folder
 from immortal.protocol.errors import ImmortalError
 
-LOOK_NS = 2_000_000_000  # between two looks while all is well: a few stats for each peer
+POLL_NS = 2_000_000_000  # between two polls while all is well: a few stats for each peer
 LEASE_POLL_NS = 100_000_000  # while leases are watched, which tell at once where a peer has gone
 FAST_POLL_NS = 200_000_000  # while a peer is unknown or not connected: far below what a return may take
 UNCONNECTED_WARNING_NS = 10_000_000_000  # a peer that restarts is not worth a line
@@ -28,7 +28,7 @@ WARNING_REPEAT_NS = 60_000_000_000
 
 
 class Origin(enum.StrEnum):
-    """What says where a peer is."""
+    """Source of a peer's address."""
 
     SETTINGS = "settings"
     REGISTRY = "registry"
@@ -37,14 +37,14 @@ class Origin(enum.StrEnum):
 
 
 class Route(Struct, frozen=True):
-    """Where a peer is, and what says so."""
+    """Address of a peer, and its source."""
 
     endpoint: str
     origin: Origin
 
 
 class Discovery:
-    """Finds the peers of one instance, as its settings and the registry folder are now."""
+    """Finds the peers of one instance by its current settings and the registry folder."""
 
     def __init__(self, settings: InstanceSettings, registry: Registry) -> None:
         self._settings = settings
@@ -61,15 +61,16 @@ class Discovery:
             self.problem = str(error)
 
     def find(self, name: str) -> Route:
-        """Raises UnknownInstanceError where nothing says where ``name`` is, ConfigError where it is not readable."""
+        """Return the route to ``name``. Raises UnknownInstanceError where no source has it, ConfigError for a settings
+        file that can't be read."""
         settings = self._settings
         if name in settings.peers:
-            return self._said(name, settings.peers[name])
+            return self._from_settings(name, settings.peers[name])
         check_instance_name(name)
         try:
             if settings.peer_template is None or self._registry.path(name).exists():
                 registered = self._registry.load(name)
-                leased = self._leased(registered)
+                leased = self._from_lease(registered)
                 return Route(registered.peer, Origin.REGISTRY) if leased is None else Route(leased, Origin.LEASE)
         except UnknownInstanceError as error:
             raise UnknownInstanceError(
@@ -78,8 +79,8 @@ class Discovery:
             ) from None
         return Route(settings.peer_template.replace(NAME_PLACE, name), Origin.TEMPLATE)
 
-    def _leased(self, settings: InstanceSettings) -> str | None:
-        """By the lease of its log. A registry in the same database has it already."""
+    def _from_lease(self, settings: InstanceSettings) -> str | None:
+        """Return the endpoint in the lease of the instance's log; a registry in the same database has it already."""
         copy = self._registry.copy
         if copy is None or not copy.has_log(settings.name, settings.log):
             return self.leased.endpoint(settings.log)
@@ -87,12 +88,12 @@ class Discovery:
         return found if found is not None and is_endpoint(found) else None
 
     @property
-    def is_told(self) -> bool:
-        """Where a peer has gone is known here at once."""
+    def is_notified(self) -> bool:
+        """True if a peer's move is known here at once, since leases are watched."""
         return self._registry.copy is not None or self.leased.is_used
 
-    def _said(self, name: str, place: str) -> Route:
-        """By [peers]: an endpoint, or the URL of a log."""
+    def _from_settings(self, name: str, place: str) -> Route:
+        """Return the route for a value of [peers]: an endpoint, or the URL of a log."""
         if not is_log_url(place):
             return Route(place, Origin.SETTINGS)
         endpoint = self.leased.endpoint(place)
@@ -101,139 +102,140 @@ class Discovery:
         return Route(endpoint, Origin.LEASE)
 
     def may_be_known(self, name: str) -> bool:
-        """Whether :meth:`find` is worth its while for a name that nobody knew."""
+        """Return whether :meth:`find` may find a name that it did not find before; cheaper than find()."""
         settings = self._settings
         return name in settings.peers or settings.peer_template is not None or self._registry.path(name).exists()
 
 
-class _Called(Struct):
-    """One destination."""
+class _Destination(Struct):
+    """A peer that is called, and its route."""
 
     route: Route | None = None
     problem: str = ""  # why there is no route
     unconnected_since_ns: int | None = None
-    told_ns: int | None = None  # when a warning was last given
+    warned_ns: int | None = None  # when a warning was last given
 
 
 class Routes:
-    """The destinations that an instance calls, and where each was found. Clocks are monotonic, in ns."""
+    """Routes to the destinations that an instance calls. Clocks are monotonic, in ns."""
 
     def __init__(self, discovery: Discovery, warn: Callable[[str], None]) -> None:
         self._discovery = discovery
         self._warn = warn
-        self._called: dict[str, _Called] = {}
-        self._told_of_settings = ""
-        self._next_look_ns = 0
+        self._destinations: dict[str, _Destination] = {}
+        self._warned_problem = ""
+        self._next_poll_ns = 0
 
     def add(self, name: str, now_ns: int) -> None:
-        """``name`` is called from now on."""
-        if name not in self._called:
-            called = self._called[name] = _Called()
-            self._look_up(name, called)
-            self._tell(name, called, now_ns)
-            self._next_look_ns = now_ns + FAST_POLL_NS
+        """Keep a route to ``name`` from now on, since it is called."""
+        if name not in self._destinations:
+            destination = self._destinations[name] = _Destination()
+            self._look_up(name, destination)
+            self._warn_if_unreachable(name, destination, now_ns)
+            self._next_poll_ns = now_ns + FAST_POLL_NS
 
     def endpoint(self, name: str) -> str | None:
-        called = self._called.get(name)
-        return None if called is None or called.route is None else called.route.endpoint
+        destination = self._destinations.get(name)
+        return None if destination is None or destination.route is None else destination.route.endpoint
 
     def describe(self, name: str) -> dict[str, str | None]:
-        """``endpoint``, ``origin``, and the ``problem`` that keeps it from being found; None for what there is not.
+        """Return ``endpoint``, ``origin``, and the ``problem`` that keeps it from being found, each or None.
 
-        Also of a peer that is not called: where it would be.
+        A peer that is not called is looked up now.
         """
-        called = self._called.get(name)
-        if called is None:
-            called = _Called()
-            self._look_up(name, called)
-        route = called.route
+        destination = self._destinations.get(name)
+        if destination is None:
+            destination = _Destination()
+            self._look_up(name, destination)
+        route = destination.route
         return {
             "endpoint": route.endpoint if route else None,
             "origin": route.origin.value if route else None,
-            "problem": called.problem or None,
+            "problem": destination.problem or None,
         }
 
-    def at(self, endpoint: str) -> Iterator[str]:
-        """All names that were found there."""
-        return (name for name, called in self._called.items() if called.route and called.route.endpoint == endpoint)
+    def names_at(self, endpoint: str) -> Iterator[str]:
+        """Return all called names whose route is ``endpoint``."""
+        return (
+            name
+            for name, destination in self._destinations.items()
+            if destination.route and destination.route.endpoint == endpoint
+        )
 
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`look` is to be called next; None where nobody is called."""
-        return self._next_look_ns if self._called else None
+        """Return when :meth:`poll` must be called next; None if nobody is called."""
+        return self._next_poll_ns if self._destinations else None
 
     def close(self) -> None:
         self._discovery.leased.close()
 
-    def look(self, now_ns: int, connected: Callable[[str], bool]) -> list[tuple[str, str | None]]:
-        """Look again if it is time: the names that were found in another place, each with the endpoint before."""
-        if not self._called or now_ns < self._next_look_ns:
+    def poll(self, now_ns: int, connected: Callable[[str], bool]) -> list[tuple[str, str | None]]:
+        """Look up all routes again if it is due; return the names that have moved, each with the endpoint before."""
+        if not self._destinations or now_ns < self._next_poll_ns:
             return []
         self._discovery.read_settings()
-        self._tell_of_settings()
+        self._warn_of_settings()
         moved: list[tuple[str, str | None]] = []
         all_well = True
-        for name, called in self._called.items():
+        for name, destination in self._destinations.items():
             before = self.endpoint(name)
             if before is not None or self._discovery.may_be_known(name):
-                self._look_up(name, called)
+                self._look_up(name, destination)
             endpoint = self.endpoint(name)
             if endpoint != before:
                 moved.append((name, before))
             if endpoint is not None and connected(endpoint):
-                called.unconnected_since_ns = called.told_ns = None
+                destination.unconnected_since_ns = destination.warned_ns = None
             else:
                 all_well = False
-                self._tell(name, called, now_ns)
-        pause_ns = LOOK_NS if all_well else FAST_POLL_NS
-        self._next_look_ns = now_ns + (LEASE_POLL_NS if self._discovery.is_told else pause_ns)
+                self._warn_if_unreachable(name, destination, now_ns)
+        pause_ns = POLL_NS if all_well else FAST_POLL_NS
+        self._next_poll_ns = now_ns + (LEASE_POLL_NS if self._discovery.is_notified else pause_ns)
         return moved
 
-    def _look_up(self, name: str, called: _Called) -> None:
+    def _look_up(self, name: str, destination: _Destination) -> None:
         try:
-            called.route = self._discovery.find(name)
-            called.problem = ""
+            destination.route = self._discovery.find(name)
+            destination.problem = ""
         except UnknownInstanceError as error:
-            if called.route is None:  # one that was unregistered may still be where it was
-                called.problem = str(error)
+            if destination.route is None:  # one that was unregistered may still be where it was
+                destination.problem = str(error)
         except ConfigError as error:
-            called.problem = str(error)
+            destination.problem = str(error)
 
-    def _tell(self, name: str, called: _Called, now_ns: int) -> None:
-        if called.unconnected_since_ns is None:
-            called.unconnected_since_ns = now_ns
-        if called.told_ns is not None and now_ns - called.told_ns < WARNING_REPEAT_NS:
+    def _warn_if_unreachable(self, name: str, destination: _Destination, now_ns: int) -> None:
+        if destination.unconnected_since_ns is None:
+            destination.unconnected_since_ns = now_ns
+        if destination.warned_ns is not None and now_ns - destination.warned_ns < WARNING_REPEAT_NS:
             return
-        if called.route is None:
-            self._warn(f"nothing is sent to {name!r}, its calls wait: {called.problem}")
-        elif now_ns - called.unconnected_since_ns >= UNCONNECTED_WARNING_NS:
-            route = called.route
-            silent_s = (now_ns - called.unconnected_since_ns) // 1_000_000_000
+        if destination.route is None:
+            self._warn(f"nothing is sent to {name!r}, its calls wait: {destination.problem}")
+        elif now_ns - destination.unconnected_since_ns >= UNCONNECTED_WARNING_NS:
+            route = destination.route
+            silent_s = (now_ns - destination.unconnected_since_ns) // 1_000_000_000
             self._warn(
                 f"no connection to {name!r} at {route.endpoint} (by the {route.origin}) for {silent_s} s, its calls "
                 f"wait: start it, or correct where it is"
             )
         else:
             return
-        called.told_ns = now_ns
+        destination.warned_ns = now_ns
 
-    def _tell_of_settings(self) -> None:
+    def _warn_of_settings(self) -> None:
         problem = self._discovery.problem
-        if problem and problem != self._told_of_settings:
+        if problem and problem != self._warned_problem:
             self._warn(f"the settings as they were stay in use: {problem}")
-        self._told_of_settings = problem
-
-
-# Where instances are whose logs other machines reach: as the leases of their logs say, at once when that changes.
+        self._warned_problem = problem
 
 
 class LeaseWatcher:
-    """One watch, with a thread and a connection of its own, for each log that was asked about."""
+    """Watches the leases of logs that other machines reach; each log asked about has its own thread and connection."""
 
     def __init__(self) -> None:
         self._watches: dict[str, Watching | None] = {}
 
     def endpoint(self, log: str) -> str | None:
-        """None where it is not known: yet, or at all. It waits for nothing."""
+        """Return the endpoint in the lease of ``log``; None if it is not known (yet). Does not block."""
         if is_in_folder(log):
             return None
         if log not in self._watches:

@@ -30,23 +30,23 @@ RETRY_DELAY_NS_MAX = 5_000_000_000
 
 
 class PeerRetransmissions:
-    """What waits to be sent again. Times are monotonic, in ns."""
+    """Frames that wait to be sent again. Times are monotonic, in ns."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, int, SendToPeer, int]] = []  # a heap: (due, number, effect, attempt)
         self._numbers = itertools.count()
 
     def add(self, effect: SendToPeer, attempt: int, now_ns: int) -> None:
-        """``attempt``: how often it has been sent, from 1."""
+        """Schedule the next retransmission. ``attempt``: how often the frame has been sent, from 1."""
         delay_ns = 0 if attempt == 1 else min(RETRY_DELAY_NS_MIN << min(attempt - 2, 32), RETRY_DELAY_NS_MAX)
         heapq.heappush(self._waiting, (now_ns + delay_ns, next(self._numbers), effect, attempt + 1))
 
     def next_deadline_ns(self) -> int | None:
-        """When there is something due."""
+        """Return when the next frame is due; None if none waits."""
         return self._waiting[0][0] if self._waiting else None
 
     def take_due(self, now_ns: int) -> list[tuple[SendToPeer, int]]:
-        """What is to be sent now, and the how-manyeth time that is."""
+        """Remove and return the frames that are due, each with the number of the attempt to be made."""
         due = []
         while self._waiting and self._waiting[0][0] <= now_ns:
             _, _, effect, attempt = heapq.heappop(self._waiting)
@@ -54,16 +54,16 @@ class PeerRetransmissions:
         return due
 
     def forget(self, destination: str) -> None:
-        """Its stream begins anew."""
+        """Drop the frames for ``destination``, whose stream begins anew."""
         self._waiting = [one for one in self._waiting if one[2].destination != destination]
         heapq.heapify(self._waiting)
 
 
-# Other instances and clients as the driver has them: where they are, whether they may be reached, and their frames.
-
-
 class PeerEndpoint:
-    """``post``: takes what comes in."""
+    """The driver's port to other instances and clients: routes, keys, permissions and frames.
+
+    ``post``: called with each event that comes in.
+    """
 
     def __init__(
         self,
@@ -76,19 +76,19 @@ class PeerEndpoint:
         self._own_endpoint = settings.peer
         self._log, self._post = log, post
         self._routes = Routes(Discovery(settings, registry), log.warning)
-        self._security = PeerSecurity(settings, registry, self._routes.at, log.warning)
+        self._security = PeerSecurity(settings, registry, self._routes.names_at, log.warning)
         self._permissions: tuple[Mapping[str, Permission], bool] = (settings.permissions, False)
         self._retries = PeerRetransmissions()
-        self._barred: dict[str, str] = {}  # destinations that must not be connected to, and why
+        self._blocked: dict[str, str] = {}  # destinations that must not be connected to, and why
         self._impostors = 0  # frames under another name than that of their key
-        # What is pending is bounded by the windows of streams. No reply here comes with a callback, so nothing reaches
-        # one: frames go to the loop alone, in order.
+        # The windows of streams bound what is pending. No reply here comes with a callback, so all frames go to the
+        # server loop, in order.
         self._messenger = Messenger(security=self._security.security, pending=None)
         self.hold = self._messenger.hold
         self.fileno = self._messenger.fileno
-        # When to look although nothing is ready, on the monotonic clock, as of the last next_deadline_ns():
+        # Deadlines on the monotonic clock, as of the last next_deadline_ns():
         self._messenger_due_ns: int | None = None
-        self._look_due_ns: int | None = None  # for peers and keys
+        self._poll_due_ns: int | None = None  # for peers and keys
 
     def listen(self) -> None:
         self._post_permissions()  # ahead of all frames
@@ -104,26 +104,26 @@ class PeerEndpoint:
 
     def next_deadline_ns(self) -> int | None:
         self._messenger_due_ns = self._messenger.next_deadline_ns()
-        self._look_due_ns = earliest(self._routes.next_deadline_ns(), self._security.next_deadline_ns())
-        return earliest(self._messenger_due_ns, self._look_due_ns, self._retries.next_deadline_ns())
+        self._poll_due_ns = earliest(self._routes.next_deadline_ns(), self._security.next_deadline_ns())
+        return earliest(self._messenger_due_ns, self._poll_due_ns, self._retries.next_deadline_ns())
 
     def process(self, now_ns: int, *, ready: bool) -> bool:
-        """Take in what has come, and do what is due. ``ready``: the descriptor is readable. True: there may be news of
-        peers and keys."""
+        """Receive what has come, and do what is due. ``ready``: the descriptor is readable. Return True if peers and
+        keys were polled."""
         if self._messenger_due_ns is not None and now_ns >= self._messenger_due_ns:
             self._messenger.process()
         elif ready:
             self._messenger.receive(replies=False)
-        looks = self._look_due_ns is not None and now_ns >= self._look_due_ns
-        if looks:
-            self._look_for_peers(now_ns)
-            self._look_for_keys(now_ns)
+        polled = self._poll_due_ns is not None and now_ns >= self._poll_due_ns
+        if polled:
+            self._poll_routes(now_ns)
+            self._poll_keys(now_ns)
         for effect, attempt in self._retries.take_due(now_ns):
             self._send(effect, attempt)
-        return looks
+        return polled
 
     def audit(self, auditor: Auditor, refusals: Mapping[str, Mapping[str, int]], now_ns: int) -> None:
-        """``refusals``: of callers, as the machine counts them."""
+        """Record refusals and security changes. ``refusals``: counts by caller, as the machine has them."""
         counters = self._messenger.counters()
         auditor.look(counters, self._security.security, self._permissions[0], refusals, self._impostors, now_ns)
 
@@ -141,7 +141,7 @@ class PeerEndpoint:
 
     def _send(self, effect: ef.SendToPeer, attempt: int) -> None:
         endpoint = self._routes.endpoint(effect.destination)
-        if endpoint is not None and not self._is_barred(effect.destination, endpoint):
+        if endpoint is not None and not self._is_blocked(effect.destination, endpoint):
             reach(FaultPoint.BEFORE_SEND)
             reply = functools.partial(self._replied, effect, attempt)
             self._messenger.send_message(endpoint, encode_frame(effect.frame), reply)
@@ -180,8 +180,8 @@ class PeerEndpoint:
 
     # --- where they are, and who may be reached ----------------------------------------------------------------------
 
-    def _look_for_peers(self, now_ns: int) -> None:
-        for name, endpoint_before in self._routes.look(now_ns, self._messenger.connected):
+    def _poll_routes(self, now_ns: int) -> None:
+        for name, endpoint_before in self._routes.poll(now_ns, self._messenger.connected):
             endpoint = self._routes.endpoint(name)
             self._log.info("peer found" if endpoint_before is None else "peer moved", peer=name, endpoint=endpoint)
             if endpoint_before is not None:
@@ -190,7 +190,7 @@ class PeerEndpoint:
             self._security.schedule_check()  # it shows the key that it has there
 
     def _post_permissions(self) -> None:
-        """If they have changed."""
+        """Post the permissions if they have changed."""
         before = self._permissions
         self._permissions = given, has_keys = self._security.permissions, self._security.security is not None
         if self._permissions != before:
@@ -198,8 +198,8 @@ class PeerEndpoint:
         if given != before[0]:
             self._log.info("permissions changed", limited=sorted(given))
 
-    def _look_for_keys(self, now_ns: int) -> None:
-        changed = self._security.look(now_ns)
+    def _poll_keys(self, now_ns: int) -> None:
+        changed = self._security.poll(now_ns)
         self._post_permissions()
         if not changed:
             return
@@ -209,34 +209,34 @@ class PeerEndpoint:
             self._log.info(
                 "keys or callers changed", key=security.own.public, callers=sorted(security.callers.values())
             )
-        for name in list(self._barred):
+        for name in list(self._blocked):
             endpoint = self._routes.endpoint(name)
-            if endpoint is None or self._security.barrier(endpoint) is None:
-                del self._barred[name]
+            if endpoint is None or self._security.block_reason(endpoint) is None:
+                del self._blocked[name]
                 self._post(ev.PeerMoved(name))
 
-    def _is_barred(self, name: str, endpoint: str) -> bool:
-        problem = self._security.barrier(endpoint)
+    def _is_blocked(self, name: str, endpoint: str) -> bool:
+        problem = self._security.block_reason(endpoint)
         if problem is None:
-            self._barred.pop(name, None)
+            self._blocked.pop(name, None)
             return False
-        if self._barred.get(name) != problem:
-            self._barred[name] = problem
+        if self._blocked.get(name) != problem:
+            self._blocked[name] = problem
             self._log.warning(f"nothing is sent to {name!r}, its calls wait: {problem}")
         return True
 
     def _drop(self, endpoint: str, destination: str) -> None:
-        """Forget what is on its way there. What was for others than ``destination`` is sent again."""
+        """Forget what is in flight to ``endpoint``. What was for others than ``destination`` is sent again."""
         self._messenger.drop(endpoint)
-        for name in self._routes.at(endpoint):
+        for name in self._routes.names_at(endpoint):
             if name != destination:
                 self._post(ev.PeerMoved(name))
 
     # --- what comes from them ----------------------------------------------------------------------------------------
 
     def _replied(self, effect: ef.SendToPeer, attempt: int, parts: list[bytes]) -> None:
-        # Without parts: acknowledged, but the answer is not kept any more. The receiver knows it: ask again, as for
-        # an answer that was damaged on its way, or that a later build makes.
+        # No parts: acknowledged, but the answer is no longer kept. The frame is sent again, as it is after an answer
+        # that was damaged in transit, or that only a later build knows.
         frame = self._decode(effect.destination, parts) if parts else None
         if frame is not None and frame.frame_type is FrameType.UNKNOWN:
             self._log.warning(
@@ -261,7 +261,7 @@ class PeerEndpoint:
         frame = self._decode(f"{received.sender:016x}", received.parts)
         if frame is None:
             received.reply()  # its sender sends it again
-        elif frame.frame_type is FrameType.UNKNOWN:  # nobody's name is believed: it is only told what is known here
+        elif frame.frame_type is FrameType.UNKNOWN:  # its sender is told which types are known here
             sender = received.peer or frame.sender
             self._log.warning(
                 f"a frame of {sender!r} was refused: {frame.reason} is not known here", kind=("unknown", sender)
@@ -299,7 +299,7 @@ class PeerEndpoint:
         }
 
     def describe_output(self, destination: str, error: object) -> dict[str, object]:
-        """How ``destination`` is reached; ``error``: what the machine knows to be wrong with it."""
+        """Describe the connection to ``destination``; ``error``: what the machine knows to be wrong with it."""
         if destination == self._name:
             return {"endpoint": "", "connected": True, "error": error}
         route = self._routes.describe(destination)
@@ -307,11 +307,11 @@ class PeerEndpoint:
         return {
             "endpoint": endpoint,
             "connected": bool(endpoint) and self._messenger.connected(endpoint),
-            "error": error or route["problem"] or self._barred.get(destination),
+            "error": error or route["problem"] or self._blocked.get(destination),
         }
 
     def describe_peer(self, name: str, error: object) -> dict[str, object]:
-        """The same for any instance, as `immortal peers` has it."""
+        """Describe the connection to any instance, for `immortal peers`."""
         route = self._routes.describe(name)
         endpoint = route["endpoint"]
         since_ns = self._messenger.connected_since_ns(endpoint) if endpoint else None
@@ -319,5 +319,5 @@ class PeerEndpoint:
             "endpoint": endpoint,
             "origin": route["origin"],
             "connected_s": None if since_ns is None else round((time.monotonic_ns() - since_ns) / 1e9, 3),
-            "error": error or route["problem"] or self._barred.get(name),
+            "error": error or route["problem"] or self._blocked.get(name),
         }

@@ -1,4 +1,4 @@
-"""The keys of a fleet, from one file: who there is, in which registry folder, and who may call whom.
+"""Keys of a fleet, from one file: its members, their registry folders, and who may call whom.
 
     expires_days = 365                    how long keys that are made may be used; without it for ever
     age_days_max = 300                    older ones are to be rotated
@@ -10,7 +10,7 @@
     [clients.web]
     home = "/srv/web"
 
-Secrets stay where they are made. Each folder gets the public files of those whom its members call, or are called by.
+Secrets stay where they are made. Each folder gets the public files of all that call its members or are called by them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from immortal.coordinator.config import ConfigError, write_atomically
 from immortal.coordinator.config.settings_file import read_table, read_toml, text_with_allow
 from immortal.coordinator.config.values import Callers, kind, says, whole
 from immortal.coordinator.core.permissions import ANYTHING, Permission
-from immortal.coordinator.instances.registry import HOME_DEFAULT, Registry, UnknownInstanceError, tell_all
+from immortal.coordinator.instances.registry import HOME_DEFAULT, Registry, UnknownInstanceError, notify_coordinators
 from immortal.coordinator.messenger import Role
 from immortal.coordinator.peers import keys
 from immortal.coordinator.peers.keys import KeysError, PublicFile
@@ -54,7 +54,7 @@ class _File(Struct):
 
 
 class Member(Struct, frozen=True):
-    """``allow``: who may call it, and what; of an instance."""
+    """An instance, client or operator of the fleet. ``allow``: who may call an instance, and what."""
 
     name: str
     role: Role
@@ -67,12 +67,12 @@ class Member(Struct, frozen=True):
 
     @property
     def public(self) -> PublicFile:
-        """Raises KeysError."""
+        """Public file of the member. Raises KeysError."""
         return keys.read_public_file(self.folder)
 
 
 class Fleet(Struct, frozen=True):
-    """``members`` by name."""
+    """Contents of a fleet's file, with ``members`` by name."""
 
     members: Mapping[str, Member]
     expires_days: int | None = None
@@ -83,7 +83,7 @@ class Fleet(Struct, frozen=True):
         return sorted({member.home for member in self.members.values()})
 
     def known_in(self, home: Path) -> list[Member]:
-        """Those whose public keys are needed there: who may call a member, or is called by one."""
+        """Return the members whose public keys ``home`` needs: they call a member there, or are called by one."""
         names: set[str] = set()
         for member in self.members.values():
             for caller in member.allow:
@@ -95,7 +95,7 @@ class Fleet(Struct, frozen=True):
 
 
 def read(path: Path) -> Fleet:
-    """Raises ConfigError."""
+    """Read and check a fleet's file. Raises ConfigError."""
     try:
         values, source = read_toml(path)
     except FileNotFoundError as error:
@@ -124,7 +124,7 @@ def read(path: Path) -> Fleet:
 
 
 def make(fleet: Fleet, today: date) -> Iterator[str]:
-    """Make what is missing, and write what each folder needs; what was done, in words.
+    """Make missing keys, and write what each folder needs; yield what was done, in words.
 
     Raises KeysError, ConfigError.
     """
@@ -150,14 +150,14 @@ def _role(public: PublicFile) -> Role:
 
 
 def _complete(member: Member) -> PublicFile:
-    """The public file with the pairs that there are."""
+    """Return the public file that the member's pairs should have."""
     known = {public.key: public for public in member.public.keys}
     pairs = keys.read_pairs(member.folder)
     return PublicFile(tuple(known.get(pair.public, keys.PublicKey(pair.public)) for pair in pairs))
 
 
 def _copy(member: Member, home: Path) -> bool:
-    """Its public file to ``home``; whether there was another one. Raises KeysError."""
+    """Copy the public file to ``home``; return whether it differed there. Raises KeysError."""
     text = keys.public_text(member.public).encode()
     path = keys.public_path(home / member.name)
     if keys.secret_path(home / member.name).exists():
@@ -167,14 +167,17 @@ def _copy(member: Member, home: Path) -> bool:
             return False
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
-        tell_all(path)
+        notify_coordinators(path)
     except OSError as error:
         raise KeysError(f"{path} cannot be written: {error.strerror}") from None
     return True
 
 
 def _write_allow(member: Member) -> bool:
-    """Whether its settings said something else; one that is not registered has none. Raises ConfigError."""
+    """Write ``allow`` into the member's settings, if it is registered; return whether it differed there.
+
+    Raises ConfigError.
+    """
     registry = Registry(member.home)
     try:
         settings = registry.load(member.name)
@@ -196,7 +199,7 @@ def _allowed(allow: tuple[str, ...] | None, permissions: Mapping[str, Permission
 
 
 def problems(fleet: Fleet, today: date) -> Iterator[str]:
-    """What does not fit, or is due, in words."""
+    """Yield what differs from the fleet's file, or is due, in words."""
     owners: dict[str, str] = {}
     for member in fleet.members.values():
         yield from _of_keys(fleet, member, owners, today)

@@ -1,11 +1,11 @@
-"""The CURVE keys of an instance: a secret file that only its owner can read, and a public one for its peers.
+"""CURVE keys of an instance: a secret file that only its owner can read, and a public one for its peers.
 
 <home>/counter/keys/pairs       "public secret" on each line; mode 0600, in a folder of mode 0700
 <home>/counter/public_keys      the public key of each pair, one a line; comments in front of it say since and until
                                 when it is to be used, and what its owner is: "; role: client" (without: an instance)
 
-The first pair is the one in use. A rotation adds a second, which peers accept from then on; retiring removes the first,
-and the second takes its place. So there is no moment at which a peer is shown a key that it could not know.
+The first pair is in use. A rotation adds a second, which peers accept from then on; retiring removes the first, and the
+second takes its place. So no peer is ever shown a key that it could not know.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _ROLES = (Role.INSTANCE, Role.CLIENT, Role.OPERATOR)  # that a file may give
 
 
 class KeysError(ImmortalError):
-    """Keys are not what or where they must be."""
+    """Keys are missing, unreadable, or not as they must be."""
 
 
 class PublicKey(Struct, frozen=True):
-    """A public key, the day (UTC) when it was made, and the last one on which it lets anybody in; None: not said."""
+    """A public key, the day (UTC) when it was made, and the last day on which it is valid; None: not given."""
 
     key: str
     made: date | None = None
@@ -56,36 +56,36 @@ class PublicKey(Struct, frozen=True):
 
 
 class PublicFile(Struct, frozen=True):
-    """What a public file says. ``role`` None: nothing of what its owner is."""
+    """Contents of a public file. ``role`` None: the file gives no role."""
 
     keys: tuple[PublicKey, ...] = ()
     role: Role | None = None
 
 
 def today() -> date:
-    """The day, UTC."""
+    """Return the current day, UTC."""
     return datetime.now(UTC).date()
 
 
 def secret_path(folder: Path) -> Path:
-    """The file of the pairs; ``folder`` is the instance's."""
+    """Return the path of the file of the pairs; ``folder`` is the instance's."""
     return folder / _FOLDER_NAME / _FILE_NAME
 
 
 def public_path(folder: Path) -> Path:
-    """The file of the public keys; ``folder`` is the instance's."""
+    """Return the path of the file of the public keys; ``folder`` is the instance's."""
     return folder / PUBLIC_FILE_NAME
 
 
 def is_key(text: object) -> bool:
-    """Whether ``text`` is a key in Z85."""
+    """Return whether ``text`` is a key in Z85."""
     return isinstance(text, str) and _KEY.fullmatch(text) is not None
 
 
 def read_pairs(folder: Path) -> tuple[KeyPair, ...]:
-    """The instance's own pairs, the one in use first; none where it has no keys.
+    """Read the instance's own pairs, the one in use first; none where it has no keys.
 
-    Raises KeysError for what cannot be read, and for what others than the owner could read or change.
+    Raises KeysError for a file that cannot be read, or that others than the owner can read or change.
     """
     path = secret_path(folder)
     try:
@@ -106,12 +106,12 @@ def read_pairs(folder: Path) -> tuple[KeyPair, ...]:
 
 
 def read_public_keys(folder: Path) -> tuple[str, ...]:
-    """The public keys of an instance, the one in use first; none where there is no file. Raises KeysError."""
+    """Read the public keys of an instance, the one in use first; none where there is no file. Raises KeysError."""
     return tuple(known.key for known in read_public_file(folder).keys)
 
 
 def read_public_file(folder: Path) -> PublicFile:
-    """The public keys of an instance, the one in use first, with what is said of them. Raises KeysError."""
+    """Read the public keys of an instance, the one in use first, with dates and role. Raises KeysError."""
     path = public_path(folder)
     try:
         with path.open("rb") as file:
@@ -128,7 +128,7 @@ def read_public_file(folder: Path) -> PublicFile:
 
 
 def _public_file(path: Path, lines: list[str]) -> PublicFile:
-    """Of lines that are keys or comments. Raises KeysError for a comment that says what can't be."""
+    """Parse lines that are keys or comments. Raises KeysError for a comment with a wrong date or role."""
     found: list[PublicKey] = []
     role: Role | None = None
     made = expires = None
@@ -150,7 +150,7 @@ def _public_file(path: Path, lines: list[str]) -> PublicFile:
 
 
 def reminders(file: PublicFile, today: date, age_days_max: int | None, soon_days: int) -> Iterator[str]:
-    """What is to be done about the keys that expire within ``soon_days``, or are older than ``age_days_max``."""
+    """Yield what to do about keys that expire within ``soon_days``, or are older than ``age_days_max``."""
     for public in file.keys:
         if public.has_expired(today):
             yield f"the key {public.key} expired on {public.expires}: nobody lets it in; rotate it, and retire it"
@@ -161,14 +161,15 @@ def reminders(file: PublicFile, today: date, age_days_max: int | None, soon_days
 
 
 def make(folder: Path, role: Role = Role.INSTANCE, expires: date | None = None) -> tuple[KeyPair, ...]:
-    """The pairs of an instance, or of who has another ``role``, made where there are none; the public file is written
-    anew. ``expires``: the last day of those that are made. Raises KeysError.
+    """Make the pairs of an owner with ``role`` where there are none, and write the public file anew; return the pairs.
+
+    ``expires``: the last day of the pairs that are made. Raises KeysError.
     """
     return _write(folder, read_pairs(folder) or (KeyPair.new(),), role, expires)
 
 
 def rotate(folder: Path, expires: date | None = None) -> tuple[KeyPair, ...]:
-    """Add a pair, which takes over when the one in use is retired; ``expires``: its last day. Raises KeysError."""
+    """Add a pair, which is used once the one in use is retired; ``expires``: its last day. Raises KeysError."""
     pairs = read_pairs(folder)
     if not pairs:
         raise KeysError(f"{folder.name!r} has no keys yet: 'immortal keys {folder.name} --make' makes them")
@@ -180,7 +181,7 @@ def rotate(folder: Path, expires: date | None = None) -> tuple[KeyPair, ...]:
 
 
 def retire(folder: Path) -> tuple[KeyPair, ...]:
-    """Forget the pair in use for good: the next one takes its place. Raises KeysError."""
+    """Delete the pair in use: the next one takes its place. Raises KeysError."""
     pairs = read_pairs(folder)
     if len(pairs) < 2:
         raise KeysError(
@@ -190,7 +191,7 @@ def retire(folder: Path) -> tuple[KeyPair, ...]:
 
 
 def remove(folder: Path) -> None:
-    """Forget all of them for good. What else is in their folder, as the key of a log that is kept, stays."""
+    """Delete all keys. Other files in their folder stay, such as the key of a log that is kept."""
     secret_path(folder).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         secret_path(folder).parent.rmdir()
@@ -212,7 +213,8 @@ def _check_mode(path: Path, expected: int) -> None:
 def _write(
     folder: Path, pairs: tuple[KeyPair, ...], role: Role | None = None, expires: date | None = None
 ) -> tuple[KeyPair, ...]:
-    """The secret file first: what is announced without being there would be of no use. ``role`` None: as it was."""
+    """Write the secret file, then the public one, so that no public key is without its secret. ``role`` None: keep
+    it."""
     path = secret_path(folder)
     before, known = _known(folder)
     try:
@@ -229,7 +231,7 @@ def _write(
 
 
 def _known(folder: Path) -> tuple[Role | None, Mapping[str, PublicKey]]:
-    """What the public file says so far; of the keys of a file that can't be read, or is lost, no more is known."""
+    """Return role and public keys by the files so far; a lost or unreadable public file gives no dates or role."""
     try:
         file = read_public_file(folder)
     except KeysError:
@@ -239,7 +241,7 @@ def _known(folder: Path) -> tuple[Role | None, Mapping[str, PublicKey]]:
 
 
 def public_text(file: PublicFile) -> str:
-    """As :func:`read_public_file` reads it."""
+    """Return the text of a public file, as :func:`read_public_file` reads it."""
     lines = [] if file.role in (None, Role.INSTANCE) else [f"{COMMENT} role: {file.role}"]
     for public in file.keys:
         dates = {"made": public.made, "expires": public.expires}

@@ -1,4 +1,4 @@
-"""Keys of an instance on each of the machines that may run it: none leaves the machine where it was made."""
+"""Keys of an instance of a shared registry, made on each machine that may run it; none leaves its machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from immortal.coordinator.peers import keys
 from immortal.protocol.shared_registry import SharedHomeError
 
 
-def make_own(settings: InstanceSettings, registry: Registry) -> bool:
-    """Where the registry is that of many machines: this one has keys for the instance, and the registry knows where it
-    is reached here. Whether some were made.
+def ensure_machine_keys(settings: InstanceSettings, registry: Registry) -> bool:
+    """Make keys for the instance on this machine and announce its address, if the registry is that of many machines.
+    Return whether keys were made.
 
     Raises RegistryError for an instance whose log another machine has, KeysError, LogError, SharedHomeError.
     """
@@ -35,5 +35,5 @@ def make_own(settings: InstanceSettings, registry: Registry) -> bool:
     except SharedHomeError:
         if not has_some:
             raise
-        # Peers try its keys in turns then.
+        # The database is away, but it has a key of this machine: peers try the known keys in turn.
     return not has_some

@@ -1,7 +1,7 @@
-"""Whom an instance talks to: its keys, those of its peers, and the list of those who may call it.
+"""Security of an instance: its keys, its peers' keys, and the list of those who may call it.
 
-All of it is looked at again and again, so that keys change without a restart. A peer that had keys once is never called
-in plain again, and what cannot be read leaves in use what was there before.
+All of it is polled, so that keys change without a restart. A peer that had keys once is never called without encryption
+again, and where a file cannot be read, its earlier contents stay in use.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from immortal.coordinator.peers import keys
 from immortal.coordinator.peers.keys import KeysError, PublicFile
 from immortal.protocol.errors import ImmortalError
 
-LOOK_NS = 1_000_000_000  # between two looks
-KEY_FILES_PER_POLL = 32  # public files that each look has a glance at: what it costs does not grow with the registry
+POLL_NS = 1_000_000_000  # between two polls
+KEY_FILES_PER_POLL = 32  # public files checked by each poll, so that its cost does not grow with the registry
 
 _Version = tuple[int, int, int]
 
 
 class Keyring:
-    """The public keys of the instances of a registry, and those that one instance's settings give."""
+    """Public keys of the instances of a registry, and those that one instance's settings give."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -39,21 +39,22 @@ class Keyring:
         self._next = 0  # of these, for the next glance
 
     def keys_of(self, settings: InstanceSettings, name: str) -> tuple[str, ...]:
-        """As ``settings`` give them for ``name``, else as its public file does. Raises KeysError."""
+        """Return the keys of ``name``: those that ``settings`` give, else those of its public file. Raises
+        KeysError."""
         given = settings.peer_keys.get(name) or settings.client_keys.get(name)
         return given or tuple(public.key for public in self._file(name).keys)
 
     def unexpired(self, name: str, found: tuple[str, ...], today: date) -> tuple[str, ...]:
-        """Of its keys ``found`` those that have not expired, as its public file says, which was looked at just now."""
+        """Return those keys of ``found`` that have not expired, by the public file of ``name``, which was just read."""
         read = self._read.get(name)
         expired = {public.key for public in read[1].keys if public.has_expired(today)} if read is not None else ()
         return tuple(key for key in found if key not in expired) if expired else found
 
     def role_of(self, settings: InstanceSettings, registered: Collection[str], name: str) -> Role:
-        """What ``name`` is: as the settings, the registry, or its public file say. Raises KeysError.
+        """Return the role of ``name`` by the settings, the registry, or its public file. Raises KeysError.
 
-        Who has secrets in the registry folder and is no instance of it was made a client before files said so. Of a
-        public file alone, which was copied here, an instance is taken to be the owner, as it always was.
+        A name with secrets in the registry folder that is no instance of it is a client. If there is only a public file
+        without a role, which was copied here, its owner is taken for an instance.
         """
         if name in settings.client_keys:
             return Role.CLIENT
@@ -64,7 +65,7 @@ class Keyring:
         return Role.CLIENT if keys.secret_path(self._registry.home / name).exists() else Role.INSTANCE
 
     def callers(self, settings: InstanceSettings, registered: Iterable[str]) -> list[str]:
-        """Of the instances of the registry and those that ``settings`` name, who may call the instance of these."""
+        """Return the names that may call the instance of ``settings``: those of ``allow``, else all that are known."""
         names = settings.allow
         if names is None:
             clients = {*self._registry.client_names(registered), *settings.client_keys}
@@ -72,11 +73,11 @@ class Keyring:
         return [name for name in names if name != settings.name]
 
     def watch(self, names: Iterable[str]) -> None:
-        """All that was read is of the files of ``names`` as they are now."""
+        """Note the present versions of the public files of ``names``, for :meth:`has_changed`."""
         self._watched = [(path, _version(path)) for path in map(self._path, names)]
 
     def has_changed(self) -> bool:
-        """Whether one of the next few files that are watched is another one by now: all have their turn."""
+        """Check the next few watched files, in turn; return whether one of them has changed."""
         for _ in range(min(KEY_FILES_PER_POLL, len(self._watched))):
             self._next = (self._next + 1) % len(self._watched)
             path, version = self._watched[self._next]
@@ -101,7 +102,7 @@ class Keyring:
 
 
 def _version(path: str) -> _Version | None:
-    """None where there is no such file."""
+    """Return the version of a file by its time, size and inode; None where there is no such file."""
     try:
         status = os.stat(path)
     except OSError:
@@ -110,10 +111,10 @@ def _version(path: str) -> _Version | None:
 
 
 class PeerSecurity:
-    """The messenger's security, kept up to date for one running instance. Clocks are monotonic, in ns.
+    """Security of the messenger, kept up to date for one running instance. Clocks are monotonic, in ns.
 
-    ``names_at`` says which peers are called at an endpoint. Raises KeysError for keys that cannot be used, and where
-    keys are required and there are none.
+    ``names_at`` returns the peers that are called at an endpoint. Raises KeysError for keys that cannot be used, and
+    where keys are required and there are none.
     """
 
     def __init__(
@@ -129,38 +130,38 @@ class PeerSecurity:
         self._names_at = names_at
         self._warn = warn
         self._today = today
-        self._book = Keyring(registry)
+        self._keyring = Keyring(registry)
         self._own: KeyPair | None = None
         self._pairs: tuple[KeyPair, ...] = ()
-        self._known: dict[str, tuple[str, ...]] = {}  # of each peer, the last keys that it had
+        self._known_keys: dict[str, tuple[str, ...]] = {}  # of each peer, its last keys
         self._known_roles: dict[str, Role] = {}
-        self._told: set[str] = set()
-        self._told_now: set[str] = set()
-        self._next_look_ns = 0
-        self._barriers: dict[tuple[str, ...], str | None] = {}
-        self._looked_at: tuple[object, ...] = ()  # what the last look had found, but for public files
-        self.security: Security | None = self._look(check_start(settings))
+        self._warned: set[str] = set()
+        self._warned_now: set[str] = set()
+        self._next_poll_ns = 0
+        self._block_reasons: dict[tuple[str, ...], str | None] = {}
+        self._last_state: tuple[object, ...] = ()  # what the last look had found, but for public files
+        self.security: Security | None = self._read_security(check_start(settings))
 
     @property
     def permissions(self) -> Mapping[str, Permission]:
-        """Of those who may not do everything, by name, as of the last look."""
+        """Permissions by name, of callers that may not do everything, as of the last poll."""
         return self._settings.permissions
 
     def next_deadline_ns(self) -> int:
-        """When :meth:`look` is to be called next."""
-        return self._next_look_ns
+        """Return when :meth:`poll` must be called next."""
+        return self._next_poll_ns
 
     def schedule_check(self) -> None:
-        """The next :meth:`look` is due."""
-        self._next_look_ns = 0
+        """Make the next :meth:`poll` due."""
+        self._next_poll_ns = 0
 
-    def look(self, now_ns: int) -> bool:
-        """Look again if it is time: whether ``security`` is another one."""
-        if now_ns < self._next_look_ns:
+    def poll(self, now_ns: int) -> bool:
+        """Read keys and callers again if it is due; return whether ``security`` has changed."""
+        if now_ns < self._next_poll_ns:
             return False
-        self._next_look_ns = now_ns + LOOK_NS
-        self._barriers.clear()
-        before_told, self._told, self._told_now = self._told, self._told_now, set()
+        self._next_poll_ns = now_ns + POLL_NS
+        self._block_reasons.clear()
+        before_warned, self._warned, self._warned_now = self._warned, self._warned_now, set()
         pairs: tuple[KeyPair, ...] = ()
         try:
             settings = self._registry.load(self._settings.name)
@@ -173,44 +174,44 @@ class PeerSecurity:
             )
             pairs = keys.read_pairs(settings.folder)
         except ImmortalError as error:
-            self._tell(f"keys and callers as they were stay in use: {error}")
-        if not self._told and not self._told_now and not self._may_differ(pairs):
-            self._told = before_told
+            self._warn_once(f"keys and callers as they were stay in use: {error}")
+        if not self._warned and not self._warned_now and not self._may_differ(pairs):
+            self._warned = before_warned
             return False
-        before, known_before = self.security, dict(self._known)
+        before, known_before = self.security, dict(self._known_keys)
         try:
-            found = self._look(pairs)
+            found = self._read_security(pairs)
         except ImmortalError as error:
-            self._tell(f"keys and callers as they were stay in use: {error}")
+            self._warn_once(f"keys and callers as they were stay in use: {error}")
             return False
         if found is None or before is None:
             self.security = found
             return found is not before
         self.security = found
-        now = found.own, found.callers, found.roles, self._known
+        now = found.own, found.callers, found.roles, self._known_keys
         return now != (before.own, before.callers, before.roles, known_before)
 
     def _may_differ(self, pairs: tuple[KeyPair, ...]) -> bool:
-        """Whether a look at all keys may find what the last one did not.
+        """Return whether reading all keys again may find changes.
 
-        Who changes a public file by the command line touches the folder of the registry, which tells all; what is
-        changed by hand is seen as its file has its turn.
+        A command that changes a public file touches the registry's folder, so the change is seen at once; a change by
+        hand is seen when it is the file's turn.
         """
-        return self._looked_at != self._state(pairs) or self._book.has_changed()
+        return self._last_state != self._state(pairs) or self._keyring.has_changed()
 
     def _state(self, pairs: tuple[KeyPair, ...]) -> tuple[object, ...]:
         settings = self._settings
         given = settings.allow, settings.permissions, settings.peer_keys, settings.client_keys
         return _version(str(self._registry.home)), self._today(), pairs, given
 
-    def barrier(self, endpoint: str) -> str | None:
-        """Why ``endpoint`` must not be connected to as things are; None if it may."""
-        asked = (endpoint, *self._names_at(endpoint))  # for each frame: as all else, looked at once a second
-        if asked not in self._barriers:
-            self._barriers[asked] = self._barrier(endpoint)
-        return self._barriers[asked]
+    def block_reason(self, endpoint: str) -> str | None:
+        """Return why ``endpoint`` must not be connected to now; None if it may."""
+        asked = (endpoint, *self._names_at(endpoint))  # asked for each frame, so cached until the next poll
+        if asked not in self._block_reasons:
+            self._block_reasons[asked] = self._find_block_reason(endpoint)
+        return self._block_reasons[asked]
 
-    def _barrier(self, endpoint: str) -> str | None:
+    def _find_block_reason(self, endpoint: str) -> str | None:
         if expired := [name for name in self._names_at(endpoint) if self._has_expired(name)]:
             return f"the keys of {', '.join(expired)} have expired: rotate them, and bring the public file here"
         has_keys = bool(self._servers(endpoint))
@@ -229,26 +230,26 @@ class PeerSecurity:
             f"into {keys.public_path(self._registry.home / names)}, or under [peer_keys] in {self._registry.path(name)}"
         )
 
-    def _look(self, pairs: tuple[KeyPair, ...]) -> Security | None:
+    def _read_security(self, pairs: tuple[KeyPair, ...]) -> Security | None:
         if pairs:
             self._own, self._pairs = pairs[0], pairs
         # A client that can read the secrets of the instance needs none of its own.
         callers = {pair.public: self._settings.name for pair in self._pairs}
         if self._registry.copy is not None and self._pairs:  # who has those of another machine is its owner there
             elsewhere = self._keys_of(self._settings.name)
-            callers |= dict.fromkeys(self._let_in(self._settings.name, elsewhere), self._settings.name)
+            callers |= dict.fromkeys(self._unexpired_keys(self._settings.name, elsewhere), self._settings.name)
         roles = dict.fromkeys(callers, Role.OWNER)
         shared: set[str] = set()
-        self._looked_at = self._state(pairs)
+        self._last_state = self._state(pairs)
         registered = frozenset(self._registry.names())
-        allowed = set(self._book.callers(self._settings, registered))
-        names = {*allowed, *registered, *self._settings.peer_keys, *self._settings.client_keys, *self._known}
-        self._book.watch(names | self._registry.folder_names())
+        allowed = set(self._keyring.callers(self._settings, registered))
+        names = {*allowed, *registered, *self._settings.peer_keys, *self._settings.client_keys, *self._known_keys}
+        self._keyring.watch(names | self._registry.folder_names())
         for name in names:
             found = self._keys_of(name)
             if found:
-                self._known[name] = found
-                found = self._let_in(name, found)
+                self._known_keys[name] = found
+                found = self._unexpired_keys(name, found)
             if name not in allowed or not found:
                 continue
             role = self._role_of(name, registered)
@@ -257,48 +258,51 @@ class PeerSecurity:
                     shared.add(key)
                 roles.setdefault(key, role)
         for key in shared:
-            self._tell(f"the public key {key} is given for several instances, and so let in for none")
+            self._warn_once(f"the public key {key} is given for several instances, and so let in for none")
             del callers[key]
         return None if self._own is None else Security(self._own, callers, self._servers, roles)
 
-    def _let_in(self, name: str, found: tuple[str, ...]) -> tuple[str, ...]:
-        """Of the keys ``found`` those that have not expired."""
-        left = self._book.unexpired(name, found, self._today())
+    def _unexpired_keys(self, name: str, found: tuple[str, ...]) -> tuple[str, ...]:
+        """Return those keys of ``found`` that have not expired; warn if none is left."""
+        left = self._keyring.unexpired(name, found, self._today())
         if not left:
-            self._tell(f"the keys of {name!r} have expired: it is not let in, nor called")
+            self._warn_once(f"the keys of {name!r} have expired: it is not let in, nor called")
         return left
 
     def _has_expired(self, name: str) -> bool:
-        """All its keys have."""
+        """Return whether all keys of ``name`` have expired."""
         found = self._keys_of(name)
-        return bool(found) and not self._let_in(name, found)
+        return bool(found) and not self._unexpired_keys(name, found)
 
     def _role_of(self, name: str, registered: Collection[str]) -> Role:
         try:
-            role = self._known_roles[name] = self._book.role_of(self._settings, registered, name)
+            role = self._known_roles[name] = self._keyring.role_of(self._settings, registered, name)
         except KeysError:  # told with its keys
             return self._known_roles.get(name, Role.INSTANCE)
         return role
 
     def _keys_of(self, name: str) -> tuple[str, ...]:
         try:
-            return self._book.keys_of(self._settings, name)
+            return self._keyring.keys_of(self._settings, name)
         except KeysError as error:
-            self._tell(f"the keys of {name!r} as they were stay in use: {error}")
-            return self._known.get(name, ())
+            self._warn_once(f"the keys of {name!r} as they were stay in use: {error}")
+            return self._known_keys.get(name, ())
 
     def _servers(self, endpoint: str) -> tuple[str, ...]:
-        return tuple(key for name in self._names_at(endpoint) for key in self._known.get(name) or self._keys_of(name))
+        return tuple(
+            key for name in self._names_at(endpoint) for key in self._known_keys.get(name) or self._keys_of(name)
+        )
 
-    def _tell(self, problem: str) -> None:
-        """Warn, once for as long as it lasts."""
-        self._told_now.add(problem)
-        if problem not in self._told:
+    def _warn_once(self, problem: str) -> None:
+        """Warn of a problem, once for as long as it lasts."""
+        self._warned_now.add(problem)
+        if problem not in self._warned:
             self._warn(problem)
 
 
 def check_start(settings: InstanceSettings) -> tuple[KeyPair, ...]:
-    """The instance's own pairs. Raises KeysError for those that cannot be used, and where there must be some."""
+    """Read the instance's own pairs. Raises KeysError for keys that cannot be used, and if required ones are
+    missing."""
     pairs = keys.read_pairs(settings.folder)
     if pairs or settings.insecure or is_local(settings.peer):
         return pairs
@@ -309,7 +313,7 @@ def check_start(settings: InstanceSettings) -> tuple[KeyPair, ...]:
 
 
 def insecurity_warning(settings: InstanceSettings, security: Security | None) -> str | None:
-    """What is to be said at each start of an instance that is run with ``insecure``."""
+    """Return the warning at each start of an instance that is run with ``insecure``; None for others."""
     if not settings.insecure:
         return None
     if security is None:
@@ -322,6 +326,6 @@ def insecurity_warning(settings: InstanceSettings, security: Security | None) ->
 
 @functools.lru_cache(maxsize=1024)  # asked for each frame
 def is_local(endpoint: str) -> bool:
-    """Whether only this machine reaches ``endpoint``."""
+    """Return whether only this machine reaches ``endpoint``."""
     address = split_tcp(endpoint)
     return endpoint.startswith(("ipc://", "inproc://")) or (address is not None and is_loopback(address[0]))

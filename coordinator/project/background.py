@@ -1,7 +1,7 @@
-"""The process behind `immortal up`: it runs a project's services, and keeps what they say in files.
+"""Daemon of `immortal up`: runs a project's services, and writes their output to files.
 
-SIGHUP makes it look at the project again: what is new, changed, stopped or failed is started, and what the project has
-no more is stopped. SIGTERM stops all with checkpoints.
+SIGHUP makes it read the project again: services that are new, changed, stopped or failed are started, and those that
+the project no longer has are stopped. SIGTERM stops all with checkpoints.
 """
 
 from __future__ import annotations
@@ -14,56 +14,56 @@ import sys
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
 from immortal.coordinator.project import run_lock
-from immortal.coordinator.project.fleet import Member, register, stop_all
+from immortal.coordinator.project.fleet import ServiceProcess, register, stop_all
 from immortal.coordinator.project.output import LogFiles
 from immortal.coordinator.project.project import Project
 from immortal.coordinator.service.process import StopRequests
 from immortal.protocol.errors import ImmortalError
 
 COMMAND = "immortal up"
-LOOK_SIGNAL = signal.SIGHUP
+RELOAD_SIGNAL = signal.SIGHUP
 
 
-class Background:
+class ProjectDaemon:
     def __init__(self, project: Project, registry: Registry) -> None:
         self._project = project
         self._registry = registry
-        self._members: dict[str, Member] = {}
-        self._files = LogFiles(project.home, self._tell)
-        self._looks = 0
-        self._look_asked = asyncio.Event()
+        self._members: dict[str, ServiceProcess] = {}
+        self._files = LogFiles(project.home, self._publish_states)
+        self._look_count = 0
+        self._look_requested = asyncio.Event()
         self._stop_requests = StopRequests()
 
     async def run(self) -> None:
-        """Until it is stopped."""
+        """Run the services until a stop is requested."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(LOOK_SIGNAL, self._look_asked.set)
+        loop.add_signal_handler(RELOAD_SIGNAL, self._look_requested.set)
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop_asked)
+            loop.add_signal_handler(number, self._request_stop)
         try:
-            self._look_asked.set()
+            self._look_requested.set()
             while not self._stop_requests.count:
-                await self._look_asked.wait()
-                self._look_asked.clear()
+                await self._look_requested.wait()
+                self._look_requested.clear()
                 if not self._stop_requests.count:
-                    await self._look()
+                    await self._apply_project()
             await stop_all(self._members.values())
         finally:
             self._files.close()
 
-    def _stop_asked(self) -> None:
+    def _request_stop(self) -> None:
         before = self._stop_requests.count
         self._stop_requests.signalled()
         if before and self._stop_requests.count > before:  # again: at once
             for member in self._members.values():
                 member.stop()
-        self._look_asked.set()
+        self._look_requested.set()
 
-    async def _look(self) -> None:
+    async def _apply_project(self) -> None:
         try:
             planned = {one.name: one for one in await asyncio.to_thread(self._project.services)}
         except ImmortalError as error:
-            self._say(str(error))
+            self._print(str(error))
             planned = {name: member.service for name, member in self._members.items()}
         changed = [member for name, member in self._members.items() if planned.get(name) != member.service]
         await stop_all(changed)
@@ -75,23 +75,23 @@ class Background:
                 continue
             try:
                 if said := register(self._registry, service):
-                    self._say(f"{name}: {said}")
+                    self._print(f"{name}: {said}")
                 control.refuse_running(self._registry.load(name).folder)
             except ImmortalError as error:
-                self._say(f"{name}: {error}")
+                self._print(f"{name}: {error}")
                 continue
             if member is None:
-                member = self._members[name] = Member(self._project, service, self._files, interactive=False)
+                member = self._members[name] = ServiceProcess(self._project, service, self._files, interactive=False)
             member.service = service
             member.start()
-        self._looks += 1
-        self._tell()
+        self._look_count += 1
+        self._publish_states()
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)  # noqa: T201 (to the file of its own)
 
-    def _tell(self) -> None:
-        """What `immortal ps` and `up` read."""
+    def _publish_states(self) -> None:
+        """Write the states of the services, for `immortal ps` and `up`."""
         states = {name: member.state_text for name, member in self._members.items()}
         with contextlib.suppress(OSError):  # a full disk: they ask the instances as well
-            run_lock.say(self._project.home, COMMAND, states, self._looks)
+            run_lock.publish(self._project.home, COMMAND, states, self._look_count)

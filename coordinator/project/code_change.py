@@ -1,4 +1,4 @@
-"""New code for an instance that runs: what its log says to that, and the ways on.
+"""Change of the code of a running instance: check the new code against its log, and take it over.
 
 The records behind the newest checkpoint are replayed by the new code (`immortal verify`). That is what a recovery does,
 and what a crash right after the change would need. The calls are compared with what the log says of them, and with the
@@ -50,8 +50,9 @@ class Outcome(enum.Enum):
     UNKNOWN = "can't be told"  # it does not start with this state, say
 
 
-class Found(Struct, frozen=True):
-    """``lines``: in words, with the record and the calls. ``version``: of the log; None where there is none."""
+class ChangeReport(Struct, frozen=True):
+    """Result of replaying with the new code. ``lines``: the differences, with record and calls. ``version``: of the
+    log; None where there is none."""
 
     outcome: Outcome
     lines: Sequence[str] = ()
@@ -59,11 +60,11 @@ class Found(Struct, frozen=True):
 
 
 class ChangeError(ImmortalError):
-    """The new code can't take over; the old one goes on."""
+    """The new code can't take over, so the old code goes on."""
 
 
 class CodeChange:
-    """``service``: as it is to be."""
+    """Change of a service to new code. ``service``: the service as the project has it now."""
 
     def __init__(self, project: Project, registry: Registry, service: ServiceSpec) -> None:
         self._project = project
@@ -74,17 +75,17 @@ class CodeChange:
     def _settings(self) -> InstanceSettings:
         return self._registry.load(self.service.name)
 
-    async def find_out(self) -> Found:
-        """Replay what a recovery would, with the new code."""
+    async def examine(self) -> ChangeReport:
+        """Replay with the new code what a recovery would replay, and report the differences."""
         status = self._status()
         if status is None or not status.get("checkpoint"):
-            return Found(Outcome.NOTHING_LOGGED)
+            return ChangeReport(Outcome.NOTHING_LOGGED)
         code, lines = await self._verify(status["checkpoint"]["id"])
         outcome = {_SAME: Outcome.SAME, _DIFFERENT: Outcome.DIFFERENT}.get(code, Outcome.UNKNOWN)
-        return Found(outcome, lines, status.get("version"))
+        return ChangeReport(outcome, lines, status.get("version"))
 
-    async def try_here(self) -> None:
-        """A checkpoint of the old code, and the new code on it. Raises ChangeError where that can't go on from it."""
+    async def try_at_current_state(self) -> None:
+        """Take a checkpoint with the old code and try the new code on it. Raises ChangeError if that can't go on."""
         before = (self._status() or {}).get("checkpoint") or {"id": 0}
         try:
             control.query(self._settings.folder, "checkpoint")
@@ -99,13 +100,13 @@ class CodeChange:
         if code != _SAME:
             raise ChangeError("\n".join(["the new code can't go on from the state as it is now:", *lines]))
 
-    def mark_upgrade(self, found: Found) -> None:
-        """Where the new code is of another version, the next start upgrades."""
+    def mark_upgrade(self, found: ChangeReport) -> None:
+        """Mark the instance for an upgrade at its next start if the new code has another version."""
         if found.version is not None and found.version != self.service.version:
             upgrade_mark.write(self._settings.folder, UpgradeMark(self.service.version, self.service.app))
 
     def records_behind(self) -> int:
-        """Of a stopped instance: how many records no checkpoint covers, which a start replays."""
+        """Return how many records after its last checkpoint a stopped instance has."""
         if not log_exists(self._settings.log):
             return 0
         with own_logs.open_reader(self._settings) as reader:
@@ -114,7 +115,7 @@ class CodeChange:
         return summary.last_sequence_id - newest
 
     async def reset(self, say: Callable[[str], None]) -> None:
-        """Of a stopped instance: its log goes, and its peers begin anew with it. Raises RegistryError."""
+        """Delete the log of a stopped instance and reset its peers' streams with it. Raises RegistryError."""
         settings = self._settings
         delete_log_of(settings)
         upgrade_mark.clear(settings.folder)
@@ -131,7 +132,7 @@ class CodeChange:
                 say(line)
 
     def _has_met(self, other: str) -> bool:
-        """Whether ``other`` knows this instance by its log."""
+        """Return whether the log of ``other`` has streams with this instance."""
         settings = self._registry.load(other)
         if not log_exists(settings.log):
             return False
@@ -153,7 +154,7 @@ class CodeChange:
         )
 
     async def _immortal(self, *arguments: str) -> tuple[int, list[str]]:
-        """A command's exit status, and its lines. Cancelled, it is ended."""
+        """Run a command; return its exit status and lines. If cancelled, the command is terminated."""
         process = await asyncio.create_subprocess_exec(
             *PYTHON,
             "-m",
@@ -178,18 +179,14 @@ class CodeChange:
         return process.returncode or 0, said.decode("utf-8", "replace").splitlines()
 
 
-# Which of the project's files have changed, by a look at them now and then: it works on every file system, and a few
-# dozen files take less than a millisecond.
-
-
-LOOK_INTERVAL_S = 0.3
+LOOK_INTERVAL_S = 0.3  # polling works on every file system; a few dozen files take less than a millisecond
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "venv"}
 
 Stamp = tuple[int, int, int]
 
 
 class SourceFiles:
-    """A change counts once it has stood for one look: an editor may be writing still."""
+    """Polls source files for changes. A change counts once it has stood for one poll: an editor may still write."""
 
     def __init__(self, files: Iterable[str | Path]) -> None:
         self._stamps: dict[str, Stamp | None] = {}
@@ -197,13 +194,13 @@ class SourceFiles:
         self.watch(files)
 
     def watch(self, files: Iterable[str | Path]) -> None:
-        """These, from now on; what has changed in one that is watched already is still to come."""
+        """Watch ``files`` from now on; changes of files that were watched before are still reported."""
         wanted = {str(file) for file in files}
         self._stamps = {file: self._stamps.get(file, None) or _stamp(file) for file in wanted}
         self._moving &= wanted
 
     def look(self) -> set[str]:
-        """Those that have changed, or come, or gone, since they were last named here."""
+        """Return the files that were changed, made or removed since they were last returned."""
         settled = set()
         for file, before in self._stamps.items():
             now = _stamp(file)
@@ -225,7 +222,8 @@ def _stamp(file: str) -> Stamp | None:
 
 
 def python_files(folder: Path) -> list[str]:
-    """All of ``folder``, but for environments and hidden folders: what a module that can't be imported may need."""
+    """Return all Python files of ``folder`` outside environments and hidden folders: a module that can't be imported
+    may need any of them."""
     found = []
     for place, folders, files in os.walk(folder):
         folders[:] = [

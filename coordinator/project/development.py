@@ -1,4 +1,4 @@
-"""`immortal dev`: a project's services at a terminal, with their code as it is saved."""
+"""Development mode of `immortal dev`: runs a project's services at a terminal, and reloads code when it is saved."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from immortal.coordinator.operator import control
 from immortal.coordinator.project.code_change import (
     LOOK_INTERVAL_S,
     ChangeError,
+    ChangeReport,
     CodeChange,
-    Found,
     Outcome,
     SourceFiles,
     python_files,
 )
-from immortal.coordinator.project.fleet import Member, State, register, stop_all
+from immortal.coordinator.project.fleet import ServiceProcess, State, register, stop_all
 from immortal.coordinator.project.output import Console
 from immortal.coordinator.project.project import ModuleImportError, Project, ServiceSpec
 from immortal.coordinator.service.process import StopRequests
@@ -34,33 +34,33 @@ _SETTLED = (State.READY, State.STOPPED, State.FAILED)
 
 
 class Development:
-    """``interactive``: somebody is there who can be asked."""
+    """Runs a project's services in development. ``interactive``: questions can be asked at the terminal."""
 
     def __init__(self, project: Project, registry: Registry, *, interactive: bool, watches: bool = True) -> None:
         self._project = project
         self._registry = registry
         self._interactive = interactive
         self._watches = watches
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, ServiceProcess] = {}
         self._console = Console([], sys.stdout)
         self._files = SourceFiles(())
         self._is_broken = False  # the project can't be read: any file may mend it
-        self._told_failed: set[str] = set()  # names of services that ended by themselves, of which somebody knows
+        self._reported_failed: set[str] = set()  # names of services that ended by themselves, of which somebody knows
         self._changed: set[str] = set()  # names of services whose code is to be taken over
         self._all_changed = False
         self._unread: set[str] = set()  # names of services that were changed while the project could not be read
-        self._handling: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
         self._is_committed = False  # what is handled can't be begun anew
         self._stopping = asyncio.Event()
         self._stop_requests = StopRequests()
 
     async def run(self, services: list[ServiceSpec]) -> int:
-        """Until it is stopped; the exit status: 1 where a service could not be stopped cleanly, or none could start."""
+        """Run until stopped; return the exit status, 1 if a service did not stop cleanly, or none could start."""
         self._console = Console([OWN, *(one.name for one in services)], sys.stdout, self._states)
         if self._interactive:
             self._console.listen()
         try:
-            self._take(services)
+            self._start_new(services)
             self._warn_of_missing(services)
             await self._look_until_stopped()
             await self._stop()
@@ -70,7 +70,7 @@ class Development:
         return 1 if any(member.exit_status for member in self._members.values()) else 0
 
     def signalled(self) -> None:
-        """Ctrl-C, SIGTERM: a clean stop; again: at once."""
+        """Handle Ctrl-C or SIGTERM: the first requests a clean stop, the second an immediate one."""
         before = self._stop_requests.count
         self._stop_requests.signalled()
         if self._stopping.is_set() and self._stop_requests.count > before:
@@ -88,17 +88,19 @@ class Development:
 
     # --- what runs ----------------------------------------------------------------------------------------------------
 
-    def _take(self, services: Iterable[ServiceSpec]) -> None:
-        """Start those that are new."""
+    def _start_new(self, services: Iterable[ServiceSpec]) -> None:
+        """Start the services that are new."""
         for service in services:
             if service.name in self._members:
                 continue
             if self._register(service) and not self._is_started_elsewhere(service.name):
-                self._begin(service)
+                self._start_service(service)
         self._watch()
 
-    def _begin(self, service: ServiceSpec) -> None:
-        member = Member(self._project, service, self._console, interactive=self._interactive, stands_in=True)
+    def _start_service(self, service: ServiceSpec) -> None:
+        member = ServiceProcess(
+            self._project, service, self._console, interactive=self._interactive, simulates_effects=True
+        )
         self._members[service.name] = member
         member.start()
 
@@ -128,11 +130,11 @@ class Development:
                     self._say(f"{service.name} calls {peer!r}, which is no instance here: its calls wait", "warning")
 
     async def _stop(self) -> None:
-        if self._handling is not None and not self._is_committed:
-            self._handling.cancel()
-        if self._handling is not None:
+        if self._task is not None and not self._is_committed:
+            self._task.cancel()
+        if self._task is not None:
             with contextlib.suppress(asyncio.CancelledError):
-                await self._handling
+                await self._task
         self._console.interrupt(OWN, "stopping; Ctrl-C again ends all at once, which loses nothing either")
         await stop_all(self._members.values())
         for member in self._members.values():
@@ -152,31 +154,31 @@ class Development:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), LOOK_INTERVAL_S)
             if changed := self._files.look():
-                self._note(changed)
-            is_free = self._handling is None or self._handling.done()
-            if is_free and self._handling is not None and not self._handling.cancelled():
-                self._handling.result()  # an error of ours is not passed over
+                self._note_changed_files(changed)
+            is_free = self._task is None or self._task.done()
+            if is_free and self._task is not None and not self._task.cancelled():
+                self._task.result()  # an error of ours is not passed over
             failed = [member for member in self._members.values() if member.state is State.FAILED]
-            self._told_failed &= {member.name for member in failed}
-            untold = [member for member in failed if member.name not in self._told_failed]
+            self._reported_failed &= {member.name for member in failed}
+            untold = [member for member in failed if member.name not in self._reported_failed]
             if is_free and untold and not self._stopping.is_set():
-                self._told_failed |= {member.name for member in untold}
-                self._handling = asyncio.create_task(self._have_failed(untold))
+                self._reported_failed |= {member.name for member in untold}
+                self._task = asyncio.create_task(self._handle_failed(untold))
             elif (self._changed or self._all_changed) and not self._stopping.is_set():
-                if not is_free and not self._is_committed and self._handling is not None:
-                    self._handling.cancel()  # what was asked, or tried, is about code that is no more
+                if not is_free and not self._is_committed and self._task is not None:
+                    self._task.cancel()  # what was asked, or tried, is about code that is no more
                 elif is_free:
-                    self._handling = asyncio.create_task(self._handle())
+                    self._task = asyncio.create_task(self._apply_changes())
 
-    def _note(self, files: set[str]) -> None:
+    def _note_changed_files(self, files: set[str]) -> None:
         if self._is_broken or str(self._project.file) in files:
             self._all_changed = True
         self._changed |= {
             member.name for member in self._members.values() if not files.isdisjoint(member.service.files)
         }
 
-    async def _handle(self) -> None:
-        """Take over what was changed until now. Cancelled, what is not done counts as changed again."""
+    async def _apply_changes(self) -> None:
+        """Take over the code changed until now. If cancelled, services not done yet count as changed again."""
         names, everything = self._changed | self._unread, self._all_changed
         self._changed, self._unread, self._all_changed = set(), set(), False
         try:
@@ -197,11 +199,11 @@ class Development:
                 if name in names or (everything and planned[name] != member.service)
             ]
             # All before the first takes over: what it has received is what proves the others' calls.
-            found = await asyncio.gather(*(change.find_out() for _, change in changing))
+            found = await asyncio.gather(*(change.examine() for _, change in changing))
             for (member, change), said in zip(changing, found, strict=True):
                 await self._change(member, change, said)
                 names.discard(member.name)
-            self._take(services)
+            self._start_new(services)
         except asyncio.CancelledError:
             self._changed |= names
             self._all_changed = self._all_changed or everything
@@ -209,7 +211,7 @@ class Development:
         finally:
             self._watch()
 
-    async def _change(self, member: Member, change: CodeChange, found: Found) -> None:
+    async def _change(self, member: ServiceProcess, change: CodeChange, found: ChangeReport) -> None:
         name, service = member.name, change.service
         if member.state in (State.STOPPED, State.FAILED):
             self._restart_with(member, service, "starts with the code as it is now")
@@ -221,7 +223,7 @@ class Development:
                 await stop_all([member])
                 self._restart_with(member, service, f"starts again with the code as it is now: {why}")
             return
-        self._tell(name, found, service)
+        self._describe_change(name, found, service)
         while True:
             choice = await self._choose(name, found, service)
             if choice == "k":
@@ -242,7 +244,7 @@ class Development:
                 continue
             return
 
-    def _tell(self, name: str, found: Found, service: ServiceSpec) -> None:
+    def _describe_change(self, name: str, found: ChangeReport, service: ServiceSpec) -> None:
         if found.outcome is not Outcome.SAME:
             said = "makes other calls" if found.outcome is Outcome.DIFFERENT else "can't replay its log"
             self._say(f"the new code of {name} {said}:", "warning")
@@ -251,7 +253,7 @@ class Development:
         if found.version not in (None, service.version):
             self._say(f"the new code of {name} is of version {service.version}, its log of version {found.version}")
 
-    async def _choose(self, name: str, found: Found, service: ServiceSpec) -> str:
+    async def _choose(self, name: str, found: ChangeReport, service: ServiceSpec) -> str:
         if not self._interactive:
             to = f"'immortal upgrade {name} {service.app} --to {service.version}'"
             way = to if found.version not in (None, service.version) else "'immortal dev' at a terminal asks what to do"
@@ -259,8 +261,9 @@ class Development:
             return "k"
         return await self._console.ask(name, "[k]eep the old code, [u]pgrade here, [r]eset the log? ", "kur")
 
-    async def _have_failed(self, members: list[Member]) -> None:
-        """Those that ended by themselves: as a rule it takes other code, or the log can't be replayed by this one."""
+    async def _handle_failed(self, members: list[ServiceProcess]) -> None:
+        """Report services that ended by themselves, and offer to reset their logs. As a rule they need other code, or
+        this code can't replay the log."""
         for member in members:
             ended = f"{member.name} has ended with status {member.exit_status}; its own lines say why"
             self._say(f"{ended}. It starts again when its code is saved", "error")
@@ -274,8 +277,8 @@ class Development:
                 except ImmortalError as error:
                     self._say(f"{member.name}: {error}", "error")
 
-    async def _upgrade_here(self, member: Member, change: CodeChange, found: Found) -> None:
-        await change.try_here()
+    async def _upgrade_here(self, member: ServiceProcess, change: CodeChange, found: ChangeReport) -> None:
+        await change.try_at_current_state()
         new = change.service
         with self._committed():
             await stop_all([member])
@@ -293,7 +296,7 @@ class Development:
                 )
             self._restart_with(member, new, how)
 
-    async def _reset(self, member: Member, change: CodeChange) -> None:
+    async def _reset(self, member: ServiceProcess, change: CodeChange) -> None:
         with self._committed():
             await stop_all([member])
             await change.reset(lambda line: self._say(line, None, member.name))
@@ -301,14 +304,14 @@ class Development:
 
     @contextlib.contextmanager
     def _committed(self) -> Iterator[None]:
-        """In here nothing is begun anew for what is saved meanwhile, and a stop waits."""
+        """Make a change that is not cancelled by what is saved meanwhile; a stop waits for it."""
         self._is_committed = True
         try:
             yield
         finally:
             self._is_committed = False
 
-    def _restart_with(self, member: Member, service: ServiceSpec, how: str) -> None:
+    def _restart_with(self, member: ServiceProcess, service: ServiceSpec, how: str) -> None:
         self._say(f"{member.name} {how}")
         if self._register(service):
             member.service = service
@@ -316,5 +319,5 @@ class Development:
 
 
 def service_with_code(running: ServiceSpec, saved: ServiceSpec) -> ServiceSpec:
-    """``running``, which is looked at again when the files of ``saved`` change."""
+    """Return ``running`` with the files of ``saved``, so that their changes are noticed."""
     return msgspec.structs.replace(running, files=saved.files)

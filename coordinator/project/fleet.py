@@ -1,7 +1,7 @@
-"""All services of a project at once: each is an `immortal run` in a process of its own, which is as it is by hand.
+"""Services of a project, each an `immortal run` in a process of its own.
 
-What they say comes to a :class:`Watcher`, line by line. A text without an end of line that stands for a while is a
-question, a debugger's prompt say: whoever watches may answer it. All die with this process.
+Their output goes to an :class:`OutputSink`, line by line. A text that stays without an end of line for a while is taken
+for a question, such as a debugger's prompt, which the sink may answer. All services die with this process.
 """
 
 from __future__ import annotations
@@ -49,37 +49,43 @@ class State(enum.Enum):
     FAILED = "failed"  # it ended by itself, and not well
 
 
-class Watcher(Protocol):
+class OutputSink(Protocol):
     def line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
-        """One line of ``name``, of its coordinator (``level`` and ``clock``) or of its app."""
+        """Take one line of the service ``name``, of its coordinator (with ``level`` and ``clock``) or of its app."""
 
     def asks(self, name: str, text: str, answer: Callable[[str], None]) -> None:
-        """The app of ``name`` waits for a line, behind ``text``."""
+        """Take the question ``text`` of the app of ``name``, which waits for a line."""
 
     def ended(self, name: str) -> None:
-        """Nobody waits for an answer to ``name`` any more."""
+        """Drop the questions of ``name``, which has ended."""
 
     def changed(self) -> None:
-        """The state of a service is another one."""
+        """Note that the state of a service has changed."""
 
 
-class Member:
-    """One service, and the processes that run it. ``stands_in``: others run in place of its effects, as it says."""
+class ServiceProcess:
+    """A service and its `immortal run`. ``simulates_effects``: functions of the project run in place of its effects."""
 
     def __init__(
-        self, project: Project, service: ServiceSpec, watcher: Watcher, *, interactive: bool, stands_in: bool = False
+        self,
+        project: Project,
+        service: ServiceSpec,
+        sink: OutputSink,
+        *,
+        interactive: bool,
+        simulates_effects: bool = False,
     ) -> None:
         self.service = service
         self.state = State.STOPPED
         self.exit_status: int | None = None
         self.since_s = time.time()  # in this state
         self._project = project
-        self._watcher = watcher
+        self._sink = sink
         self._interactive = interactive
-        self._stands_in = stands_in
+        self._simulates_effects = simulates_effects
         self._process: subprocess.Popen[bytes] | None = None
-        self._over: asyncio.Future[int] | None = None
-        self._asked = False  # to stop
+        self._exited: asyncio.Future[int] | None = None
+        self._stop_requested = False  # to stop
 
     @property
     def name(self) -> str:
@@ -91,7 +97,7 @@ class Member:
 
     @property
     def pid(self) -> int | None:
-        """Of its `immortal run`."""
+        """Process ID of its `immortal run`; None if it does not run."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -99,7 +105,7 @@ class Member:
         return self._process is not None
 
     def start(self) -> None:
-        """Raises OSError."""
+        """Start `immortal run` for the service. Raises OSError."""
         argv = [
             *PYTHON,
             "-m",
@@ -112,11 +118,11 @@ class Member:
         ]
         argv += ["--restart", "--interactive" if self._interactive else "--no-interactive"]
         environment = {**self._project.environment(self.service.environment), "PYTHONUNBUFFERED": "1"}
-        if self._stands_in and self.service.effects:
+        if self._simulates_effects and self.service.effects:
             environment[EFFECTS_VARIABLE] = msgspec.json.encode(self.service.effects).decode()
-        self._asked, self.exit_status = False, None
-        self._over = asyncio.get_running_loop().create_future()
-        # preexec_fn: nothing but system calls, so that a lock held by another thread does no harm.
+        self._stop_requested, self.exit_status = False, None
+        self._exited = asyncio.get_running_loop().create_future()
+        # preexec_fn makes only system calls, so that a lock held by another thread does no harm.
         process = self._process = subprocess.Popen(
             argv,
             cwd=self._project.folder,
@@ -129,7 +135,10 @@ class Member:
         )
         assert process.stdout is not None
         assert process.stderr is not None
-        said = [_Lines(process.stdout, self._say, self._ask), _Lines(process.stderr, self._say_of_coordinator, None)]
+        readers = [
+            _LineReader(process.stdout, self._emit_line, self._ask),
+            _LineReader(process.stderr, self._emit_coordinator_line, None),
+        ]
         loop = asyncio.get_running_loop()
         death = os.pidfd_open(process.pid)
 
@@ -137,77 +146,77 @@ class Member:
             loop.remove_reader(death)
             os.close(death)
             status = process.wait()
-            for one in said:
-                one.end()
+            for reader in readers:
+                reader.end()
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
             self._ended(status)
 
         loop.add_reader(death, collect)
-        self._become(State.STARTING)
+        self._set_state(State.STARTING)
 
     def stop(self) -> None:
-        """Ask it for a clean stop; once more: for an end at once. :meth:`over` waits for it."""
+        """Request a clean stop; a second call ends it at once. :meth:`wait` waits for the end."""
         if self._process is not None:
-            self._asked = True
+            self._stop_requested = True
             self._process.send_signal(signal.SIGTERM)
-            self._become(State.STOPPING)
+            self._set_state(State.STOPPING)
 
-    async def over(self) -> int | None:
-        """Wait for its end; the exit status, None if it was never started."""
-        return None if self._over is None else await asyncio.shield(self._over)
+    async def wait(self) -> int | None:
+        """Wait for its end; return the exit status, None if it was never started."""
+        return None if self._exited is None else await asyncio.shield(self._exited)
 
     def _ended(self, status: int) -> None:
         self._process = None
         self.exit_status = status
-        self._watcher.ended(self.name)
-        self._become(State.STOPPED if status == 0 or self._asked else State.FAILED)
-        if self._over is not None:
-            self._over.set_result(status)
+        self._sink.ended(self.name)
+        self._set_state(State.STOPPED if status == 0 or self._stop_requested else State.FAILED)
+        if self._exited is not None:
+            self._exited.set_result(status)
 
-    def _become(self, state: State) -> None:
+    def _set_state(self, state: State) -> None:
         if state is not self.state:
             self.state, self.since_s = state, time.time()
-            self._watcher.changed()
+            self._sink.changed()
 
-    # --- what it says -------------------------------------------------------------------------------------------------
+    # --- output -------------------------------------------------------------------------------------------------------
 
-    def _say(self, text: str) -> None:
-        self._watcher.line(self.name, text)
+    def _emit_line(self, text: str) -> None:
+        self._sink.line(self.name, text)
 
     def _ask(self, text: str) -> None:
-        self._watcher.asks(self.name, text, self._answer)
+        self._sink.asks(self.name, text, self._answer)
 
     def _answer(self, text: str) -> None:
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):  # it has just ended
                 os.write(self._process.stdin.fileno(), f"{text}\n".encode())
 
-    def _say_of_coordinator(self, text: str) -> None:
+    def _emit_coordinator_line(self, text: str) -> None:
         parsed = _LINE.fullmatch(text)
         if parsed is None or parsed["name"] != self.name:
-            self._watcher.line(self.name, text)
+            self._sink.line(self.name, text)
             return
         level: Level = parsed["level"]  # type: ignore[assignment]  # one of them, by the pattern
-        self._watcher.line(self.name, parsed["text"], level, parsed["clock"])
+        self._sink.line(self.name, parsed["text"], level, parsed["clock"])
         if parsed["sign"] == "> ":
             return
         said = parsed["text"]
         if self.state is State.STOPPING:
             return
         if said == "ready":
-            self._become(State.READY)
+            self._set_state(State.READY)
         elif said.startswith(("the app died", "the app left", "the coordinator died", "restarting")):
-            self._become(State.RESTARTING)
+            self._set_state(State.RESTARTING)
 
 
-class _Lines:
-    """A pipe, read as it comes; ``say`` is given each line, ``ask`` what stands without an end."""
+class _LineReader:
+    """Reads a pipe as data comes: ``say`` is called with each line, ``ask`` with a text that stays without an end."""
 
     def __init__(self, pipe: IO[bytes], say: Callable[[str], None], ask: Callable[[str], None] | None) -> None:
         self._pipe = pipe
-        self._say = say
+        self._emit_line = say
         self._ask = ask
         self._rest = b""
         self._asking: asyncio.TimerHandle | None = None
@@ -216,7 +225,7 @@ class _Lines:
         self._loop.add_reader(pipe.fileno(), self._read)
 
     def _read(self) -> bool:
-        """True if there may be more."""
+        """Read once; return True if there may be more."""
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None
@@ -229,9 +238,9 @@ class _Lines:
             return False
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            self._say(_text(line))
+            self._emit_line(_text(line))
         if len(self._rest) > LINE_SIZE_BYTES_MAX:
-            self._say(_text(self._rest))
+            self._emit_line(_text(self._rest))
             self._rest = b""
         if self._rest and self._ask is not None:
             self._asking = self._loop.call_later(QUESTION_AFTER_S, self._is_question)
@@ -244,7 +253,7 @@ class _Lines:
         self._ask(text)
 
     def end(self) -> None:
-        """Its process is gone: what is left in the pipe is said."""
+        """Pass on what is left in the pipe of a process that has ended, and close it."""
         while self._read():
             pass
         self._loop.remove_reader(self._pipe.fileno())
@@ -252,28 +261,26 @@ class _Lines:
         if self._asking is not None:
             self._asking.cancel()
         if self._rest:
-            self._say(_text(self._rest))
+            self._emit_line(_text(self._rest))
 
 
 def _text(line: bytes) -> str:
     return line.decode("utf-8", "replace").rstrip("\r")
 
 
-async def stop_all(members: Iterable[Member]) -> None:
-    """Cleanly, side by side. Asking them again meanwhile ends them at once."""
+async def stop_all(members: Iterable[ServiceProcess]) -> None:
+    """Stop services cleanly, all at the same time. A second stop() of one meanwhile ends it at once."""
     running = [member for member in members if member.runs]
     for member in running:
         member.stop()
     for member in running:
-        await member.over()
-
-
-# The registry of a project, kept as its file says.
+        await member.wait()
 
 
 def register(registry: Registry, service: ServiceSpec) -> str:
-    """Register ``service``, or bring what is registered up to what the project says; "" if nothing was to be done,
-    else what was, in words. What the project does not mention stays as it is. Raises ConfigError, RegistryError.
+    """Register ``service``, or update its registered settings by the project; return what was done in words, or "".
+
+    Settings that the project does not mention stay as they are. Raises ConfigError, RegistryError.
     """
     given = dict(service.settings)
     peer = given.pop("peer", PEER_DEFAULT)
@@ -290,7 +297,7 @@ def register(registry: Registry, service: ServiceSpec) -> str:
 
 
 def _update(registry: Registry, name: str, given: Mapping[str, Any]) -> list[str]:
-    """The settings file with what of ``given`` it says differently; which settings these were."""
+    """Change the settings of ``given`` that differ in the settings file; return their names."""
     import tomlkit  # here: few commands write settings
 
     path = registry.path(name)

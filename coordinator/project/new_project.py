@@ -1,4 +1,4 @@
-"""`immortal init`: a project from a template, which is a folder of files beside this module.
+"""New projects by `immortal init`, from templates: folders of files beside this module.
 
 In a template @name@ stands for the project's name, and @package@ for what a package of that name is called.
 """
@@ -18,13 +18,13 @@ TEMPLATES = ("shop", "agent", "worker")
 
 
 class NewProjectError(ImmortalError):
-    """There is something already, or no such folder can be."""
+    """A project can't be made: the name is wrong, or a file exists already."""
 
 
 def make_project(folder: Path, name: str, template: str) -> list[Path]:
-    """Write the files of ``template`` into ``folder``, which is made where it is missing; which they are.
+    """Write the files of ``template`` into ``folder``, which is made if missing; return their paths.
 
-    Nothing that is there is written over. Raises NewProjectError, OSError.
+    Existing files are not overwritten. Raises NewProjectError, OSError.
     """
     package = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not package or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):

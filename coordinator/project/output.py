@@ -1,7 +1,14 @@
-"""What many services say, on one screen: each line with its name in its color, a line of states below, and questions.
+"""Output of a project's services: on one screen (Console), in files (LogFiles), and read from these (Tail).
 
-Lines wait while somebody is asked, so that a debugger's prompt stays where it is; what is typed goes to the question
-that is shown. Colors and the line of states are for terminals; elsewhere, and with NO_COLOR, it is plain text.
+On the screen each line has the service's name in its color, with a line of states below, and questions. Lines wait
+while a question is open, so that a debugger's prompt stays where it is; what is typed answers the question that is
+shown. Colors and the line of states are for terminals; elsewhere, and with NO_COLOR, it is plain text.
+
+The files are <home>/NAME/output.log and older ones, output.log.1 and so on, readable by their owner alone. Each line
+begins with its time and level; "-" stands for the app:
+
+    2026-11-22T23:59:59.123Z info ready
+    2026-11-22T23:59:59.250Z - till has 100
 """
 
 from __future__ import annotations
@@ -35,7 +42,8 @@ Answer = Callable[[str], None]
 
 
 class Console:
-    """``names``: of those that will say something, for the width of their column. ``states``: the line below."""
+    """Screen for the output of many services. ``names``: of the services, for the width of their column. ``states``:
+    returns the line below."""
 
     def __init__(self, names: list[str], stream: TextIO, states: Callable[[], str] = lambda: "") -> None:
         self._stream = stream
@@ -50,7 +58,7 @@ class Console:
         self._drawn = False  # the line of states
         self._typed = b""
 
-    # --- what is said -------------------------------------------------------------------------------------------------
+    # --- lines --------------------------------------------------------------------------------------------------------
 
     def line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
         if self._questions:
@@ -62,7 +70,7 @@ class Console:
             self._write(self._whole(name, text, level, clock))
 
     def interrupt(self, name: str, text: str) -> None:
-        """As :meth:`line`, also while somebody is asked, who is asked again behind it."""
+        """Show a line even while a question is open, which is then shown again."""
         if self._questions:
             self._write(f"\n{self._whole(name, text, None, '')}")
             self._show_question()
@@ -98,7 +106,7 @@ class Console:
             self._stream.write(f"{erased}{text}{states}")
             self._stream.flush()
 
-    # --- what is asked ------------------------------------------------------------------------------------------------
+    # --- questions ----------------------------------------------------------------------------------------------------
 
     def asks(self, name: str, text: str, answer: Answer) -> None:
         self._questions.append((name, text, answer))
@@ -106,11 +114,11 @@ class Console:
             self._show_question()
 
     def ended(self, name: str) -> None:
-        """Questions of ``name`` are open no more."""
+        """Drop the questions of ``name``, which has ended."""
         self._drop(lambda question: question[0] == name)
 
     async def ask(self, name: str, text: str, choices: str) -> str:
-        """One of the letters ``choices``, which somebody types behind ``text``. Cancelled, it is asked no more."""
+        """Ask until one of the letters ``choices`` is typed, and return it. If cancelled, the question is dropped."""
         answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def take(line: str) -> None:
@@ -150,14 +158,14 @@ class Console:
             self._write(self._whole(*self._held.popleft()))
         self.changed()
 
-    # --- what is typed ------------------------------------------------------------------------------------------------
+    # --- input --------------------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Take what is typed at stdin, until :meth:`close`."""
+        """Read answers from stdin until :meth:`close`."""
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._read)
 
     def close(self) -> None:
-        """The screen ends with a whole line."""
+        """Stop reading, drop questions, and end the screen with a whole line."""
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         self._states = lambda: ""
         self._questions.clear()
@@ -179,14 +187,6 @@ class Console:
                 self._next()
 
 
-# What the services of a project say, in files: <home>/NAME/output.log, and what was before in output.log.1 and on.
-#
-# Each line begins with its time and level; "-" is the app's. The files are their owner's alone.
-#
-#     2026-11-22T23:59:59.123Z info ready
-#     2026-11-22T23:59:59.250Z - till has 100
-
-
 FILE_NAME = "output.log"
 SIZE_BYTES_MAX = 10 << 20  # of one file
 OLD_COUNT = 3  # files before it
@@ -198,7 +198,7 @@ class _Rotating(RotatingFileHandler):
 
 
 class LogFiles:
-    """Writes them. ``size_bytes_max``: of one file, after which the next begins."""
+    """Writes the output of services to files. ``size_bytes_max``: size of a file at which the next one begins."""
 
     def __init__(self, home: Path, changed: Callable[[], None], size_bytes_max: int = SIZE_BYTES_MAX) -> None:
         self._home = home
@@ -219,7 +219,7 @@ class LogFiles:
         self._files[name].emit(LogRecord(name, 0, "", 0, whole, None, None))
 
     def asks(self, name: str, text: str, answer: Callable[[str], None]) -> None:
-        """Nobody is here who could answer."""
+        """Write the question as a line: nobody can answer it."""
         self.line(name, text)
 
     def ended(self, name: str) -> None:
@@ -237,7 +237,7 @@ class LogFiles:
 
 
 class Tail:
-    """The lines of one service as they come, from the oldest that is kept."""
+    """Reads the lines of one service from its files, from the oldest one, as they come."""
 
     def __init__(self, home: Path, name: str) -> None:
         self.name = name
@@ -245,16 +245,16 @@ class Tail:
         self._file: IO[bytes] | None = None
         self._rest = b""
 
-    def kept(self) -> Iterator[str]:
-        """All that there is now; :meth:`more` goes on behind it."""
+    def all_lines(self) -> Iterator[str]:
+        """Yield all lines so far; :meth:`new_lines` goes on after them."""
         for number in range(OLD_COUNT, 0, -1):
             old = self._path.with_name(f"{FILE_NAME}.{number}")
             if old.exists():
                 yield from old.read_text("utf-8", "replace").splitlines()
-        yield from self.more()
+        yield from self.new_lines()
 
-    def more(self) -> Iterator[str]:
-        """What has come since, also across the end of a file."""
+    def new_lines(self) -> Iterator[str]:
+        """Yield the lines since the last call, also across files."""
         while True:
             if self._file is None:
                 try:
@@ -263,13 +263,13 @@ class Tail:
                     return
             *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
             yield from (line.decode("utf-8", "replace") for line in lines)
-            if not self._is_old():
+            if not self._is_rotated():
                 return
             self._file.close()
             self._file = None
 
-    def _is_old(self) -> bool:
-        """Whether it was put aside. What was written before that has been read or is still to be."""
+    def _is_rotated(self) -> bool:
+        """Return whether the open file was rotated and is read to its end."""
         assert self._file is not None
         try:
             now = self._path.stat()
@@ -279,11 +279,11 @@ class Tail:
         return (now.st_dev, now.st_ino) != (here.st_dev, here.st_ino) and self._file.tell() == here.st_size
 
 
-def in_order(tails: Iterable[Tail], count: int | None = None) -> Iterator[tuple[str, str]]:
-    """(name, line) of all that is kept, by time; the last ``count`` of each."""
+def merge_by_time(tails: Iterable[Tail], count: int | None = None) -> Iterator[tuple[str, str]]:
+    """Yield (name, line) of all services, ordered by time; only the last ``count`` lines of each."""
 
     def of(tail: Tail) -> Iterator[tuple[str, str, str]]:
-        lines = tail.kept()
+        lines = tail.all_lines()
         for line in lines if count is None else deque(lines, count):
             yield line.partition(" ")[0], tail.name, line
 

@@ -1,4 +1,16 @@
-"""Which project is meant, and what it runs."""
+"""Project: find it, read its immortal.toml, and list the services that it runs.
+
+    name = "shop"                   of the project; without: its folder's
+
+    [services.stock]                the instance "stock"
+    app = "shop:Stock"              its class, or a file that has one service
+    keep_checkpoints = "all"        any setting of an instance
+
+    [services.stock.environment]
+    CURRENCY = "EUR"
+
+The user's modules are imported in processes of their own, never in this one.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +45,13 @@ from immortal.protocol.errors import ImmortalError
 
 
 class ProjectError(ConfigError):
-    """There is no such project, or it does not say what is to run."""
+    """A project does not exist, or does not say what is to run."""
 
 
 class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance. ``app``: "module:Class". ``version``: of its class. ``files``: those that its code is made of.
-    ``calls``: the instances that it calls. ``effects``: what runs in place of which functions, while it is developed.
-    ``settings``: those that the project gives, as they stand in a file."""
+    """An instance to run. ``app``: "module:Class". ``version``: of its class. ``files``: those of its code. ``calls``:
+    the instances that it calls. ``effects``: functions and their replacements in development. ``settings``: those that
+    the project gives, as in a file."""
 
     name: str
     app: str
@@ -52,7 +64,7 @@ class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Project:
-    """``file``: immortal.toml, or one file of Python: all services in it, with the usual settings."""
+    """A project. ``file``: immortal.toml, or one Python file, whose services all have the default settings."""
 
     def __init__(self, file: Path, home: Path | None = None) -> None:
         self.file = file
@@ -64,7 +76,10 @@ class Project:
         return self.file.suffix == ".py"
 
     def services(self) -> list[ServiceSpec]:
-        """Imports the project's modules, in processes of their own. Raises ConfigError, ModuleImportError."""
+        """Return the services. The project's modules are imported in processes of their own.
+
+        Raises ConfigError, ModuleImportError.
+        """
         if self.is_module:
             return self._services_of_module()
         listings: dict[object, ModuleListing] = {}
@@ -84,7 +99,7 @@ class Project:
         return list(planned.values())
 
     def _files_of(self, modules: Iterable[str]) -> set[str]:
-        """Of those that are in the project's folder."""
+        """Return the real paths of those ``modules`` that are files in the project's folder."""
         files = {self.folder / f"{module.replace('.', '/')}.py" for module in modules}
         return {os.path.realpath(file) for file in files if file.is_file()}
 
@@ -101,24 +116,26 @@ class Project:
         return planned
 
     def names(self) -> list[str]:
-        """Of all instances, without an import of any code where immortal.toml says them. Raises as :meth:`services`."""
+        """Return the names of all instances; with an immortal.toml no code is imported. Raises as :meth:`services`."""
         if self.is_module:
             return [one.name for one in self._services_of_module()]
         return [name for given in read_project(self.file)[1] for name in _names(given)]
 
     def name(self) -> str:
-        """What it is called: by immortal.toml, or as its folder. Raises ConfigError."""
+        """Return the project's name, by immortal.toml or its folder. Raises ConfigError."""
         given = None if self.is_module else read_project(self.file)[0]
         return given or re.sub(r"[^A-Za-z0-9._-]+", "-", self.folder.name).strip("-.") or "project"
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """For the processes of a service whose table says ``own``."""
+        """Return the environment for the processes of a service; ``own``: the variables of its table."""
         return {**os.environ, HOME_VARIABLE: str(self.home), **own}
 
 
 def find_project(given: Path | None, home: Path | None = None) -> Project:
-    """``given``: an immortal.toml, its folder, or a file of Python; None: the immortal.toml of the current folder, or
-    of the next one above that has any. ``home``: of its registry, if not .immortal beside it. Raises ProjectError.
+    """Find a project. ``given``: an immortal.toml, its folder, or a Python file; None: the immortal.toml of the current
+    folder, or of the next one above that has any. ``home``: of its registry, if not .immortal beside it.
+
+    Raises ProjectError.
     """
     if given is None:
         here = Path.cwd()
@@ -142,7 +159,7 @@ def find_project(given: Path | None, home: Path | None = None) -> Project:
 def _planned(
     given: GivenService, module: str, class_name: str, listing: ModuleListing, files: Iterable[str] = ()
 ) -> Iterator[ServiceSpec]:
-    """``files``: that its code is made of, besides those of the module."""
+    """Yield the instances of one table. ``files``: further files of their code, besides those of the module."""
     own = [name for name, service in listing.services.items() if service.is_own]
     if not class_name:
         if len(own) != 1:
@@ -183,20 +200,8 @@ def _module_of(file: str) -> str:
 
 
 def _instance_name(class_name: str) -> str:
-    """ "OrderBook" becomes "order_book"."""
+    """Return the instance name for a class: "order_book" for "OrderBook"."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower()
-
-
-# immortal.toml: one schema, from which come its checks and what its errors say.
-#
-# name = "shop"                   of the project; without: its folder's
-#
-# [services.stock]                the instance "stock"
-# app = "shop:Stock"              its class, or a file that has one service
-# keep_checkpoints = "all"        any setting of an instance
-#
-# [services.stock.environment]
-# CURRENCY = "EUR"
 
 
 FILE_NAME = "immortal.toml"
@@ -217,7 +222,7 @@ def _app(value: object) -> str:
 
 
 def _peer(value: object) -> str:
-    """As register takes it: with * for a free port."""
+    """Check an endpoint as 'immortal register' takes it, where * stands for a free port."""
     if not isinstance(value, str) or (not value.startswith("ipc://") and split_tcp(value) is None):
         raise WrongValueError
     return value
@@ -244,7 +249,7 @@ def _effects(value: object) -> tuple[tuple[str, str], ...]:
 
 
 class Service(InstanceSettings, frozen=True, kw_only=True):
-    """One table [services.NAME]: all settings of an instance, and what it takes to run it here."""
+    """Schema of a table [services.NAME]: all settings of an instance, and those of running it in a project."""
 
     name: str = ""  # the table's
     folder: Path = Path()
@@ -278,7 +283,8 @@ class ProjectFile(Struct, frozen=True, kw_only=True):
 
 
 class GivenService(Struct, frozen=True):
-    """``settings``: those that the table gives, as they stand in a file. ``place``: where it stands, for errors."""
+    """A table [services.NAME] as read. ``settings``: of the instance, as in a file. ``place``: file and line, for
+    errors."""
 
     name: str
     app: str
@@ -290,7 +296,10 @@ class GivenService(Struct, frozen=True):
 
 
 def read_project(path: Path) -> tuple[str | None, list[GivenService]]:
-    """The project's name, if ``path`` gives it, and its services. Raises ConfigError, and FileNotFoundError."""
+    """Read an immortal.toml; return the project's name, if given, and its services.
+
+    Raises ConfigError, FileNotFoundError.
+    """
     values, source = read_toml(path)
     found = ProjectFile(**read_table(source, ProjectFile, values))
     if not found.services:
@@ -331,19 +340,17 @@ def _given(source: Source, name: str, service: Service, values: Mapping[str, Any
 
 
 def _is_path(key: str, value: str) -> bool:
-    """Whether ``value`` is relative to the file, and no URL or word."""
+    """Return whether ``value`` is a path relative to the file, and no URL or special word."""
     return not value.startswith(("/", "unix:")) and "://" not in value and (key, value) != ("log_key", "file")
 
 
-# What the user's modules hold, asked in a process of their own: nothing of theirs is imported here.
-
-
 class ModuleImportError(ImmortalError):
-    """A module can't be imported; the text says why, with the traceback of the user's code."""
+    """A module can't be imported; the text holds the traceback of the user's code."""
 
 
 class DiscoveredService(msgspec.Struct, frozen=True):
-    """``peers``: the names of the instances that it calls. ``is_own``: the module defines it, in its newest version."""
+    """A service class in a module. ``peers``: the instances that it calls. ``is_own``: the module defines it, in its
+    newest version."""
 
     version: int
     peers: list[str]
@@ -351,7 +358,7 @@ class DiscoveredService(msgspec.Struct, frozen=True):
 
 
 class ModuleListing(msgspec.Struct, frozen=True):
-    """``services``: by class name. ``files``: of the project that the module is made of."""
+    """Services of a module by class name, and ``files`` of the project that the module is made of."""
 
     services: dict[str, DiscoveredService]
     files: list[str]

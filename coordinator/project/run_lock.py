@@ -1,6 +1,6 @@
-"""Who runs a project: one process at a time, `immortal dev` or the one behind `immortal up`.
+"""Lock of a project, so that one process at a time runs it: `immortal dev`, or the daemon of `immortal up`.
 
-<home>/.project.json    what it says about itself, while it lives
+<home>/.project.json    written by the running process about itself
 <home>/.project.lock    held by it
 """
 
@@ -24,48 +24,48 @@ _LOCK_TIMEOUT_S = 0.0
 
 
 class ProjectRunningError(ImmortalError):
-    """Another process runs the project."""
+    """A project can't be run, since another process runs it."""
 
 
-class Keeper(ProcessFile, frozen=True, kw_only=True):
-    """``what``: the command. ``states``: of its services, as the fleet has them; "failed: status 70" of one that did.
-    ``looks``: how often it has looked at the project, and started what was to run."""
+class RunLockHolder(ProcessFile, frozen=True, kw_only=True):
+    """The process that runs a project. ``what``: its command. ``states``: of the services, such as "ready" or "failed:
+    status 70". ``looks``: how often it has read the project and started what was to run."""
 
     what: str
     states: Mapping[str, str] = {}
     looks: int = 0
 
 
-def keeper(home: Path) -> Keeper | None:
-    """Who runs the project of ``home``; None: nobody."""
-    return files.read_living(home / FILE_NAME, Keeper)
+def holder(home: Path) -> RunLockHolder | None:
+    """Return the process that runs the project of ``home``; None if there is none."""
+    return files.read_living(home / FILE_NAME, RunLockHolder)
 
 
-def say(home: Path, what: str, states: Mapping[str, str], looks: int = 0) -> None:
-    """Of this process. Raises OSError."""
-    said = Keeper(what=what, states=states, looks=looks, **files.own_fields())
+def publish(home: Path, what: str, states: Mapping[str, str], looks: int = 0) -> None:
+    """Publish the states of the services that this process runs. Raises OSError."""
+    said = RunLockHolder(what=what, states=states, looks=looks, **files.own_fields())
     write_atomically(home / FILE_NAME, msgspec.json.encode(said))
 
 
 @contextlib.contextmanager
-def kept(home: Path, what: str) -> Iterator[None]:
-    """This process runs the project. Raises ProjectRunningError, OSError."""
+def hold(home: Path, what: str) -> Iterator[None]:
+    """Hold the lock of the project in the block. Raises ProjectRunningError, OSError."""
     make_folder(home)
     descriptor = open_lock(home / _LOCK_FILE_NAME)
     try:
         try:
             take(descriptor, _LOCK_TIMEOUT_S)
         except BlockingIOError:
-            found = keeper(home)
+            found = holder(home)
             who = "another process" if found is None else f"'{found.what}', process {found.pid}"
             end = (
                 "'immortal down' stops it" if found is None or found.what == "immortal up" else "Ctrl-C there stops it"
             )
             raise ProjectRunningError(f"the project runs already, by {who}: {end}") from None
-        say(home, what, {})
+        publish(home, what, {})
         yield
     finally:
-        found = keeper(home)
+        found = holder(home)
         if found is not None and found.pid == os.getpid():
             (home / FILE_NAME).unlink(missing_ok=True)
         os.close(descriptor)

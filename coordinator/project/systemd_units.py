@@ -1,6 +1,6 @@
-"""systemd's units of a project: a service for each instance, and a target for all of them.
+"""Unit files of systemd for a project: a service for each instance, and a target for all of them.
 
-`immortal run --restart` starts again what dies; systemd starts `immortal run` again, and all of them after a reboot.
+`immortal run --restart` restarts what dies; systemd restarts `immortal run`, and all of them after a reboot.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ import getpass
 from collections.abc import Sequence
 
 from immortal.coordinator.project.project import Project, ServiceSpec
-from immortal.coordinator.service.children import PYTHON, STATUS_FENCED, STATUS_HANDLER_FAILED
+from immortal.coordinator.service.children import PYTHON, STATUS_HANDLER_FAILED
+from immortal.coordinator.service.process import STATUS_FENCED
 from immortal.coordinator.service.supervisor import CLEAN_STOP_S, STOP_GRACE_S
 
-_STOP_TIMEOUT_S = round(CLEAN_STOP_S + 2 * STOP_GRACE_S + 5)  # what a supervisor takes at most, and a little
+_STOP_TIMEOUT_S = round(CLEAN_STOP_S + 2 * STOP_GRACE_S + 5)  # longer than a supervisor takes at most
 _FOR_GOOD = (STATUS_FENCED, STATUS_HANDLER_FAILED)  # a start would end in the same
 
 
 def units(project: Project, services: Sequence[ServiceSpec], *, for_user: bool = False) -> dict[str, str]:
-    """The texts of the unit files, by their names. ``for_user``: of a user's own systemd. Raises ConfigError."""
+    """Return the texts of the unit files by name. ``for_user``: for a user's own systemd. Raises ConfigError."""
     name = project.name()
     target = f"immortal-{name}.target"
     texts = {target: _target(name, for_user=for_user)}
@@ -76,13 +77,13 @@ def _plain(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """One word of a line, whatever is in it."""
+    """Quote ``text`` as one word of a line of a unit file."""
     escaped = _plain(text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"))
     return f'"{escaped}"'
 
 
 def _quoted_argument(text: str) -> str:
-    """As that, for a command, in which $ stands for variables."""
+    """Quote ``text`` as an argument of a command, in which $ stands for variables."""
     quoted = _quoted(text).replace("$", "$$")
     return (
         quoted

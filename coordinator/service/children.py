@@ -1,4 +1,4 @@
-"""What `immortal run` runs: a coordinator and its app, each as a command."""
+"""Child processes of `immortal run`: the commands of a coordinator and its app, and what their deaths mean."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from msgspec import Struct, field
 
 from immortal.coordinator.app import secret as app_secret
 from immortal.coordinator.config import AppAuth, InstanceSettings, override
-from immortal.coordinator.service.process import die_with_parent
+from immortal.coordinator.service.process import STATUS_FENCED, STATUS_NO_RECOVERY, die_with_parent
 from immortal.protocol.limits import NESTING_MAX_DEFAULT
 from immortal.protocol.timings import FOLDER_NAME
 
@@ -39,14 +39,14 @@ class Role(enum.Enum):
 
 
 class Command(Struct, frozen=True):
-    """How to start one of the two: ``environment`` is set in addition to the supervisor's own."""
+    """Command that starts one of the two. ``environment`` is set in addition to the supervisor's own."""
 
     argv: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def supervised(settings: InstanceSettings) -> InstanceSettings:
-    """``settings`` as they are under `immortal run`: its app knows the secret.
+    """Return ``settings`` as they are under `immortal run`, where the app knows the secret.
 
     Raises ConfigError.
     """
@@ -62,7 +62,7 @@ def coordinator_command(
     trust_pickle: bool = False,
     place: Path | None = None,
 ) -> Command:
-    """``place``: the folder of a follower; None: it is none."""
+    """Return the command of the coordinator. ``place``: the folder of a follower; None: it does not follow."""
     home = str(settings.folder.parent)
     argv = [*PYTHON, "-m", "immortal", "--home", home, "coordinator", settings.name]
     argv += ["--peer", settings.peer, "--app-auth", settings.app_auth.value]
@@ -87,7 +87,8 @@ def coordinator_command(
 def app_command(
     settings: InstanceSettings, app: str, *, strict: bool = False, log_format: str | None = None, log_level: str = ""
 ) -> Command:
-    """``log_format``, ``log_level``: of the lines of its handlers; None, "": as the environment has it."""
+    """Return the command of the app. ``log_format``, ``log_level``: of its handlers' lines; None, "": by the
+    environment."""
     # The SDK wants a fixed hash seed, and would start itself over to get one.
     hash_seed = os.environ.get("PYTHONHASHSEED", "0")
     environment = {APP_ADDRESS_VARIABLE: settings.app_addresses[0], "PYTHONHASHSEED": hash_seed}
@@ -104,49 +105,49 @@ def app_command(
     return Command([*PYTHON, "-m", "immortal.appsdk", app, *(["--strict"] if strict else [])], environment)
 
 
-# The app's input under `immortal run`: none, what its supervisor has, or the terminal at which somebody debugs it.
+# The app's input under `immortal run`: none, the supervisor's pipe, or the terminal, for a debugger.
 #
-# At a terminal the app stays in the supervisor's process group, so that it may read there, in front and behind as the
-# shell's jobs go: Ctrl-Z stops both, `fg` brings both back, and an app that asks from behind stops the job until `fg`.
-# The coordinator has a group of its own and goes on meanwhile. Ctrl-C goes to that whole group; the app has it blocked,
-# whatever a debugger makes of it, so that the supervisor alone stops them.
+# At a terminal the app stays in the supervisor's process group, so that it may read there as a shell's job: Ctrl-Z
+# stops both, `fg` brings both back, and an app that reads in the background stops the job until `fg`. The coordinator
+# has a group of its own and goes on meanwhile. Ctrl-C goes to the whole group; the app has it blocked, whatever a
+# debugger makes of it, so that the supervisor alone stops both.
 
 
 class SpawnOptions(TypedDict):
-    """Arguments of Popen."""
+    """Arguments of Popen for a child."""
 
     stdin: int | None
     process_group: int
     preexec_fn: Callable[[], None]
 
 
-class Background:
-    """No input: what asks for some meets its end at once. In a group of its own, which Ctrl-C does not reach."""
+class NoStdin:
+    """Spawns a child without input, in a process group of its own, which Ctrl-C does not reach."""
 
-    def placing(self) -> SpawnOptions:
-        # preexec_fn is unsafe in a process with threads (a lock held by another thread stays locked in the child): the
-        # supervisor has none, and nothing but system calls is made there.
+    def spawn_options(self) -> SpawnOptions:
+        # preexec_fn is unsafe in a process with threads: a lock held by another thread stays locked in the child. The
+        # supervisor has no threads, and the function makes only system calls.
         return SpawnOptions(stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent(os.getpid()))
 
-    def left(self) -> None:
-        """Whoever had it is gone."""
+    def restore_terminal(self) -> None:
+        """Restore the terminal after the child has ended; without a terminal there is nothing to do."""
 
 
-class Piped(Background):
-    """What the supervisor is given on stdin, by another program."""
+class PipedStdin(NoStdin):
+    """Spawns a child with the supervisor's stdin, which is another program's pipe."""
 
-    def placing(self) -> SpawnOptions:
+    def spawn_options(self) -> SpawnOptions:
         return SpawnOptions(stdin=None, process_group=0, preexec_fn=die_with_parent(os.getpid()))
 
 
-class Terminal(Background):
-    """The supervisor's own, on stdin."""
+class TerminalStdin(NoStdin):
+    """Spawns a child with the supervisor's terminal, in the supervisor's process group."""
 
     def __init__(self) -> None:
         self._descriptor = sys.stdin.fileno()
         self._mode: list[Any] = termios.tcgetattr(self._descriptor)
 
-    def placing(self) -> SpawnOptions:
+    def spawn_options(self) -> SpawnOptions:
         with_parent = die_with_parent(os.getpid())
 
         def arrange() -> None:
@@ -155,8 +156,8 @@ class Terminal(Background):
 
         return SpawnOptions(stdin=None, process_group=-1, preexec_fn=arrange)
 
-    def left(self) -> None:
-        """One that was ended at its prompt leaves the terminal as its line editor had it, without echo."""
+    def restore_terminal(self) -> None:
+        """Restore the terminal's mode: an app that was ended at a prompt leaves it without echo."""
         before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # also from behind
         try:
             with contextlib.suppress(termios.error):  # it may be gone
@@ -166,12 +167,12 @@ class Terminal(Background):
             signal.signal(signal.SIGTTOU, before)
 
 
-def app_stdin(interactive: bool | None) -> Background:
-    """``interactive``: whether the app gets this process's stdin; None: where that is a terminal."""
+def app_stdin(interactive: bool | None) -> NoStdin:
+    """Return how the app gets its stdin. ``interactive``: it gets this process's stdin; None: if that is a terminal."""
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if interactive is False or (interactive is None and not is_terminal):
-        return Background()
-    return Terminal() if is_terminal else Piped()
+        return NoStdin()
+    return TerminalStdin() if is_terminal else PipedStdin()
 
 
 # What it means that a coordinator and its app have died, and how long to wait before they are started again.
@@ -196,16 +197,14 @@ STATUS_UPGRADE_FAILED = 71
 STATUS_RECOVER_ME = 75
 STATUS_TERMINATED = 128 + signal.SIGTERM  # of an app
 STATUS_CALLED_WRONGLY = 2
-STATUS_NO_RECOVERY = 3
-STATUS_FENCED = 4
 APP_FAULT_STATUSES = (STATUS_HANDLER_FAILED, STATUS_UPGRADE_FAILED, STATUS_CALLED_WRONGLY)
 RESTART_BACKOFF_S_MIN = 0.1
 RESTART_BACKOFF_S_MAX = 5.0
 RESTART_BACKOFF_RESET_S = 10.0  # who lived this long did not die of how it was started
 
 
-class Exit(Struct, frozen=True):
-    """How a process ended: ``returncode`` as subprocess gives it, negative for a signal."""
+class ProcessExit(Struct, frozen=True):
+    """End of a process. ``returncode`` is as subprocess gives it, negative for a signal."""
 
     role: Role
     pid: int
@@ -220,8 +219,8 @@ class Exit(Struct, frozen=True):
             return f"signal {-self.returncode}"
 
 
-class Verdict(enum.Enum):
-    """What follows from the death of the two, in words."""
+class Outcome(enum.Enum):
+    """Meaning of the end of the two processes, with the words of the log line."""
 
     DIED = "died"
     STOPPED = "stopped"
@@ -235,26 +234,26 @@ class Verdict(enum.Enum):
     FENCED = "another process writes the log"
 
 
-def judge(first: Exit, second: Exit, second_was_told: bool) -> Verdict:
-    """What it means that ``first`` died by itself, and ``second`` then, by itself or because it was told to."""
+def classify_exit(first: ProcessExit, second: ProcessExit, second_was_told: bool) -> Outcome:
+    """Classify the end of both: ``first`` died by itself, then ``second`` by itself or because it was told to."""
     if first.role is Role.APP and first.returncode == STATUS_HANDLER_FAILED:
-        return Verdict.HANDLER_FAILED
+        return Outcome.HANDLER_FAILED
     if first.role is Role.APP and first.returncode == STATUS_UPGRADE_FAILED:
-        return Verdict.UPGRADE_FAILED
+        return Outcome.UPGRADE_FAILED
     coordinator = first if first.role is Role.COORDINATOR else second
     if coordinator.returncode == STATUS_NO_RECOVERY:  # the app may be found dead first: it leaves when it hears of it
-        return Verdict.NO_RECOVERY
+        return Outcome.NO_RECOVERY
     if coordinator.returncode == STATUS_FENCED:
-        return Verdict.FENCED
+        return Outcome.FENCED
     if first.returncode == STATUS_CALLED_WRONGLY:
-        return Verdict.CALLED_WRONGLY
+        return Outcome.CALLED_WRONGLY
     if first.returncode == 0 and second.returncode == 0 and not second_was_told:
-        return Verdict.STOPPED
-    return Verdict.DIED
+        return Outcome.STOPPED
+    return Outcome.DIED
 
 
-def first_to_die(exits: Sequence[Exit]) -> Exit:
-    """Of those that were found dead at once, the one that the other died of."""
+def first_to_die(exits: Sequence[ProcessExit]) -> ProcessExit:
+    """Return the process whose death was the cause, of those that were found dead at once."""
     by_role = {one.role: one for one in exits}
     app, coordinator = by_role.get(Role.APP), by_role.get(Role.COORDINATOR)
     if app is None or coordinator is None:
@@ -264,9 +263,10 @@ def first_to_die(exits: Sequence[Exit]) -> Exit:
 
 
 class RestartBackoff:
-    """None after a long life; else 0.1 s, doubling up to 5 s while the two die young and before they have recovered.
+    """Pauses before restarts: none after a long life; else 0.1 s, doubling up to 5 s while the two die young and before
+    they have recovered.
 
-    ``at_once``: the first deaths in a row that no pause follows.
+    ``at_once``: how many deaths in a row have no pause first.
     """
 
     def __init__(self, at_once: int = 0) -> None:
@@ -274,7 +274,7 @@ class RestartBackoff:
         self._at_once = at_once
 
     def after(self, life_s: float, *, recovered: bool) -> float:
-        """The pause after a life of ``life_s``; who had recovered did not die of how it was started."""
+        """Return the pause after a life of ``life_s``, in seconds. ``recovered``: the start itself had succeeded."""
         if life_s >= RESTART_BACKOFF_RESET_S:
             self._next_s = RESTART_BACKOFF_S_MIN
             return 0.0

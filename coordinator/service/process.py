@@ -1,4 +1,4 @@
-"""How many descriptors a coordinator may have: connections that say nothing take one each until their time is up."""
+"""Process limits, children that die with their parent, and stop requests by signals."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import signal
 import time
 from collections.abc import Callable
 
+STATUS_NO_RECOVERY = 3  # of a coordinator whose log can't be replayed: the next start would find the same
+STATUS_FENCED = 4  # of a coordinator whose log another process writes by now
+
 DESCRIPTORS_WANTED = 1 << 16  # more than one stranger's address has ports
 
 
 def raise_descriptor_limit() -> None:
-    """Take what the system allows this process, up to DESCRIPTORS_WANTED: what it starts with is often 1024."""
+    """Raise the limit on open files to what the system allows, up to DESCRIPTORS_WANTED; it often starts at 1024.
+
+    Silent connections take a descriptor each until their time is up.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS_WANTED if hard == resource.RLIM_INFINITY else min(DESCRIPTORS_WANTED, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-# Children that do not outlive their parent, even when that is killed with SIGKILL.
 
 
 _PR_SET_PDEATHSIG = 1
@@ -28,7 +31,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: a child mus
 
 
 def die_with_parent(parent_pid: int) -> Callable[[], None]:
-    """For ``preexec_fn``. It makes nothing but two system calls, so that threads of the parent do no harm."""
+    """Return a ``preexec_fn`` that lets a child die with its parent, even when that is killed with SIGKILL.
+
+    It makes only two system calls, so that threads of the parent do no harm.
+    """
     prctl = _LIBC.prctl
 
     def arrange() -> None:
@@ -39,17 +45,15 @@ def die_with_parent(parent_pid: int) -> Callable[[], None]:
     return arrange
 
 
-# Being asked to stop, by signals: once for a clean stop, again for an immediate one.
-#
-# One wish may come as several signals at the same moment: a terminal or `timeout` signals a whole process group, and a
-# supervisor hands on what it got. So only a signal that comes later than that counts as asking again.
-
-
 SIGNAL_COALESCE_S = 0.5
 
 
 class StopRequests:
-    """``count``: 0 for none, 1 for a clean stop, more for at once."""
+    """Counts stop requests by signals. ``count``: 0 for none, 1 for a clean stop, more for an immediate one.
+
+    One request may come as several signals at the same moment: a terminal or `timeout` signals a whole process group,
+    and a supervisor forwards what it got. So only a signal that comes SIGNAL_COALESCE_S later counts as another one.
+    """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self.count = 0
@@ -57,7 +61,7 @@ class StopRequests:
         self._last_s = float("-inf")
 
     def signalled(self) -> None:
-        """A signal has come."""
+        """Note a signal."""
         now_s = self._clock_s()
         if now_s - self._last_s >= SIGNAL_COALESCE_S:
             self.count += 1

@@ -1,7 +1,7 @@
-"""A running coordinator: its parts put together, and the loop that feeds its driver.
+"""Runtime of a coordinator: puts its parts together, and runs the loop that feeds its driver.
 
-One thread. It waits for what is ready or due, and takes all of it in; the driver does the rest (driver/turn.py). ZeroMQ
-is drained through the messenger's descriptor; commits run inline when small, else on the log writer's thread.
+One thread waits for what is ready or due and turns it into events; the driver does the rest (driver/turn.py). ZeroMQ is
+drained through the messenger's descriptor; commits run inline when small, else on the log writer's thread.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from immortal.coordinator.log_port.endpoint import LogEndpoint
 from immortal.coordinator.log_port.instance_log import InstanceLog
 from immortal.coordinator.log_port.writer import LogWriter
 from immortal.coordinator.notices import Notices, Sink
-from immortal.coordinator.notices.sinks import Limited, Readiness, SyncTimed
+from immortal.coordinator.notices.sinks import RateLimitedSink, ReadinessSink, SyncTimed
 from immortal.coordinator.operator import control
 from immortal.coordinator.operator.control_server import ControlServer
 from immortal.coordinator.operator.endpoint import OperatorEndpoint
 from immortal.coordinator.peers.endpoint import PeerEndpoint
-from immortal.coordinator.peers.machine_keys import make_own
+from immortal.coordinator.peers.machine_keys import ensure_machine_keys
 from immortal.coordinator.peers.security import insecurity_warning
 from immortal.coordinator.service import process
-from immortal.coordinator.service.process import StopRequests
+from immortal.coordinator.service.process import STATUS_FENCED, STATUS_NO_RECOVERY, StopRequests
 from immortal.protocol import compiled
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.process import retain_freed_memory, trim_heap
@@ -68,8 +68,6 @@ if TYPE_CHECKING:
 STOP_TIMEOUT_S = 25.0  # for the last checkpoint; the supervisor waits 30
 FAREWELL_TIMEOUT_S = 1.0  # for the last bytes to the app
 SWITCH_INTERVAL_S = 0.0005  # the commit thread gets the interpreter back this soon: 5 ms would be 5 ms per commit
-STATUS_NO_RECOVERY = 3  # the log can't be replayed as it is: the next start would find the same
-STATUS_FENCED = 4  # another process writes the log by now
 _NO_RECOVERY = (
     DivergenceError,
     DamagedLogError,
@@ -85,7 +83,7 @@ MakeApp = Callable[["Coordinator", InstanceSettings, Notices, select.epoll], App
 
 
 class Coordinator:
-    """One running coordinator. :meth:`run` returns when it has stopped.
+    """Coordinator of one instance. :meth:`run` returns when it has stopped.
 
     ``store``: the log, open for writing; None: ``follow`` says where it is, which another process may write. ``lines``:
     where its lines go. ``place``: the settings with the places where the app and operators find it for as long as it
@@ -108,9 +106,9 @@ class Coordinator:
         self._settings = settings
         self._place = place = place or settings
         self._registry = registry
-        self._limited = Limited(lines)
+        self._line_sink = RateLimitedSink(lines)
         self._metrics = None if settings.metrics is None else Metrics(settings)
-        sinks: list[Sink] = [self._limited, Readiness(self._is_ready)]
+        sinks: list[Sink] = [self._line_sink, ReadinessSink(self._is_ready)]
         if self._metrics is not None:
             sinks.insert(0, self._metrics.sink)  # what a line says is counted by then
         self._log = log = Notices(settings.name, *sinks)
@@ -141,7 +139,7 @@ class Coordinator:
         self._has_signals = False  # the process's are ours
         self._stop_deadline_ns: int | None = None  # on the monotonic clock, as all that follows
         self._clock_due_ns = 0
-        self._limited_due_ns: int | None = None
+        self._line_sink_due_ns: int | None = None
         self._control_due_ns: int | None = None
         self._peers_due_ns: int | None = None
         self._inbox: list[ev.Event] = []
@@ -161,7 +159,7 @@ class Coordinator:
             keep_ns,
             self._inbox,
             None if follow is None else _follower(follow),
-            self._was_granted,
+            self._log_granted,
         )
         self._auditor = Auditor(AuditLog(settings.folder, log.warning))
         self._control = ControlServer(place.folder)
@@ -184,7 +182,7 @@ class Coordinator:
         self._epoll.register(self._control_fileno, select.EPOLLIN)
 
     def run(self) -> int:
-        """Serve until stopped: 0 after a clean stop; after an error, which has been logged, the status that it has."""
+        """Serve until stopped; return 0 after a clean stop, or the exit status of the error, which is logged."""
         try:
             self._catch_signals()
             for descriptor in (self._peers_fileno, self._log_fileno, self._wake_fileno):
@@ -192,14 +190,14 @@ class Coordinator:
             self._driver.start()
             self._app.listen()
             if self._machine.write_lease.writes:
-                self._become_the_instance()
+                self._become_instance()
             else:
-                self._begin_to_follow()
+                self._announce_follower()
             while not self._machine.stopped:
-                self._take_in()
+                self._poll()
                 self._driver.turn()
                 if not self._is_the_instance and self._machine.write_lease.writes:
-                    self._become_the_instance()
+                    self._become_instance()
             if not isinstance(self._error, FencedError):
                 self._peers.flush(patient=False)  # the last answers; none of one whose log is another's
         finally:
@@ -213,13 +211,13 @@ class Coordinator:
         self._log.info("stopped")
         return 0
 
-    def _begin_to_follow(self) -> None:
-        """Be found by who looks for this follower; the instance is another process."""
+    def _announce_follower(self) -> None:
+        """Announce this follower, while another process is the instance."""
         control.announce(self._place.folder, self._control.listen())
         self._log.info("coordinator started, to follow", **self._app.where)
 
-    def _become_the_instance(self) -> None:
-        """The log is ours to write: peers and operators find us where the instance is."""
+    def _become_instance(self) -> None:
+        """Listen and announce at the instance's addresses: this process writes the log now."""
         self._is_the_instance = True
         settings = self._settings
         self._peers.listen()
@@ -266,7 +264,7 @@ class Coordinator:
     def _make_writer(self, store: LogStore) -> LogWriter:
         times = None if self._metrics is None else self._metrics.sink
         if times is not None and isinstance(store, RowLogStore):
-            store.backend.synced = lambda seconds: times.take(SyncTimed(seconds))
+            store.backend.synced = lambda seconds: times.emit(SyncTimed(seconds))
         return LogWriter(
             store,
             keep_checkpoints=self._settings.keep_checkpoints,
@@ -275,15 +273,15 @@ class Coordinator:
             was_committed=None if self._timings is None else self._timings.durable,
         )
 
-    def _was_granted(self, store: LogStore) -> None:
+    def _log_granted(self, store: LogStore) -> None:
         if self._place is not self._settings:
             summary = store.summary()
             self._clock.take_over(summary)
             if summary.versions:  # another may have done the upgrade that was asked for
                 complete_upgrade(self._settings, self._registry, summary.versions[-1].version)
 
-    def _take_in(self) -> None:
-        """Wait until something is ready or due, and put what comes of it into the driver's inbox."""
+    def _poll(self) -> None:
+        """Wait until something is ready or due, and put the events of it into the driver's inbox."""
         ready = dict(self._epoll.poll(self._timeout_s()))
         now_ns = time.monotonic_ns()
         inbox, app, peers = self._inbox, self._app, self._peers
@@ -291,7 +289,7 @@ class Coordinator:
             self._log_endpoint.collect()
         if self._wake_fileno in ready:
             self._wake_receiver.recv(64)
-            self._look_for_stop()
+            self._check_stop()
         peers_ready = self._peers_fileno in ready
         if not (peers_ready and len(ready) == 1) or app.is_due(now_ns):
             inbox += app.process(ready)
@@ -301,10 +299,10 @@ class Coordinator:
         if peers_due and peers.process(now_ns, ready=peers_ready):
             peers.audit(self._auditor, self._machine.view.refusals, now_ns)
         if self._control_fileno in ready or (self._control_due_ns is not None and now_ns >= self._control_due_ns):
-            self._operator.take(self._control.process())
+            self._operator.handle(self._control.process())
         self._log_endpoint.measure(now_ns)
-        if self._limited_due_ns is not None and now_ns >= self._limited_due_ns:
-            self._limited.process()
+        if self._line_sink_due_ns is not None and now_ns >= self._line_sink_due_ns:
+            self._line_sink.process()
         if now_ns >= self._clock_due_ns:
             self._clock_due_ns = now_ns + LOOK_NS
             self._clock.look()
@@ -312,18 +310,18 @@ class Coordinator:
             inbox += self._clock.take_events()
         inbox += self._clock.take_due(now_ns)
         if self._stop_deadline_ns is not None and now_ns > self._stop_deadline_ns:
-            self._stop_late()
+            self._stop_without_checkpoint()
 
     def _timeout_s(self) -> float | None:
         if self._inbox:
             return 0
         self._peers_due_ns = self._peers.next_deadline_ns()
-        self._limited_due_ns = self._limited.next_deadline_ns()
+        self._line_sink_due_ns = self._line_sink.next_deadline_ns()
         self._control_due_ns = self._control.next_deadline_ns()
         due_ns = earliest(
             self._peers_due_ns,
             self._control_due_ns,
-            self._limited_due_ns,
+            self._line_sink_due_ns,
             self._app.next_deadline_ns(),
             self._stop_deadline_ns,
             self._clock.wake_due_ns,
@@ -338,10 +336,10 @@ class Coordinator:
         if effect.problem is None:
             complete_upgrade(self._settings, self._registry, effect.version)
         else:
-            upgrade_mark.give_up(self._settings.folder, effect.problem)
+            upgrade_mark.mark_failed(self._settings.folder, effect.problem)
 
     def report(self, effect: ef.Report) -> None:
-        self._log.take(effect.notice)
+        self._log.emit(effect.notice)
 
     def _is_ready(self) -> None:
         if not self._was_ready:
@@ -357,7 +355,7 @@ class Coordinator:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """Stop cleanly; at once where that was asked for before. From any thread, and from signal handlers."""
+        """Request a clean stop; a second request stops at once. For any thread and for signal handlers."""
         self._stop_requests.signalled()
         with contextlib.suppress(OSError):  # full: it is awake already
             self._wake_sender.send(b"\0")
@@ -376,7 +374,7 @@ class Coordinator:
         if self._stop_requests.count > 1 and self._app.is_handling:
             os._exit(128 + number)  # a handler in this very thread that does not come back: as a crash
 
-    def _look_for_stop(self) -> None:
+    def _check_stop(self) -> None:
         if not self._stop_requests.count:
             return
         if self._stop_deadline_ns is None:
@@ -386,14 +384,14 @@ class Coordinator:
         if self._stop_requests.count > 1:
             self._stop_deadline_ns = 0  # at once
 
-    def _stop_late(self) -> None:
+    def _stop_without_checkpoint(self) -> None:
         at = self._machine.view.long_handler_text(self._clock.now_ns())
         late = f"the app gave no checkpoint in time{f' (it is {at})' if at else ''}"
         self._log.warning(f"{late}; stopping without one: the log has everything")
         self._machine.stopped = True
 
     def _close(self) -> None:
-        """First what another one needs to be the instance: its address, its files, and last of these the log."""
+        """Close everything, first what a successor needs: the address, the files, and last of these the log."""
         if self._has_signals:
             signal.set_wakeup_fd(-1)
         if self._is_the_instance:
@@ -439,7 +437,7 @@ def limits_of(settings: InstanceSettings) -> Limits:
 
 
 def complete_upgrade(settings: InstanceSettings, registry: Registry, version: int) -> None:
-    """The log is of ``version``: if that was asked for, nothing is asked for any more."""
+    """Clear the upgrade mark if it asked for ``version``, which the log has now."""
     mark = upgrade_mark.read(settings.folder)
     if mark is None or mark.to != version:
         return
@@ -449,14 +447,14 @@ def complete_upgrade(settings: InstanceSettings, registry: Registry, version: in
 
 
 def upgrade_asked_for(settings: InstanceSettings, registry: Registry, store: LogStore) -> int | None:
-    """The version that the next recovery is to end in. Raises UpgradeMarkError."""
+    """Return the version that the next recovery must end in; None for the log's. Raises UpgradeMarkError."""
     versions = store.summary().versions
     if versions:
         complete_upgrade(settings, registry, versions[-1].version)
-    return _pending(settings)
+    return _pending_version(settings)
 
 
-def _pending(settings: InstanceSettings) -> int | None:
+def _pending_version(settings: InstanceSettings) -> int | None:
     mark = upgrade_mark.read(settings.folder)
     return mark.to if mark is not None and mark.pending else None
 
@@ -468,7 +466,8 @@ def _follower(places: Places) -> LogFollower:
 
 
 class Metrics:
-    """``sink``: what they are made of, besides the status. Raises ImmortalError."""
+    """Prometheus metrics of a coordinator, from its status and from notices given to ``sink``. Raises
+    ImmortalError."""
 
     def __init__(self, settings: InstanceSettings) -> None:
         try:
@@ -488,7 +487,7 @@ class Metrics:
         )
 
     def serve(self, log: Notices) -> None:
-        """Raises MetricsError."""
+        """Serve the metrics at the address of the settings. Raises MetricsError."""
         from immortal.coordinator.notices.metrics_server import Access, serve_metrics
 
         settings = self._settings
@@ -500,7 +499,7 @@ class Metrics:
 
 
 def status_of(error: ImmortalError) -> int:
-    """The exit status of a coordinator that ``error`` has ended."""
+    """Return the exit status of a coordinator that ``error`` has ended."""
     if isinstance(error, FencedError):
         return STATUS_FENCED
     return STATUS_NO_RECOVERY if isinstance(error, _NO_RECOVERY) else 1
@@ -516,20 +515,20 @@ def run_coordinator(
     place: InstanceSettings | None = None,
     make_app: MakeApp | None = None,
 ) -> int:
-    """Open the log (a new one at the first start) and serve until stopped; the exit status.
+    """Open the log (a new one at the first start) and serve until stopped; return the exit status.
 
     ``log``: where its lines go. ``promote``: a recovered app begins to work without a checkpoint first.
-    ``trust_pickle``: the log may be of another home, with states that pickle wrote. ``place``: follow the log while
-    another process writes it, and be found there (coordinator/instances/follower_places.py). ``make_app``: as
-    :class:`Coordinator` has it.
+    ``trust_pickle``: the log may be of another home, with states that pickle wrote. ``place``: settings of a follower;
+    it follows the log while another process writes it (coordinator/instances/follower_places.py). ``make_app``: see
+    :class:`Coordinator`.
 
-    Raises ImmortalError for what keeps it from starting, and may be otherwise the next time.
+    Raises ImmortalError if it can't start; the next start may succeed.
     """
     registry.refuse_open_folder(settings.name)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     retain_freed_memory()
     process.raise_descriptor_limit()
-    make_own(settings, registry)
+    ensure_machine_keys(settings, registry)
     with registry.kept():
         return _run(settings, registry, log, trust_pickle, place, make_app, promote=promote)
 
@@ -547,7 +546,7 @@ def _run(
     places = InstanceLog(settings, log, trust_pickle=trust_pickle)
     try:
         if place is not None:
-            upgrade_to = _pending(settings)  # done as it takes over, unless the log has that version by then
+            upgrade_to = _pending_version(settings)  # done as it takes over, unless the log has that version by then
             return Coordinator(
                 settings, registry, None, log, upgrade_to, promote=promote, follow=places, place=place
             ).run()

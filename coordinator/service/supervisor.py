@@ -1,4 +1,4 @@
-"""`immortal run`: a coordinator and its app as two processes that live and die together.
+"""Supervisor of `immortal run`: a coordinator and its app as two processes that live and die together.
 
     both run --- one dies ---> the other is stopped --- both are gone ---> with restart: a pause, then both run again
        |                                                           '-----> without: the end, status 1
@@ -6,8 +6,8 @@
        '--- SIGTERM, SIGINT ---> the coordinator is asked to stop; it takes a checkpoint and says goodbye to the app
        '--- SIGUSR1 ---> the same, then both run again, with the code as it is by then
 
-What a death means: `deaths.py`. The children die with the supervisor, even when that is killed with SIGKILL
-(PR_SET_PDEATHSIG). The app may have the supervisor's terminal (`terminal.py`), the coordinator never has.
+children.py says what a death means. The children die with the supervisor, even when that is killed with SIGKILL
+(PR_SET_PDEATHSIG). The app may have the supervisor's terminal, the coordinator never has.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from immortal.coordinator.notices import Notices
 from immortal.coordinator.operator.control import READY_VARIABLE
 from immortal.coordinator.service.children import (
     APP_FAULT_STATUSES,
-    STATUS_FENCED,
     STATUS_HANDLER_FAILED,
     STATUS_RECOVER_ME,
     STATUS_TERMINATED,
-    Background,
     Command,
-    Exit,
+    NoStdin,
+    Outcome,
+    ProcessExit,
     RestartBackoff,
     Role,
-    Verdict,
+    classify_exit,
     first_to_die,
-    judge,
 )
-from immortal.coordinator.service.process import StopRequests
+from immortal.coordinator.service.process import STATUS_FENCED, StopRequests
 
 STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL
 LEAVE_S = 1.0  # for one to end by itself after the other has ended well
@@ -55,10 +54,10 @@ RESTART_SIGNAL = signal.SIGUSR1
 
 
 class _Child:
-    """One running process, with a descriptor that becomes readable when it dies."""
+    """Running child process, with a descriptor that becomes readable when it dies."""
 
     def __init__(
-        self, role: Role, command: Command, ready_descriptor: int | None, place: Background | None = None
+        self, role: Role, command: Command, ready_descriptor: int | None, place: NoStdin | None = None
     ) -> None:
         self.role = role
         environment = {**os.environ, **command.environment}
@@ -69,23 +68,23 @@ class _Child:
             list(command.argv),
             env=environment,
             pass_fds=() if ready_descriptor is None else (ready_descriptor,),
-            **(place or Background()).placing(),
+            **(place or NoStdin()).spawn_options(),
         )
         self.descriptor = os.pidfd_open(self.process.pid)
 
-    def collect(self) -> Exit:
-        """The exit of a process whose descriptor is readable."""
+    def collect(self) -> ProcessExit:
+        """Return the exit of a process whose descriptor is readable."""
         returncode = self.process.wait()
         os.close(self.descriptor)
-        return Exit(self.role, self.process.pid, returncode)
+        return ProcessExit(self.role, self.process.pid, returncode)
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
 
 class Supervisor:
-    """Runs the two until they are to run no more. For the main thread of a process that ends with it: it takes
-    SIGTERM, SIGINT and RESTART_SIGNAL.
+    """Runs the coordinator and its app until they are stopped. For the main thread of a process that ends with it: it
+    handles SIGTERM, SIGINT and RESTART_SIGNAL.
 
     ``commands`` is asked before each start. ``gave_up_upgrade`` is told that the app gave an upgrade up, and says
     whether there is a version before it that can go on. ``announced`` is entered once signals are understood; with
@@ -99,27 +98,27 @@ class Supervisor:
         log: Notices,
         *,
         restart: bool = False,
-        gave_up_upgrade: Callable[[], bool] = lambda: False,
+        on_upgrade_failed: Callable[[], bool] = lambda: False,
         announced: AbstractContextManager[None] | None = None,
         follows: bool = False,
         follows_next: bool = False,
-        app_stdin: Background | None = None,
+        app_stdin: NoStdin | None = None,
         stop_grace_s: float = STOP_GRACE_S,
         clean_stop_s: float = CLEAN_STOP_S,
     ) -> None:
         self._commands = commands
         self._log = log
         self._restart = restart
-        self._gave_up_upgrade = gave_up_upgrade
+        self._on_upgrade_failed = on_upgrade_failed
         self._announced = announced or contextlib.nullcontext()
         self._follows = follows
         self._follows_next = follows or follows_next
-        self._app_input = app_stdin or Background()
-        self._entered = contextlib.ExitStack()  # announced
+        self._app_stdin = app_stdin or NoStdin()
+        self._exit_stack = contextlib.ExitStack()  # announced
         self._stop_grace_s = stop_grace_s
         self._clean_stop_s = clean_stop_s
         self._children: dict[Role, _Child] = {}  # those that run
-        self._exits: dict[Role, Exit] = {}  # of those that were started last
+        self._exits: dict[Role, ProcessExit] = {}  # of those that were started last
         self._ready_descriptor: int | None = None
         self._was_ready = self._app_was_ready = False  # since both were started, since the app was
         self._stop_requests = StopRequests()
@@ -127,14 +126,14 @@ class Supervisor:
         self._wake_read, self._wake_write = socket.socketpair()
 
     def run(self) -> int:
-        """Returns the exit status."""
+        """Run both processes; return the exit status."""
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         for number in (*_STOP_SIGNALS, RESTART_SIGNAL):
-            signal.signal(number, self._take_signal)
+            signal.signal(number, self._on_signal)
         old_wake = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         try:
-            with self._entered:
+            with self._exit_stack:
                 if not self._follows:
                     self._announce()
                 return self._run()
@@ -142,18 +141,18 @@ class Supervisor:
             for child in self._children.values():  # only where something raised
                 child.send(signal.SIGKILL)
                 child.collect()
-            self._app_input.left()
+            self._app_stdin.restore_terminal()
             signal.set_wakeup_fd(old_wake)
             for number in (*_STOP_SIGNALS, RESTART_SIGNAL):
                 signal.signal(number, signal.SIG_IGN)  # one more wish must not spoil the exit status
-            self._close_ready()
+            self._close_ready_pipe()
             self._wake_read.close()
             self._wake_write.close()
 
     def _announce(self) -> None:
-        """From now on this is who starts and stops the instance."""
+        """Announce this process as the one that starts and stops the instance."""
         announced, self._announced = self._announced, contextlib.nullcontext()
-        self._entered.enter_context(announced)
+        self._exit_stack.enter_context(announced)
 
     def _run(self) -> int:
         pause = RestartBackoff()
@@ -161,31 +160,31 @@ class Supervisor:
             started_s = time.monotonic()
             self._restart_asked = False
             self._start()
-            self._outlive_apps()
+            self._restart_apps()
             if not self._exits:
                 status = self._stop_cleanly()
-                self._close_ready()
+                self._close_ready_pipe()
                 if self._stop_requests.count:
                     return status
                 self._log.info("starting both again, as asked")
                 continue
             first = first_to_die(list(self._exits.values()))
             life_s = time.monotonic() - started_s
-            second, told = self._stop_other(first)
-            self._close_ready()
-            verdict = judge(first, second, told)
-            self._tell(verdict, first)
-            if verdict is Verdict.HANDLER_FAILED:
+            second, terminated = self._stop_other(first)
+            self._close_ready_pipe()
+            outcome = classify_exit(first, second, terminated)
+            self._log_outcome(outcome, first)
+            if outcome is Outcome.HANDLER_FAILED:
                 return STATUS_HANDLER_FAILED
-            if verdict in (Verdict.CALLED_WRONGLY, Verdict.NO_RECOVERY):
+            if outcome in (Outcome.CALLED_WRONGLY, Outcome.NO_RECOVERY):
                 return 1
-            if verdict is Verdict.FENCED and not (self._follows and self._restart):
+            if outcome is Outcome.FENCED and not (self._follows and self._restart):
                 return STATUS_FENCED
-            if verdict is Verdict.UPGRADE_FAILED and self._gave_up_upgrade() and not self._stop_requests.count:
+            if outcome is Outcome.UPGRADE_FAILED and self._on_upgrade_failed() and not self._stop_requests.count:
                 self._log.info("starting the version before again")
                 continue
             if self._stop_requests.count or not (self._restart or self._restart_asked):
-                return 0 if verdict is Verdict.STOPPED else 1
+                return 0 if outcome is Outcome.STOPPED else 1
             pause_s = pause.after(life_s, recovered=self._was_ready)
             self._log.info("restarting", pause_s=pause_s)
             self._wait_for(lambda: self._is_asked, pause_s)
@@ -197,13 +196,13 @@ class Supervisor:
     def _is_asked(self) -> bool:
         return self._restart_asked or self._stop_requests.count > 0
 
-    def _outlive_apps(self) -> None:
-        """Until there is a wish to stop, or a death that ends both: an app that dies alone is started again."""
+    def _restart_apps(self) -> None:
+        """Restart the app whenever it dies alone, until a stop is requested or a death ends both."""
         pause = RestartBackoff(APP_DEATHS_AT_ONCE)
         while True:
             started_s = time.monotonic()
             self._wait_for(lambda: bool(self._exits or self._is_asked))
-            dead = self._app_to_start_again()
+            dead = self._restartable_app_exit()
             if dead is None:
                 return
             if dead.returncode == STATUS_RECOVER_ME:
@@ -222,10 +221,10 @@ class Supervisor:
             if interrupted:
                 return
             self._start_app(self._commands())
-            self._tell_started()
+            self._log_started()
 
-    def _app_to_start_again(self) -> Exit | None:
-        """How the app died, if it did alone and by itself; None where that is no reason to start it again."""
+    def _restartable_app_exit(self) -> ProcessExit | None:
+        """Return the exit of an app that died alone and is to be restarted; None in all other cases."""
         dead = self._exits.get(Role.APP)
         if dead is None or dead.returncode in APP_FAULT_STATUSES:
             return None
@@ -246,26 +245,26 @@ class Supervisor:
         finally:
             os.close(write)
             self._ready_descriptor = read
-        self._tell_started()
+        self._log_started()
 
-    def _tell_started(self) -> None:
+    def _log_started(self) -> None:
         self._log.info("started", **{f"{role.value}_pid": self._children[role].process.pid for role in Role})
 
     def _start_app(self, commands: Mapping[Role, Command]) -> None:
         self._app_was_ready = False
-        self._children[Role.APP] = _Child(Role.APP, commands[Role.APP], None, self._app_input)
+        self._children[Role.APP] = _Child(Role.APP, commands[Role.APP], None, self._app_stdin)
 
-    def _stop_other(self, first: Exit) -> tuple[Exit, bool]:
-        """Wait for the other one's end; True if it had to be told to."""
+    def _stop_other(self, first: ProcessExit) -> tuple[ProcessExit, bool]:
+        """Wait for the end of the other process; return its exit, and whether it had to be terminated."""
         other = first.role.other
-        # Status 1 of the app says that its coordinator leaves it: that one's own status says why.
+        # Status 1 of the app means that it lost its coordinator, whose own status says why.
         if first.returncode == 0 or (first.role is Role.APP and first.returncode == 1):
             self._wait_for(lambda: other in self._exits, LEAVE_S)
-        told = other not in self._exits
-        return self._terminate(other), told
+        terminated = other not in self._exits
+        return self._terminate(other), terminated
 
-    def _terminate(self, role: Role) -> Exit:
-        """SIGTERM, then SIGKILL, unless it is gone already."""
+    def _terminate(self, role: Role) -> ProcessExit:
+        """End a process by SIGTERM, then SIGKILL, unless it is gone already; return its exit."""
         if role in self._exits:
             return self._exits[role]
         child = self._children[role]
@@ -278,13 +277,13 @@ class Supervisor:
         return self._exits[role]
 
     def _stop_cleanly(self) -> int:
-        """The coordinator says goodbye to the app; both end by themselves."""
+        """Ask the coordinator to stop, which says goodbye to the app; return the exit status once both have ended."""
         self._log.info("stopping")
         requests = self._stop_requests.count
         self._children[Role.COORDINATOR].send(signal.SIGTERM)
 
         def is_over() -> bool:
-            # One that ended badly leaves nobody who would end the other; asked twice: at once.
+            # After a failure nobody would end the other process; a second request means at once.
             failed = any(one.returncode != 0 for one in self._exits.values())
             return not self._children or failed or self._stop_requests.count > requests
 
@@ -293,38 +292,38 @@ class Supervisor:
             for role, child in self._children.items():
                 self._log.warning(f"the {role.value} has not ended within {waited}", pid=child.process.pid)
         exits = [self._terminate(role) for role in Role if role in self._children or role in self._exits]
-        failed = [one for one in exits if one.returncode != 0 and not self._was_starting(one)]
+        failed = [one for one in exits if one.returncode != 0 and not self._died_starting(one)]
         for one in failed:
             self._log.error(f"the {one.role.value} ended with {one}, not with status 0", pid=one.pid)
         if not failed:
             self._log.info("both stopped")
         return 1 if failed else 0
 
-    def _was_starting(self, one: Exit) -> bool:
-        """Whether our SIGTERM met it before it could hear of it: then it had not begun anything."""
+    def _died_starting(self, one: ProcessExit) -> bool:
+        """Return whether SIGTERM ended a process that was still starting: then it had not begun anything."""
         was_ready = self._app_was_ready if one.role is Role.APP else self._was_ready
         return not was_ready and one.returncode in (-signal.SIGTERM, STATUS_TERMINATED)
 
-    def _tell(self, verdict: Verdict, first: Exit) -> None:
-        """The one line about who died, and how."""
+    def _log_outcome(self, outcome: Outcome, first: ProcessExit) -> None:
+        """Log one line about the process that died, and how."""
         name, other, what = first.role.value, first.role.other.value, f"the {first.role.value} died: {first}"
-        if verdict is Verdict.STOPPED:
+        if outcome is Outcome.STOPPED:
             self._log.info(f"the {name} was stopped, and the {other} with it", pid=first.pid)
-        elif verdict is Verdict.FENCED:
+        elif outcome is Outcome.FENCED:
             then = "it follows from now on" if self._follows_next and self._restart else "nothing is started again here"
             self._log.warning(f"another process writes its log by now; {then}", pid=first.pid)
-        elif verdict is Verdict.DIED:
+        elif outcome is Outcome.DIED:
             hint = ""
             if first.role is Role.COORDINATOR and first.returncode in _PAGE_DEATHS:
                 hint = f"; the file of its log may be damaged: 'immortal log verify {self._log.instance}' says"
             self._log.error(f"{what}; the {other} was stopped{hint}", pid=first.pid)
         else:
-            self._log.error(f"{what}: {verdict.value}", pid=first.pid)
+            self._log.error(f"{what}: {outcome.value}", pid=first.pid)
 
     # --- waiting ----------------------------------------------------------------------------------------------------
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Take in deaths and signals until ``condition`` holds; False when the time was over first."""
+        """Handle deaths and signals until ``condition`` holds; return False when the time was over first."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not condition():
             rest_s = None if deadline_s is None else deadline_s - time.monotonic()
@@ -349,20 +348,20 @@ class Supervisor:
                 self._announce()
                 self._log.info("ready")
             else:
-                self._close_ready()
+                self._close_ready_pipe()
         for role, child in list(self._children.items()):
             if child.descriptor in readable:
                 del self._children[role]
                 self._exits[role] = child.collect()
                 if role is Role.APP:
-                    self._app_input.left()
+                    self._app_stdin.restore_terminal()
 
-    def _close_ready(self) -> None:
+    def _close_ready_pipe(self) -> None:
         if self._ready_descriptor is not None:
             os.close(self._ready_descriptor)
             self._ready_descriptor = None
 
-    def _take_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == RESTART_SIGNAL:
             self._restart_asked = True
         else:

@@ -1,7 +1,7 @@
-"""When each record's input came, was handed to the log, was durable and was given to the app: notes for traces.
+"""Timing notes for traces: when each record's input came, was submitted to the log, durable, and given to the app.
 
-The loop only says what it sees, with the time. All else is done on a thread of its own: which record that was, and
-writing it down. The machine knows nothing of it, and no replay does (docs/decisions/0051).
+The loop only notes what it sees, with the time. A thread of its own finds the record that belongs to it and writes the
+rows. The machine and replays know nothing of it (docs/decisions/0051).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from immortal.protocol.record import HEADER_SIZE_BYTES, decode_header
 from immortal.protocol.timings import COORDINATOR, FOLDER_NAME, Noting, SegmentWriter, TimingKind, TimingRow
 from immortal.protocol.trailer import BatchKind, decode_trailer
 
-RECORDS_MAX = 10_000  # that the app has not been given: of the oldest beyond it is not noted when it is
+RECORDS_MAX = 10_000  # records that the app has not been given; beyond it the oldest is written without that time
 SOURCES_MAX = 10_000
 ARRIVALS_MAX = 1_000  # of one source, not logged yet
 
 
 class Submitted(Struct):
-    """A commit with that record was asked for."""
+    """Observation: a commit with this record was submitted."""
 
     ticket: int
     sequence_id: int
@@ -40,21 +40,21 @@ class Submitted(Struct):
 
 
 class Durable(Struct):
-    """So is the commit with that ticket, and all before it."""
+    """Observation: the commit with this ticket, and all before it, are durable."""
 
     ticket: int
     time_ns: int
 
 
 class Given(Struct):
-    """The app was sent that record."""
+    """Observation: this record was sent to the app."""
 
     sequence_id: int
     time_ns: int
 
 
 class Arrived(Struct):
-    """Messages of that source came, up to ``last_position``."""
+    """Observation: messages of a source came, up to ``last_position``."""
 
     source: tuple[int, str]  # kind, name
     last_position: int
@@ -65,9 +65,9 @@ Seen = Submitted | Durable | Given | Arrived
 
 
 class TimingRecorder:
-    """Of one running coordinator, in the folder of its instance. Times are of the monotonic clock.
+    """Records the timings of one running coordinator, in the folder of its instance. Times are monotonic, in ns.
 
-    ``limit_bytes``: of its segments. ``say``: is told where they can't be written.
+    ``limit_bytes``: of its segments. ``say``: called with the reason if they can't be written.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class TimingRecorder:
         self._noting: Noting[Seen] = Noting(self._write)
 
     def observe(self, effect: ef.Effect) -> None:
-        """An effect, just before it is carried out."""
+        """Note an effect, just before it is carried out."""
         if type(effect) is ef.Commit:
             now_ns = self._clock_ns()
             for sequence_id, value in effect.transaction.records:
@@ -101,11 +101,11 @@ class TimingRecorder:
                 self._noting.put(Given(header.sequence_id, self._clock_ns()))
 
     def durable(self, ticket: int) -> None:
-        """From any thread: the commit of ``ticket`` is, and all before it."""
+        """Note that the commit of ``ticket``, and all before it, are durable. For any thread."""
         self._noting.put(Durable(ticket, self._clock_ns()))
 
     def arrived(self, event: ev.Event) -> None:
-        """An event, as it comes in."""
+        """Note an event, as it comes in."""
         if type(event) is ev.PeerFrameReceived and event.frame.frame_type is FrameType.BATCH:
             frame = event.frame
             source = int(BatchKind.STREAM), frame.sender
@@ -116,7 +116,7 @@ class TimingRecorder:
             self._noting.put(Arrived(source, request.number + request.count - 1, self._clock_ns()))
 
     def close(self) -> None:
-        """Write what was seen."""
+        """Write what was observed, and close the segments."""
         self._noting.close()
         self._put_down(self._records.rest())
         self._writer.close()
@@ -131,7 +131,7 @@ class TimingRecorder:
 
 
 class Records:
-    """Rows of what was seen, in the order of records: once the app has a record, or a later one. No I/O."""
+    """Makes rows of observations, in the order of records, once the app has a record or a later one. No I/O."""
 
     def __init__(self) -> None:
         self.committer_id = 0
@@ -152,7 +152,7 @@ class Records:
         return []
 
     def rest(self) -> list[TimingRow]:
-        """Of records that the app was not given."""
+        """Return the rows of records that the app was not given."""
         return [row for one in self._take_waiting(len(self._waiting)) for row in self._rows(one, 0)]
 
     def _submitted(self, seen: Submitted) -> list[TimingRow]:

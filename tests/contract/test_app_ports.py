@@ -209,16 +209,16 @@ def test_a_second_app_is_turned_away(house: House, mode: AppSendMode) -> None:
 def test_half_an_app_holds_its_place_and_leaves_it_when_it_dies(house: House, mode: AppSendMode) -> None:
     (process,) = started(house, mode, "alice")
     port = process.settings.app_port
-    with socket.create_connection(("127.0.0.1", port)) as half:
+    with socket.create_connection(("127.0.0.1", port)) as role:
         if mode is LISTEN:
             process.line(NOT_LISTENING)
         with socket.create_connection(("127.0.0.1", port)) as second:
             assert is_closed(second)
         process.line(TURNED_AWAY)
-        half.sendall(encode_outgoing_rpc("", TOLD, RpcType.FORK, b"never read"))
+        role.sendall(encode_outgoing_rpc("", TOLD, RpcType.FORK, b"never read"))
     app = TwoPortApp(process, house).ready()
     assert app.state["told"] == []
-    assert process.status()["epoch"] == 1, "half an app was taken for one"
+    assert process.status()["epoch"] == 1, "role an app was has_app for one"
 
 
 def test_half_an_app_at_the_send_port_leaves_its_place_too(house: House) -> None:
@@ -251,8 +251,8 @@ def test_what_a_dead_app_left_is_not_paired_with_a_living_one(
     try:
         while connection is None:
             ready = epoll.poll(DEADLINE_S)
-            assert ready, "the living one was not taken"
-            connection = listener.process(dict(ready), taken=False)
+            assert ready, "the living one was not has_app"
+            connection = listener.process(dict(ready), has_app=False)
         assert not app_listener._is_gone(connection._receiver)
         assert not app_listener._is_gone(connection._sender)
         if mode is CONNECT:
@@ -276,14 +276,14 @@ def test_an_app_that_dies_while_it_is_connected_to_leaves_nothing(house: House, 
     try:
         with listen_at("127.0.0.1", settings.app_send_port):
             with socket.create_connection(("127.0.0.1", settings.app_port)):
-                assert listener.process(dict(epoll.poll(DEADLINE_S)), taken=False) is None
+                assert listener.process(dict(epoll.poll(DEADLINE_S)), has_app=False) is None
                 assert listener._dialer is not None
                 attempt = listener._dialer._attempt
                 assert attempt is not None
             while attempt.fileno() not in (ready := dict(epoll.poll(DEADLINE_S))):
                 assert ready, "the connection was not made"
-            assert listener.process({attempt.fileno(): select.EPOLLOUT}, taken=False) is None
-            assert listener._halves == {}, "the next app would be paired with what the last one left"
+            assert listener.process({attempt.fileno(): select.EPOLLOUT}, has_app=False) is None
+            assert listener._accepted == {}, "the next app would be paired with what the last one left"
             assert listener._dialer is None
     finally:
         listener.close()
@@ -459,11 +459,11 @@ def test_a_connection_that_met_itself_is_none() -> None:
     with socket.socket() as alone:
         alone.bind(("127.0.0.1", 0))
         alone.connect(alone.getsockname())
-        assert app_dialer._met_itself(alone)
+        assert app_dialer._is_self_connection(alone)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         pass
-    assert app_dialer._met_itself(ours), "one that is gone already is none either"
+    assert app_dialer._is_self_connection(ours), "one that is gone already is none either"
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

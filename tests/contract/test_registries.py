@@ -22,7 +22,7 @@ from immortal.coordinator.instances.upgrade_mark import UpgradeMark
 from immortal.coordinator.log.open import place_of
 from immortal.coordinator.operator.unregister import unregister
 from immortal.coordinator.peers import keys
-from immortal.coordinator.peers.machine_keys import make_own
+from immortal.coordinator.peers.machine_keys import ensure_machine_keys
 from immortal.coordinator.peers.security import Keyring
 from immortal.messenger import Role
 from immortal.protocol import shared_registry
@@ -136,7 +136,7 @@ def test_an_upgrade_that_is_asked_for_is_known_to_who_starts_next(fleet: Fleet) 
     upgrade_mark.write(one.home / "shop", UpgradeMark(2, "shop:Shop"))
     other = fleet.machine("b")
     assert upgrade_mark.read(other.home / "shop") == UpgradeMark(2, "shop:Shop")
-    upgrade_mark.give_up(other.home / "shop", "it can't be")
+    upgrade_mark.mark_failed(other.home / "shop", "it can't be")
     one = fleet.machine("a")
     assert upgrade_mark.read(one.home / "shop") == UpgradeMark(2, "shop:Shop", "it can't be")
     upgrade_mark.clear(one.home / "shop")
@@ -169,18 +169,21 @@ def test_the_log_is_in_the_same_database_where_nothing_else_is_said(shared: Flee
     kept = one.register("local", "tcp://127.0.0.1:7002", log=str(shared.folder / "log"))
     assert kept.log == str(shared.folder / "log")
     OwnLogs(kept.folder).begin()
-    assert make_own(kept, one)
+    assert ensure_machine_keys(kept, one)
     elsewhere = shared.machine("b")
     keys.make(elsewhere.home / "local")
     with pytest.raises(RegistryError, match=r"'local' is in a folder, .* of the machine where it was registered"):
-        make_own(elsewhere.load("local"), elsewhere)
+        ensure_machine_keys(elsewhere.load("local"), elsewhere)
 
 
 def test_each_machine_has_keys_of_its_own_which_stay_there(shared: Fleet, postgres: Postgres) -> None:
     machines = [shared.machine(name) for name in "ab"]
     machines[0].register("shop", PEER)
-    assert [make_own(registry.load("shop"), registry) for registry in map(shared.machine, "ab")] == [True, True]
-    assert not make_own(machines[0].load("shop"), machines[0])
+    assert [ensure_machine_keys(registry.load("shop"), registry) for registry in map(shared.machine, "ab")] == [
+        True,
+        True,
+    ]
+    assert not ensure_machine_keys(machines[0].load("shop"), machines[0])
     pairs = [keys.read_pairs(registry.home / "shop")[0] for registry in machines]
     assert pairs[0] != pairs[1]
     third = shared.machine("c")

@@ -16,7 +16,14 @@ from typing import Any
 
 import pytest
 
-from immortal.coordinator.service.children import Exit, RestartBackoff, Role, Verdict, first_to_die, judge
+from immortal.coordinator.service.children import (
+    Outcome,
+    ProcessExit,
+    RestartBackoff,
+    Role,
+    classify_exit,
+    first_to_die,
+)
 from immortal.coordinator.service.supervisor import APP_DEATHS_AT_ONCE, RESTART_SIGNAL
 
 DRIVER = """
@@ -429,7 +436,7 @@ def test_pauses_grow_and_begin_again() -> None:
     ],
 )
 def test_found_dead_at_once(app: int, coordinator: int, first: Role) -> None:
-    exits = [Exit(Role.APP, 1, app), Exit(Role.COORDINATOR, 2, coordinator)]
+    exits = [ProcessExit(Role.APP, 1, app), ProcessExit(Role.COORDINATOR, 2, coordinator)]
     assert first_to_die(exits).role is first
     assert first_to_die(exits[::-1]).role is first
     assert first_to_die(exits[:1]).role is Role.APP
@@ -438,33 +445,33 @@ def test_found_dead_at_once(app: int, coordinator: int, first: Role) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "told", "verdict"),
     [
-        (Exit(Role.APP, 1, 70), Exit(Role.COORDINATOR, 2, 0), True, Verdict.HANDLER_FAILED),
-        (Exit(Role.COORDINATOR, 2, 70), Exit(Role.APP, 1, 0), True, Verdict.DIED),
-        (Exit(Role.COORDINATOR, 2, 2), Exit(Role.APP, 1, 1), False, Verdict.CALLED_WRONGLY),
-        (Exit(Role.COORDINATOR, 2, 0), Exit(Role.APP, 1, 0), False, Verdict.STOPPED),
-        (Exit(Role.COORDINATOR, 2, 0), Exit(Role.APP, 1, -15), True, Verdict.DIED),
-        (Exit(Role.APP, 1, 0), Exit(Role.COORDINATOR, 2, 0), True, Verdict.DIED),
-        (Exit(Role.APP, 1, 0), Exit(Role.COORDINATOR, 2, 0), False, Verdict.STOPPED),
-        (Exit(Role.APP, 1, 1), Exit(Role.COORDINATOR, 2, -9), False, Verdict.DIED),
+        (ProcessExit(Role.APP, 1, 70), ProcessExit(Role.COORDINATOR, 2, 0), True, Outcome.HANDLER_FAILED),
+        (ProcessExit(Role.COORDINATOR, 2, 70), ProcessExit(Role.APP, 1, 0), True, Outcome.DIED),
+        (ProcessExit(Role.COORDINATOR, 2, 2), ProcessExit(Role.APP, 1, 1), False, Outcome.CALLED_WRONGLY),
+        (ProcessExit(Role.COORDINATOR, 2, 0), ProcessExit(Role.APP, 1, 0), False, Outcome.STOPPED),
+        (ProcessExit(Role.COORDINATOR, 2, 0), ProcessExit(Role.APP, 1, -15), True, Outcome.DIED),
+        (ProcessExit(Role.APP, 1, 0), ProcessExit(Role.COORDINATOR, 2, 0), True, Outcome.DIED),
+        (ProcessExit(Role.APP, 1, 0), ProcessExit(Role.COORDINATOR, 2, 0), False, Outcome.STOPPED),
+        (ProcessExit(Role.APP, 1, 1), ProcessExit(Role.COORDINATOR, 2, -9), False, Outcome.DIED),
     ],
 )
-def test_verdicts(first: Exit, second: Exit, told: bool, verdict: Verdict) -> None:
-    assert judge(first, second, told) is verdict
+def test_verdicts(first: ProcessExit, second: ProcessExit, told: bool, verdict: Outcome) -> None:
+    assert classify_exit(first, second, told) is verdict
 
 
 def test_an_app_that_leaves_because_its_coordinator_gives_up_is_not_started_again() -> None:
     # The app may be found dead first; the status that counts is its coordinator's, which is still leaving.
-    app = Exit(Role.APP, 1, 1)
-    gives_up = Exit(Role.COORDINATOR, 2, 3)
+    app = ProcessExit(Role.APP, 1, 1)
+    gives_up = ProcessExit(Role.COORDINATOR, 2, 3)
     for first, second in ((app, gives_up), (gives_up, app)):
-        assert judge(first, second, second_was_told=False) is Verdict.NO_RECOVERY
+        assert classify_exit(first, second, second_was_told=False) is Outcome.NO_RECOVERY
 
 
 def test_one_whose_log_another_writes_is_started_again_only_to_follow() -> None:
-    fenced = Exit(Role.COORDINATOR, 1, 4)
-    app = Exit(Role.APP, 2, 1)
-    assert judge(fenced, app, second_was_told=True) is Verdict.FENCED
-    assert judge(app, fenced, second_was_told=False) is Verdict.FENCED
+    fenced = ProcessExit(Role.COORDINATOR, 1, 4)
+    app = ProcessExit(Role.APP, 2, 1)
+    assert classify_exit(fenced, app, second_was_told=True) is Outcome.FENCED
+    assert classify_exit(app, fenced, second_was_told=False) is Outcome.FENCED
 
 
 @pytest.mark.parametrize("options", [{"restart": True}, {"follows": True}])

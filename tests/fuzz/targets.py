@@ -118,7 +118,7 @@ def inbox(data: bytes) -> None:
 
 
 def _inbox(data: bytes, ordered: bool) -> None:
-    kept = Inbox(conversations_max=4, ordered=ordered)
+    kept = Inbox(links_max=4, ordered=ordered)
     given: dict[int, set[int]] = defaultdict(set)  # by conversation: a forgotten one may begin anew
     conversations = []
     for offset in range(0, len(data), ENVELOPE_SIZE_BYTES):

@@ -19,7 +19,7 @@ class Told:
     def __init__(self) -> None:
         self.notices: list[Notice] = []
 
-    def take(self, notice: Notice) -> None:
+    def emit(self, notice: Notice) -> None:
         self.notices.append(notice)
 
     @property

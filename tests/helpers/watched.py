@@ -6,7 +6,7 @@ from datetime import date
 
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.peers import keys
-from immortal.coordinator.peers.security import LOOK_NS, PeerSecurity
+from immortal.coordinator.peers.security import POLL_NS, PeerSecurity
 
 
 class Watched:
@@ -20,11 +20,11 @@ class Watched:
         self.it = PeerSecurity(
             settings, registry, lambda endpoint: [endpoint], self.warnings.append, lambda: self.today
         )
-        self.it.look(self.now_ns)
+        self.it.poll(self.now_ns)
 
     def look(self) -> bool:
-        self.now_ns += LOOK_NS
-        return self.it.look(self.now_ns)
+        self.now_ns += POLL_NS
+        return self.it.poll(self.now_ns)
 
     @property
     def callers(self) -> set[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from immortal.coordinator.operator import control, control_server
-from immortal.coordinator.operator.control_server import Asked, ControlServer
+from immortal.coordinator.operator.control_server import ControlRequest, ControlServer
 from tests.helpers.processes import DEADLINE_S, CoordinatorProcess, House
 from tests.helpers.strangers import as_stranger, needs_root, open_to_all
 
@@ -66,9 +66,9 @@ def is_closed(connected: socket.socket) -> bool:
         return True
 
 
-def until(server: ControlServer, condition: Callable[[], object]) -> list[Asked]:
+def until(server: ControlServer, condition: Callable[[], object]) -> list[ControlRequest]:
     """Let the server work until then, as the coordinator's loop does."""
-    asked: list[Asked] = []
+    asked: list[ControlRequest] = []
     deadline_s = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline_s
@@ -79,8 +79,8 @@ def until(server: ControlServer, condition: Callable[[], object]) -> list[Asked]
     return asked
 
 
-def one_asked(server: ControlServer) -> Asked:
-    found: list[Asked] = []
+def one_asked(server: ControlServer) -> ControlRequest:
+    found: list[ControlRequest] = []
     deadline_s = time.monotonic() + DEADLINE_S
     while not found:
         assert time.monotonic() < deadline_s

@@ -98,17 +98,17 @@ def registry(tmp_path: Path) -> Registry:
 
 def test_an_expired_key_does_not_get_in_and_is_not_called(registry: Registry) -> None:
     watched = Watched(registry, TODAY)
-    assert (watched.callers, watched.it.barrier("bob")) == ({"bob"}, None)
+    assert (watched.callers, watched.it.block_reason("bob")) == ({"bob"}, None)
     watched.today += DAY
     assert watched.look(), "open connections are looked at again"
     assert watched.callers == set()
-    assert "the keys of bob have expired" in (watched.it.barrier("bob") or "")
+    assert "the keys of bob have expired" in (watched.it.block_reason("bob") or "")
     assert "the keys of 'bob' have expired: it is not let in, nor called" in watched.warnings
     assert watched.it.security is not None
     assert watched.it.security.servers("bob"), "it is never called in plain instead"
     keys.rotate(registry.home / "bob")
     assert watched.look()
-    assert (watched.callers, watched.it.barrier("bob")) == ({"bob"}, None)
+    assert (watched.callers, watched.it.block_reason("bob")) == ({"bob"}, None)
 
 
 def test_an_expired_key_stays_out_when_its_file_becomes_unreadable(registry: Registry) -> None:

@@ -16,7 +16,8 @@ from immortal.coordinator.instances import own_logs
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.authentication import ForgedLogError, LogKeyError
 from immortal.coordinator.notices import Notices
-from immortal.coordinator.service.runtime import STATUS_NO_RECOVERY, run_coordinator
+from immortal.coordinator.service.process import STATUS_NO_RECOVERY
+from immortal.coordinator.service.runtime import run_coordinator
 from immortal.log import create_log, open_reader
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_record, write_log
 from tests.security import log_forger as forger

@@ -104,9 +104,9 @@ def test_a_stranger_cannot_forge_a_line_of_the_log(text: str, log_format: str) -
     log = configure(text or "counter", log_format=log_format, stream=stream)
     log.warning(f"a frame was dropped: {text}", reason=text, names=[text], error=ImmortalError(text))
     logging.getLogger("immortal.coordinator.messenger").warning("from %s", text)
-    log.take(notices.PeerRefused(text, text))
-    log.take(notices.AppBrokeProtocol(text))
-    log.take(notices.Spills(text, 64, 0.5, text, 64))
+    log.emit(notices.PeerRefused(text, text))
+    log.emit(notices.AppBrokeProtocol(text))
+    log.emit(notices.Spills(text, 64, 0.5, text, 64))
     lines = check_lines(stream.getvalue())
     assert len(lines) == 5
     if log_format == "json":
@@ -138,7 +138,7 @@ def test_an_exception_cannot_forge_a_line_of_the_log(text: str, log_format: str)
 
 def test_no_field_is_taken_for_a_part_of_the_template(own_logging: None) -> None:
     stream = io.StringIO()
-    configure("counter", stream=stream).take(notices.PeerRefused("{reason.__class__}", "{peer} {0} %s {"))
+    configure("counter", stream=stream).emit(notices.PeerRefused("{reason.__class__}", "{peer} {0} %s {"))
     assert stream.getvalue().endswith("stream refused: {peer} {0} %s {  peer={reason.__class__}\n")
 
 

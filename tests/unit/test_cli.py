@@ -212,14 +212,6 @@ def test_a_coordinator_that_does_not_answer(logged: Registry) -> None:
     assert len(asked) == 1
 
 
-def test_a_coordinator_of_an_earlier_version(logged: Registry) -> None:
-    control.announce(logged.home / "counter", Path("tcp://127.0.0.1:1"))
-    file = control.path(logged.home / "counter")
-    file.write_text(file.read_text().replace("tcp:/", "tcp://"))
-    with pytest.raises(control.ControlError, match="of an earlier version, 'immortal restart counter' ends that"):
-        control.query(logged.home / "counter", "status", 0.3)
-
-
 # --- log -------------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from immortal.coordinator.config import ConfigError, read_settings, settings_tex
 from immortal.coordinator.instances.registry import Registry, UnknownInstanceError
 from immortal.coordinator.peers.discovery import (
     FAST_POLL_NS,
-    LOOK_NS,
+    POLL_NS,
     UNCONNECTED_WARNING_NS,
     WARNING_REPEAT_NS,
     Discovery,
@@ -51,7 +51,7 @@ class Place:
 
     def look(self, after_ns: int = FAST_POLL_NS) -> list[tuple[str, str | None]]:
         self.now_ns += after_ns
-        return self.routes.look(self.now_ns, self.connected.__contains__)
+        return self.routes.poll(self.now_ns, self.connected.__contains__)
 
 
 @pytest.fixture
@@ -163,11 +163,11 @@ def test_a_peer_that_moves_is_found_also_while_it_is_connected(place: Place) -> 
     place.connected.add(first)
     assert place.look() == []
     place.put("bob", second)
-    assert place.look(LOOK_NS - 1) == []
+    assert place.look(POLL_NS - 1) == []
     assert place.look(1) == [("bob", first)]
     assert place.look() == []
-    assert list(place.routes.at(second)) == ["bob"]
-    assert list(place.routes.at(first)) == []
+    assert list(place.routes.names_at(second)) == ["bob"]
+    assert list(place.routes.names_at(first)) == []
 
 
 def test_a_change_of_the_own_settings_is_found(place: Place) -> None:
@@ -185,7 +185,7 @@ def test_own_settings_that_break_stay_as_they_were_and_are_warned_of_once(place:
     place.connected.add("tcp://10.0.0.5:7400")
     place.rewrite("alice", "nonsense")
     for _ in range(3):
-        assert place.look(LOOK_NS) == []
+        assert place.look(POLL_NS) == []
     (warning,) = place.warnings
     assert warning.startswith("the settings as they were stay in use: ")
     assert "alice.toml, line 1" in warning
@@ -215,9 +215,9 @@ def test_a_peer_that_stays_unconnected_is_warned_of(place: Place) -> None:
     ]
     place.connected.add("tcp://127.0.0.1:7101")
     place.look()
-    assert place.routes.next_deadline_ns() == place.now_ns + LOOK_NS
+    assert place.routes.next_deadline_ns() == place.now_ns + POLL_NS
     place.connected.clear()
-    place.look(LOOK_NS)
+    place.look(POLL_NS)
     for _ in range(looks - 1):
         place.look()
     assert len(place.warnings) == 1

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from immortal.cli import main
-from immortal.coordinator.doctor import Finding, Level, clock, disk, home, installation, limits
+from immortal.coordinator.doctor import Finding, Level, disk, home, installation, machine
 from immortal.coordinator.instances.own_logs import FOLDER_NAME, OWN_LOGS_FILE_NAME
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.operator import control
@@ -256,7 +256,7 @@ def test_filesystems(mountinfo: Path, folder: str, kind: str, level: Level, word
     ],
 )
 def test_what_times_of_syncs_say(median_s: float, level: Level, words: str) -> None:
-    found = disk.judge(Path("/x"), disk.SyncTimes([median_s] * 9, 1e-6), None)
+    found = disk.judge_sync_times(Path("/x"), disk.SyncTimes([median_s] * 9, 1e-6), None)
     assert found.level is level
     assert words in found.why
     assert "4 KiB takes " in found.what
@@ -265,7 +265,7 @@ def test_what_times_of_syncs_say(median_s: float, level: Level, words: str) -> N
 def test_a_disk_that_rotates_faster_than_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_rotates", lambda device: True)
     mount = disk.Mount(Path("/"), "ext4", "8:1", frozenset())
-    found = disk.judge(Path("/x"), disk.SyncTimes([100e-6] * 9, 1e-6), mount)
+    found = disk.judge_sync_times(Path("/x"), disk.SyncTimes([100e-6] * 9, 1e-6), mount)
     assert found.level is Level.NOTE
     assert "it rotates" in found.why
 
@@ -294,13 +294,13 @@ def test_the_measurement_leaves_nothing(tmp_path: Path) -> None:
 def test_a_clock_that_has_gone_back(tmp_path: Path) -> None:
     file = tmp_path / "clock"
     file.touch()
-    assert of_level(clock.findings([file]), Level.PROBLEM) == []
+    assert of_level(machine.clock_findings([file]), Level.PROBLEM) == []
     os.utime(file, times=(time.time() + 3600, time.time() + 3600))
-    (found,) = of_level(clock.findings([file, tmp_path / "missing"]), Level.PROBLEM)
+    (found,) = of_level(machine.clock_findings([file, tmp_path / "missing"]), Level.PROBLEM)
     assert "s from now: the clock has gone back, or was wrong then" in found
 
 
-@pytest.mark.parametrize(("status", "level"), [(0, Level.OK), (clock._UNSYNCHRONISED, Level.NOTE)])
+@pytest.mark.parametrize(("status", "level"), [(0, Level.OK), (machine._UNSYNCHRONISED, Level.NOTE)])
 def test_a_clock_that_nothing_keeps_right(status: int, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     class Kernel:
         @staticmethod
@@ -309,14 +309,14 @@ def test_a_clock_that_nothing_keeps_right(status: int, level: Level, monkeypatch
             timex.status, timex.max_error_us = status, 1500
             return 0
 
-    monkeypatch.setattr(clock.ctypes, "CDLL", lambda name, use_errno: Kernel)
-    first = next(iter(clock.findings([])))
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name, use_errno: Kernel)
+    first = next(iter(machine.clock_findings([])))
     assert first.level is level
     assert ("1.5 ms" in first.what) is (level is Level.OK)
 
 
 def test_the_real_kernel_is_asked() -> None:
-    first = next(iter(clock.findings([])))
+    first = next(iter(machine.clock_findings([])))
     assert "adjtimex" in first.what or "synchronised" in first.what
 
 
@@ -330,20 +330,20 @@ def limited(monkeypatch: pytest.MonkeyPatch, which: int, hard: int) -> None:
 )
 def test_descriptors(hard: int, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     limited(monkeypatch, resource.RLIMIT_NOFILE, hard)
-    first = next(iter(limits.findings(50)))
+    first = next(iter(machine.limit_findings(50)))
     assert first.level is level
     assert "50 instances here may need 456 each" in first.what
 
 
 def test_a_limit_of_file_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     limited(monkeypatch, resource.RLIMIT_FSIZE, 1 << 20)
-    assert "the size of a file (ulimit -f) is limited to 1.0 MiB" in of_level(limits.findings(1), Level.PROBLEM)
+    assert "the size of a file (ulimit -f) is limited to 1.0 MiB" in of_level(machine.limit_findings(1), Level.PROBLEM)
 
 
 def test_memory_that_is_promised_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_word", lambda path: "2" if path.endswith("overcommit_memory") else "")
-    monkeypatch.setattr(limits, "_available_size_bytes", lambda: 1 << 20)
-    notes = of_level(limits.findings(3), Level.NOTE)
+    monkeypatch.setattr(machine, "_word", lambda path: "2" if path.endswith("overcommit_memory") else "")
+    monkeypatch.setattr(machine, "_available_size_bytes", lambda: 1 << 20)
+    notes = of_level(machine.limit_findings(3), Level.NOTE)
     assert "1.0 MiB of memory are free; 3 instances here take about 192.0 MiB, and their states" in notes
     assert "vm.overcommit_memory is 2: memory is promised only once" in notes
 

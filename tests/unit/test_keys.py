@@ -262,16 +262,16 @@ def test_what_disappears_or_cannot_be_read_is_never_replaced_by_plain(registry: 
 
 def test_what_may_not_be_connected_to(registry: Registry) -> None:
     security = Watched(registry).it
-    assert security.barrier("bob") is None
-    assert security.barrier("tcp://127.0.0.1:1") is None
-    assert "no public key of tcp://192.0.2.1:1 is known" in (security.barrier("tcp://192.0.2.1:1") or "")
+    assert security.block_reason("bob") is None
+    assert security.block_reason("tcp://127.0.0.1:1") is None
+    assert "no public key of tcp://192.0.2.1:1 is known" in (security.block_reason("tcp://192.0.2.1:1") or "")
     keys.remove(registry.home / "alice")
     without = Watched(registry)
     assert without.it.security is None
-    assert "bob takes only callers with keys" in (without.it.barrier("bob") or "")
+    assert "bob takes only callers with keys" in (without.it.block_reason("bob") or "")
     keys.make(registry.home / "alice")
     assert without.look()
-    assert without.it.barrier("bob") is None
+    assert without.it.block_reason("bob") is None
 
 
 def large(registry: Registry, count: int = 200) -> list[str]:

@@ -19,12 +19,12 @@ from immortal.coordinator.notices import LOG_LEVELS, Notices
 from immortal.coordinator.notices import __main__ as tables
 from immortal.coordinator.notices.metrics import STATUS, TIMES, NoticeMetrics
 from immortal.coordinator.notices.sinks import (
-    LINES_MAX,
+    BURST_MAX,
     CommitTimed,
     JsonLineSink,
-    Limited,
     Line,
-    Readiness,
+    RateLimitedSink,
+    ReadinessSink,
     SyncTimed,
     TextLineSink,
 )
@@ -66,7 +66,7 @@ LINES: dict[str, Notice] = {
 @pytest.mark.parametrize("line", LINES)
 def test_a_line_for_people(line: str) -> None:
     stream = io.StringIO()
-    TextLineSink("counter", stream, "debug").take(LINES[line])
+    TextLineSink("counter", stream, "debug").emit(LINES[line])
     time, _, rest = stream.getvalue().partition(" ")
     assert rest == f"{line}\n"
     assert len(time) == len("12:00:01.250")
@@ -74,7 +74,7 @@ def test_a_line_for_people(line: str) -> None:
 
 def test_a_line_for_machines_has_the_notice_and_all_that_is_in_its_text() -> None:
     stream = io.StringIO()
-    JsonLineSink("counter", stream, "info").take(notices.StreamStopped("b", "it has gone"))
+    JsonLineSink("counter", stream, "info").emit(notices.StreamStopped("b", "it has gone"))
     said = json.loads(stream.getvalue())
     assert list(said) == ["time", "level", "instance", "message", "notice", "peer", "reason"], "for who looks at it"
     assert said.pop("time").endswith("Z")
@@ -91,7 +91,7 @@ def test_a_line_for_machines_has_the_notice_and_all_that_is_in_its_text() -> Non
 def test_no_value_takes_the_place_of_what_every_line_has() -> None:
     stream = io.StringIO()
     named = {"message": "forged", "level": "debug", "instance": "other", "time": "never"}
-    JsonLineSink("counter", stream, "info").take(Line("it was", named))
+    JsonLineSink("counter", stream, "info").emit(Line("it was", named))
     said = json.loads(stream.getvalue())
     assert (said["message"], said["level"], said["instance"]) == ("it was", "info", "counter")
     assert said["time"] != "never"
@@ -102,12 +102,12 @@ def test_what_is_no_line(form: type[TextLineSink] | type[JsonLineSink]) -> None:
     stream = io.StringIO()
     lines = form("counter", stream, "warning")
     for notice in (CommitTimed(0.1), CheckpointBegan(1), notices.NewEpoch(1), Recovered(1, 2)):
-        lines.take(notice)
+        lines.emit(notice)
     assert stream.getvalue() == ""
-    lines.take(notices.AppGone("normal"))
+    lines.emit(notices.AppGone("normal"))
     assert stream.getvalue().count("\n") == 1
     stream.close()
-    lines.take(notices.AppGone("normal"))  # nobody reads it any more: no reason to stop
+    lines.emit(notices.AppGone("normal"))  # nobody reads it any more: no reason to stop
 
 
 @pytest.mark.parametrize("notice", tables.notices(), ids=lambda one: one.__name__)
@@ -121,15 +121,15 @@ def test_what_is_said_of_a_notice_fits(notice: type[Notice]) -> None:
 
 def test_what_others_can_cause_is_limited_by_type_and_peer() -> None:
     told = Told()
-    limited = Limited(told)
-    for number in range(2 * LINES_MAX):
-        limited.take(notices.PeerRefused("b", f"reason {number}"))
-        limited.take(Recovered(number, number))
-    limited.take(notices.PeerRefused("c", "no"))
-    limited.take(notices.StreamStopped("b", "no"))
-    assert [type(one).__name__ for one in told.notices].count("Recovered") == 2 * LINES_MAX
+    limited = RateLimitedSink(told)
+    for number in range(2 * BURST_MAX):
+        limited.emit(notices.PeerRefused("b", f"reason {number}"))
+        limited.emit(Recovered(number, number))
+    limited.emit(notices.PeerRefused("c", "no"))
+    limited.emit(notices.StreamStopped("b", "no"))
+    assert [type(one).__name__ for one in told.notices].count("Recovered") == 2 * BURST_MAX
     assert [one.text for one in told.notices if not isinstance(one, Recovered)] == [
-        *(f"stream refused: reason {number}" for number in range(LINES_MAX)),
+        *(f"stream refused: reason {number}" for number in range(BURST_MAX)),
         "stream refused: no",
         "stream stopped: no; its messages are kept",
     ]
@@ -137,17 +137,17 @@ def test_what_others_can_cause_is_limited_by_type_and_peer() -> None:
 
 def test_ready_is_who_has_recovered_or_begun() -> None:
     ready: list[int] = []
-    sink = Readiness(lambda: ready.append(1))
+    sink = ReadinessSink(lambda: ready.append(1))
     log = Notices("counter", sink)
     log.info("recovered")
     log.info("checkpoint taken")
     assert ready == [], "words are nothing to go by"
-    log.take(CheckpointTaken(1, -1, 10))
-    log.take(CheckpointTaken(2, 5, 10))
+    log.emit(CheckpointTaken(1, -1, 10))
+    log.emit(CheckpointTaken(2, 5, 10))
     assert len(ready) == 1
-    log.take(Recovered(2, 9))
-    log.take(CheckpointTaken(3, 9, 10))
-    log.take(Recovered(3, 12))
+    log.emit(Recovered(2, 9))
+    log.emit(CheckpointTaken(3, 9, 10))
+    log.emit(Recovered(3, 12))
     assert len(ready) == 3
 
 
@@ -163,20 +163,20 @@ def test_how_long_things_take() -> None:
         )
         return count, total
 
-    sink.take(CheckpointTaken(1, -1, 10))  # who came in between has no beginning of it
-    sink.take(Recovered(1, 5))
+    sink.emit(CheckpointTaken(1, -1, 10))  # who came in between has no beginning of it
+    sink.emit(Recovered(1, 5))
     assert seconds("checkpoint") == seconds("recovery") == (0, 0)
-    sink.take(Recovering(1, 5, 20, 2))
-    sink.take(Recovering(1, 5, 20, 3))  # the app crashed, and the next one began
+    sink.emit(Recovering(1, 5, 20, 2))
+    sink.emit(Recovering(1, 5, 20, 3))  # the app crashed, and the next one began
     now_s += 2
-    sink.take(CheckpointBegan(2))
+    sink.emit(CheckpointBegan(2))
     now_s += 3
-    sink.take(Recovered(3, 25))
-    sink.take(CheckpointTaken(2, 25, 10))
-    sink.take(Recovered(3, 25))  # of an upgrade, which is no other recovery
+    sink.emit(Recovered(3, 25))
+    sink.emit(CheckpointTaken(2, 25, 10))
+    sink.emit(Recovered(3, 25))  # of an upgrade, which is no other recovery
     for took_s in (0.0001, 0.5):
-        sink.take(CommitTimed(took_s))
-    sink.take(SyncTimed(0.25))
+        sink.emit(CommitTimed(took_s))
+    sink.emit(SyncTimed(0.25))
     assert seconds("recovery") == (1, 5)
     assert seconds("checkpoint") == (1, 3)
     assert seconds("commit") == (2, pytest.approx(0.5001))

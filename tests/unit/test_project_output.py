@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from immortal.coordinator.project.output import FILE_NAME, LINES_HELD_MAX, OLD_COUNT, Console, LogFiles, Tail, in_order
+from immortal.coordinator.project.output import (
+    FILE_NAME,
+    LINES_HELD_MAX,
+    OLD_COUNT,
+    Console,
+    LogFiles,
+    Tail,
+    merge_by_time,
+)
 
 
 class Screen(io.StringIO):
@@ -99,11 +107,11 @@ def test_files_are_put_aside_and_read_as_one(tmp_path: Path) -> None:
     followed: list[str] = []
     for number in range(40):
         files.line("s", f"line {number}", "info")
-        followed += tail.more()
+        followed += tail.new_lines()
     files.close()
     assert [line.split()[-1] for line in followed] == [str(number) for number in range(40)]
     assert len(list((tmp_path / "s").iterdir())) == 1 + OLD_COUNT
-    kept = [line.split()[-1] for _, line in in_order([Tail(tmp_path, "s")])]
+    kept = [line.split()[-1] for _, line in merge_by_time([Tail(tmp_path, "s")])]
     assert kept == [str(number) for number in range(40 - len(kept), 40)]
     assert 10 < len(kept) < 40
     assert all(path.stat().st_size <= 200 for path in (tmp_path / "s").iterdir())
@@ -115,7 +123,7 @@ def test_lines_of_many_are_by_time_and_the_last_of_each(tmp_path: Path) -> None:
         (tmp_path / name / FILE_NAME).write_text("".join(f"2026-01-01T00:00:0{at}.000Z - {at}\n" for at in times))
 
     def order(count: int | None = None) -> list[str]:
-        return [line.split()[-1] for _, line in in_order([Tail(tmp_path, "s"), Tail(tmp_path, "t")], count)]
+        return [line.split()[-1] for _, line in merge_by_time([Tail(tmp_path, "s"), Tail(tmp_path, "t")], count)]
 
     assert order() == ["1", "2", "3", "4", "5"]
     assert order(1) == ["4", "5"]

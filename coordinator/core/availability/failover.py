@@ -1,8 +1,8 @@
-"""The way to the right to write the log, and to what it says: of who starts, and of who has followed another.
+"""Failover: the way to the write lease and the log, for a process that starts and for one that has followed another.
 
-The right comes before the log is loaded: so what is loaded is all that any writer before this one has written. Who
-follows takes it over between two records, once its app is restored: the log is read to its end under the right, what
-the app has made is compared with the marks there, and goes out under an epoch of our own.
+The lease comes before the log is loaded, so what is loaded is everything that any earlier writer has written. A
+follower takes over between two records, once its app is restored: it reads the log to its end under the lease, compares
+what its app has made with the marks there, and sends it under an epoch of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from immortal.coordinator.core.state import Epoch, Turn
 
 @dataclass(slots=True, eq=False, repr=False)
 class Failover:
-    """``follow``: where another writes the log, follow it until the right is ours."""
+    """The way to the write lease, at the start and after following. ``follow``: follow the log while another process
+    writes it."""
 
     name: str
     turn: Turn
@@ -61,7 +62,7 @@ class Failover:
         self.write_lease.is_granted = True
 
     def advance(self) -> None:
-        """What has become possible."""
+        """Take the next step that has become possible: load the log under the lease, or let the app take over."""
         if self._granted is not None and self._may_take_over:
             granted, self._granted = self._granted, None
             write_lease = self.write_lease
@@ -84,7 +85,7 @@ class Failover:
 
     @property
     def _may_take_over(self) -> bool:
-        """Not while the app is on its way to where it follows: it would have to begin that anew."""
+        """The app can be taken over now. While it is still being restored it can't: it would have to start over."""
         if self.write_lease.role is LeaseRole.STARTING:
             return True
         is_between = self.session.phase in (Phase.WAITING, Phase.LOADING, Phase.FOLLOWING)

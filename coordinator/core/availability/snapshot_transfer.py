@@ -1,4 +1,4 @@
-"""A checkpoint that a follower takes, for the one that writes the log.
+"""Snapshot transfer: a checkpoint that a follower takes for the writer.
 
     NOTHING --CheckpointAsked, the app follows--> ASKED --the app's blob begins--> COMING --it is whole--> WHOLE
        ^                                            '--- nobody wants it any more ---> UNWANTED              |
@@ -49,7 +49,8 @@ _OWED = frozenset({OfferStage.ASKED, OfferStage.COMING, OfferStage.UNWANTED})
 
 @dataclass(slots=True, eq=False, repr=False)
 class SnapshotSender:
-    """``takes_blob``: the next one of the app is this, or the one that comes is."""
+    """The follower's side: asks its app for a checkpoint and offers it to the writer. ``takes_blob``: the blob that
+    comes next from the app belongs to such a checkpoint."""
 
     turn: Turn
     write_lease: WriteLease
@@ -82,7 +83,7 @@ class SnapshotSender:
     # --- who asks ----------------------------------------------------------------------------------------------------
 
     def checkpoint_asked(self, event: ev.CheckpointAsked) -> None:
-        """One that was asked for before is not wanted any more."""
+        """Take the writer's request. It replaces an earlier one."""
         self._forget()
         self._wanted = event if self.write_lease.follows and not self.write_lease.is_granted else None
         self._reach(self.stage)
@@ -93,7 +94,7 @@ class SnapshotSender:
         self._reach(OfferStage.UNWANTED if self.takes_blob else OfferStage.NOTHING)
 
     def took_over(self) -> None:
-        """There is nobody any more whom it could be given to."""
+        """Drop the request: this process writes the log now, so nobody is left who could adopt a checkpoint."""
         self._forget()
 
     def app_lost(self) -> None:
@@ -101,7 +102,7 @@ class SnapshotSender:
         self._forget()
 
     def advance(self) -> None:
-        """What has become possible."""
+        """Ask the app for its checkpoint, or offer the finished one, as soon as either is possible."""
         if self._wanted is not None and self.stage is OfferStage.NOTHING and self._may_ask_app:
             self._asked, self._wanted = self._wanted, None
             self._sequence_id = self.session.fed_sequence_id
@@ -112,8 +113,9 @@ class SnapshotSender:
 
     @property
     def _may_ask_app(self) -> bool:
-        """Not one that has just repeated an upgrade, and got no record since: it would take itself for primary. Nor one
-        whose calls nobody compares."""
+        """The app can give a checkpoint that the writer may adopt. An app that has repeated an upgrade and got no
+        record since can't: it would take itself for primary. Nor can one whose outputs are not compared with the
+        log's marks."""
         session = self.session
         is_able = session.phase is Phase.FOLLOWING and not session.refused and not session.waits_for_hello
         has_record = session.fed_sequence_id > session.upgraded_sequence_id
@@ -168,7 +170,7 @@ class SnapshotSender:
 
     @property
     def _is_confirmed(self) -> bool:
-        """All of it is in the log, and what the app has made up to there is known to be what the writer's app made."""
+        """The whole blob is in the log, and the marks show that the app made the same outputs as the writer's app."""
         if self._chunks_waiting or self._cut.waits_for or not self.call_failures.agrees_up_to(self._sequence_id):
             return False
         outputs = self.peers.outputs
@@ -186,16 +188,15 @@ class SnapshotSender:
         self._forget()
 
 
-# Checkpoints that a follower takes, so that the writer's own app need not: asked for, examined, and adopted.
+# Checkpoints taken by a follower, so that the writer's own app need not: requested, checked and adopted.
 #
 #     NOTHING --one is due--> WAITING --somebody follows: AskStandby--> ASKED --CheckpointOffered--> READING --durable-.
 #        ^                       '---- nobody does it in time, or what comes is no good: the app is asked --------.    |
 #        '--------------------------------------------------------------------------------------------------------'----'
 #
-# What is adopted must be what the own app would have given: a state behind a record that the log has and that the app
-# was given, in the same version, with output streams and verdicts that the own ones continue. Its blob is read whole
-# and compared with its check. The header becomes durable by an ordinary append, so only who has the right to write
-# adopts.
+# An adopted checkpoint must equal what the own app would have given: the state after a record that the app was given,
+# of the same version, with output streams and verdicts that the own ones continue. Its blob is read whole and compared
+# with its check. The header becomes durable by an ordinary append, so only the holder of the write lease adopts.
 
 
 class AdoptionStage(Enum):
@@ -229,7 +230,7 @@ class SnapshotReceiver:
     # --- asking ------------------------------------------------------------------------------------------------------
 
     def request(self, *, at_once: bool) -> bool:
-        """A checkpoint is due; whether it is to come from who follows. ``at_once``: somebody waits for it."""
+        """Decide whether the checkpoint that is due comes from a follower. ``at_once``: somebody waits for it."""
         limits = self.limits
         if not limits.checkpoints_on_standby or self.is_for_app or (at_once and not self.has_standby):
             self.is_for_app = False
@@ -245,7 +246,7 @@ class SnapshotReceiver:
         return self.stage is not AdoptionStage.NOTHING
 
     def advance(self) -> None:
-        """While one is due: what has become possible."""
+        """Ask a follower, or check what it has offered, as soon as either is possible."""
         self.timers.standby_at(min(self._due_ns, self.turn.now_ns + self.limits.recent_ns))
         if self.stage is AdoptionStage.WAITING and self.has_standby:
             self.stage = AdoptionStage.ASKED
@@ -265,7 +266,7 @@ class SnapshotReceiver:
 
     @property
     def is_awaited(self) -> bool:
-        """One is due, and not the app's to give. After its time it is given up by this."""
+        """A follower's checkpoint is on its way, so the own app is not asked. Gives up when its time is over."""
         if self.stage in (AdoptionStage.NOTHING, AdoptionStage.ADOPTED):
             return False
         if self.turn.now_ns >= self._due_ns:
@@ -276,7 +277,8 @@ class SnapshotReceiver:
         return True
 
     def give_up(self, reason: str = "") -> None:
-        """``reason``: why the app is asked; "": it was asked, or is gone."""
+        """Stop waiting for a follower. ``reason``: why the own app is asked instead; "": it was asked already, or is
+        gone."""
         if self.stage in (AdoptionStage.NOTHING, AdoptionStage.ADOPTED):
             return
         if self.stage is not AdoptionStage.WAITING:
@@ -292,18 +294,18 @@ class SnapshotReceiver:
     # --- what comes --------------------------------------------------------------------------------------------------
 
     def checkpoint_offered(self, event: ev.CheckpointOffered) -> None:
-        """Nothing is taken that was asked for before, or by one that wrote the log before."""
+        """Take the offer if it answers the last request of this epoch; ignore any other."""
         offer = event.offer
         is_asked = self.stage is AdoptionStage.ASKED and offer.header.checkpoint_id == self._checkpoint_id
         if is_asked and offer.epoch == self.epoch.number:
             self._offer = offer
 
     def _has_app_come_to(self, header: CheckpointHeader) -> bool:
-        """Who follows may be ahead of the own app."""
+        """The own app has handled the checkpoint's last record. A follower may be ahead of it."""
         return self.session.phase in WORKS and header.sequence_id <= self.session.fed_sequence_id
 
     def _problem(self, offer: Offer) -> str:
-        """Why it can't be what the own app would have given, in words; "": it can."""
+        """Return why the offered checkpoint can't replace one of the own app; "" if it can."""
         header, last, outputs = offer.header, self.checkpoints.last, self.peers.outputs
         if header.sequence_id > self.log.durable_sequence_id:
             return f"it is behind record {header.sequence_id}, the log ends with {self.log.durable_sequence_id}"
@@ -328,7 +330,7 @@ class SnapshotReceiver:
         return ""
 
     def checkpoint_checked(self, event: ev.CheckpointChecked) -> bool:
-        """Whether it was what is being read here."""
+        """Adopt the checkpoint that was read and is sound. False if the answer is for somebody else."""
         if event.checkpoint_id != self._reading_id:
             return False
         self._reading_id = 0
@@ -356,6 +358,6 @@ class SnapshotReceiver:
         self.turn.report(notices.CheckpointAdopted(header.checkpoint_id, header.sequence_id, header.size_bytes))
 
     def app_lost(self) -> None:
-        """The own app is gone: what is due then the next one is asked for."""
+        """Forget the request: the own app is gone, and its successor takes a checkpoint anyway."""
         self.give_up()
         self.is_for_app = False

@@ -1,4 +1,5 @@
-"""The right to write the log: one coordinator has it at a time, and all parts of the machine ask what this one may.
+"""Write lease: the right to write the log. One coordinator holds it at a time; all components ask what this one may
+do.
 
     STARTING --WriteLeaseGranted---------------------------------------> LOADING --LogLoaded--> WRITING
         '----WriteLeaseHeld, and it is to follow--> FOLLOWING --WriteLeaseGranted--^
@@ -31,7 +32,8 @@ class LeaseRole(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class WriteLease:
-    """``follows`` and ``writes`` are the role as plain values, since each turn asks for them."""
+    """The write lease as this coordinator sees it. ``follows`` and ``writes`` repeat the role as plain values, since
+    each turn asks for them."""
 
     role: LeaseRole = LeaseRole.STARTING
     follows: bool = False
@@ -43,7 +45,7 @@ class WriteLease:
 
     @property
     def may_read(self) -> bool:
-        """What an app is to be told is in the log, and there is nobody else's right to wait for."""
+        """The app may be given what the log holds: this coordinator writes the log, or follows one that is loaded."""
         return self.writes or (self.follows and self.is_loaded)
 
     def become(self, role: LeaseRole) -> None:
@@ -52,22 +54,23 @@ class WriteLease:
         self.writes = role is LeaseRole.WRITING
 
 
-# What was handed to the log and is not answered yet, and what follows where the log does not answer for a while.
+# Requests to the log without an answer yet, and the way on when the log does not answer for a while.
 #
 #     ANSWERS --a failure that may pass--> WAITING --its pause is over: where does the log end?--> ASKING
 #        ^                                    ^ '-- reads alone have failed: they are asked again --.    |
 #        |                                    '------- a failure again: twice the pause ------------+----+
 #        '--- what is there is durable, the rest is written again, the same bytes ------------------'----'
 #
-# Of a write that has failed nobody knows whether it was done: it is never done again before that is known. Meanwhile
-# nothing more is written, so input waits, and by that app and peers are slowed down.
+# A failed write may have been done or not. It is never repeated before that is known. Meanwhile nothing more is
+# written, so input waits, which slows down the app and the peers.
 
 
 Write = Commit | WriteCheckpointChunk
 
 
 class LogRequests:
-    """``silent_since_ns``: when the log last failed to answer, for as long as it does not; None: it answers."""
+    """Requests to the log that are not answered yet. ``silent_since_ns``: when the log last failed to answer; None
+    while it answers."""
 
     __slots__ = ("_again", "_limits", "_log", "_pause_ns", "_turn", "_unknown", "_writes", "due_ns", "silent_since_ns")
 
@@ -83,24 +86,24 @@ class LogRequests:
         self._pause_ns = limits.log_retry_ns_min
 
     def write(self, write: Write) -> None:
-        """Have it written, behind all before it."""
+        """Hand the write to the log, behind all writes before it."""
         self._writes.append(write)
         if not self._unknown:
             self._turn.effects.append(write)
 
     def write_done(self) -> None:
-        """The first one that was not answered is durable."""
+        """Note that the oldest unanswered write is durable."""
         self._writes.popleft()
         if self.silent_since_ns is not None:
             self._log_answered(self.silent_since_ns)
 
     def read_done(self) -> None:
-        """Something that was asked for was read."""
+        """Note that a read was answered; it may end the log's silence."""
         if self.silent_since_ns is not None and not self._unknown and not self._again:
             self._log_answered(self.silent_since_ns)
 
     def request_failed(self, event: LogFailed) -> None:
-        """A failure that may pass."""
+        """Note a failure that may pass: ask again after a pause, which doubles each time."""
         now_ns, request = self._turn.now_ns, event.request
         if isinstance(request, Write):
             require(bool(self._writes) and request is self._writes[0], "a write is answered out of its turn")
@@ -115,7 +118,7 @@ class LogRequests:
             self._pause_ns = min(2 * self._pause_ns, self._limits.log_retry_ns_max)
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Ask again if the pause is over."""
         if self.due_ns is None or self._turn.now_ns < self.due_ns:
             return
         self.due_ns = None
@@ -125,7 +128,8 @@ class LogRequests:
         self._turn.effects.extend(again)
 
     def resolve_writes(self, event: TailRead) -> Sequence[Write]:
-        """The log has said where it ends: the writes that turn out to be durable. The others are written again."""
+        """Return the writes that turn out to be durable, now that the log has said where it ends. Write the others
+        again."""
         if not self._unknown:
             return ()
         self._unknown = self._log.held = False
@@ -143,7 +147,7 @@ class LogRequests:
 
 
 def _is_there(write: Write, tail: TailRead) -> bool:
-    """Whether the log has this append. Raises InvariantError where its records say otherwise."""
+    """Return whether the log has this append. Raises InvariantError where its records say otherwise."""
     if not isinstance(write, Commit):
         return False  # a chunk is there if an append behind it is
     is_there = write.ticket <= tail.ticket

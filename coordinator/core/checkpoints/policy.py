@@ -35,7 +35,7 @@ class CheckpointPolicy:
         return self._writer is not None
 
     def is_due(self, logged_bytes: int, now_ns: int) -> bool:
-        """``logged_bytes``: in the log since the start of this process."""
+        """Return whether a checkpoint is due. ``logged_bytes``: written to the log since this process started."""
         grown_bytes = logged_bytes - self._logged_bytes_at_last
         limits = self._limits
         too_old = (
@@ -46,12 +46,12 @@ class CheckpointPolicy:
         return self.wanted or grown_bytes >= limits.checkpoint_trigger_bytes or (too_old and grown_bytes > 0)
 
     def checkpoint_began(self, logged_bytes: int) -> None:
-        """One is asked for now, or the state is that of a checkpoint."""
+        """Start counting anew: the app was asked for a checkpoint, or its state is that of one."""
         self.wanted = False
         self._logged_bytes_at_last = logged_bytes
 
     def next_id(self) -> int:
-        """For one that somebody else is asked for: nobody gets this ID again."""
+        """Return an ID for a checkpoint that a follower takes. No other checkpoint gets it."""
         self._next_id += 1
         return self._next_id - 1
 
@@ -63,7 +63,8 @@ class CheckpointPolicy:
         unacknowledged: Mapping[str, Sequence[OutputBatch]],
         open_calls: Mapping[str, Sequence[int]],
     ) -> int:
-        """Its state is that behind the record ``sequence_id``, and as far as ``outputs``; its ID."""
+        """Begin a checkpoint of the state after record ``sequence_id``, with the output streams at ``outputs``;
+        return its ID."""
         checkpoint_id = self.next_id()
         self._writer = CheckpointWriter(
             checkpoint_id, sequence_id, version, outputs, unacknowledged, open_calls, self._limits.chunk_size_bytes
@@ -71,7 +72,7 @@ class CheckpointPolicy:
         return checkpoint_id
 
     def receive(self, data: bytes, *, last: bool) -> WriteCheckpointChunk | None:
-        """More of the blob; what is to be written now."""
+        """Take more of the blob; return the chunk that is full now, if any."""
         writer = self._writer
         require(writer is not None, "a blob without a Checkpoint")
         chunk = writer.receive(data, last=last) if writer is not None else None
@@ -88,18 +89,19 @@ class CheckpointPolicy:
         return writer.header(time_ns)
 
     def abandon(self) -> None:
-        """There will be no more of it. Its chunks count for nothing without a header."""
+        """Drop the checkpoint that is on its way. Its chunks count for nothing without a header."""
         self._writer = None
 
     def became_durable(self, header: CheckpointHeader) -> int | None:
-        """``header``'s checkpoint is the last one now; when the next is due by age, ns since the Unix epoch."""
+        """Note that the checkpoint of ``header`` is durable; return when the next one is due by age, ns since the
+        Unix epoch."""
         self.last = without_outputs(header)
         self.settled = True
         age_ns = self._limits.checkpoint_age_ns
         return None if age_ns is None else header.time_ns + age_ns
 
 
-# A checkpoint on its way from the app to the log: its blob in chunks, then the header that makes it count.
+# Writing a checkpoint: its blob in chunks, then the header that makes it count.
 
 
 class CheckpointWriter:
@@ -157,19 +159,19 @@ class CheckpointWriter:
         )
 
 
-# From which checkpoint an app recovers, and how far its blob has been read.
+# Choosing a checkpoint to recover from, and reading its blob.
 #
-# The newest one whose records behind it are all still there is read whole and checked before the app sees a byte of it;
-# if it is damaged, the one before is tried.
+# The newest checkpoint with all records after it is read whole and checked before the app sees a byte of it. If it is
+# damaged, the one before is tried.
 
 
 def without_outputs(header: CheckpointHeader) -> CheckpointHeader:
-    """What is needed of a header for long; the outputs may be many megabytes."""
+    """Return the header without the output streams' contents, which may be many megabytes."""
     return replace(header, unacknowledged={})
 
 
 class Recovery:
-    """One app's recovery: choose a checkpoint, then read its blob chunk by chunk."""
+    """Chooses the checkpoint that an app recovers from, and reads its blob chunk by chunk."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -210,7 +212,7 @@ class Recovery:
         return header, summary
 
     def choose_another(self, checkpoint_id: int) -> CheckCheckpoint | None:
-        """That one is damaged: the one before it. Raises LogError when none is left."""
+        """Choose the checkpoint before the damaged one. Raises LogError when none is left."""
         self._damaged.add(checkpoint_id)
         return self.choose(self._summary) if self._summary is not None else None
 

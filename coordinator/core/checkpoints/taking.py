@@ -1,7 +1,7 @@
-"""A checkpoint's way from the app to the log: it is asked for, its state comes, and its header makes it count.
+"""Taking a checkpoint: it is asked for, the app's state comes, and its header makes it count.
 
-The state comes in one piece, a blob; or as a snapshot, beside the app's work: it is that of the Begin, and its bytes
-come in between.
+The state comes in one piece, a blob; or as a snapshot, beside the app's work: then it is the state at the Begin, and
+its bytes come between other messages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from immortal.protocol.verdicts import decode_unsaved, decode_verdict
 
 @dataclass(slots=True, eq=False, repr=False)
 class CheckpointTaker:
-    """``name``: of the instance."""
+    """Asks the app for checkpoints and writes them to the log. ``name``: the instance."""
 
     name: str
     turn: Turn
@@ -54,7 +54,8 @@ class CheckpointTaker:
     unsaved_state: UnsavedState
 
     def ask_if_due(self) -> None:
-        """To be called while the app has time for one, and none waits to become durable."""
+        """Ask for a checkpoint if one is due. Call it while the app is in normal processing and no header is on its
+        way."""
         session, checkpoints, shutdown = self.session, self.checkpoints, self.shutdown
         if shutdown.feeds_no_more or self.snapshot_sender.takes_blob:  # an app gives one at a time
             return
@@ -153,7 +154,7 @@ class CheckpointTaker:
     # --- there is none -----------------------------------------------------------------------------------------------
 
     def failed(self, message: Message) -> None:
-        """In place of a checkpoint: the state can't be saved. The app works all the same."""
+        """Take the app's word that its state can't be saved. The app works on without a checkpoint."""
         session, lifecycle, unsaved = self.session, self.lifecycle, decode_unsaved(message.data)
         if self.snapshot_sender.takes_blob:
             self.turn.report(notices.CheckpointFailed(unsaved.text))

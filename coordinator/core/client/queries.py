@@ -1,4 +1,4 @@
-"""Queries that are not logged: a client asks, the app answers between two records, and no log has anything of it.
+"""Queries that are not logged: a client asks, the app answers between two records, and no log knows of it.
 
     taken --there is room at the app--> asked --its answer--> held --what it follows from is durable--> told
 
@@ -53,12 +53,12 @@ class _Query:
 
     @property
     def asker(self) -> str:
-        """Whose turn it is: a caller's, or a client's where callers have no keys."""
+        """Name under which queries take turns: the caller's, or the client's where callers have no keys."""
         return self.caller or f"~{self.frame.client_id}"
 
     @property
     def digest(self) -> bytes:
-        """What it is known by, also when it is asked again."""
+        """Digest that identifies the query when it is asked again."""
         if not self._digest:
             self._digest = digest_of(self.asker, self.method_id, self.arguments)
         return self._digest
@@ -66,7 +66,7 @@ class _Query:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Queries:
-    """``name``: of the instance."""
+    """Open queries of one instance, ``name``."""
 
     name: str
     limits: Limits
@@ -91,7 +91,7 @@ class Queries:
 
     @property
     def has_work(self) -> bool:
-        """There may be something for :meth:`advance`."""
+        """Queries wait for the app, or answers wait for a commit: :meth:`advance` may do something."""
         return bool(self._waiting or self._held)
 
     # --- what clients ask --------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Queries:
         return len(self._asked) < room and not self._alone and self.session.phase in WORKS
 
     def _adapt_concurrency(self, answered_ns: int) -> None:
-        """Where there was none left: an answer that came soon makes room for one more, a late one takes half of it."""
+        """Allow one more query at the app after an answer that came soon; allow half as many after a late one."""
         if answered_ns > self.limits.queries_at_app_ns:
             self._concurrency = max(ROOM_MIN, self._concurrency // 2)
         elif len(self._asked) + 1 >= self._concurrency < self.limits.queries_at_app_max:
@@ -228,11 +228,12 @@ class Queries:
             del self._open_by[query.asker]
 
     def describe(self) -> dict[str, int]:
-        """For the status."""
+        """Counts for the status."""
         return {"open_queries": len(self._open), "answered_queries": self.answered_count}
 
     def app_lost(self, *, at_query: bool) -> None:
-        """Nobody is there to answer: clients ask the next app. What would have been told may have been of no log.
+        """Refuse all open queries, since the app is gone; clients ask its successor. Answers that were held are
+        dropped: what they follow from may be in no log.
 
         ``at_query``: the app may have ended at the first query that it has not answered.
         """

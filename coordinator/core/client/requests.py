@@ -1,4 +1,4 @@
-"""Clients: processes that are no instances, and call one. Their requests are done once, however often they are sent.
+"""Requests of clients: processes that are no instances, and call one. Each is done once, however often it is sent.
 
 A client numbers its requests from 1, and the next number is the only one that is taken. Its last number becomes durable
 in one transaction with the record that holds the request; so each life of the coordinator knows what was taken. To the
@@ -54,7 +54,7 @@ _FROM_CLIENTS = (ClientFrameType.HELLO, ClientFrameType.REQUEST, ClientFrameType
 
 @dataclass(slots=True, eq=False, repr=False)
 class Clients:
-    """Those of one instance. ``effects``: where effects go; the machine's."""
+    """Requests of clients to one instance. ``effects``: the machine's list of effects."""
 
     name: str
     limits: Limits
@@ -78,12 +78,12 @@ class Clients:
         self.answers = ClientAnswers(self.name, self.limits, self.table, self.effects)
 
     def load(self, committer_id: int, stored: StoredClients) -> None:
-        """What the log has, once."""
+        """Take in what the log knows of clients. Called once."""
         self.answers.committer_id = committer_id
         self.table.load(stored)
 
     def describe_methods(self, description: AppDescription) -> None:
-        """What the app says of itself: its own methods are what clients may call."""
+        """Take the app's description: clients may call its own methods."""
         own = {
             method_id: name
             for (destination, method_id), name in description.methods.items()
@@ -94,7 +94,7 @@ class Clients:
         self._methods = encode_methods(own, queries & own.keys())
 
     def who_is(self, caller: str) -> str:
-        """Of a caller as calls name it: a client is the holder of its key, where it has one."""
+        """Return who stands behind a caller's name: for a client with a key, the key's holder."""
         client = self.table.get(caller.removeprefix(CLIENTS)) if caller.startswith(CLIENTS) else None
         return caller if client is None else client.owner or caller
 
@@ -122,7 +122,7 @@ class Clients:
                 self.table.release(frame.client_id, client, min(frame.acknowledged, client.number))
 
     def refuses(self, token: Token, frame: ClientFrame, caller: str) -> bool:
-        """Whether the frame can't be looked at at all; then the client is told why."""
+        """Refuse a frame that can't be looked at, and tell the client why. False if it can."""
         refusal = self._refusal(frame, caller)
         if refusal is not None:
             self.answers.refuse(token, frame, *refusal)
@@ -297,7 +297,7 @@ class Clients:
         self.answers.flush()
 
     def describe(self) -> dict[str, int]:
-        """For the status."""
+        """Counts for the status."""
         table = self.table
         return {
             "known": len(table),
@@ -307,9 +307,9 @@ class Clients:
         }
 
 
-# What clients are told: frames are answered at once, replies gather until the end of a turn.
+# Answers to clients: frames are answered at once, replies gather until the end of a turn.
 #
-# What a client was told before it may be told again, but no more of it at once, and a second, than an allowance.
+# A client may ask for earlier replies again, within a rate limit (TokenBucket).
 
 
 REPLY_FRAME_SIZE_BYTES = 1 << 20  # replies to one client are joined up to this
@@ -318,7 +318,7 @@ LOOKING_BYTES = 4  # for each byte of a PING: to look takes as long as to tell s
 
 
 class ClientAnswers:
-    """Of the instance ``name``. ``effects``: where effects go; the machine's."""
+    """Replies to clients of the instance ``name``. ``effects``: the machine's list of effects."""
 
     def __init__(self, name: str, limits: Limits, table: ClientTable, effects: list[Effect]) -> None:
         self.committer_id = 0
@@ -337,7 +337,7 @@ class ClientAnswers:
         self._say(token, ClientFrame(ClientFrameType.WELCOME, *self._ends(frame), *numbers, 0, time_ns, methods))
 
     def pong(self, token: Token, frame: ClientFrame, client: Client, code: ClientCode = ClientCode.NONE) -> None:
-        """What was taken of the client. BUSY: what is behind that is to be sent again later."""
+        """Tell the client which requests were taken. BUSY: the requests behind them are to be sent again later."""
         numbers = client.number, client.released
         self._say(token, ClientFrame(ClientFrameType.PONG, *self._ends(frame), *numbers, code=code))
 
@@ -351,7 +351,7 @@ class ClientAnswers:
         self._say(token, ClientFrame(ClientFrameType.ANSWER, *self._ends(frame), frame.number, 0, 1, payload=payload))
 
     def send_replies(self, token: Token, frame: ClientFrame, client: Client, replies: list[Reply]) -> None:
-        """Who has sent ``frame``, and nobody else who has its client's ID."""
+        """Send replies to the sender of ``frame`` alone, even if others use the same client ID."""
         if replies:
             numbers = client.number, client.released, len(replies)
             payload = encode_replies(replies)
@@ -366,7 +366,7 @@ class ClientAnswers:
     # --- at the end of the turn --------------------------------------------------------------------------------------
 
     def tell(self, client_id: str, client: Client, reply: Reply) -> None:
-        """What one of its requests came to, if it was heard in this life; else it will ask."""
+        """Send the client its reply if it was heard from in this life; otherwise it will ask."""
         if client.token is not None:
             self._outgoing.setdefault(client_id, {})[reply.number] = reply
 

@@ -1,4 +1,4 @@
-"""What is known of each client: its numbers, the replies that are kept for it, and whose it is.
+"""Table of clients: the request numbers of each, the replies kept for it, and its owner.
 
     a number    not taken --its record--> open --the app's answer--> kept --acknowledged, or beyond the window--> gone
 
@@ -27,14 +27,14 @@ _WITH_IDENTITY = 0x80  # in the kind of a reply: the size of its identity (1 byt
 
 
 def _row(kind: int, value: bytes, identity: bytes) -> bytes:
-    """What the log has of a number."""
+    """Encode a request's row as the log keeps it."""
     if not identity:
         return bytes((kind,)) + value
     return bytes((kind | _WITH_IDENTITY, len(identity))) + identity + value
 
 
 def _front_size(row: bytes) -> int:
-    """Of kind and identity."""
+    """Return the size of kind and identity in a row, in bytes."""
     return 2 + row[1] if row[0] & _WITH_IDENTITY else 1
 
 
@@ -43,13 +43,14 @@ def _identity_of(row: bytes) -> bytes:
 
 
 def _size_of(row: bytes) -> int:
-    """Without the identity, which is part of the overhead."""
+    """Return a reply's size in bytes without its identity, which counts as overhead."""
     return len(row) - _front_size(row) + 1
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Client:
-    """``number``: the last one taken. Above ``released`` each number is open, in ``replies``, or in ``gone``."""
+    """Client and its requests. ``number``: its last request that was taken. Above ``released`` each number is open,
+    in ``replies``, or in ``gone``."""
 
     number: int = 0
     released: int = 0
@@ -79,14 +80,14 @@ class Client:
         return [number for number in range(self.released + 1, self.number + 1) if self.is_open(number)]
 
     def reply(self, number: int) -> Reply | None:
-        """What the request ``number``, which was taken, came to; None while it is open."""
+        """Return the reply to request ``number``, which was taken; None while it is open."""
         if number <= self.released or number in self.gone:
             return Reply(number, ReplyKind.GONE)
         row = self.replies.get(number)
         return None if row is None else Reply(number, row[0] & ~_WITH_IDENTITY, row[_front_size(row) :])
 
     def identity(self, number: int) -> bytes:
-        """Of the request ``number``; empty where it is not known."""
+        """Return the identity of request ``number``; empty where it is not known."""
         row = self.replies.get(number) or self.gone.get(number)
         return self.identities.get(number, b"") if row is None else _identity_of(row)
 
@@ -96,7 +97,7 @@ class Client:
 
 
 class ClientTable:
-    """Those of one instance. ``running``: a client is forgotten once it was unused for so much of that time."""
+    """Clients of one instance. ``running``: counts the time after which an unused client is forgotten."""
 
     def __init__(self, limits: Limits, log: GroupCommit, running: RunningTime) -> None:
         self.open_count = self.replies_count = self.replies_bytes = self.gone_count = 0
@@ -111,7 +112,7 @@ class ClientTable:
         self._uses = 0
 
     def load(self, stored: StoredClients) -> None:
-        """What the log has, once."""
+        """Take in what the log knows of clients. Called once."""
         self.forgotten_ns = stored.forgotten_ns
         for client_id, known in sorted(stored.positions.items(), key=lambda item: (item[1].time_ns, item[0])):
             self._use(client_id, Client(known.number, known.released, known.time_ns, owner=known.owner))
@@ -140,7 +141,7 @@ class ClientTable:
         return self._clients.items()
 
     def heard_last(self, count: int) -> list[tuple[str, Client]]:
-        """So many of them, the last one first."""
+        """Return up to ``count`` clients, the one used last first."""
         return list(islice(reversed(self._clients.items()), count))
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -154,7 +155,8 @@ class ClientTable:
         self._log.open.transaction.clients[client_id] = client.position
 
     def took(self, client_id: str, client: Client, identities: list[bytes], transaction: Transaction) -> None:
-        """So many more of its requests are open, the last one is its number now; ``transaction`` has their record."""
+        """Note new open requests of the client; ``client.number`` is the last of them, ``transaction`` holds their
+        record."""
         for number, identity in enumerate(identities, client.number - len(identities) + 1):
             client.identities[number] = identity
             transaction.replies[client_id, number] = _row(_OPEN, b"", identity)
@@ -163,26 +165,27 @@ class ClientTable:
         self._use(client_id, client)
 
     def answer(self, client_id: str, client: Client, reply: Reply) -> None:
-        """What one that is open has come to."""
+        """Keep the reply to an open request."""
         row = _row(reply.kind, reply.value, client.identities.pop(reply.number, b""))
         self._opened(client, -1)
         self._keep(client_id, client, reply.number, row)
         self._log.open.transaction.replies[client_id, reply.number] = row
 
     def _opened(self, client: Client, count: int) -> None:
-        """So many more of its requests are open; below 0: fewer."""
+        """Count ``count`` more open requests of the client; fewer if negative."""
         self.open_count += count
         self.open_by[client.owner] += count
 
     def _use(self, client_id: str, client: Client) -> None:
-        """It is the one now that was used last."""
+        """Make this client the one used last."""
         self._uses += 1
         client.used = self._uses
         self._clients[client_id] = client
         self._clients.move_to_end(client_id)
 
     def forget_unused(self) -> list[str]:
-        """Who is forgotten now. A clock that is wrong makes nobody old: only so much time in which the instance ran."""
+        """Forget clients that were unused for too long, and return their IDs. Only time in which the instance ran
+        counts, so a wrong clock makes nobody old."""
         limits = self._limits
         unused_since_ns = self._running.before(limits.client_keep_ns)
         forgotten: list[str] = []
@@ -217,7 +220,7 @@ class ClientTable:
         self._count(client, 1, _size_of(row))
 
     def _drop(self, client: Client, number: int) -> bool:
-        """Whether there was a reply."""
+        """Remove a reply; return whether there was one."""
         row = client.replies.pop(number, None)
         if row is None:
             return False
@@ -225,14 +228,14 @@ class ClientTable:
         return True
 
     def _count(self, client: Client, count: int, size_bytes: int) -> None:
-        """So many more replies are kept for it; below 0: fewer."""
+        """Count ``count`` more replies kept for the client; fewer if negative."""
         size_bytes += count * REPLY_OVERHEAD_BYTES
         client.size_bytes += size_bytes
         self.replies_count += count
         self.replies_bytes += size_bytes
 
     def stay_within(self, client_id: str, client: Client) -> None:
-        """The limits: a reply to the client has come."""
+        """Enforce the limits after a new reply to the client."""
         limits = self._limits
         while len(client.replies) > 1 and (
             len(client.replies) > limits.client_replies_max or client.size_bytes > limits.client_replies_bytes
@@ -248,7 +251,7 @@ class ClientTable:
         heapify(self._holders)
 
     def _let_go_of_unused(self, answered: Client) -> None:
-        """Of replies of those unused for longest, until the rest is within the limit; not of the last one for
+        """Drop replies of the clients unused for longest until the limit holds, but keep the last reply of
         ``answered``."""
         holders = self._holders
         passed_over = None
@@ -267,7 +270,7 @@ class ClientTable:
             heappush(holders, passed_over)
 
     def _let_go(self, client_id: str, client: Client) -> None:
-        """Of the oldest reply."""
+        """Drop the client's oldest reply and note that it is gone."""
         number = next(iter(client.replies))
         row = _row(ReplyKind.GONE, b"", _identity_of(client.replies[number]))
         self._drop(client, number)
@@ -280,7 +283,7 @@ class ClientTable:
         self.release(client_id, client, up_to)
 
     def release(self, client_id: str, client: Client, up_to: int) -> None:
-        """Nobody asks for the numbers up to ``up_to`` any more, or they are gone."""
+        """Forget the numbers up to ``up_to``: the client needs them no more, or they are gone."""
         if up_to <= client.released:
             return
         self._opened(client, -client.open_count)
@@ -297,14 +300,15 @@ class ClientTable:
         transaction.clients[client_id] = client.position
 
 
-# What may be asked for again and again: so many bytes at once, and so many a second.
+# Rate limit for replies that are asked for again.
 
 
 S_NS = 1_000_000_000
 
 
 class TokenBucket:
-    """``bytes_max``: at once, and a second. What is larger is given where anything is left, and made up for later."""
+    """Rate limit in bytes. ``bytes_max``: allowed at once, and per second. A larger item passes while anything is
+    left, and is paid back later."""
 
     __slots__ = ("_at_ns", "_bytes_max", "_left_bytes")
 
@@ -313,11 +317,11 @@ class TokenBucket:
         self._at_ns = now_ns
 
     def take(self, size_bytes: int) -> None:
-        """Note what is given."""
+        """Note the bytes that were given."""
         self._left_bytes -= size_bytes
 
     def is_left(self, now_ns: int) -> bool:
-        """Whether anything may be given now."""
+        """Return whether anything may be given now."""
         elapsed_ns = min(max(0, now_ns - self._at_ns), 3600 * S_NS)  # the clock may jump
         self._left_bytes = min(self._bytes_max, self._left_bytes + self._bytes_max * elapsed_ns // S_NS)
         self._at_ns = now_ns

@@ -1,7 +1,6 @@
-"""Messages that fail alone: what the app, the coordinator and the operator say of them, and who is told.
+"""Call failures: verdicts of the app, the coordinator and the operator on messages, and who is told of them.
 
-The parts: `verdicts.py` has what is said, `careful.py` finds what ends the app's process, `dead_letters.py` is the
-operator's hand.
+`poison_guard.py` finds the message that ends the app's process; `dead_letters.py` has the operator's actions.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from immortal.protocol.verdicts import (
 
 @dataclass(slots=True, eq=False, repr=False)
 class CallFailures:
-    """``effects``: where effects go; the machine's."""
+    """Verdicts on messages of one instance. ``effects``: the machine's list of effects."""
 
     name: str
     limits: Limits
@@ -75,7 +74,7 @@ class CallFailures:
     _awaited: set[MessageKey] = field(default_factory=set)  # in the log, on what the app that follows has been given
 
     def load(self, summary: LogSummary) -> None:
-        """What the log has."""
+        """Take in what the log says."""
         self.poison_guard.suspect = self._suspect = summary.suspect
         self.verdicts.load(summary)
         if self.write_lease.follows:
@@ -92,7 +91,7 @@ class CallFailures:
         self._awaited.clear()
 
     def send_verdicts(self) -> None:
-        """Before the first record, and behind the blob: what the app is to know of the records to come."""
+        """Tell the app, before its first record, which messages to pass over and where to be careful."""
         if self._verdicts_sent or self._summary is None:
             return
         summary, self._summary = self._summary, None
@@ -135,14 +134,12 @@ class CallFailures:
 
     @property
     def agrees_with_writer(self) -> bool:
-        """The app that follows has come to each verdict that the log has on what it was given, and to no other.
-
-        Else its state may not be the writer's: a message may fail for one and not for the other.
-        """
+        """The following app has reached each verdict of the log on what it was given, and no other. Otherwise its
+        state may differ from the writer's."""
         return not self._awaited and not self._unlogged
 
     def agrees_up_to(self, sequence_id: int) -> bool:
-        """As :attr:`agrees_with_writer`, of the messages up to this record."""
+        """Like :attr:`agrees_with_writer`, for messages up to this record only."""
         return not any(key[0] <= sequence_id for key in (*self._awaited, *self._unlogged))
 
     def forget_unlogged(self) -> None:
@@ -160,13 +157,13 @@ class CallFailures:
         self._adopted_sequence_id = sequence_id
 
     def app_stopped(self, transaction: Transaction) -> None:
-        """The app is said goodbye to, behind its last checkpoint: it has lived through everything."""
+        """Clear the suspect: the app has taken its last checkpoint and stops cleanly."""
         self.poison_guard.suspect = NO_SUSPECT
         if self._suspect != NO_SUSPECT:
             self._suspect = transaction.suspect = NO_SUSPECT
 
     def died_at_query(self, *, stopping: bool) -> bool:
-        """Whether the app that is gone may have ended at a query: it was at no message that it told of."""
+        """Return whether the lost app may have ended at a query: it had reported no message that it was handling."""
         is_death = self.session.phase in WORKS and not (stopping or self.session.refused or self._leaving)
         return is_death and self.write_lease.writes and self.poison_guard.is_between
 
@@ -206,7 +203,7 @@ class CallFailures:
         self._report(notices.NotCalledAgain(verdict.method or "a message", where, verdict.text, then))
 
     def absolve(self, sequence_id: int) -> None:
-        """An operator has found what it was."""
+        """Clear the suspect because an operator has skipped its message."""
         if self.poison_guard.suspect.sequence_id == sequence_id:
             self.poison_guard.suspect = NO_SUSPECT
             self._keep_suspect()
@@ -279,14 +276,15 @@ class CallFailures:
         self.effects.append(CloseApp())
 
     def give(self, verdict: Verdict, *, from_app: bool = False) -> Group | None:
-        """Nothing leaves from here on before it is durable. None if there is one on that message already."""
+        """Log a verdict, and hold back all outputs behind it until it is durable. None if the message has a verdict
+        already."""
         group = self.verdicts.give(verdict, from_app=from_app)
         if group is not None:
             self.peers.held_ticket = group.ticket
         return group
 
     def needs_checkpoint(self) -> bool:
-        """No more calls that are refused may come in before there is a checkpoint, which is asked for."""
+        """Too many verdicts are kept, so no more refusable calls are taken before a checkpoint, which this asks for."""
         full = self.verdicts.known_count >= self.limits.verdicts_max
         self.checkpoints.wanted = self.checkpoints.wanted or full
         return full
@@ -294,10 +292,10 @@ class CallFailures:
     def refuse(
         self, group: Group, refused: Sequence[tuple[int, str, str]], caller: str, who_waits: str, cause: Cause
     ) -> None:
-        """These of the calls of ``caller`` that were added to ``group`` last are not carried out.
+        """Refuse some of the calls of ``caller`` that were just added to ``group``.
 
-        ``refused``: (index among them, method, why).
-        They are no dead letters: else a caller could push out those of others.
+        ``refused``: (index among them, method, reason). They are no dead letters: a caller could otherwise push out
+        those of others.
         """
         first = sum([batch.count for batch in group.batches[:-1]])
         given: list[Verdict] = []
@@ -317,13 +315,13 @@ class CallFailures:
                 self._send(MessageType.VERDICTS, message)
 
     def note_forbidden(self, caller: str, count: int, text: str) -> None:
-        """``caller`` has made so many more calls that it may not make."""
+        """Count ``count`` more calls that ``caller`` may not make."""
         if not self.forbidden[caller]:
             self._report(notices.CallForbidden(text))
         self.forbidden[caller] += count
 
     def note_nested(self, caller: str, count: int, text: str) -> None:
-        """``caller`` has sent so many more messages that are nested too deeply."""
+        """Count ``count`` more messages of ``caller`` that are nested too deeply."""
         caller = caller or self.name
         if caller not in self.nested and len(self.nested) >= KNOWN_MAX:
             caller = "others"
@@ -368,16 +366,16 @@ class CallFailures:
 
 
 def _clipped(verdict: Verdict) -> Verdict:
-    """What an operator may see of it has a limit; what a caller gets is as it was said."""
+    """Limit what an operator may see of the verdict. The caller gets it whole."""
     message = verdict.message if len(verdict.message) <= LETTER_SIZE_BYTES_MAX else b""
     if message is verdict.message and len(verdict.trace) <= TRACE_CHARACTERS_MAX:
         return verdict
     return msgspec.structs.replace(verdict, message=message, trace=verdict.trace[-TRACE_CHARACTERS_MAX:])
 
 
-# The verdicts on messages of the log: those that an app is to be told, and the dead letters among them.
+# Verdicts on messages of the log, and the dead letters among them.
 #
-# A verdict goes into the next commit. Until that is durable, nothing may leave the machine that was sent behind it.
+# A verdict goes into the next commit. Until that is durable, nothing that the app sent after it may leave the machine.
 
 
 FRONT_SIZE_BYTES = 64  # of a verdict, beside its texts: about
@@ -385,7 +383,7 @@ OVERRULING = (VerdictKind.KILLED, VerdictKind.SKIPPED)  # also what runs again a
 
 
 class Verdicts:
-    """Those of one instance. ``letters``: the sizes in bytes of the dead letters that are kept, oldest first."""
+    """Verdicts of one instance. ``letters``: sizes in bytes of the dead letters that are kept, oldest first."""
 
     def __init__(self, limits: Limits, log: GroupCommit) -> None:
         self.counts: Counter[VerdictKind] = Counter()  # since this coordinator was started
@@ -397,14 +395,14 @@ class Verdicts:
         self._known: dict[MessageKey, Verdict] = {}  # on what a replay may come to
 
     def load(self, summary: LogSummary) -> None:
-        """What the log has."""
+        """Take in what the log says."""
         self.letters = dict(summary.letters)
         self.letters_bytes = sum(self.letters.values())
         self._known = {}
         self.know(summary.verdicts)
 
     def know(self, verdicts: Iterable[Verdict]) -> None:
-        """Those that an app is to be told of as well, where nothing else is known."""
+        """Add verdicts that the app is to be told; known ones stay."""
         for verdict in verdicts:
             self._known.setdefault(verdict.key, verdict)
 
@@ -412,17 +410,17 @@ class Verdicts:
         return self._known.get(key)
 
     def behind(self, sequence_id: int, summary: LogSummary) -> list[Verdict]:
-        """Those that a replay from behind this record is to be told, in their order."""
+        """Return the verdicts that a replay starting after this record must be told, in order."""
         self.know(summary.verdicts)  # it may begin before the last checkpoint
         self.forget_until(sequence_id)
         return [self._known[key] for key in sorted(self._known)]
 
     def forget_until(self, sequence_id: int) -> None:
-        """No replay begins before this record. The log has them still."""
+        """Forget verdicts up to this record: no replay begins before it. The log still has them."""
         self._known = {key: verdict for key, verdict in self._known.items() if key[0] > sequence_id}
 
     def known_until(self, sequence_id: int) -> list[MessageKey]:
-        """On which messages of records up to this one there is a verdict that a replay is to be told."""
+        """Return the keys of messages up to this record that have a verdict."""
         return sorted(key for key in self._known if key[0] <= sequence_id)
 
     @property
@@ -430,8 +428,8 @@ class Verdicts:
         return len(self._known)
 
     def give(self, verdict: Verdict, *, from_app: bool = False, group: Group | None = None) -> Group | None:
-        """The group that makes it durable, which is ``group`` where that has the message itself; None if there is a
-        verdict on that message already."""
+        """Log a verdict; return the group that makes it durable, which is ``group`` if given. None if the message
+        has one already."""
         known = self._known.get(verdict.key)
         if known is not None and (known.skips or verdict.kind not in OVERRULING):
             return None
@@ -457,7 +455,7 @@ class Verdicts:
             self.remove_letter(next(iter(self.letters)), transaction)
 
     def remove_letter(self, key: MessageKey, transaction: Transaction) -> None:
-        """One that is kept."""
+        """Remove a dead letter from the log."""
         self._forget_letter(key)
         transaction.letters_removed.append(key)
 

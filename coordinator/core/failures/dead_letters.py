@@ -1,6 +1,7 @@
-"""The operator's hand: dead letters are dropped or tried once more, and a message that stops the app is skipped.
+"""Operators' actions on failed messages: dead letters are dropped or retried, and a message that stops the app is
+skipped.
 
-What is done stands in the log's list of what operators did, and is answered once it is durable.
+Each action is noted in the log's audit list, and is answered once it is durable.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _VERSION_CAUSES = (Cause.METHOD, Cause.ARGUMENTS)  # of a refusal that another v
 
 
 class _RefusedError(ImmortalError):
-    """What the operator asks for can't be done; says why."""
+    """An operator's request that can't be carried out; the text says why."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -58,12 +59,12 @@ class OperatorActions:
     _answers: deque[tuple[int, OperatorAnswered]] = field(default_factory=deque)  # (commit to wait for, what to say)
 
     def committed(self, ticket: int) -> None:
-        """Everything up to this commit is durable."""
+        """Answer operators whose actions are durable up to the commit ``ticket``."""
         while self._answers and self._answers[0][0] <= ticket:
             self.turn.effects.append(self._answers.popleft()[1])
 
     def _answer(self, ticket: int, token: object, answer: Mapping[str, object]) -> None:
-        """Once that commit is durable; 0: now."""
+        """Answer the operator once that commit is durable; 0: now."""
         if ticket:
             self._answers.append((ticket, OperatorAnswered(token, answer)))
         else:
@@ -89,9 +90,9 @@ class OperatorActions:
         self._answer(ticket, event.token, answer)
 
     def _call_all_again(self, letters: Mapping[MessageKey, Letter | None], who: str) -> tuple[int, dict[str, str]]:
-        """Each becomes an impulse to oneself, in the transaction that removes the letter.
+        """Log each letter as an impulse to oneself, in the transaction that removes the letter.
 
-        The last commit of it, and why some can't.
+        Returns the last commit, and the reasons of the letters that can't be retried.
         """
         retried: dict[int, tuple[Group, list[MessageKey]]] = {}  # by ticket
         refused: dict[str, str] = {}
@@ -131,12 +132,12 @@ class OperatorActions:
         self._upgraded = self._retries_refused = False
 
     def upgraded(self) -> None:
-        """By the session's app; that is durable."""
+        """Note that the app's upgrade is durable."""
         self._upgraded = True
         self._read_refused()
 
     def retry_refused(self) -> None:
-        """The app asks for it. Raises AppProtocolError."""
+        """Note that the app wants the letters that were refused before. Raises AppProtocolError."""
         if not self._upgraded and self.call_failures.session.phase is not Phase.COMPLETING_UPGRADE:
             raise AppProtocolError("the app sent a RetryRefused, which belongs behind the checkpoint of an upgrade")
         self._retries_refused = True
@@ -161,7 +162,7 @@ class OperatorActions:
     # --- a message that stops the app --------------------------------------------------------------------------------
 
     def skip(self, event: ev.MessageSkipped) -> None:
-        """An app that is connected must go, and recover with the verdict."""
+        """Skip a message. A connected app must go, and recovers with the verdict."""
         message = f"message {event.message_index} of record {event.sequence_id}"
         if (
             self.unsaved_state.is_failed_message((event.sequence_id, event.message_index, 0, 0))
@@ -237,7 +238,7 @@ class OperatorActions:
 
 
 def clipped_letter(message: bytes) -> bytes:
-    """What a dead letter keeps of it."""
+    """Return the part of a message that a dead letter keeps."""
     return message if len(message) <= LETTER_SIZE_BYTES_MAX else b""
 
 

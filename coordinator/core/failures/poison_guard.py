@@ -1,4 +1,4 @@
-"""What the app is at, and what may have ended its process: the next run is careful, and finds the message.
+"""Finds the message that ends the app's process: after a death, the next run reports what it is about to handle.
 
     a death                 suspect                     the next run says what it is about to handle
     out of the blue         some record so far          each record, up to the last that it was given
@@ -23,11 +23,12 @@ from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.verdicts import RECORD, Careful, Handling, Verdict, VerdictKind
 
 KILLED_TYPE = "ProcessEnded"
-"""In place of an exception's type, of a message that ended the app's process."""
+"""Stands for the exception's type where a message ended the app's process."""
 
 
 class PoisonGuard:
-    """``suspect``: as the log has it. ``kills_max``: runs that a message may end; None: any number."""
+    """Suspects and reports of one app. ``suspect``: as the log has it. ``kills_max``: runs that a message may end;
+    None: any number."""
 
     def __init__(self, suspect: Suspect, kills_max: int | None) -> None:
         self.suspect = suspect
@@ -41,7 +42,7 @@ class PoisonGuard:
         deaths that counts: for all with its verdict, else where there is to be none."""
 
     def session_began(self, settled_sequence_id: int) -> Careful | None:
-        """A run begins behind this record; how it is to be careful."""
+        """Start a run after this record; return how the app is to be careful, or None."""
         self._noted = self._told = None
         suspect = self.suspect
         is_unknown = suspect.sequence_id == UNKNOWN
@@ -52,7 +53,7 @@ class PoisonGuard:
         return Careful(last_sequence_id, suspect.sequence_id, True) if self._careful else None
 
     def note_handling(self, handling: Handling, now_ns: int) -> None:
-        """The app says what it is at."""
+        """Note what the app says it is handling."""
         before = self._noted
         if handling.sequence_id < 0 and handling.for_s > 0:  # one that took long has come back
             self._noted = replace(before, for_s=0.0) if self._careful and before is not None else None
@@ -66,17 +67,17 @@ class PoisonGuard:
             self._noted, self._noted_ns = handling, now_ns
 
     def is_at(self, sequence_id: int, message_index: int) -> bool:
-        """Whether the app is at that very message, by what it said last."""
+        """Return whether the app last reported to be at that very message."""
         noted = self._noted
         return noted is not None and (noted.sequence_id, noted.message_index) == (sequence_id, message_index)
 
     @property
     def is_between(self) -> bool:
-        """The app did not say that it is at a message, and was not asked to be careful."""
+        """The app has reported no message, and was not asked to be careful."""
         return self._noted is None and not self._careful
 
     def current_message_text(self) -> str:
-        """What the app said last that it is at; "" where it did not."""
+        """Describe the message that the app last reported; "" where there is none."""
         noted = self._noted
         return "" if noted is None else format_message_position(noted.sequence_id, noted.message_index, noted.caller)
 
@@ -87,9 +88,10 @@ class PoisonGuard:
         self._careful = False
 
     def app_died(self, fed_sequence_id: int, *, all_heard: bool) -> Verdict | None:
-        """The app ended without a word, given the records up to this one; the verdict if that was once too often.
+        """Note that the app ended without a word, given the records up to this one; return the verdict if that was
+        once too often.
 
-        ``all_heard``: what it said last has been read.
+        ``all_heard``: everything it had sent was read.
         """
         noted, before, was_careful = self._noted, self.suspect, self._careful
         self.forget()
@@ -121,7 +123,7 @@ class PoisonGuard:
     # --- handlers that take long -------------------------------------------------------------------------------------
 
     def long_handler(self, now_ns: int) -> dict[str, object] | None:
-        """The handler that takes long, if there is one; plain values."""
+        """Describe the handler that takes long, if there is one; plain values."""
         noted = self._noted
         if noted is None or noted.for_s <= 0:
             return None
@@ -134,7 +136,8 @@ class PoisonGuard:
         }
 
     def long_handler_text(self, now_ns: int) -> str:
-        """The same, such as ``handling Orders.place for 12 s (record 312, message 0, called by shop)``; or ""."""
+        """Describe the long handler in words, ``handling Orders.place for 12 s (record 312, message 0, called by
+        shop)``; or ""."""
         noted, long = self._noted, self.long_handler(now_ns)
         if noted is None or long is None:
             return ""
@@ -142,7 +145,7 @@ class PoisonGuard:
         return f"handling {noted.method or 'a message'} for {long['for_s']:.0f} s ({where})"
 
     def long_handler_warning(self, long_handler_s: float, now_ns: int) -> str:
-        """What the operator is to hear now of a handler that takes so long, once; or ""."""
+        """Return a warning about a handler that takes at least so long, once per message; or ""."""
         noted = self._noted
         if noted is None or noted.for_s < long_handler_s:
             return ""
@@ -156,7 +159,7 @@ def _is_same(one: Handling, other: Handling) -> bool:
 
 
 def _may_be(suspect: Suspect, noted: Handling) -> bool:
-    """Whether this death is one more of the same."""
+    """Return whether this death may be one more at the same message."""
     if suspect.sequence_id == UNKNOWN:
         return True
     indexes = suspect.message_index, noted.message_index
@@ -173,11 +176,11 @@ def format_message_position(sequence_id: int, message_index: int, caller: str | 
     return f"record {sequence_id}{message}, called by {caller or 'itself'}"
 
 
-# Callers whose calls have ended the app's process, and queries that did: who is held off, and what is asked no more.
+# Penalties for callers whose calls have ended the app's process, and for queries that did.
 #
-# A logged message that ends the process has a verdict (`careful.py`), a query has none in the log: it is known here, as
-# long as the coordinator runs. A caller with many such calls would stop the app with each of them anew, so it is held
-# off for a time that doubles with each further death.
+# A logged message that ends the process gets a verdict. A query is in no log, so it is remembered here, as long as the
+# coordinator runs. A caller with many such calls would stop the app with each of them, so it is held off for a time
+# that doubles with each further death.
 
 
 KNOWN_MAX = 10_000  # callers, and queries; beyond it the oldest are forgotten
@@ -206,8 +209,7 @@ class CallerPenalties:
     # --- callers -----------------------------------------------------------------------------------------------------
 
     def died_of(self, caller: str, now_ns: int, deaths: int = 1) -> tuple[int, int]:
-        """The app's process has ended so often at one call of ``caller``: how many deaths that makes, and how long it
-        is held off now, in ns."""
+        """Count deaths at a call of ``caller``; return how many it has caused, and for how many ns it is held off."""
         known = self._callers.pop(caller, None)
         if known is None or now_ns - known.last_ns > FORGET_NS:
             known = _Caller()
@@ -230,14 +232,14 @@ class CallerPenalties:
         return self._held_until_ns > 0
 
     def held_ns(self, caller: str, now_ns: int) -> int:
-        """For how long nothing more is taken of ``caller``; 0: it may call."""
+        """Return for how many ns nothing more is taken of ``caller``; 0: it may call."""
         if now_ns >= self._held_until_ns:
             return 0
         known = self._callers.get(caller)
         return 0 if known is None else max(0, min(known.held_until_ns - now_ns, self._hold_ns_max))
 
     def hold_reason(self, caller: str, now_ns: int) -> str:
-        """In words; "" if it may call."""
+        """Return why ``caller`` is held off; "" if it may call."""
         held_ns = self.held_ns(caller, now_ns)
         if not held_ns:
             return ""
@@ -249,19 +251,19 @@ class CallerPenalties:
 
     @property
     def deaths(self) -> dict[str, int]:
-        """How many each caller has caused, of those that are remembered."""
+        """Deaths that each remembered caller has caused."""
         return {caller: known.deaths for caller, known in self._callers.items()}
 
     # --- queries -----------------------------------------------------------------------------------------------------
 
     def query_died(self, query: bytes) -> None:
-        """The app's process has ended at that query, given by :func:`digest_of`."""
+        """Count a death of the app's process at that query, given by :func:`digest_of`."""
         self._queries[query] = self._queries.pop(query, 0) + 1
         if len(self._queries) > KNOWN_MAX:
             self._queries.popitem(last=False)
 
     def query_answered(self, query: bytes) -> None:
-        """It did not end the process."""
+        """Forget deaths at that query: the process survived it."""
         self._queries.pop(query, None)
 
     @property
@@ -269,11 +271,11 @@ class CallerPenalties:
         return bool(self._queries)
 
     def is_suspected(self, query: bytes) -> bool:
-        """The process has ended at it: it is asked alone, so that it is known for certain."""
+        """Return whether the process has ended at that query. It is then asked alone, to know for certain."""
         return query in self._queries
 
     def query_refusal(self, query: bytes) -> str:
-        """In words; "" if it may be asked."""
+        """Return why the query is refused; "" if it may be asked."""
         deaths = self._queries.get(query, 0)
         if self._kills_max is None or deaths < self._kills_max:
             return ""
@@ -282,7 +284,7 @@ class CallerPenalties:
 
 
 def digest_of(asker: str, method_id: int, arguments: bytes) -> bytes:
-    """What a query of ``asker`` is known by."""
+    """Return the digest that identifies a query of ``asker``."""
     digest = hashlib.blake2b(f"{asker}\0{method_id}\0".encode(), digest_size=16)
     digest.update(arguments)
     return digest.digest()

@@ -1,9 +1,9 @@
-"""A state that can't be saved: the instance goes on from the checkpoint before, and what is done about it.
+"""Unsaved state: what happens when an app's state can't be saved. The instance goes on from the checkpoint before.
 
-The app says so in place of a checkpoint, and which message made it so. By itself, or as an operator has decided, it may
-have taken messages back: then it says which, right before the checkpoint of the state without them. Both count
-together, and until they do nothing leaves: so whatever crashes meanwhile, the log is one of a state with them or
-without.
+In place of a checkpoint the app says that it failed, and which message caused it. By itself, or on an operator's
+decision, it may take messages back; it then names them right before the checkpoint of the state without them. Both
+count together, and nothing leaves until they do. So after a crash at any time the log is one of a state with these
+messages, or without.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from immortal.protocol.verdicts import MessageKey, Unsaved, Verdict, VerdictKind
 
 @dataclass(slots=True, eq=False, repr=False)
 class Wish:
-    """Of an operator, ``who``: that a message be taken back. ``token``: whom to answer; None: it was answered.
-    ``asked``: the app was told."""
+    """Request of an operator, ``who``, to take a message back. ``token``: whom to answer; None: answered. ``asked``:
+    the app was told."""
 
     verdict: Verdict
     who: str
@@ -40,7 +40,7 @@ class Wish:
 
 @dataclass(slots=True, eq=False, repr=False)
 class UnsavedState:
-    """``failed``: why there is no checkpoint, since it was last asked for; None: there is one."""
+    """Handling of a state that can't be saved. ``failed``: why the last checkpoint failed; None: it did not."""
 
     name: str
     limits: Limits
@@ -82,7 +82,7 @@ class UnsavedState:
         self.peers.held = True
 
     def checkpoint_whole(self, group: Group) -> None:
-        """Its header is in ``group``: what was taken back for it counts with it."""
+        """Log the verdicts on taken-back messages in ``group``, together with the checkpoint's header."""
         for verdict in self._taken_back:
             self.verdicts.give(verdict, group=group)
             wish = self._wishes.get(verdict.key)
@@ -121,7 +121,7 @@ class UnsavedState:
     # --- an operator decides -----------------------------------------------------------------------------------------
 
     def is_failed_message(self, key: MessageKey) -> bool:
-        """That message is known to be what keeps the state from being saved."""
+        """Return whether that message is known to keep the state from being saved."""
         failed = self.failed
         return failed is not None and key == (failed.sequence_id, failed.message_index, 0, 0)
 
@@ -135,14 +135,14 @@ class UnsavedState:
         return bool(self._wishes)
 
     def ask(self) -> None:
-        """Before a TakeCheckpoint: what it is to be without."""
+        """Tell the app, before a TakeCheckpoint, which messages to take back."""
         for wish in self._wishes.values():
             wish.asked = True
             self.outbox.send_control(MessageType.TAKE_BACK, encode_verdict(wish.verdict, MessageType.TAKE_BACK))
 
     def _answer_wishes(self, unsaved: Unsaved) -> None:
-        """There is no checkpoint without those messages either. Where another one stands in its way as well, they stay
-        noted, for when that is skipped too."""
+        """Answer operators that the checkpoint failed without those messages too. The wishes stay if another message
+        is in the way, until it is skipped as well."""
         if not all(wish.asked for wish in self._wishes.values()):  # with the next one
             self.checkpoints.wanted = True
             return
@@ -165,7 +165,7 @@ class UnsavedState:
     # --- in words ----------------------------------------------------------------------------------------------------
 
     def problem_text(self) -> str:
-        """What the state can't be saved for."""
+        """Describe why the state can't be saved."""
         failed = self.failed
         if failed is None:
             return ""
@@ -177,12 +177,12 @@ class UnsavedState:
 
     @property
     def _records(self) -> int:
-        """Behind the last checkpoint."""
+        """Number of records after the last checkpoint."""
         last = self.checkpoints.last
         return self.peers.log.durable_sequence_id - (-1 if last is None else last.sequence_id)
 
     def cost_text(self) -> str:
-        """What it costs to go on like that, and how much room the log has left."""
+        """Describe what it costs to go on without a checkpoint, and how much room the log has left."""
         text = f"a recovery goes over {self._records} records, and the log is not trimmed"
         space, limit = self.log_capacity.space, self.limits.log_limit_bytes
         if space is None:
@@ -193,7 +193,7 @@ class UnsavedState:
         return f"{text}: {_mib(left)} MiB of its {_mib(limit)} MiB are left"
 
     def remedy_text(self) -> str:
-        """What an operator can do."""
+        """Describe what an operator can do."""
         failed = self.failed
         skip = "" if failed is None or failed.sequence_id < 0 else f"{failed.sequence_id}:{failed.message_index}"
         ways = [f"'immortal skip {self.name} {skip} --reason ...'"] if skip else []

@@ -1,4 +1,4 @@
-"""What is asked as calls come in, of peers and of clients: whether they may be taken now, and which are refused."""
+"""Admission control: whether calls of peers and clients may be taken now, and which of them are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Admission:
-    """That of one instance, ``name``."""
+    """Admission control of one instance, ``name``."""
 
     def __init__(
         self,
@@ -45,16 +45,16 @@ class Admission:
         self._nesting_max = nesting_max
 
     def change(self, given: Mapping[str, Permission], *, has_keys: bool) -> None:
-        """The settings are others, or there are keys by now."""
+        """Take new settings, or the news that callers have keys."""
         self.permissions.change(given, has_keys=has_keys)
         self.open_calls.change(given)
 
     def wait_reason(self, caller: str) -> str:
-        """Why nothing of ``caller`` can be taken yet, in words; "" if it can."""
+        """Return why nothing of ``caller`` can be taken yet; "" if it can."""
         return self.permissions.wait_reason(caller)
 
     def peer_wait_reason(self, caller: str) -> str:
-        """As :meth:`wait_reason`, of a peer."""
+        """Like :meth:`wait_reason`, for a peer."""
         why = self.permissions.wait_reason(caller, is_instance=True)
         limit = self.open_calls.limit(caller)
         if why or limit is None or (self.open_calls.is_known and self.permissions.takes_verdicts):
@@ -65,7 +65,7 @@ class Admission:
         )
 
     def is_full(self, caller: str) -> bool:
-        """No more is taken of ``caller`` now: it has made too many calls that it may not make."""
+        """Return whether ``caller`` has made so many refused calls that a checkpoint must come first."""
         call_failures = self.call_failures
         if call_failures is None:
             return False
@@ -73,22 +73,22 @@ class Admission:
         return (is_limited or caller in call_failures.nested) and call_failures.needs_checkpoint()
 
     def must_wait(self, caller: str, now_ns: int) -> bool:
-        """It has used up what it may call in a second, or is held off: it is heard later."""
+        """Return whether ``caller`` has used up its rate, or is held off, and so must wait."""
         return bool(self.hold_off_reason(caller, now_ns)) or self.permissions.must_wait(caller, now_ns)
 
     def hold_off_reason(self, caller: str, now_ns: int) -> str:
-        """Why nothing of ``caller`` is taken for a while, as its calls ended the app's process; "" if it is."""
+        """Return why ``caller`` is held off, as its calls ended the app's process; "" if it is not."""
         return "" if self.call_failures is None else self.call_failures.penalties.hold_reason(caller, now_ns)
 
     @property
     def holds_back(self) -> bool:
-        """Somebody may have to wait."""
+        """A rate or a hold-off may make somebody wait."""
         return self.permissions.has_rates or (self.call_failures is not None and self.call_failures.penalties.has_held)
 
     def first_of(
         self, caller: str, calls: bytes, count: int, now_ns: int, open_count: int | None = None
     ) -> tuple[int, int]:
-        """How many of these messages may be taken now, and where they end; see :meth:`Permissions.first_of`."""
+        """Return how many of these messages may be taken now, and where they end; see :meth:`Permissions.first_of`."""
         if self.hold_off_reason(caller, now_ns):
             return 0, 0
         return self.permissions.first_of(caller, calls, count, open_count, now_ns)
@@ -96,7 +96,7 @@ class Admission:
     def taken(
         self, group: Group, calls: bytes, count: int, caller: str, who_waits: str, reserved: Sequence[int] = ()
     ) -> None:
-        """These ``count`` calls of ``caller`` were just added to ``group``: what it may not send gets its verdict.
+        """Give verdicts on those of ``count`` calls of ``caller``, just added to ``group``, that it may not send.
 
         ``reserved``: indices of calls of methods that only the app itself may call.
         """
@@ -123,9 +123,9 @@ class Admission:
             call_failures.refuse(group, found, caller, who_waits, Cause.FORBIDDEN)
 
     def refuse_nested(self, group: Group, calls: bytes, count: int, caller: str, who_waits: str) -> None:
-        """Of these messages, just added to ``group``, those that are nested too deeply get their verdicts.
+        """Give verdicts on messages, just added to ``group``, that are nested too deeply.
 
-        Arguments of an app of the base protocol are its own matter, and need be no MessagePack.
+        Arguments of an app of the base protocol are its own matter, and need not be MessagePack.
         """
         call_failures = self.call_failures
         if call_failures is None or not call_failures.peers.app_knows_extensions:
@@ -138,7 +138,7 @@ class Admission:
             call_failures.refuse(group, refused, caller, who_waits, Cause.UNUSABLE)
 
     def _describe_nested(self, calls: bytes, start: int, caller: str) -> tuple[str, str]:
-        """The method of the RPC whose data begins there, and why it is refused."""
+        """Return the method of the RPC whose data begins at ``start``, and why it is refused."""
         method = self.permissions.name_of(decode_zigzag_int(calls, start + 1)[0])
         what = f"a call of {method}" if calls[start] == RpcKind.CALL else "an answer"
         return method, f"{self.format_nesting_refusal(what)} (from {caller or self._name!r})"
@@ -147,11 +147,11 @@ class Admission:
         return f"{what} is nested more than {self._nesting_max} levels deep (nesting_max)"
 
     def is_nested(self, arguments: bytes) -> bool:
-        """Whether the arguments of a query are nested too deeply."""
+        """Return whether the arguments of a query are nested too deeply."""
         return is_nested_beyond(arguments, 0, len(arguments), self._nesting_max + 1)
 
     def checked_reply(self, reply: Reply) -> Reply:
-        """What a client is told: where the app's answer is nested too deeply, that it is."""
+        """Return the app's reply, or an error in its place where it is nested too deeply for a client."""
         value = b"\x91" + reply.value if reply.kind == ReplyKind.VALUE else b"\x93" + reply.value
         if not is_nested_beyond(value, 0, len(value), self._nesting_max + 1):
             return reply
@@ -160,7 +160,7 @@ class Admission:
         return Reply(reply.number, ReplyKind.RAISED, failed[1:])
 
     def why_forbidden(self, caller: str, method: str) -> str:
-        """It names who asked, what it lacks, and how to give it that."""
+        """Explain a refusal: who called, what it lacks, and how to allow it."""
         text = f"{caller!r} may not call {method!r} of {self._name!r}"
         if self.permissions.lacks_queries(caller):
             return f"{text}; its app marks no method as {QUERIES}"
@@ -172,21 +172,21 @@ class Admission:
         return f"{text}: that is for {' or '.join(names) or 'its owner alone'}; {gives}"
 
     def replayed(self, sequence_id: int, record: memoryview, batches: Sequence[BatchSource]) -> None:
-        """A recovery replays a ``record``, whose trailer has ``batches``."""
+        """Count the open calls of a ``record`` that a recovery replays; its trailer has ``batches``."""
         for sender, calls in stream_batches(record, batches, self.open_calls.counts):
             self.open_calls.replayed(sender.name, calls, sequence_id)
 
 
-# Calls of peers that wait for an answer and have none yet: counted for callers that may have only so many at once.
+# Open calls of peers, counted for callers that may have only so many at once.
 #
-# A call beyond that takes its place in the log, with a verdict, and its caller is told: it is refused, as one of a
-# method that the caller may not call. It is not held back, as calls beyond a rate are: what stands behind it in its
-# caller's stream may be the very answer that the calls before it wait for, and then none of them would ever end.
+# A call beyond the limit takes its place in the log with a verdict, and its caller is told, as for a method that it may
+# not call. It is not held back, as calls beyond a rate are: the next message of the same stream may be the very answer
+# that earlier calls wait for, and then none of them would ever end.
 #
-# Each call that waits counts until it is answered, a refused one too: the caller chooses the numbers, and may give two
-# calls the same one. What is counted follows from the log: a checkpoint has the calls that were open behind its record;
-# a recovery adds those of the records that it replays, and takes away what is answered once more. From the end of an
-# app until the next one has recovered nothing is taken of these callers.
+# Each call counts until it is answered, a refused one too: the caller chooses the numbers, and may give two calls the
+# same one. The counts follow from the log: a checkpoint has the calls open after its record; a recovery adds those of
+# the records that it replays, and removes what is answered again. Between the end of an app and its successor's
+# recovery nothing is taken from these callers.
 
 
 class _Open:
@@ -201,7 +201,7 @@ class _Open:
         self.count += 1
 
     def remove(self, number: int) -> None:
-        """One that may not be here."""
+        """Remove an answered call, if it is here."""
         records = self._records.get(number)
         if records is not None:
             self.count -= 1
@@ -217,7 +217,8 @@ class _Open:
 
 
 class OpenCalls:
-    """Those of one instance. ``is_known``: there is nothing that a recovery has still to find out."""
+    """Open calls of peers with a limit. ``is_known``: the counts are right, as a recovery has made all answers
+    again."""
 
     def __init__(self, given: Mapping[str, Permission], *, is_known: bool) -> None:
         self.is_known = is_known
@@ -226,14 +227,14 @@ class OpenCalls:
         self.change(given)
 
     def change(self, given: Mapping[str, Permission]) -> None:
-        """Calls that were taken before a caller had a limit do not count."""
+        """Take new limits. Calls taken before a caller had a limit do not count."""
         self._limits = {
             caller: permission.concurrent for caller, permission in given.items() if permission.concurrent is not None
         }
         self._open = {caller: self._open.get(caller) or _Open() for caller in self._limits}
 
     def limit(self, caller: str) -> int | None:
-        """How many calls ``caller`` may have open; None: any number."""
+        """Return how many calls ``caller`` may have open; None: any number."""
         return self._limits.get(caller)
 
     @property
@@ -242,7 +243,8 @@ class OpenCalls:
         return {caller: calls.count for caller, calls in self._open.items()}
 
     def taken(self, caller: str, calls: bytes, sequence_id: int) -> list[int]:
-        """Of packed RPC messages of the record ``sequence_id``, checked before: the indices of those too many."""
+        """Count the calls of the record ``sequence_id``, checked RPC messages; return the indices of those beyond
+        the limit."""
         limit = self._limits.get(caller)
         if limit is None:
             return []
@@ -254,7 +256,7 @@ class OpenCalls:
         return beyond
 
     def answered(self, caller: str, payload: bytes) -> None:
-        """The app's next messages to ``caller``: what they answer is open no more."""
+        """Remove the calls that the app's next messages to ``caller`` answer."""
         calls_open = self._open.get(caller)
         if calls_open is None or not calls_open.count:
             return
@@ -264,26 +266,26 @@ class OpenCalls:
                 calls_open.remove(number)
 
     def forget(self, caller: str) -> None:
-        """Its calls have other numbers from now on: its log is another one."""
+        """Forget the calls of ``caller``: its log is another one, with other call numbers."""
         if caller in self._open:
             self._open[caller] = _Open()
 
     # --- over a restart ----------------------------------------------------------------------------------------------
 
     def open_at(self, sequence_id: int) -> dict[str, list[int]]:
-        """What a checkpoint behind that record holds: the numbers of open calls in records up to it, by caller."""
+        """Return what a checkpoint after that record holds: numbers of open calls in records up to it, by caller."""
         found = {caller: calls.up_to(sequence_id) for caller, calls in self._open.items()}
         return {caller: numbers for caller, numbers in found.items() if numbers}
 
     def restore(self, at_checkpoint: Mapping[str, Sequence[int]], sequence_id: int) -> None:
-        """A recovery begins, at a checkpoint behind that record."""
+        """Start from a checkpoint after that record."""
         self._open = {caller: _Open() for caller in self._limits}
         for caller, calls in self._open.items():
             for number in at_checkpoint.get(caller, ()):
                 calls.add(number, sequence_id)
 
     def replayed(self, caller: str, calls: bytes, sequence_id: int) -> None:
-        """A record that a recovery replays holds these calls of ``caller``, who has a limit."""
+        """Count the calls of ``caller``, who has a limit, in a replayed record."""
         for _, number in _numbers(calls):
             self._open[caller].add(number, sequence_id)
 
@@ -296,13 +298,12 @@ def _numbers(calls: bytes) -> Iterator[tuple[int, int]]:
             yield index, waits.number
 
 
-# The delivery policy: all input passes here before it is logged, be it of peers, of clients, or of the own app.
+# Delivery policy: all input passes here before it is logged, from peers, clients and the own app.
 #
-# Today's is "in order, at once": what may be taken goes into the log as it comes. A call that its caller may not make
-# takes its place there with a verdict; one that comes too early for its caller's rate is left, with all behind it, for
-# its sender to send again. A policy that orders the calls of several senders would keep them here, and let them go in
-# its order. It sees calls and their caller; what came as which frame, is known twice, or lacks something before it, is
-# settled before.
+# Today's policy is "in order, at once": input goes into the log as it comes. A call that its caller may not make takes
+# its place there with a verdict. A call beyond its caller's rate is left out with everything behind it, and its sender
+# sends it again. A policy that orders the calls of several senders would keep them here and release them in its order.
+# It sees calls and callers only; frames, duplicates and gaps are settled before.
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -316,7 +317,8 @@ class Delivered:
 
 
 class Delivery:
-    """To the log of one instance. ``admission``: whether calls may be taken now, and which are refused."""
+    """Delivery policy: takes input to the log of one instance. ``admission``: decides what may be taken and what is
+    refused."""
 
     def __init__(self, log: GroupCommit, admission: Admission) -> None:
         self.admission = admission

@@ -1,6 +1,6 @@
-"""What an app may say and when: its messages, checked and made uniform.
+"""Messages from the app: which are allowed when, checked and made uniform, and who handles them.
 
-Calls come singly, in base batches or in batches that are demultiplexed already; they leave here as :class:`Calls`, all
+Calls come one by one, in base batches or in demultiplexed batches; they leave here as :class:`Calls`, all
 to one destination and all impulses or none.
 """
 
@@ -59,12 +59,12 @@ class Calls:
 
 
 def late_hello(message: Message) -> NoReturn:
-    """A Hello that is not the first message, which :meth:`AppSession.note_first_message` takes."""
+    """Refuse a Hello that is not the first message, which :meth:`AppSession.note_first_message` takes."""
     raise AppProtocolError("a Hello must be the app's first message")
 
 
 def read_calls(session: AppSession, own_name: str, message: Message) -> Iterator[Calls]:
-    """The calls in ``message``. Raises AppProtocolError, RemoteProtocolError."""
+    """Yield the calls in ``message``. Raises AppProtocolError, RemoteProtocolError."""
     message_type = message.message_type
     if session.phase not in SENDS_CALLS:
         raise AppProtocolError(
@@ -95,7 +95,7 @@ def refuse_too_large(session: AppSession, rpc: TooLargeRpc) -> CallTooLarge:
 
 
 def _base_calls(message: Message) -> Iterator[Calls]:
-    """The calls of an app that demultiplexes nothing: neighbours that go the same way are joined."""
+    """Yield the calls of an app that does not demultiplex; neighbours to one destination are joined."""
     destination, impulses = "", False
     run: list[bytes] = []
     for rpc in _outgoing(message):
@@ -146,7 +146,7 @@ def _checked(session: AppSession, own_name: str, calls: Calls) -> Calls:
     return calls
 
 
-# What the app says: one table of its messages, each with the part of the machine that it is for.
+# Dispatch: one table of the app's messages, each with its handler.
 
 
 LOGGED_EXTENSIONS = frozenset({MessageType.RECORD_TIME, MessageType.INSTANCE_NAME})
@@ -155,7 +155,7 @@ LOGGED_EXTENSIONS = frozenset({MessageType.RECORD_TIME, MessageType.INSTANCE_NAM
 
 @dataclass(slots=True, eq=False, repr=False)
 class AppInbox:
-    """``name``: of the instance."""
+    """Dispatches the app's messages to the parts that handle them. ``name``: the instance."""
 
     name: str
     turn: Turn
@@ -198,7 +198,7 @@ class AppInbox:
         }
 
     def received(self, event: ev.AppData) -> None:
-        """Bytes of the app. Raises RemoteProtocolError."""
+        """Handle bytes from the app. Raises RemoteProtocolError."""
         session = self.session
         if session.phase is Phase.WAITING or session.refused:
             return
@@ -244,7 +244,7 @@ class AppInbox:
             self.lifecycle.send_introduction()
 
     def _base_app_began(self) -> None:
-        """It begins with something that is no Hello."""
+        """Note a first message that is no Hello: an app of the base protocol."""
         if not self.session.has_spoken:
             self.session.note_first_message(None)
             self.admission.permissions.app_came(takes_verdicts=False)
@@ -275,13 +275,13 @@ class AppInbox:
                 impulses.take(calls)
 
     def admit_impulses(self) -> None:
-        """Those that are held back, if they need not wait any more."""
+        """Take the impulses that were held back, unless they must still wait."""
         if not self._impulses_wait:
             self.impulses.take_held()
 
     @property
     def _impulses_wait(self) -> bool:
-        """For room in the log; or until the upgrade that the app takes for done is."""
+        """Impulses must wait for room in the log, or for the upgrade to be durable."""
         return bool(self.log_capacity.full) or self.session.phase not in SENDS_IMPULSES
 
     def _attach(self, message: Message) -> None:
@@ -322,7 +322,7 @@ class AppInbox:
     # --- it breaks the protocol --------------------------------------------------------------------------------------
 
     def refuse(self, error: RemoteProtocolError) -> None:
-        """Its connection ends; the next one recovers."""
+        """End the connection of an app that broke the protocol; its successor recovers."""
         self.session.refused = True
         self.turn.report(AppBrokeProtocol(str(error)))
         self.outbox.send_text(MessageType.REFUSAL, str(error))

@@ -1,4 +1,4 @@
-"""Whether the log has room for more input, or its limit is reached because the app does not keep up."""
+"""Back-pressure: room in the log, impulses that wait for it, and whether the app is read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHECKPOINTS_IN_ONE_PLACE_MAX = 2  # of two that are kept, both must be new befor
 
 
 class LogCapacity:
-    """``full``: why the log takes no more than it must, in words; "" while there is room."""
+    """Room in the log. ``full``: why the log takes no more than it must; "" while there is room."""
 
     def __init__(self, name: str, limits: Limits) -> None:
         self.full = ""
@@ -47,7 +47,7 @@ class LogCapacity:
         self._asked = 0  # how often there
 
     def measured(self, space: LogSpace) -> bool:
-        """Take in what was measured; whether :attr:`full` has changed. What was full has room at 90 % of its limit."""
+        """Take a measurement; return whether :attr:`full` has changed. A full log has room at 90 % of its limit."""
         self.space = space
         limits, was_full = self._limits, bool(self.full)
         most_bytes = limits.log_limit_bytes
@@ -70,9 +70,10 @@ class LogCapacity:
         return f"{self._name!r} is full: {what}; its app must catch up, or the limit be raised"
 
     def wants_checkpoint(self, fed_sequence_id: int, durable_sequence_id: int, last: CheckpointHeader | None) -> bool:
-        """Whether a checkpoint now would let records go: the app has done a good part of what is behind the last one.
+        """Return whether a checkpoint now would free records: the app has handled a good part of those after the
+        last one.
 
-        To be asked once for each measurement.
+        Call it once for each measurement.
         """
         if not self.full or last is None:
             return False
@@ -89,16 +90,17 @@ def _mib_text(size_bytes: int) -> str:
     return f"{size_bytes / MIB:.0f} MiB"
 
 
-# Impulses: the app's input from outside the deterministic world, on its way to the log.
+# Impulses: input from outside the deterministic world, on its way to the log.
 #
-# To oneself they are logged input like any; to others they take their place in the stream, and are kept in a table.
+# Impulses to oneself are logged input like any other. Impulses to others take their place in the stream and are kept in
+# a table of the log.
 
 
 HELD_OVERHEAD_BYTES = 300  # of Python's objects around a batch that is held
 
 
 class Impulses:
-    """Those of one instance. ``count``: that it has sent to itself, in all its life."""
+    """Impulses of one instance. ``count``: how many it has sent to itself in all its life."""
 
     def __init__(self, limits: Limits, log: GroupCommit, peers: Peers, epoch: Epoch, turn: Turn) -> None:
         self.count = 0
@@ -113,17 +115,17 @@ class Impulses:
 
     @property
     def open_sequence_id(self) -> int:
-        """Of the record that has what was logged last."""
+        """Sequence ID of the record that holds the last logged impulse."""
         return self._log.open_sequence_id
 
     def load(self, summary: LogSummary) -> None:
-        """What the log has."""
+        """Take in what the log says."""
         known = summary.sources.get(IMPULSES)
         self.count = known.position if known else 0
         self._committer_id = summary.committer_id
 
     def hold(self, calls: Calls) -> None:
-        """Keep them until there is room in the log, or the app's upgrade is confirmed. Raises AppProtocolError."""
+        """Hold impulses until the log has room, or the app's upgrade is durable. Raises AppProtocolError."""
         if self.held_bytes > self._held_bytes_max:
             raise AppProtocolError(
                 f"the app's impulses that wait take {self.held_bytes} bytes, {self._held_bytes_max} is the most: "
@@ -134,18 +136,18 @@ class Impulses:
         self.held_bytes += len(calls.payload) + HELD_OVERHEAD_BYTES
 
     def take_held(self) -> None:
-        """Take what was held."""
+        """Take the impulses that were held."""
         held = self._held
         self.forget()
         for calls in held:
             self.take(calls)
 
     def forget(self) -> None:
-        """The app is gone: nobody was told that what is held here was accepted."""
+        """Drop held impulses of an app that is gone: nobody was told that they were accepted."""
         self._held, self.held_bytes = [], 0
 
     def take(self, calls: Calls) -> None:
-        """The app's next ones."""
+        """Log the app's next impulses."""
         if calls.destination == ONESELF:
             group = self.log_own(calls.count, calls.payload)
         else:
@@ -155,7 +157,7 @@ class Impulses:
         group.impulses_accepted += calls.count
 
     def log_own(self, count: int, payload: bytes) -> Group:
-        """Into the log, for the own app; the group that makes them durable."""
+        """Log impulses to the own app; return the group that makes them durable."""
         source = BatchSource(BatchKind.IMPULSES, ONESELF, self.count + 1, count, self._turn.now_ns)
         group = self._peers.delivery.deliver_own(source, payload).group
         self.count += count
@@ -163,14 +165,14 @@ class Impulses:
         return group
 
 
-# Whether the app is read, and for which peers it is held up; each change is told once, with the peer's name.
+# Back-pressure on the app: whether it is read, and for which peers it is held up. Each change is reported once.
 
 
 CALM_NS = 10_000_000_000  # a peer's state is told as better only when it has been so for this long
 
 
 class Load(IntEnum):
-    """How much waits for one peer, and what that means for the app."""
+    """Degree of load of one output stream, and what it means for the app."""
 
     IN_MEMORY = 0
     WAITED_FOR = 1  # memory is full, and the receiver takes what it can: the app waits for it
@@ -223,7 +225,7 @@ class BackPressure:
 
     @property
     def _app_has_nothing_to_do(self) -> bool:
-        """Nobody waits for what the app sends: no record is on its way to it, no checkpoint from it."""
+        """The app has handled all records and owes no checkpoint, so nothing it could send is waited for."""
         session = self.session
         has_all = session.fed_sequence_id == self.log.durable_sequence_id or self.pause.is_paused
         has_nothing = has_all and session.unsent_bytes <= 0

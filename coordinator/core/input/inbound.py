@@ -1,7 +1,7 @@
-"""The input streams: frames of peers come in, what is new in them is delivered, and they are answered.
+"""Input streams: takes frames of peers, delivers what is new in them, and answers them.
 
-A frame passes in this order: who sends it (``senders.py``), whether its sender has to wait for others (``turns.py``),
-what of it is new (``input_stream.py``), whether it is within what was granted (``grants.py``), and the delivery policy.
+A frame is checked in this order: its sender (Senders), its turn (FairTurns), what of it is new (InputStream), the
+window granted (WindowGrants), and the delivery policy (Delivery).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _ParkedHello:
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Reply:
-    """What to answer a frame."""
+    """Answer to a frame."""
 
     frame_type: FrameType
     position: int = 0
@@ -41,7 +41,7 @@ class _Reply:
 
 
 class Inbound:
-    """``streams``: all of them, by sender; that of oneself is among them."""
+    """Input side of all streams. ``streams``: by sender, the own one among them."""
 
     def __init__(self, end: LocalEndpoint, delivery: Delivery) -> None:
         self.grants = WindowGrants(end.limits)
@@ -54,11 +54,11 @@ class Inbound:
         self._parked: dict[str, deque[_ParkedHello]] = {}  # by sender
 
     def stream(self, source: str) -> InputStream:
-        """Of ``source``, new if there is none."""
+        """Return the stream from ``source``, made if it is new."""
         return self.senders.stream(source)
 
     def received(self, token: Token, frame: PeerFrame, now_ns: int) -> None:
-        """A frame from a peer. While stopping, none is taken or answered: their senders keep them."""
+        """Handle a frame from a peer. While stopping, frames are ignored: their senders keep them."""
         if not self._end.accepting:
             return
         self.grants.now_ns = now_ns
@@ -83,12 +83,11 @@ class Inbound:
 
     @property
     def holds_back(self) -> bool:
-        """Somebody may have to wait for its rate, or is held off."""
+        """A Hello waits for its sender's rate, or for the end of a hold-off."""
         return bool(self._parked) and self._end.ready and self._admission.holds_back
 
     def _park(self, hello: _ParkedHello) -> None:
-        """Answer it once the first start is complete, and calls can be judged. What a sender said long before its
-        newest needs no answer."""
+        """Keep a Hello until it can be answered. Only the newest few of a sender are kept."""
         sender, limits = hello.frame.sender, self._end.limits
         if sender not in self._parked and len(self._parked) >= limits.parked_senders_max:
             self._reply(hello.token, sender, self._not_ready(self._admission.peer_wait_reason(sender)))
@@ -97,12 +96,12 @@ class Inbound:
         parked.append(hello)
 
     def became_ready(self, now_ns: int) -> None:
-        """The first start is complete: answer who has asked meanwhile."""
+        """Note that the first start is complete, and answer parked Hellos."""
         self._end.ready = True
         self.answer_parked(now_ns)
 
     def answer_parked(self, now_ns: int) -> None:
-        """Those that need not wait any more."""
+        """Answer the parked Hellos that need not wait any more."""
         parked, self._parked = self._parked, {}
         for hello in chain.from_iterable(parked.values()):
             self.received(hello.token, hello.frame, now_ns)
@@ -110,7 +109,7 @@ class Inbound:
     # --- a Batch that comes before its turn --------------------------------------------------------------------------
 
     def _waits_for_turn(self, token: Token, frame: PeerFrame, now_ns: int) -> bool:
-        """Whether a Batch is held back for others, or refused since its sender has too much here."""
+        """Hold back or refuse a Batch whose sender must wait for others; False if it may be taken now."""
         sender, size_bytes = frame.sender, len(frame.payload)
         stream = self.streams.get(sender)
         if stream is None or frame.position + frame.count - 1 <= stream.received:
@@ -134,7 +133,7 @@ class Inbound:
         return True
 
     def take_turns(self, now_ns: int) -> None:
-        """Take the batches that have their turn now. While stopping, none."""
+        """Take the batches whose turn has come. While stopping, none."""
         self.grants.now_ns = now_ns
         allowed = self.grants.allowed_bytes
         while self._end.accepting and (waiting := self.turns.next(self._pending_bytes, allowed, now_ns)):
@@ -147,7 +146,7 @@ class Inbound:
     # --- what is new -------------------------------------------------------------------------------------------------
 
     def _answer(self, token: Token, frame: PeerFrame, now_ns: int) -> _Reply | None:
-        """To a frame of its sender; None: once what it waits for is durable."""
+        """Handle a frame of its sender; return the answer, or None if it follows once the log is durable."""
         stream = self.streams.get(frame.sender) or InputStream(frame.sender, None)
         if stream.waiting_count >= self._end.limits.waiting_frames_max:
             return self._too_many(stream, stream.waiting_count)
@@ -202,19 +201,19 @@ class Inbound:
         return _Reply(FrameType.WELCOME, stream.durable, code)
 
     def take_own(self, batch: OutputBatch, now_ns: int) -> None:
-        """The next of the stream to oneself."""
+        """Take the next batch of the stream to oneself."""
         frame = self._end.frame(FrameType.BATCH, ONESELF, batch.first_position, count=batch.count, time_ns=now_ns)
         source = BatchSource(BatchKind.STREAM, ONESELF, batch.first_position, batch.count, now_ns)
         delivered = self._delivery.deliver_own(source, batch.payload)
         self._took(self.stream(ONESELF), frame, batch.first_position, delivered)
 
     def _took(self, stream: InputStream, frame: PeerFrame, first_position: int, delivered: Delivered) -> None:
-        """The log is to know how far the stream has got as soon as it has the calls."""
+        """Note in the record's transaction how far the stream has got."""
         position = stream.take(frame, first_position + delivered.count - 1, len(delivered.calls))
         delivered.group.transaction.sources[stream.source] = position
 
     def became_durable(self, sources: Iterable[tuple[str, SourcePosition]], now_ns: int) -> None:
-        """Records up to these positions are on disk: acknowledge them."""
+        """Acknowledge batches up to these positions, which are on disk."""
         self.grants.now_ns = now_ns
         for source, known in sources:
             stream = self.stream(source) if source != IMPULSES else None
@@ -267,14 +266,14 @@ def _refuse(code: RefusedCode, reason: str) -> _Reply:
     return _Reply(FrameType.REFUSED, code=code, reason=reason)
 
 
-# Turns at the log: no peer holds up the others for long.
+# Fair turns at the log: no peer holds up the others for long.
 #
-# The log is written one commit after the other, so whoever comes behind another's bytes waits for them. While others
-# have sent of late, a sender has at most ``turn_bytes`` on their way to the disk, or one batch. The rest waits here,
-# and goes on in rounds of one batch for each sender.
+# The log is written one commit after the other, so a sender waits for the bytes of those before it. While several
+# senders are active, each has at most ``turn_bytes`` on their way to the disk, or one batch. The rest waits here, and
+# is taken in rounds of one batch for each sender.
 #
-# A batch larger than that holds the others up whatever its place. So where one did, the next such batch of anybody is
-# taken only after ``PAUSE_TIMES`` as long as it took: meanwhile the log is for those that it does not keep busy.
+# A batch larger than that holds up the others wherever it stands. After one did, the next large batch of anybody is
+# taken only after ``PAUSE_TIMES`` as long as it took; meanwhile the log is free for small ones.
 
 
 PAUSE_TIMES = 4
@@ -282,7 +281,7 @@ PAUSE_TIMES = 4
 
 @dataclass(slots=True, eq=False, repr=False)
 class WaitingBatch:
-    """A Batch, and the token by which it is answered."""
+    """Batch that waits for its sender's turn, with the token by which it is answered."""
 
     token: Token
     frame: PeerFrame
@@ -312,21 +311,21 @@ class FairTurns:
     _pause_until_ns: int = 0
 
     def note_sender(self, sender: str, now_ns: int) -> None:
-        """``sender`` has something for the log."""
+        """Note that ``sender`` has something for the log."""
         if sender != self._last[0]:
             self._last_other = self._last
         self._last = sender, now_ns
 
     def _other_ns(self, sender: str) -> int:
-        """When anybody else was heard last."""
+        """Return when another sender was last heard."""
         return (self._last_other if sender == self._last[0] else self._last)[1]
 
     def is_shared(self, sender: str, now_ns: int) -> bool:
-        """Somebody else than ``sender`` sends, too."""
+        """Return whether others than ``sender`` send, too."""
         return 0 <= now_ns - self._other_ns(sender) < self.limits.recent_ns
 
     def must_wait(self, sender: str, size_bytes: int, pending: int, now_ns: int) -> bool:
-        """Whether a batch that has come just now is for :meth:`wait`."""
+        """Return whether a batch that has just come must :meth:`wait`."""
         return sender in self._waiting or not self._has_turn(sender, size_bytes, pending, now_ns)
 
     def _has_turn(self, sender: str, size_bytes: int, pending: int, now_ns: int) -> bool:
@@ -338,7 +337,7 @@ class FairTurns:
         return self._long is None and not self.pauses(now_ns)
 
     def pauses(self, now_ns: int) -> bool:
-        """No batch of more than a turn is taken now."""
+        """Batches larger than a turn are not taken now."""
         return 0 < self._pause_until_ns - now_ns <= self.limits.turn_pause_ns_max  # else the clock has jumped
 
     def wait(self, token: Token, frame: PeerFrame) -> None:
@@ -352,8 +351,7 @@ class FairTurns:
         return len(self._waiting.get(sender, ())), self._waiting_bytes.get(sender, 0)
 
     def continues(self, frame: PeerFrame, received: int) -> bool:
-        """Whether what waits of its sender, and ``frame`` behind it, go on behind ``received`` without a gap or
-        anything twice."""
+        """Return whether the sender's waiting batches and ``frame`` continue ``received`` without gap or repetition."""
         position = received + 1
         for one in self._waiting.get(frame.sender, ()):
             if one.frame.position != position:
@@ -362,7 +360,7 @@ class FairTurns:
         return frame.position == position
 
     def take_all(self, sender: str) -> list[WaitingBatch]:
-        """What waits of ``sender`` waits no more."""
+        """Return and remove what waits of ``sender``."""
         self.waiting_bytes -= self._waiting_bytes.pop(sender, 0)
         return list(self._waiting.pop(sender, ()))
 
@@ -392,7 +390,7 @@ class FairTurns:
             self._long = _Long(sender, ticket, now_ns)
 
     def committed(self, ticket: int, now_ns: int) -> None:
-        """All commits up to ``ticket`` are durable."""
+        """Note that all commits up to ``ticket`` are durable."""
         long = self._long
         if long is None or ticket < long.ticket:
             return
@@ -402,5 +400,5 @@ class FairTurns:
             self._pause_until_ns = now_ns + min(PAUSE_TIMES * took_ns, self.limits.turn_pause_ns_max)
 
     def due_ns(self, now_ns: int) -> int | None:
-        """When to look again although nothing happens."""
+        """Return when to look again although nothing happens."""
         return self._pause_until_ns if self._waiting and self.pauses(now_ns) else None

@@ -24,7 +24,8 @@ from immortal.protocol.peer_frames import KNOWN_TO_RECEIVERS, FrameType, PeerFra
 
 
 class InputStream:
-    """``received``: the last position taken; ``durable``: the last position in the log on disk."""
+    """Receiving end of one stream. ``received``: the last position taken; ``durable``: the last position in the log
+    on disk."""
 
     def __init__(self, source: str, known: SourcePosition | None) -> None:
         self.source = source
@@ -44,7 +45,7 @@ class InputStream:
         self._waiting: list[tuple[int, object]] = []  # (last position, token) of frames to be acknowledged
 
     def refusal(self, frame: PeerFrame) -> tuple[RefusedCode, str] | None:
-        """Why ``frame`` can't be from the sender that this stream knows; None if it can. Notes a newer epoch."""
+        """Return why ``frame`` can't be from the sender that this stream knows; None if it can. Notes a newer epoch."""
         if self.committer_id and frame.committer_id != self.committer_id:
             if not (self.reset_pending and frame.frame_type is FrameType.HELLO):
                 return RefusedCode.COMMITTER_CHANGED, sender_swapped(
@@ -76,38 +77,39 @@ class InputStream:
         return None
 
     def has_greeted(self, committer_id: int) -> bool:
-        """Whether its batches may be taken: without a Hello they may be meant for a log that was here before."""
+        """Return whether batches of this sender may be taken. Before its Hello they may be meant for an earlier log."""
         return committer_id in (self.committer_id, self._greeted_committer_id)
 
     def _is_another_life(self, hello: PeerFrame) -> bool:
         return self.epoch_began_ns != 0 and hello.time_ns != 0 and hello.time_ns != self.epoch_began_ns
 
     def reset(self) -> SourcePosition:
-        """Let in a sender with another log, or with an older copy of the one that it had; what the log is to know."""
+        """Let in a sender with another log, or an older copy of its log; return the position to log."""
         self.reset_pending = True
         self.error = ""
         return self._known(self.epoch)
 
     def _known(self, epoch: int) -> SourcePosition:
-        """What the log is to know; taken as on its way there."""
+        """Return the position to log, and count it as on its way there."""
         self._logged_epoch = -max(epoch, 1) if self.reset_pending else epoch
         return SourcePosition(self.committer_id, self._logged_epoch, self.received)
 
     def new_epoch(self) -> SourcePosition | None:
-        """What the log is to know before a Hello is answered; None if it does, or will.
+        """Return the position to log before a Hello is answered; None if the log has it, or will.
 
-        Forgotten in a crash, an older epoch would be taken again, behind what its sender believes is its own.
+        If a crash lost it, an older epoch would be taken again, behind what its sender believes is its own.
         """
         return self._known(self.epoch) if self.received and 0 <= self._logged_epoch < self.epoch else None
 
     @property
     def was_reset(self) -> bool:
-        """By an operator, and nothing was taken since: a sender that had more acknowledged is let in as well."""
+        """An operator has reset the stream and nothing was taken since, so a sender that had more acknowledged is
+        let in."""
         return self._logged_epoch < 0
 
     @property
     def settled(self) -> bool:
-        """All that is taken, and the epoch, are durable."""
+        """The log on disk has the stream's last position and epoch."""
         return self.received <= self.durable and self.durable_epoch >= self._logged_epoch
 
     def _start_over(self, committer_id: int) -> None:
@@ -119,11 +121,11 @@ class InputStream:
         self.pending_bytes = 0
 
     def new_part(self, frame: PeerFrame, rules: CallRules) -> tuple[int, int, bytes, list[int]] | None:
-        """What of a Batch is new: (first position, count, payload, indices of calls of methods that are reserved for
-        the app itself); None if nothing, or if there is a gap.
+        """Return the new part of a Batch: (first position, count, payload, indices of calls of methods that are
+        reserved for the app itself). None if nothing is new, or there is a gap.
 
-        Taking it is up to :meth:`take`. Raises RemoteProtocolError for a payload that is not ``count`` calls that this
-        sender may send: logged, one of them could stop the app or speak for somebody else.
+        :meth:`take` then takes it. Raises RemoteProtocolError for a payload that is not ``count`` calls that this
+        sender may send: once logged, one of them could stop the app or speak for somebody else.
         """
         known = self.received - frame.position + 1  # messages of it that are here already
         if known < 0 or known >= frame.count:
@@ -137,7 +139,7 @@ class InputStream:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing was ever taken, and nobody waits: it can be forgotten."""
+        """The stream never took anything and nobody waits for it, so it can be forgotten."""
         return not (self.committer_id or self._waiting or self.reset_pending)
 
     @property
@@ -146,7 +148,7 @@ class InputStream:
         return len(self._waiting)
 
     def take(self, frame: PeerFrame, last_position: int, size_bytes: int) -> SourcePosition:
-        """The messages up to ``last_position`` go into the log; what the log is to know of it."""
+        """Count the messages up to ``last_position`` as taken; return the position to log."""
         self._taken.append((last_position, size_bytes))
         self.pending_bytes += size_bytes
         self.committer_id = frame.committer_id
@@ -159,7 +161,7 @@ class InputStream:
         self._waiting.append((last_position, token))
 
     def became_durable(self, position: int, epoch: int) -> list[object]:
-        """The log is durable up to ``position``, with ``epoch``; the tokens of the frames to acknowledge now."""
+        """Note that the log is durable up to ``position``, with ``epoch``; return tokens of frames to acknowledge."""
         self.durable, self.durable_epoch = position, epoch
         while self._taken and self._taken[0][0] <= position:
             self.pending_bytes -= self._taken.popleft()[1]
@@ -169,16 +171,16 @@ class InputStream:
         return done
 
 
-# The windows that a receiver grants: how many bytes each peer may have on their way here, unacknowledged.
+# Receive windows: how many unacknowledged bytes each peer may have in flight to this instance.
 #
-# All peers that send share one budget, less what waits for the disk already: so a disk that falls behind, or more
-# peers, make the windows smaller, and one that floods can't fill the memory that others need. Who sends more is
-# refused: a window that shrinks takes nothing back, so the largest one counts that may still be known there.
+# All active peers share one budget, less what waits for the disk. So a slow disk or more peers make the windows
+# smaller, and no peer can fill the memory that others need. A peer that sends more is refused. A smaller window takes
+# nothing back, so the largest one that the peer may still know counts.
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Granted:
-    """To one peer. What was said in a period counts until the end of the next."""
+    """Window granted to one peer. A window told in one period counts until the end of the next."""
 
     began_ns: int  # of this period
     peak_bytes: int  # said in it, or last before it
@@ -186,7 +188,7 @@ class _Granted:
 
 
 class WindowGrants:
-    """``now_ns``: the time, as last told."""
+    """Windows granted to peers. ``now_ns``: the time of the current turn."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -198,7 +200,7 @@ class WindowGrants:
         self.granted_bytes: dict[str, int] = {}  # as last said
 
     def sent(self, peer: str, now_ns: int) -> None:
-        """``peer`` has sent a Batch."""
+        """Note that ``peer`` has sent a Batch."""
         self._sent_ns[peer] = now_ns
         active_ns = self._limits.active_ns
         if now_ns - self._looked_ns >= active_ns // 10:
@@ -206,7 +208,7 @@ class WindowGrants:
             self._sent_ns = {name: at_ns for name, at_ns in self._sent_ns.items() if now_ns - at_ns < active_ns}
 
     def window_bytes(self, peer: str, pending_bytes: int) -> int:
-        """What to grant ``peer`` now, while ``pending_bytes`` wait for the disk."""
+        """Return the window to grant ``peer`` while ``pending_bytes`` wait for the disk, in bytes."""
         limits = self._limits
         sharing = len(self._sent_ns) + (peer not in self._sent_ns)
         share_bytes = (limits.receive_budget_bytes - pending_bytes) // sharing
@@ -222,7 +224,8 @@ class WindowGrants:
         return granted_bytes
 
     def allowed_bytes(self, peer: str) -> int:
-        """What ``peer`` may have on its way here by what it was told; in a life before this one perhaps."""
+        """Return how many bytes ``peer`` may have in flight by the largest window it may know, perhaps from an
+        earlier life."""
         if self._began_ns is None:
             self._began_ns = self.now_ns
         known = self._granted.get(peer)
@@ -241,11 +244,12 @@ class WindowGrants:
             known.pop(peer, None)
 
 
-# Who may send: a frame is of the sender that is known by that name here, or it is refused.
+# Known senders: a frame must come from the sender known by that name, or it is refused.
 
 
 class Senders:
-    """``streams``: the input streams, by sender. Names that only say Hello, or are refused, leave little for long."""
+    """Known senders. ``streams``: input streams by sender. Names that only say Hello, or are refused, leave little
+    for long."""
 
     def __init__(self, end: LocalEndpoint, grants: WindowGrants) -> None:
         self.streams: dict[str, InputStream] = {}
@@ -255,20 +259,20 @@ class Senders:
         self._grants = grants
 
     def load(self, summary: LogSummary) -> None:
-        """What the log says."""
+        """Take in what the log says."""
         for source, known in summary.sources.items():
             if source != IMPULSES:
                 self.streams[source] = InputStream(source, known)
 
     def stream(self, source: str) -> InputStream:
-        """Of ``source``, new if there is none."""
+        """Return the stream from ``source``, made if it is new."""
         stream = self.streams.get(source)
         if stream is None:
             stream = self.streams[source] = InputStream(source, None)
         return stream
 
     def refusal(self, frame: PeerFrame) -> tuple[RefusedCode, str] | None:
-        """Why ``frame`` is not taken or answered; None if it is. A Hello makes its sender known."""
+        """Return why ``frame`` is refused; None if it is taken. A Hello makes its sender known."""
         name, sender, is_hello = self._end.name, frame.sender, frame.frame_type is FrameType.HELLO
         if frame.frame_type is FrameType.UNKNOWN:
             return RefusedCode.UNKNOWN, f"{frame.reason} is not known here: {KNOWN_TO_RECEIVERS}"
@@ -295,7 +299,7 @@ class Senders:
     def _note_refused(
         self, frame: PeerFrame, stream: InputStream, code: RefusedCode, reason: str, *, is_known: bool
     ) -> None:
-        """The same reason is told once."""
+        """Report the refusal; each reason is reported once."""
         sender, effects = frame.sender, self._end.effects
         told, stream.error = stream.error == reason, reason
         if not is_known:

@@ -1,4 +1,4 @@
-"""What the app is given: its checkpoint's blob and the log's records, as far as it may have them and has room."""
+"""Feeding the app: its checkpoint's blob and the log's records, as far as it may have them and has room."""
 
 from __future__ import annotations
 

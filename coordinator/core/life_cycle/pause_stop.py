@@ -16,7 +16,7 @@ from immortal.protocol.messages import MessageType
 
 
 class Pause:
-    """``by``: who has paused it, "" while nobody has; ``since_ns``: when, the instance's time."""
+    """Pause of the app by an operator. ``by``: who paused it, "" if nobody; ``since_ns``: when, instance time."""
 
     def __init__(self, name: str, session: AppSession, turn: Turn) -> None:
         self.is_paused = False
@@ -27,7 +27,7 @@ class Pause:
         self._turn = turn
 
     def requested(self, event: ev.InstancePaused) -> None:
-        """An app that recovers is not paused: it would be neither of before nor of now, and is not primary yet."""
+        """Pause the app. One that recovers is not paused: its state would be neither of before nor of now."""
         session, turn = self._session, self._turn
         changed = not self.is_paused
         if changed and session.phase not in WORKS:
@@ -55,13 +55,13 @@ class Pause:
         return {"paused": {"by": self.by, "since_ns": self.since_ns} if self.is_paused else None}
 
 
-# A stop that an operator asks for: the app has its time for a last checkpoint, and is said goodbye to.
+# Shutdown on an operator's request: the app has time for a last checkpoint, and is told goodbye.
 #
 # NOT_ASKED --StopRequested--> ASKED --TakeCheckpoint sent--> LAST_CHECKPOINT --durable, or there is none--> GOODBYE
 #    '------StopRequested, another one follows--> HANDING_OVER --all input that was taken is durable--> the end
 #
-# Who hands over needs no checkpoint: who follows has the state. To the app it is as if its coordinator had died, but
-# for the word; what it was at is done by the one that follows, which has the same records.
+# Handing over needs no checkpoint, since the follower has the state. For the app it is like a crash of its coordinator
+# with a goodbye; the follower does what it was doing, since it has the same records.
 
 
 class StopStage(IntEnum):
@@ -73,8 +73,9 @@ class StopStage(IntEnum):
 
 
 class Shutdown:
-    """``stage``: it only ever rises; an app that is lost on the way ends the stop. What it means for the rest of the
-    machine are plain values, since each turn asks for them. ``feeds_no_more``: the app gets no more records."""
+    """Stop that an operator asks for. ``stage`` only rises; losing the app on the way ends the stop. The other
+    attributes repeat the stage as plain values, since each turn asks for them. ``feeds_no_more``: the app gets no
+    more records."""
 
     def __init__(self, outbox: AppOutbox, turn: Turn) -> None:
         self.is_requested = self.takes_last_checkpoint = self.said_goodbye = self.hands_over = self.feeds_no_more = (
@@ -97,7 +98,7 @@ class Shutdown:
         self._reach(StopStage.HANDING_OVER if hands_over else StopStage.ASKED)
 
     def checkpoint_asked(self) -> None:
-        """A checkpoint is asked for now: it is the last one if a stop is asked for."""
+        """Note that the app is asked for a checkpoint: during a stop it is the last one."""
         if self.stage is StopStage.ASKED:
             self._reach(StopStage.LAST_CHECKPOINT)
 
@@ -110,7 +111,7 @@ class Shutdown:
             self._say_goodbye()
 
     def checkpoint_failed(self) -> None:
-        """The app has none to give; the one before is there."""
+        """Say goodbye without a last checkpoint: the app has none to give, and the log has the one before."""
         if self.takes_last_checkpoint:
             self._say_goodbye()
 
@@ -120,5 +121,5 @@ class Shutdown:
         self._turn.effects.append(CloseApp())
 
     def report_stop_reason(self) -> None:
-        """To the app, that it is the end."""
+        """Tell the app that the coordinator stops."""
         self._outbox.send_text(MessageType.GOODBYE, "the coordinator was asked to stop")

@@ -1,4 +1,5 @@
-"""An app's way from its connection to being primary: it starts anew, or recovers from a checkpoint and a replay.
+"""Life cycle of an app, from its connection to being primary: a first start, or recovery from a checkpoint and a
+replay.
 
 The session's phases say how far it is (`session.py`). A recovery is a replay of a log that has ended; to follow is the
 same of one that another writes, and ends when this coordinator is given the right to write (`failover.py`). What the
@@ -37,7 +38,7 @@ from immortal.protocol.record import CHECKPOINT_SEQUENCE_ID, encode_record
 
 
 class Proof(Enum):
-    """Whether an app that is primary has made all that the log knows of."""
+    """Degree of proof that a primary app has made all outputs that the log knows of."""
 
     COMPLETE = "all is made, or not primary yet"
     AT_CHECKPOINT = "promoted: its next checkpoint shows it"
@@ -49,7 +50,7 @@ BEHIND = Proof.BEHIND  # each turn asks
 
 @dataclass(slots=True, eq=False, repr=False)
 class Lifecycle:
-    """``promote``: a recovered app begins to work without a checkpoint first."""
+    """Way of the app to being primary. ``promote``: a recovered app starts to work without a checkpoint first."""
 
     turn: Turn
     write_lease: WriteLease
@@ -89,7 +90,7 @@ class Lifecycle:
         self.start_recovery()
 
     def start_recovery(self) -> None:
-        """The app that is connected may be told what the log has, now or as soon as that is known."""
+        """Load the log for the connected app, now or as soon as it may be read."""
         if self.write_lease.writes:
             # The new epoch's commit is behind all that the last app has sent: once it is durable, so is that.
             self._load_ticket = self.epoch.begin()
@@ -108,8 +109,8 @@ class Lifecycle:
             self.turn.effects.append(LoadLog())
 
     def reload_if_due(self) -> None:
-        """What its writer has spilled by now, and what is acknowledged, need not stay in memory here: once in a while,
-        for a follower whose app has to wait for room, and so gets no record that would tell."""
+        """Look from time to time what the writer has spilled and what is acknowledged, so that it can leave memory
+        here. For a follower whose app waits for room, and so reads no record that would tell."""
         if not self._loading and self.turn.now_ns >= self._reload_due_ns:
             self._reload_due_ns = self.turn.now_ns + self.limits.recent_ns
             self._loading = True
@@ -117,11 +118,11 @@ class Lifecycle:
 
     @property
     def may_restart_recovery(self) -> bool:
-        """Nothing that was asked of the log for this session is still to be answered."""
+        """The log has answered everything that this session asked of it."""
         return not self._loading and not self.recovery.is_choosing
 
     def send_introduction(self) -> None:
-        """What the app is to know before its first record."""
+        """Send the app what it must know before its first record: verdicts and the time."""
         self.call_failures.send_verdicts()
         self.app_clock.introduce()
 
@@ -194,7 +195,8 @@ class Lifecycle:
             self.session.advance(Step.FOLLOWS)
 
     def log_grew(self, summary: LogSummary) -> bool:
-        """The log that the session follows is as ``summary`` says now. False where it has to begin anew, which it does.
+        """Take in that the followed log is now as ``summary`` says. False where the app must start over, which this
+        begins.
 
         Raises FollowerError.
         """
@@ -209,7 +211,7 @@ class Lifecycle:
         return True
 
     def _restart_reason(self, summary: LogSummary) -> str:
-        """Why the app that follows can't go on with the log, in words; "": it can. Raises FollowerError."""
+        """Return why the following app can't go on with the log; "" if it can. Raises FollowerError."""
         session, versions = self.session, self.upgrades.versions
         if len(summary.versions) > len(versions.starts):
             started, had = summary.versions[-1], versions.current
@@ -230,13 +232,13 @@ class Lifecycle:
         return ""
 
     def start_over(self, why: str) -> None:
-        """The app's state is of no use any more: the next one begins at a checkpoint."""
+        """Drop the app, whose state is of no use any more; its successor begins at a checkpoint."""
         self.turn.report(notices.FollowerBeginsAnew(problem=why))
         self.session.refused = True
         self.turn.effects.append(CloseApp())
 
     def take_over(self) -> None:
-        """The session has followed the log, which is ours to write by now; our epoch is durable."""
+        """Let the following app take over: this process writes the log now, and its epoch is durable."""
         if not self.call_failures.agrees_with_writer:
             self.call_failures.forget_unlogged()
             self.start_over("messages have failed for the app that follows, or for the one before it, and not for both")
@@ -248,7 +250,7 @@ class Lifecycle:
     # --- the end of the replay ---------------------------------------------------------------------------------------
 
     def end_replay_if_due(self) -> None:
-        """At the start of another version, and at the end of the replay, the app is told what it is to become."""
+        """Tell the app what to become, at the start of another version and at the end of the replay."""
         session, versions = self.session, self.upgrades.versions
         fed = session.fed_sequence_id
         if versions.version_starts_after(fed):
@@ -275,7 +277,7 @@ class Lifecycle:
         return self.took_over and self.session.hello is not None
 
     def _promote_if_due(self) -> None:
-        """The app may work once all is made again that the log knows of; its next checkpoint proves the rest."""
+        """Promote the app once it has made everything that the log knows of; its next checkpoint proves the rest."""
         if self.peers.replay_is_behind():
             return
         self.session.advance(Step.PROMOTED)
@@ -288,7 +290,7 @@ class Lifecycle:
         self.turn.report(notices.Recovered(self.epoch.number, self.session.fed_sequence_id))
 
     def _waits_for_receivers(self) -> bool:
-        """What receivers have of a lost part is theirs to say: an acknowledgement may have been lost with it."""
+        """Return whether a receiver must still say how much it has: an acknowledgement may be lost in a cut."""
         unanswered_receivers = self.peers.unanswered_receivers()
         if unanswered_receivers and not self._wait_reported:
             self._wait_reported = True
@@ -298,17 +300,17 @@ class Lifecycle:
     # --- the proof: all is made that the log knows of ----------------------------------------------------------------
 
     def check_replay_complete(self) -> None:
-        """Whether what was behind has come."""
+        """Note if the outputs that were missing have come."""
         if not self.peers.replay_is_behind():
             self.proof = Proof.COMPLETE
 
     def prove_promotion(self) -> None:
-        """A checkpoint of the app has begun: all that it has made by then is sent."""
+        """Finish the replay of a promoted app: its checkpoint has begun, so all that it made by then is sent."""
         if self.proof is Proof.AT_CHECKPOINT:
             self.finish_replay()
 
     def finish_replay(self) -> None:
-        """The app has made what the replay was to make, but for what it holds back. Raises DivergenceError."""
+        """Finish the replay: the app has made everything but what it holds back. Raises DivergenceError."""
         self._replay_is_known()
         if self.is_cut:
             self._healing = self.peers.heal_cut()
@@ -321,14 +323,14 @@ class Lifecycle:
         self.proof = Proof.BEHIND if behind else Proof.COMPLETE
 
     def _replay_is_known(self) -> None:
-        """A recovery has made all answers once more that there were."""
+        """Count open calls from here on: the recovery has made all answers again."""
         if not self.admission.open_calls.is_known:
             self.admission.open_calls.is_known = True
             if self.peers.ready:
                 self.peers.answer_parked(self.turn.now_ns)
 
     def take_healing(self, transaction: Transaction) -> None:
-        """What heals a cut becomes durable with the checkpoint behind it."""
+        """Add what heals a cut to the checkpoint's transaction."""
         if self._healing is not None:
             transaction.absorb(self._healing)
             self._healing = None
@@ -337,10 +339,10 @@ class Lifecycle:
         self.is_cut = self.peers.held = False
 
 
-# Upgrades of the app: those of the log's past, which each replay repeats, and the one that an operator has asked for.
+# Upgrades of the app: those of the log's past, which each replay repeats, and a new one that an operator asks for.
 #
-# Both are asked for behind a record of the replay, and begin with a checkpoint of the app. Of the past that is all. The
-# new version is the log's once another checkpoint, which confirms it, is durable; until then the old one is whole.
+# Both are requested after a record of the replay, and begin with a checkpoint of the app. A past upgrade needs no more.
+# A new version counts once a second checkpoint, which confirms it, is durable; until then the old one is intact.
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -356,12 +358,12 @@ class Upgrades:
     # --- asking ------------------------------------------------------------------------------------------------------
 
     def repeat_next(self) -> None:
-        """The replay has come to where the next version of the log's past begins."""
+        """Ask the app for the next version of the log's past, where the replay has come to its start."""
         self._replayed_version = self.versions.take_next()
         self._ask(self._replayed_version.version)
 
     def ask_for_new(self) -> None:
-        """The replay is complete: the app is to become what the operator has asked for."""
+        """Ask the app for the version that the operator wants: the replay is complete."""
         self.session.checkpoint_sequence_id = self.session.fed_sequence_id
         self._ask(self.versions.upgrade_to)
 
@@ -375,7 +377,7 @@ class Upgrades:
     # --- the app's answer --------------------------------------------------------------------------------------------
 
     def is_new(self) -> bool:
-        """The checkpoint that comes begins the new version, not one of the past. Raises AppProtocolError where the app
+        """Return whether the checkpoint that comes begins the new version. Raises AppProtocolError where the app
         names another version than was asked for."""
         if self._replayed_version is not None:
             return False
@@ -387,7 +389,7 @@ class Upgrades:
         return True
 
     def upgraded(self) -> None:
-        """The app has sent the checkpoint that an upgrade begins with."""
+        """Take the app's checkpoint that begins an upgrade."""
         session = self.session
         session.upgraded = True
         session.upgraded_sequence_id = session.fed_sequence_id
@@ -399,7 +401,7 @@ class Upgrades:
         self.outbox.send_control(MessageType.TAKE_CHECKPOINT)
 
     def failed(self, message: Message) -> None:
-        """The app's UpgradeFailed. Raises DivergenceError where it is one of the log's past."""
+        """Handle the app's UpgradeFailed. Raises DivergenceError where it repeats an upgrade of the log's past."""
         session = self.session
         reason = message.data.decode("utf-8", "replace")
         if session.phase not in UPGRADES:
@@ -426,7 +428,7 @@ class Upgrades:
     # --- durable -----------------------------------------------------------------------------------------------------
 
     def began(self, start: VersionStart) -> None:
-        """A version is durable: of the first start, or behind an upgrade."""
+        """Note that a version is durable: of the first start, or of an upgrade."""
         before = self.versions.current
         self.versions.began(start)
         if start.sequence_id < 0:

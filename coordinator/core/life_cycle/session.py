@@ -1,4 +1,4 @@
-"""One app's connection: its phase, what it has been given, what it has said of itself.
+"""Session with one app: its phase, what it has been given, what it has said of itself.
 
     WAITING --first start--> FIRST_START --its checkpoint--------------------------------> NORMAL
             --recovery-----> LOADING --> RESTORING --> REPLAYING --> BECOMING_PRIMARY ----> NORMAL
@@ -146,12 +146,12 @@ class AppSession:
         self.connect()
 
     def load(self, committer_id: int, logged_extensions: frozenset[int] | None) -> None:
-        """What the log says of itself and of its app."""
+        """Take in what the log says of itself and of its app."""
         self._committer_id = committer_id
         self.logged_extensions = logged_extensions
 
     def connect(self) -> None:
-        """Forget all about the last connection."""
+        """Start a new connection: forget all about the last one."""
         self.number += 1
         self.reader = MessageReader(rpc_size_bytes_max=self._rpc_size_bytes_max)
         self.hello: Hello | None = None
@@ -176,7 +176,7 @@ class AppSession:
 
     @property
     def is_loaded(self) -> bool:
-        """It is known whose log this is, and of which kind of app."""
+        """The log is loaded, so its committer ID and kind of app are known."""
         return self._committer_id != 0
 
     def advance(self, step: Step) -> None:
@@ -187,7 +187,7 @@ class AppSession:
 
     @property
     def extensions(self) -> frozenset[int]:
-        """What the app asked for and this coordinator has."""
+        """Extensions that the app asked for and this coordinator has."""
         if self._extensions_of is not self.hello:  # asked for with each batch
             self._extensions_of = self.hello
             self._extensions = self.hello.extensions & ALL_EXTENSIONS if self.hello else frozenset()
@@ -195,45 +195,46 @@ class AppSession:
 
     @property
     def knows_extensions(self) -> bool:
-        """The app knows more than the base protocol: calls of it that wait for an answer say who waits."""
+        """The app knows more than the base protocol: its calls that wait for an answer say who waits."""
         return not INTRODUCED.isdisjoint(self.extensions)
 
     @property
     def label(self) -> str:
-        """What the app calls itself."""
+        """Name that the app gives itself."""
         return self.hello.label if self.hello else ""
 
     @property
     def flushes(self) -> bool:
-        """Before a checkpoint the app sends all that it has made; one of the base protocol may do so behind it."""
+        """The app sends everything it has made before a checkpoint; an app of the base protocol may send some behind
+        it."""
         return MessageType.STREAM_BATCH in self.extensions
 
     @property
     def hello_is_due(self) -> bool:
-        """The app has not said anything yet, and the one that the log was begun with said Hello."""
+        """The app has not sent anything yet, and the app that began the log said Hello."""
         return bool(self.logged_extensions) and not self.has_spoken
 
     @property
     def waits_for_hello(self) -> bool:
-        """... and the Hello says what the app is to be told before its first record."""
+        """The app's Hello must come before its first record, since it says what to tell the app first."""
         return not self.has_spoken and not INTRODUCED.isdisjoint(self.logged_extensions or ())
 
     def note_first_message(self, message: Message | None) -> None:
-        """The app's first message (None: a blob), of which a Hello is nothing but the first. Raises
-        RemoteProtocolError."""
+        """Note the app's first message (None: a blob); only this one may be a Hello. Raises RemoteProtocolError."""
         self.has_spoken = True
         if message is not None and message.message_type == MessageType.HELLO:
             self.hello = decode_hello(message.data)
 
     def rules(self, own_name: str, destination: str) -> CallRules:
-        """What the app may send there."""
+        """Return the rules for what the app may send to ``destination``."""
         rules = self._rules.get(destination)
         if rules is None:
             rules = self._rules[destination] = from_app(own_name, destination, speaks=self.knows_extensions)
         return rules
 
     def sources_record(self, batches: Sequence[BatchSource]) -> bytes | None:
-        """What tells the app who sent the batches of the next record; None if it was told the same before."""
+        """Return the control record that names the senders of the next record's batches; None if they are the same
+        as before."""
         if MessageType.SOURCES not in self.extensions:
             return None
         runs: list[tuple[int, str]] = []
@@ -265,7 +266,7 @@ class AppSession:
         self.acceptances.append((durable_sequence_id, self.impulses_accepted))
 
     def acceptance_to_send(self) -> int | None:
-        """How many impulses of this connection are accepted, if there is news that the app may have now."""
+        """Return how many impulses of this connection are accepted, if the app is to hear of more now."""
         accepted = None
         while self.acceptances and self.acceptances[0][0] <= self.fed_sequence_id:
             accepted = self.acceptances.popleft()[1]

@@ -1,7 +1,7 @@
-"""Handlers that wait: what an operator asks of them is passed on to the app, what he orders goes into the log.
+"""Waiting handlers: an operator's questions about them go to the app, orders to them go into the log.
 
-An order is an impulse of the instance to itself. It is answered once the app has obeyed it: what it has come to is
-asked behind the record that has it.
+An order is an impulse of the instance to itself. It is answered once the app has obeyed it: after the record that holds
+it, the app is asked what came of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Ordered:
 
 @dataclass(slots=True, eq=False, repr=False)
 class WaitingHandlers:
-    """``name``: of the instance."""
+    """Questions and orders about handlers that wait. ``name``: the instance."""
 
     name: str
     session: AppSession
@@ -51,7 +51,7 @@ class WaitingHandlers:
 
     @property
     def has_work(self) -> bool:
-        """There may be something for :meth:`advance`."""
+        """An order's result is still to be asked for: :meth:`advance` may do something."""
         return bool(self._ordered)
 
     def ask(self, event: ev.HandlersAsked) -> None:
@@ -85,7 +85,7 @@ class WaitingHandlers:
         return ""
 
     def _paused(self) -> str:
-        """An order would be answered only once somebody resumes."""
+        """Return why an order must wait for somebody to resume; "" if it need not."""
         if not self.pause.is_paused:
             return ""
         return (
@@ -94,7 +94,7 @@ class WaitingHandlers:
         )
 
     def advance(self) -> None:
-        """The app may have been given the record of an order."""
+        """Ask the app about the orders whose records it has been given."""
         while self._ordered and self._ordered[0].sequence_id <= self.session.fed_sequence_id:
             one = self._ordered.popleft()
             self._send(one.token, one)
@@ -107,7 +107,7 @@ class WaitingHandlers:
         self.outbox.send_control(MessageType.HANDLERS_ASKED, encode_handlers_question(question))
 
     def answered(self, message: Message) -> None:
-        """The app has answered. Raises RemoteProtocolError."""
+        """Pass the app's answer on to the operator. Raises RemoteProtocolError."""
         answer = decode_answer(message.data)
         asked = self._asked.pop(answer.ticket, None)
         if asked is None:
@@ -119,7 +119,7 @@ class WaitingHandlers:
         self._answer(token, {**answer.value, **place})
 
     def app_lost(self) -> None:
-        """Nobody is there to answer. What is in the log the next app obeys."""
+        """Answer all operators, since the app is gone. Orders in the log are obeyed by its successor."""
         asked, ordered = self._asked, self._ordered
         self._asked, self._ordered = {}, deque()
         for token, one in asked.values():

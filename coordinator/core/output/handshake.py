@@ -1,4 +1,4 @@
-"""What is said with the receiver of one output stream: Hello, Welcome, and what else it answers.
+"""Handshake with the receiver of an output stream: Hello, Welcome, and its other answers.
 
 A stream is greeted before anything is sent, and again whenever it is not known what has arrived. One whose receiver
 refuses it, or is not what it was, stops alone: its messages are kept, and it is greeted again after a while.
@@ -19,7 +19,7 @@ from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
 
 
 class Handshake:
-    """With any receiver. ``some_failed``: a stream has stopped since the start; most of the time none has."""
+    """Handshake with any receiver. ``some_failed``: a stream has stopped since the start; mostly none has."""
 
     def __init__(self, end: LocalEndpoint, receivers: Receivers) -> None:
         self.some_failed = False
@@ -27,7 +27,7 @@ class Handshake:
         self._receivers = receivers
 
     def greet(self, stream: OutputStream) -> None:
-        """Ask how much the receiver has."""
+        """Send Hello, which asks how much the receiver has."""
         end = self._end
         stream.state = StreamState.GREETING
         pending = self._receivers.start(stream.destination).pending
@@ -38,7 +38,7 @@ class Handshake:
         end.effects.append(SendToPeer(stream.destination, stream.attempt, frame))
 
     def replied(self, stream: OutputStream, tag: int, frame: PeerFrame) -> None:
-        """The receiver has answered what was sent as the attempt ``tag``."""
+        """Handle the receiver's answer to the attempt ``tag``."""
         if stream.state in (StreamState.CLOSED, StreamState.FAILED) or tag < stream.first_tag:
             return
         destination = stream.destination
@@ -138,7 +138,7 @@ class Handshake:
         self._fail(stream, reason, failure="log full" if full else "", notice=StreamWaits if full else StreamStopped)
 
     def fail_forked(self, stream: OutputStream, received: int) -> None:
-        """The receiver has ``received`` messages, by its numbers, and this log never sent so many."""
+        """Stop a stream whose receiver has ``received`` messages, by its numbers: more than this log ever sent."""
         sent = stream.sent_through - stream.offset
         stream.forked = True
         reason = formatting.own_log_older(self._end.name, stream.destination, received, sent)
@@ -147,7 +147,8 @@ class Handshake:
     def _fail(
         self, stream: OutputStream, reason: str, *, failure: str = "", notice: type[StreamStopped] = StreamStopped
     ) -> None:
-        """``failure``: what it is about, where the reason has figures that change. The same one is told once."""
+        """Stop a stream and report it once per failure. ``failure``: what it is about, where the reason has figures
+        that change."""
         told = stream.failure == (failure or reason)
         stream.failure = failure or reason
         stream.fail(reason)
@@ -157,17 +158,18 @@ class Handshake:
             self._end.effects.append(Report(notice(stream.destination, reason)))
 
     def moved(self, stream: OutputStream) -> None:
-        """Nothing of what is on its way will arrive: ask how much has. A stopped stream waits for its turn."""
+        """Ask how much the receiver has, as nothing in flight will arrive. A stopped stream waits for its turn."""
         if stream.state in (StreamState.OPEN, StreamState.GREETING):
             stream.give_up_in_flight()
             self.greet(stream)
 
 
-# What is known of the instances at the receiving ends, in here and in the log.
+# Receivers: what this instance and its log know of the receiving ends.
 
 
 class Receivers:
-    """By name: ``committer_ids``, once seen; ``starts``, of the streams that were reset; ``acknowledged``, positions.
+    """Known receivers, by name: ``committer_ids``, once seen; ``starts`` of streams that were reset;
+    ``acknowledged`` positions.
 
     A stream of a replay may be acknowledged beyond what is made of it again; in ``acknowledged`` are only positions
     that were made.
@@ -181,27 +183,27 @@ class Receivers:
         self._freed_bytes = 0  # spilled and acknowledged since the end's trim_ticket
 
     def load(self, acknowledged: Mapping[str, int]) -> None:
-        """What the log says."""
+        """Take in what the log says."""
         for receiver, position in acknowledged.items():
             self.note_durable_acknowledgement(receiver, position)
 
     def note_durable_acknowledgement(self, receiver: str, position: int) -> None:
-        """The log has it that ``position`` is acknowledged."""
+        """Note that the log has the acknowledgement of ``position``."""
         self.acknowledged[receiver] = max(position, self.acknowledged.get(receiver, 0))
 
     def start(self, receiver: str) -> StreamStart:
         return self.starts.get(receiver, StreamStart())
 
     def set_start(self, receiver: str, start: StreamStart, group: Group) -> None:
-        """How its stream goes on from the commit of ``group``."""
+        """Set how the receiver's stream goes on from the commit of ``group``."""
         self.starts[receiver] = group.transaction.stream_starts[receiver] = start
 
     def set_committer(self, receiver: str, committer_id: int, group: Group) -> None:
-        """Its log is that one from the commit of ``group`` on."""
+        """Set the receiver's committer ID from the commit of ``group`` on."""
         self.committer_ids[receiver] = group.transaction.peers[receiver] = committer_id
 
     def acknowledge(self, stream: OutputStream, position: int) -> None:
-        """The receiver of ``stream`` has all up to ``position`` on disk."""
+        """Note that the receiver of ``stream`` has everything up to ``position`` on disk."""
         freed_bytes = stream.acknowledge(position)
         if position <= stream.position:  # else the replay has not got there: whether it will is not known yet
             self.note_acknowledged(stream)
@@ -215,7 +217,7 @@ class Receivers:
             self._end.log.open.transaction.acknowledged[receiver] = position
 
     def _trim_spilled(self, stream: OutputStream, size_bytes: int) -> None:
-        """Let what was spilled and is acknowledged be removed from the log, a step's worth at a time."""
+        """Let spilled messages that are acknowledged be removed from the log, a batch at a time."""
         end = self._end
         self._freed_bytes += size_bytes
         if self._freed_bytes >= end.limits.spill_trim_bytes or not stream.spill.kept_bytes:

@@ -1,4 +1,4 @@
-"""The output streams: what the app sends goes in, frames to the receivers come out.
+"""Output streams: messages from the app go in, frames to the receivers come out.
 
 A stream to oneself is one of them, whose receiver is the own log. The answers to clients are another, which goes to the
 log as well.
@@ -25,7 +25,7 @@ from immortal.protocol.trailer import OutputMarkEntry
 
 @dataclass(slots=True, eq=False, repr=False)
 class Outbound:
-    """``streams``: all of them, by destination; ``busy``: those that are not idle, and perhaps others."""
+    """Output side of all streams. ``streams``: by destination; ``busy``: the ones that are not idle, perhaps others."""
 
     end: LocalEndpoint
     receivers: Receivers
@@ -64,7 +64,7 @@ class Outbound:
         )
 
     def touched(self, destination: str) -> OutputStream | None:
-        """The stream to ``destination``, if there is one, of which something is about to change."""
+        """Return the stream to ``destination``, if there is one, and count it as busy."""
         stream = self.streams.get(destination)
         if stream is not None:
             self.busy[destination] = stream
@@ -86,13 +86,13 @@ class Outbound:
         return stream
 
     def begin(self, stream: OutputStream) -> None:
-        """Reach for the receiver: the stream is one of an app that works, or is to."""
+        """Greet the receiver: the stream belongs to an app that works, or is to."""
         stream.offset = self.receivers.start(stream.destination).offset
         self.end.effects.append(OpenPeer(stream.destination))
         self.handshake.greet(stream)
 
     def forget(self) -> None:
-        """The app is gone: its outputs will come again, by replay."""
+        """Forget the streams of an app that is gone: its replay makes the outputs again."""
         for destination, stream in self.streams.items():
             if destination not in (ONESELF, CLIENTS) and stream.state is not StreamState.CLOSED:
                 self.end.effects.append(ResetPeer(destination))
@@ -107,7 +107,7 @@ class Outbound:
     # --- from the app ------------------------------------------------------------------------------------------------
 
     def append(self, destination: str, count: int, payload: bytes) -> None:
-        """The app's next ``count`` messages to ``destination``."""
+        """Add the app's next ``count`` messages to ``destination``."""
         self.admission.open_calls.answered(destination, payload)
         self._moved.add(destination)
         stream = self.stream(destination)
@@ -119,25 +119,25 @@ class Outbound:
             stream.append(count, payload, self.end.held_ticket)
 
     def put_barrier(self, destination: str, now_ns: int) -> None:
-        """What the app sends behind this to others leaves once ``destination`` has what was sent there so far."""
+        """Hold back what the app sends to others from here on until ``destination`` has everything sent so far."""
         stream = self.streams.get(destination)
         if stream is not None and destination not in (ONESELF, CLIENTS) and not self.end.following:
             self.barriers.add(stream, now_ns)
 
     def place(self, marks: Iterable[OutputMarkEntry]) -> None:
-        """The log that is followed has these ``marks``: what the app has made up to them takes its place."""
+        """Place what the app has made up to these ``marks`` of the followed log."""
         for mark in marks:
             self.followed.reached(self.stream(mark.destination), mark.position)
 
     def place_all(self) -> None:
-        """There is nobody any more whose marks are to be waited for."""
+        """Place everything the app has made: no more marks of another writer come."""
         self.followed.place_all(self.streams)
 
     def new_marks(self, ticket: int) -> dict[str, OutputMark]:
-        """The marks of the streams that have moved since this was last asked, for the commit ``ticket``.
+        """Return the marks of the streams that moved since the last call, for the commit ``ticket``.
 
-        None from behind a verdict that only a later commit holds: without it a replay would make something else. Nor of
-        what is held for a checkpoint that changes what a replay makes.
+        None from behind a verdict that only a later commit holds: without it a replay would make something else. None
+        of what is held for a checkpoint that changes what a replay makes.
         """
         marks: dict[str, OutputMark] = {}
         if self.end.held_ticket > ticket or self.end.held:
@@ -151,13 +151,13 @@ class Outbound:
 
     @property
     def any_unmarked(self) -> bool:
-        """The app has made something of which no record has a mark."""
+        """The app has made something that no mark covers."""
         return any(self.streams[destination].is_unmarked for destination in self._moved)
 
     # --- to the receivers --------------------------------------------------------------------------------------------
 
     def send(self, now_ns: int) -> None:
-        """Put on their way all batches that may go now; none before the first checkpoint is durable: they follow it."""
+        """Send all batches that may go now; none before the first checkpoint is durable."""
         end, busy, spilling = self.end, self.busy, self.spilling
         if not end.ready or end.held or end.following:
             return
@@ -197,14 +197,14 @@ class Outbound:
             del busy[destination]
 
     def take_answers(self) -> list[OutputBatch]:
-        """The app's new answers to clients; under the same conditions as :meth:`send`."""
+        """Return the app's new answers to clients; under the same conditions as :meth:`send`."""
         stream = self.streams.get(CLIENTS)
         if stream is None or not self.end.ready or self.end.held or self.end.following:
             return []
         return stream.buffer.take_all(self.end.log.durable_ticket, stream.open_up_to(self.barriers.passed))
 
     def spilled_read(self, destination: str, first_position: int, batches: Sequence[OutputBatch]) -> None:
-        """What was asked for by ReadSpilled."""
+        """Take the result of a ReadSpilled."""
         stream = self.touched(destination)
         if stream is not None:
             stream.spilled_read(first_position, batches)
@@ -212,26 +212,26 @@ class Outbound:
     # --- from the receivers ------------------------------------------------------------------------------------------
 
     def replied(self, destination: str, tag: int, frame: PeerFrame) -> None:
-        """A receiver has answered."""
+        """Handle a receiver's answer."""
         stream = self.touched(destination)
         if stream is not None:
             self.handshake.replied(stream, tag, frame)
 
     def moved(self, destination: str) -> None:
-        """Nothing of what is on its way there will arrive."""
+        """Handle the news that nothing in flight to ``destination`` will arrive."""
         stream = self.touched(destination)
         if stream is not None:
             self.handshake.moved(stream)
 
     def own_became_durable(self) -> None:
-        """Of the stream to oneself, perhaps: its receiver is the own log."""
+        """Acknowledge the stream to oneself, whose receiver is the own log."""
         source, stream = self.inbound.streams.get(ONESELF), self.streams.get(ONESELF)
         if source is not None and stream is not None and source.durable > stream.acknowledged:
             self.busy[ONESELF] = stream
             stream.acknowledge(source.durable)
 
     def answers_durable(self, position: int) -> None:
-        """The replies up to this position of the stream to CLIENTS are in the log."""
+        """Acknowledge the stream to CLIENTS up to this position: the replies are in the log."""
         self.receivers.note_durable_acknowledgement(CLIENTS, position)
         if (stream := self.touched(CLIENTS)) is not None:
             stream.acknowledge(position)
@@ -241,17 +241,17 @@ class Outbound:
         return self.handshake.some_failed and any(stream.state is StreamState.FAILED for stream in self.busy.values())
 
     def retry_failed(self) -> None:
-        """What stopped them may have been mended at the other end: ask again."""
+        """Greet the receivers of stopped streams again: the cause may be mended there."""
         for stream in self.busy.values():
             if stream.state is StreamState.FAILED:
                 self.handshake.greet(stream)
 
 
-# What leaves only once calls to another instance are durable there: for apps that take part in ordered traffic.
+# Barriers: messages that leave only once earlier calls to another instance are durable there, for ordered traffic.
 #
-# Such an app says, between two batches, what it has called: whatever it sends behind that, to others, waits. So nothing
-# that follows from a call, by whatever way, is anywhere before the call is in its receiver's log. A receiver that does
-# not answer is waited for no longer than ``barrier_ns``, and not again before it answers.
+# Between two batches the app names an instance that it has called; what it sends to others after that waits. So nothing
+# that follows from a call arrives anywhere before the call is in its receiver's log. A receiver that does not answer is
+# waited for no longer than ``barrier_ns``, and not again before it answers.
 
 
 BARRIERS_MAX = 4096  # with so many on their way there is nothing to be told apart
@@ -267,7 +267,7 @@ class _Barrier:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Barriers:
-    """Of all streams of one connection. ``passed``: the number of the last one behind which all may leave."""
+    """Barriers of one connection. ``passed``: the last barrier behind which everything may leave."""
 
     barrier_ns: int
     passed: int = 0
@@ -277,16 +277,16 @@ class Barriers:
 
     @property
     def is_open(self) -> bool:
-        """Something may have to wait."""
+        """A barrier is not passed yet, so new messages may have to wait."""
         return bool(self._open)
 
     @property
     def due_ns(self) -> int | None:
-        """When it is waited for no longer."""
+        """Time at which the oldest barrier is given up."""
         return self._open[0].since_ns + self.barrier_ns if self._open else None
 
     def add(self, stream: OutputStream, now_ns: int) -> None:
-        """What is sent from here on waits for what ``stream`` has by now."""
+        """Hold back what is sent from here on until the receiver of ``stream`` has everything sent to it."""
         destination = stream.destination
         if stream.acknowledged >= stream.position or len(self._open) >= BARRIERS_MAX:
             return
@@ -298,7 +298,7 @@ class Barriers:
         self._open.append(_Barrier(self._last, destination, stream.position, now_ns))
 
     def stop(self, stream: OutputStream) -> None:
-        """Messages are about to be added to ``stream``: they wait for all that is open, but for what it has itself."""
+        """Make messages about to be added to ``stream`` wait for all open barriers but its own."""
         if stream.destination == ONESELF:
             return
         for barrier in reversed(self._open):
@@ -307,7 +307,7 @@ class Barriers:
                 return
 
     def update(self, streams: dict[str, OutputStream], now_ns: int) -> None:
-        """Receivers may have answered, or time has gone by."""
+        """Pass barriers whose receivers have answered, or whose time is over."""
         waiting = self._open
         while waiting:
             first = waiting[0]
@@ -325,13 +325,13 @@ class Barriers:
         self._waived.clear()
 
 
-# What memory has no room for: when it goes to the log, and how much of it there is.
+# Spilling: when messages go to the log because memory is full, and how many may.
 
 
 class SpillPolicy:
-    """Of all output ``streams``; ``busy`` are those that are not idle.
+    """Decides when output ``streams`` go to the log; ``busy`` are those that are not idle.
 
-    ``waits_for_receiver``: one waits instead of spilling; to be looked at again after a while.
+    ``waits_for_receiver``: one waits instead of spilling, and is looked at again after a while.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class SpillPolicy:
         self._busy = busy
 
     def update(self, stream: OutputStream, now_ns: int) -> None:
-        """To the log what has gathered, and back what there is room for again."""
+        """Spill what has gathered in ``stream``, and read back what memory has room for again."""
         log, limits, spill = self._end.log, self._end.limits, stream.spill
         read = stream.next_read(log.durable_ticket)
         if read is not None:
@@ -362,9 +362,10 @@ class SpillPolicy:
         ]
 
     def _slows_nobody(self, stream: OutputStream, now_ns: int) -> bool:
-        """The app may as well wait for that receiver: it takes what it can, and nobody else could be sent to meanwhile.
+        """Return whether the app may as well wait for that receiver: it takes what it can, and nobody else is sent
+        to.
 
-        To spill would only make the disk slower, for both. What was spilled before goes on to shrink: half as much as
+        Spilling would only make the disk slower, for both. What was spilled before goes on to shrink: half as much as
         was sent may be spilled anew.
         """
         recent_ns = self._end.limits.recent_ns
@@ -381,12 +382,12 @@ class SpillPolicy:
 
     @property
     def kept_bytes(self) -> int:
-        """Spilled to the log and not acknowledged, all streams together."""
+        """Bytes spilled to the log and not acknowledged, all streams together."""
         return sum([stream.spill.kept_bytes for stream in self._busy.values()])
 
     @property
     def full(self) -> list[str]:
-        """The destinations for which memory holds more than it may: what is spilled has reached its limit too."""
+        """Destinations for which memory holds more than it may, as the spill limit is reached too."""
         return [destination for destination, stream in self._busy.items() if stream.memory_is_full]
 
     @property

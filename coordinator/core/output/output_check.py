@@ -90,23 +90,24 @@ class OutputCheck:
 
     @property
     def waits(self) -> bool:
-        """There is a mark that the replay has not reached."""
+        """The replay has not reached a mark of the log."""
         return bool(self._expected)
 
     def expect(self, sequence_id: int | None, mark: OutputMark) -> None:
-        """The log says that the stream had ``mark``. To be compared by :meth:`compare`, in the order of the log."""
+        """Add a mark of the log, to be compared by :meth:`compare`, in the order of the log."""
         if mark.position > self._confirmed.position:  # those below are of what the checkpoint holds already
             self._expected.append((sequence_id, mark))
 
     def logged(self, batch: OutputBatch) -> None:
-        """The log has these messages: to be told before the mark behind them. The oldest go where memory is short."""
+        """Add messages that the log has, before the mark behind them. The oldest go where memory is short."""
         self._logged.append(batch)
         self._logged_size_bytes += len(batch.payload)
         while self._logged_size_bytes > KEPT_SIZE_BYTES_MAX and len(self._logged) > 1:
             self._logged_size_bytes -= len(self._logged.popleft().payload)
 
     def made(self, batch: OutputBatch, checksum_before: int, checksum_after: int) -> None:
-        """The replay has made ``batch``; the checksums of the stream before and behind it. An impulse changes none.
+        """Add a ``batch`` that the replay has made, with the stream's checksums before and after it. An impulse
+        changes none.
 
         Raises OutputDivergenceError.
         """
@@ -139,17 +140,18 @@ class OutputCheck:
             self._logged_size_bytes -= len(self._logged.popleft().payload)
 
     def has_confirmed(self, mark: OutputMark) -> bool:
-        """A mark of the log has shown that the replay made the same up to ``mark``, impulses left out."""
+        """Return whether a mark has shown that the replay made the same up to ``mark``, impulses left out."""
         confirmed = self._confirmed
         return not self._told and (confirmed.position >= mark.position or confirmed.checksum == mark.checksum)
 
     def finish(self) -> None:
-        """The replay is complete and holds nothing back. Raises OutputDivergenceError if it has made too little."""
+        """Check that the replay, now complete, has reached all marks. Raises OutputDivergenceError."""
         if self._expected:
             raise OutputDivergenceError(self._divergence(*self._expected[0]))
 
     def _checksum_at(self, position: int) -> int | None:
-        """None where the messages are not kept any more; a later mark covers them."""
+        """Return the checksum at ``position``; None where the messages are not kept any more, and a later mark
+        covers them."""
         for made in self._made:
             batch = made.batch
             if position == batch.last_position:
@@ -169,7 +171,7 @@ class OutputCheck:
         return expected[-1]
 
     def _divergence(self, sequence_id: int | None, mark: OutputMark, through: int | None = None) -> Divergence:
-        """``through``: so far the calls are compared with those of the log; without it up to the mark."""
+        """Describe a divergence. ``through``: compare calls with the log's up to there; without it up to the mark."""
         after, last = self._confirmed.position, max(mark.position, through or 0)
         made = _messages([entry.batch for entry in self._made], after, last)
         logged = _messages(self._logged, after, last)
@@ -188,7 +190,7 @@ class OutputCheck:
 
 
 def _messages(batches: Iterable[OutputBatch], after: int, last: int) -> dict[int, bytes]:
-    """Those behind ``after`` up to ``last``, by position. Of impulses that are acknowledged there are none."""
+    """Return the messages behind ``after`` up to ``last``, by position. Acknowledged impulses have none."""
     found: dict[int, bytes] = {}
     for batch in batches:
         if batch.last_position <= after or batch.first_position > last:
@@ -208,7 +210,7 @@ def _shown(messages: dict[int, bytes], last: int, same: set[int]) -> tuple[tuple
 
 
 def _front(message: bytes) -> tuple[int, int, int]:
-    """What is called, and how: all of a call but its arguments."""
+    """Return a call without its arguments: kind, method, type."""
     _, start, end = decode_message(message)
     rpc = decode_incoming_rpc(message, start, end)
     return rpc.kind, rpc.method_id, rpc.rpc_type

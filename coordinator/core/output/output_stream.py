@@ -1,4 +1,4 @@
-"""The sending end of one stream: from this instance to one other.
+"""Sending end of one stream, from this instance to one other.
 
 Every message of the app to that instance takes the stream's next position, from 1. A message is kept until the receiver
 has said that it is durable there: the oldest in memory, up to a limit, those behind them in the log. After a crash the
@@ -38,7 +38,7 @@ class StreamState(Enum):
 
 
 class OutputStream:
-    """What one destination is still to get. Messages go in by ``append*``; frames come out of :meth:`next_batch`."""
+    """Sending end of one stream. Messages go in by ``append*``; frames come out of :meth:`next_batch`."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class OutputStream:
         self._restore(unacknowledged)
 
     def _restore(self, unacknowledged: Sequence[OutputBatch]) -> None:
-        """A checkpoint holds what was in memory; what it lacks is in the log."""
+        """Restore what a checkpoint had in memory; what it lacks is in the log."""
         position = self.acknowledged
         for batch in unacknowledged:
             self._restore_stored(position + 1, batch.first_position - 1)
@@ -102,7 +102,7 @@ class OutputStream:
     # --- messages in ---------------------------------------------------------------------------------------------
 
     def append(self, count: int, payload: bytes, ticket: int = 0) -> None:
-        """The app's next ``count`` messages (checked before); not sent before the commit ``ticket`` is durable.
+        """Add the app's next ``count`` messages (checked before); they wait for the commit ``ticket``.
 
         On replay, kept impulses take their places between them. Raises DivergenceError.
         """
@@ -117,15 +117,15 @@ class OutputStream:
         self._add_impulses_that_follow()
 
     def keep_impulses(self, impulses: Sequence[ImpulseBatch]) -> None:
-        """The log has these impulses, in the order of their positions: the new ones among them get theirs."""
+        """Keep the new ones of these impulses of the log, ordered by position, until their places come."""
         self._kept_impulses.keep(impulses, self.position)
 
     def room_up_to(self, position: int) -> int:
-        """How many messages of the app, impulses left out, the stream takes until it has ``position``."""
+        """Return how many messages of the app, impulses left out, fit before ``position``."""
         return max(0, position - self.position - self._kept_impulses.count_up_to(position))
 
     def append_impulses(self, count: int, payload: bytes, ticket: int) -> ImpulseBatch:
-        """New impulses; not sent, nor anything behind them, before the commit ``ticket`` is durable."""
+        """Add new impulses; they and everything behind them wait for the commit ``ticket``."""
         if len(self._kept_impulses):  # an app that had held calls back sends something new before them
             raise self._kept_impulses.misplaced(self.position)
         batch = ImpulseBatch(self.position + 1, count, payload, self.destination)
@@ -135,11 +135,11 @@ class OutputStream:
 
     @property
     def end_of_replay(self) -> int:
-        """The position that the stream has at the end of the replay, when this is it."""
+        """Position of the stream if the replay ended here."""
         return self._kept_impulses.end_behind(self.position)
 
     def finish_replay(self, *, all_sent: bool = True) -> None:
-        """The replay is complete: impulses that came after the last replayed message go behind it.
+        """Complete the replay: impulses that came after the last replayed message go behind it.
 
         ``all_sent``: the app holds nothing back that its replay made; a base app may, and sends it later. Raises
         DivergenceError where the app has sent less than it once did.
@@ -165,12 +165,12 @@ class OutputStream:
 
     @property
     def has_kept_impulses(self) -> bool:
-        """Impulses whose places the replay has not reached; those right behind what it made take theirs now."""
+        """Impulses wait for places that the replay has not reached. Those that follow directly take theirs now."""
         self._add_impulses_that_follow()
         return len(self._kept_impulses) > 0
 
     def heal_cut(self) -> tuple[list[ImpulseBatch], list[int]]:
-        """The log was cut: what its lost part had sent is never made again. Go on behind what the receiver has.
+        """Go on behind what the receiver has, where the log was cut: what its lost part sent is never made again.
 
         In place of :meth:`finish_replay`. Impulses that the receiver has not are put behind, at new positions. Returns
         the rows that say so from now on, and the first positions of those that they replace. What was spilled behind
@@ -193,7 +193,7 @@ class OutputStream:
         return rows, [impulses.first_position for impulses in kept]
 
     def _add_impulses_that_follow(self) -> None:
-        """Kept impulses whose place is right behind what was made."""
+        """Add kept impulses whose place is directly behind what was made."""
         while (impulses := self._kept_impulses.take_following(self.position)) is not None:
             self._add_kept(impulses)
 
@@ -232,33 +232,34 @@ class OutputStream:
 
     @property
     def memory_bytes(self) -> int:
-        """Not acknowledged, and in memory."""
+        """Unacknowledged bytes in memory."""
         return self.buffer.in_flight_bytes + self.buffer.unsent_bytes + self.spill.gathered_bytes
 
     @property
     def spilled_bytes(self) -> int:
-        """Not acknowledged, and in the log alone."""
+        """Unacknowledged bytes in the log alone."""
         return self.spill.stored_bytes
 
     @property
     def waiting_bytes(self) -> int:
-        """Not acknowledged, on its way or not."""
+        """Unacknowledged bytes, in flight or not."""
         return self.memory_bytes + self.spilled_bytes
 
     @property
     def memory_is_full(self) -> bool:
-        """More is held than may be; one message alone may be larger than that."""
+        """The stream holds more in memory than it may; a single message may be larger than that."""
         return self.memory_bytes > self._limits.output_memory_bytes and (
             len(self.buffer) > 1 or self.spill.gathered_bytes > 0
         )
 
     def spilled_by_writer(self, extents: Sequence[SpilledExtent]) -> None:
-        """Of a stream that follows: the log has these of its messages, which need not stay in memory here."""
+        """Drop from memory what the writer of the followed log has spilled."""
         if self._may_spill and extents:
             self.spill.know(extents)
 
     def next_read(self, durable_ticket: int) -> tuple[int, int, int] | None:
-        """Where there is room again: what gathered goes back to the others; (first, last position, size) to read."""
+        """Move gathered messages back to the buffer where it has room; return (first, last position, size) to read
+        back."""
         buffer, spill = self.buffer, self.spill
         if self.state is not StreamState.OPEN:
             return None
@@ -275,14 +276,14 @@ class OutputStream:
         return None if found is None else (*found, size_bytes)
 
     def spilled_read(self, first_position: int, batches: Sequence[OutputBatch]) -> None:
-        """What was asked for by :meth:`next_read`."""
+        """Take the result of :meth:`next_read`."""
         for batch in self.spill.take_read(first_position, batches):
             self.buffer.put(batch, 0)
 
-    # --- what waits for other streams: barriers.py --------------------------------------------------------------------
+    # --- barriers: what waits for other streams -----------------------------------------------------------------------
 
     def wait_for(self, number: int) -> None:
-        """What is added from here on leaves once that barrier is passed."""
+        """Hold back what is added from here on until that barrier is passed."""
         if not self._gates or self._gates[-1][1] < number:
             self._gates.append((self.position, number))
 
@@ -306,7 +307,7 @@ class OutputStream:
         return batch
 
     def acknowledge(self, position: int) -> int:
-        """Everything up to ``position`` is durable at the receiver; how many bytes of the log that frees."""
+        """Note that the receiver has everything up to ``position``; return how many bytes of the log that frees."""
         if position <= self.acknowledged:
             return 0
         self.acknowledged = position
@@ -315,12 +316,12 @@ class OutputStream:
         return self.spill.acknowledge(position)
 
     def give_up_in_flight(self) -> None:
-        """What is on its way will not arrive, or not in order: it is to be sent again, under a new attempt."""
+        """Put what is in flight back, to be sent again under a new attempt: it will not arrive, or not in order."""
         self.attempt += 1
         self.buffer.give_up_in_flight()
 
     def reset(self) -> None:
-        """All that was sent or answered so far counts for nothing."""
+        """Close the stream; answers to anything sent so far are ignored."""
         self.give_up_in_flight()
         self.buffer.acknowledge(self.acknowledged)  # of a frame that was acknowledged in part
         self.first_tag = self.attempt
@@ -328,7 +329,8 @@ class OutputStream:
         self.error = self.failure = ""
 
     def open(self, ticket: int = 0) -> None:
-        """The receiver has said how much it has. Nothing is sent before the commit ``ticket`` is durable."""
+        """Open the stream: the receiver has said how much it has. Nothing is sent before the commit ``ticket`` is
+        durable."""
         self.state = StreamState.OPEN
         self.error = self.failure = ""
         self._opening_ticket = ticket
@@ -340,7 +342,7 @@ class OutputStream:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is to be done for it, or waited for, until something comes from the app or the receiver."""
+        """The stream has nothing to do or wait for until the app or the receiver sends something."""
         return (
             self.state is StreamState.OPEN
             and self.buffer.is_empty
@@ -351,7 +353,7 @@ class OutputStream:
 
     @property
     def wants_reply(self) -> bool:
-        """Whether something here is held up until the receiver answers."""
+        """Something here is held up until the receiver answers."""
         return (
             self.buffer.has_unsent
             or self.spill.active
@@ -362,7 +364,7 @@ class OutputStream:
 
     @property
     def sent_through(self) -> int:
-        """The last position that the receiver can have of this log. With more, it has something else at those."""
+        """Last position that the receiver can have of this log. If it has more, its messages are others."""
         return self.position if self._sent_through is None else max(self._sent_through, self.acknowledged)
 
     # --- marks ---------------------------------------------------------------------------------------------------
@@ -373,17 +375,17 @@ class OutputStream:
 
     @property
     def is_unmarked(self) -> bool:
-        """:meth:`take_new_mark` would give one, sooner or later."""
+        """The stream has moved since its last mark."""
         return self.position != self._marked_position
 
     def has_confirmed(self, mark: OutputMark) -> bool:
-        """While a replay makes it: the log's marks have shown that it is the same up to ``mark``."""
+        """Return whether the log's marks have shown that the replay is the same up to ``mark``."""
         return self._check is not None and self._check.has_confirmed(mark)
 
     def take_new_mark(self, ticket: int) -> OutputMark | None:
-        """The mark, if the stream has moved since this was last asked: for a record that the commit ``ticket`` holds.
+        """Return the mark if the stream has moved since the last call, for a record of the commit ``ticket``.
 
-        None as well while an impulse is in it that becomes durable only later: a crash in between would lose it.
+        None as well while it holds an impulse that becomes durable only later: a crash in between would lose it.
         """
         if self.position == self._marked_position or self._impulse_ticket > ticket:
             return None
@@ -392,5 +394,5 @@ class OutputStream:
 
     @property
     def unacknowledged(self) -> list[OutputBatch]:
-        """What is in memory. What lies between two of these, or behind them, is in the log, or on its way there."""
+        """Unacknowledged batches in memory. Gaps between or behind them are in the log, or on the way there."""
         return [*self.buffer.batches, *self.spill.gathered]

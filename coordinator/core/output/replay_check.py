@@ -1,6 +1,6 @@
-"""What a recovery does where its replay makes other calls than the log says: it stops, or goes on with a warning.
+"""Check of a replay's outputs against the log: on a difference a recovery stops, or warns and goes on.
 
-How many calls are made, and in which order, is strict either way: what a receiver has is known by its position.
+Number and order of calls are always strict: what a receiver has is known by its position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INPUT = (MessageType.RPC, MessageType.RPC_BATCH, MessageType.COUNT_REPLAYABLE_R
 
 
 class ReplayPolicy:
-    """That of one instance. ``effects``: where effects go; the machine's."""
+    """Strictness of one instance. ``effects``: the machine's list of effects."""
 
     def __init__(self, name: str, limits: Limits, session: AppSession, effects: MutableSequence[Effect]) -> None:
         self._name = name
@@ -43,13 +43,13 @@ class ReplayPolicy:
 
     @property
     def counts(self) -> bool:
-        """Calls are counted, and other arguments are let pass."""
+        """Calls are only counted; other arguments are let pass."""
         if self._limits.replay_check is None:
             return self._session.hello is None
         return self._limits.replay_check is ReplayCheck.COUNTS
 
     def differs(self, divergence: Divergence) -> None:
-        """A mark of the log does not fit. Raises OutputDivergenceError, or warns, once for each stream and recovery."""
+        """Handle a mark that does not fit. Raises OutputDivergenceError, or warns once per stream and recovery."""
         if not self.counts or divergence.other_calls:
             raise OutputDivergenceError(divergence)
         to = divergence.destination
@@ -59,7 +59,7 @@ class ReplayPolicy:
         self._effects.append(Report(Diverged(to, self._divergence_text(divergence), holds)))
 
     def explained(self, error: ImmortalError) -> ImmortalError:
-        """In the words of an operator, where it is about a replay."""
+        """Return an error about a replay in an operator's words; other errors unchanged."""
         if not isinstance(error, OutputDivergenceError):
             return error
         return DivergenceError(
@@ -73,7 +73,7 @@ class ReplayPolicy:
 
 
 def own_calls(record: memoryview, batches: Sequence[BatchSource]) -> Iterator[OutputBatch]:
-    """The calls to oneself in a logged ``record``, whose trailer has ``batches``."""
+    """Yield the calls to oneself in a logged ``record``, whose trailer has ``batches``."""
     for batch, calls in stream_batches(record, batches, (ONESELF,)):
         yield OutputBatch(batch.first_position, batch.count, calls)
 
@@ -81,7 +81,8 @@ def own_calls(record: memoryview, batches: Sequence[BatchSource]) -> Iterator[Ou
 def stream_batches(
     record: memoryview, batches: Sequence[BatchSource], senders: Container[str]
 ) -> Iterator[tuple[BatchSource, bytes]]:
-    """What these instances have sent of a logged ``record``, whose trailer has ``batches``: packed RPC messages."""
+    """Yield what these ``senders`` have sent in a logged ``record``, whose trailer has ``batches``: packed RPC
+    messages."""
     if not any(batch.kind == BatchKind.STREAM and batch.name in senders for batch in batches):
         return
     sources = iter(batches)
@@ -97,11 +98,11 @@ def stream_batches(
         offset = end
 
 
-# What the log says of the messages that a replay is to make: their marks, and those that were spilled.
+# Expected outputs: what the log says of the messages that a replay makes again, by marks and spilled extents.
 
 
 class ExpectedOutputs:
-    """Of the streams that a replay may fill, whether it has begun to or not."""
+    """Marks and spilled extents that a replay must reach, by destination, for streams that exist or not."""
 
     def __init__(self, end: LocalEndpoint, policy: ReplayPolicy) -> None:
         self._end = end
@@ -110,7 +111,7 @@ class ExpectedOutputs:
         self._spilled: dict[str, Sequence[SpilledExtent]] = {}  # of streams that there are not yet
 
     def begin(self, header: CheckpointHeader | None, spilled: Mapping[str, Sequence[SpilledExtent]]) -> None:
-        """A replay begins at that checkpoint; without one nothing is replayed."""
+        """Start at that checkpoint; without one nothing is replayed."""
         self._checks.clear()
         self._spilled = dict(spilled)
         if header is not None and self._policy.compares:
@@ -118,21 +119,21 @@ class ExpectedOutputs:
             self._checks = {name: OutputCheck(name, mark, differs) for name, mark in header.outputs.items()}
 
     def check(self, destination: str) -> OutputCheck | None:
-        """The check of a stream that the replay may fill."""
+        """Return the check of a stream that the replay may fill."""
         if not (self._end.catching_up and self._policy.compares):
             return None
         return self._checks.setdefault(destination, OutputCheck(destination, differs=self._policy.differs))
 
     def take_spilled(self, destination: str) -> Sequence[SpilledExtent]:
-        """What the log has of a stream that there is now."""
+        """Return what the log has spilled of a stream that is made now."""
         return self._spilled.pop(destination, ())
 
     def spilled(self, spilled: Mapping[str, Sequence[SpilledExtent]]) -> None:
-        """The log has these now, of what is made by then or is still to be made."""
+        """Replace the spilled extents by these, which the log has now."""
         self._spilled = dict(spilled)
 
     def record(self, sequence_id: int, record: memoryview, trailer: Trailer) -> None:
-        """A ``record`` to be replayed holds these marks. Raises DivergenceError where they do not fit the replay."""
+        """Expect the marks of a replayed ``record``. Raises DivergenceError where they do not fit."""
         own = self.check(ONESELF) if self._policy.counts else None
         if own is not None:
             for calls in own_calls(record, trailer.batches):
@@ -145,26 +146,26 @@ class ExpectedOutputs:
 
     @property
     def destinations(self) -> list[str]:
-        """Of all streams with something to be expected."""
+        """Destinations of all streams with something expected."""
         return [*self._checks, *self._spilled]
 
     @property
     def has_more(self) -> bool:
-        """The replay has not made yet all that the marks say that there was."""
+        """The replay has not yet made everything that the marks cover."""
         return any(check.waits for check in self._checks.values())
 
 
-# What the app of a follower makes, until it is known which positions it has.
+# Outputs of a follower's app, until their positions are known.
 #
-# An impulse of the writer takes its position when the writer's app sends it; in the log it may stand behind the record
-# whose calls come after it. So a follower's message takes its place only once a mark of the log covers it: behind a
-# mark's position, all impulses that are before it are known. The rest waits here, in the order in which it was made.
+# The writer's impulse takes its position when its app sends it, but may be in the log only after the record whose calls
+# follow it. So a follower's message takes its place only once a mark covers it: then all impulses before it are known.
+# Later messages wait here in the order in which they were made.
 
 
 @dataclass(slots=True)
 class FollowerSnapshotCut:
-    """The output streams between two messages of the app, by destination: each is known once what the app has made
-    before it has its place.
+    """State of the output streams between two messages of the app; each is known once the messages before it are
+    placed.
 
     ``waits_for``: so many of these messages have none yet. ``outputs``, ``unacknowledged``: as a checkpoint's header
     has them.
@@ -182,7 +183,7 @@ class FollowerSnapshotCut:
 
 
 class FollowerOutputs:
-    """Of all output streams, by destination."""
+    """Outputs of a follower's app that have no place yet, by destination."""
 
     def __init__(self, end: LocalEndpoint) -> None:
         self._end = end
@@ -196,7 +197,7 @@ class FollowerOutputs:
         self._cut = None
 
     def cut(self, streams: Mapping[str, OutputStream]) -> FollowerSnapshotCut:
-        """What the app has made so far, and nothing that it makes from now on. One at a time."""
+        """Cut the outputs here: what the app has made so far, and nothing later. One cut at a time."""
         cut = self._cut = FollowerSnapshotCut()
         for destination, stream in streams.items():
             if waiting := sum([count for count, _ in self._made.get(destination, ())]):
@@ -206,12 +207,12 @@ class FollowerOutputs:
         return cut
 
     def made(self, stream: OutputStream, count: int, payload: bytes) -> None:
-        """The app's next ``count`` messages, packed. Raises DivergenceError."""
+        """Add the app's next ``count`` messages, packed. Raises DivergenceError."""
         self._made.setdefault(stream.destination, deque()).append((count, payload))
         self._place(stream)
 
     def reached(self, stream: OutputStream, position: int) -> None:
-        """The log says that ``stream`` had this position, and all impulses up to it are known. Raises
+        """Place messages up to ``position``, which a mark of the log has; all impulses up to it are known. Raises
         DivergenceError."""
         self._marked[stream.destination] = max(position, self._marked.get(stream.destination, 0))
         self._place(stream)
@@ -231,7 +232,7 @@ class FollowerOutputs:
                     self._cut.reach(stream)
 
     def place_all(self, streams: Mapping[str, OutputStream]) -> None:
-        """All that was made takes its place, and no mark is waited for. Raises DivergenceError."""
+        """Place everything that was made; no mark is waited for. Raises DivergenceError."""
         waiting, self._made = self._made, {}
         self._marked.clear()
         self._cut = None

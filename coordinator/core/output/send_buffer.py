@@ -1,4 +1,4 @@
-"""What of one output stream is in memory, and sent from there: first what is on its way, then what was not sent yet."""
+"""Memory of one output stream: batches in flight, batches not sent yet, kept impulses, and spilled messages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SendBuffer:
 
     @property
     def room_bytes(self) -> int:
-        """For what is sent before all that is spilled; the rest is for what gathers to be a row."""
+        """Free bytes for messages sent before all spilled ones; the rest is for messages that gather to be a row."""
         limits = self._limits
         return limits.output_memory_bytes - limits.spill_row_bytes - self.in_flight_bytes - self.unsent_bytes
 
@@ -87,14 +87,14 @@ class SendBuffer:
         return batch
 
     def take_all(self, durable_ticket: int, last_position: int | None = None) -> list[OutputBatch]:
-        """All that may go, for a receiver that is at hand and needs no window; it is on its way until acknowledged."""
+        """Take everything that may go, for a local receiver without a window; it is in flight until acknowledged."""
         taken = self._take(durable_ticket, self.unsent_bytes, last_position)
         self._in_flight.extend(taken)
         return taken
 
     def _take(self, durable_ticket: int, size_bytes_max: int, last_position: int | None) -> list[OutputBatch]:
-        """What was not sent yet and may be, as much as fits into ``size_bytes_max``; one batch fits always. No batch
-        that begins behind ``last_position``; None: any."""
+        """Take unsent batches up to ``size_bytes_max``, but at least one. None that begins behind ``last_position``;
+        None: any."""
         unsent = self._unsent
         taken: list[OutputBatch] = []
         size_bytes = 0
@@ -112,7 +112,7 @@ class SendBuffer:
         return taken
 
     def acknowledge(self, position: int) -> int:
-        """The receiver has everything up to ``position``; how many bytes of that were on their way."""
+        """Drop everything up to ``position``; return how many bytes of it were in flight."""
         in_flight, unsent = self._in_flight, self._unsent
         size_bytes = 0
         while in_flight and in_flight[0].last_position <= position:
@@ -129,7 +129,7 @@ class SendBuffer:
         return size_bytes
 
     def give_up_in_flight(self) -> None:
-        """What is on its way will not arrive, or not in order: it is to be sent again."""
+        """Put what is in flight back as unsent: it will not arrive, or not in order."""
         for batch in reversed(self._in_flight):
             self._unsent.appendleft(_Waiting(batch, 0))
         self.unsent_bytes += self.in_flight_bytes
@@ -137,13 +137,13 @@ class SendBuffer:
         self.in_flight_bytes = 0
 
 
-# Impulses of one output stream that the log has, and whose places the replay has not reached.
+# Kept impulses: impulses of one output stream in the log whose places the replay has not reached.
 #
-# No replay makes them: they go back between the messages that it makes, at the positions that they had.
+# No replay makes them. They go back between its messages, at the positions that they had.
 
 
 class KeptImpulses:
-    """In the order of their positions. ``position``: that which the stream has when it is asked."""
+    """Impulses by position. ``position``: that of the stream at the time of the call."""
 
     def __init__(self, destination: str) -> None:
         self._destination = destination
@@ -153,12 +153,12 @@ class KeptImpulses:
         return len(self._batches)
 
     def keep(self, impulses: Iterable[ImpulseBatch], position: int) -> None:
-        """The log has these: the new ones among them wait for their places."""
+        """Keep the new ones of these impulses until their places come."""
         last = self._batches[-1].last_position if self._batches else position
         self._batches.extend(batch for batch in impulses if batch.first_position > last)
 
     def room(self, position: int, count: int) -> int:
-        """How many of the app's next ``count`` messages come before the next impulse. Raises DivergenceError."""
+        """Return how many of the app's next ``count`` messages come before the next impulse. Raises DivergenceError."""
         if not self._batches:
             return count
         room = self._batches[0].first_position - position - 1
@@ -167,7 +167,7 @@ class KeptImpulses:
         return min(room, count)
 
     def take_following(self, position: int) -> ImpulseBatch | None:
-        """The next ones, if their place is right behind ``position``."""
+        """Take the next impulses if their place is directly behind ``position``."""
         if self._batches and self._batches[0].first_position == position + 1:
             return self._batches.popleft()
         return None
@@ -177,7 +177,7 @@ class KeptImpulses:
         return list(taken)
 
     def end_behind(self, position: int) -> int:
-        """The position that the stream has once those took their places which follow without a gap."""
+        """Return the position of the stream once all impulses that follow without a gap are added."""
         for impulses in self._batches:
             if impulses.first_position != position + 1:
                 break
@@ -188,24 +188,24 @@ class KeptImpulses:
         return sum([batch.count for batch in self._batches if batch.first_position <= position])
 
     def misplaced(self, position: int) -> DivergenceError:
-        """What to raise: the next one should have its place by now, or has one that the replay does not reach."""
+        """Return the error for an impulse whose place has passed, or is never reached by the replay."""
         return DivergenceError(
             f"an impulse to {self._destination!r} has position {self._batches[0].first_position}, the replay has "
             f"made {position} messages where it belongs: the handlers did not do what they did before"
         )
 
 
-# Batches of an output stream, cut at the borders of their messages, and joined.
+# Cutting and joining batches at message borders.
 
 
 def cut(batch: OutputBatch, count: int) -> tuple[OutputBatch, OutputBatch]:
-    """The first ``count`` messages of ``batch``, and the others; both non-empty."""
+    """Split ``batch`` after ``count`` messages; both parts are non-empty."""
     require(0 < count < batch.count, f"cut {count} of {batch.count} messages")
     return _cut_at(batch, count, offset_after(batch.payload, count, batch.count))
 
 
 def behind(batch: OutputBatch, position: int) -> OutputBatch | None:
-    """What of ``batch`` lies behind ``position``; None if nothing does."""
+    """Return the part of ``batch`` behind ``position``; None if there is none."""
     if batch.first_position > position:
         return batch
     if batch.last_position <= position:
@@ -214,9 +214,9 @@ def behind(batch: OutputBatch, position: int) -> OutputBatch | None:
 
 
 def fitting(batch: OutputBatch, size_bytes_max: int) -> tuple[OutputBatch, OutputBatch | None]:
-    """Messages of ``batch`` that fit into ``size_bytes_max``, as many as there can be where all have one size.
+    """Split ``batch`` so that the first part fits into ``size_bytes_max``; it has one message at least.
 
-    One at least. And the others.
+    The split is found by assuming messages of one size.
     """
     count, offset = batch.count, len(batch.payload)
     while offset > size_bytes_max and count > 1:
@@ -226,7 +226,7 @@ def fitting(batch: OutputBatch, size_bytes_max: int) -> tuple[OutputBatch, Outpu
 
 
 def join(batches: Sequence[OutputBatch]) -> OutputBatch:
-    """One or more batches, each at the position behind the one before it, as one."""
+    """Join batches, each at the position behind the one before it."""
     if len(batches) == 1:
         return batches[0]
     payload = b"".join([batch.payload for batch in batches])
@@ -240,15 +240,13 @@ def _cut_at(batch: OutputBatch, count: int, offset: int) -> tuple[OutputBatch, O
     )
 
 
-# What of one output stream lies in the log, since memory has no room for it.
+# Spilled messages of one output stream: they lie in the log, since memory has no room for them.
 #
-# A stream's messages that wait are, from the oldest to the newest: in memory, then here. What comes here gathers until
-# it is worth a row of the log's table ``spilled``; impulses are in the log by themselves. So the order is that of a
-# queue of segments, each gathered or stored. From its front they go back to memory when there is room. What is stored
-# stays in the log until it is acknowledged.
+# A stream's oldest waiting messages are in memory, the newer ones here. Messages gather here until they are worth a row
+# of the log's table ``spilled``; impulses are in the log anyway. So this is a queue of segments, each gathered or
+# stored. Its front goes back to memory when there is room. Stored rows stay in the log until they are acknowledged.
 #
-# After a crash the replay makes the same messages again at the same positions; what the log has of them is not written
-# a second time.
+# After a crash the replay makes the same messages at the same positions. Those that the log has are not written again.
 
 
 COUNTED_SIZE_BYTES = 1 << 20  # rows are counted together up to this, so that the count itself takes no memory
@@ -256,7 +254,7 @@ COUNTED_SIZE_BYTES = 1 << 20  # rows are counted together up to this, so that th
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Gathered:
-    """In memory. ``ticket``: of the commit that it must not be sent before; ``logged``: an impulse."""
+    """Messages in memory. ``ticket``: the commit that must be durable before they are sent; ``logged``: an impulse."""
 
     batch: OutputBatch
     ticket: int
@@ -265,7 +263,7 @@ class _Gathered:
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Stored:
-    """In the log once the commit ``ticket`` is durable."""
+    """Messages in the log once the commit ``ticket`` is durable."""
 
     first_position: int
     last_position: int
@@ -274,7 +272,8 @@ class _Stored:
 
 
 class Spill:
-    """``row_bytes``: of a row, about; ``extents``: what the log has already of what a replay is to make again."""
+    """Spilled part of one stream. ``row_bytes``: size of a row, about; ``extents``: what the log has of messages
+    that a replay makes again."""
 
     def __init__(self, row_bytes: int, extents: Iterable[SpilledExtent] = ()) -> None:
         self._row_bytes = row_bytes
@@ -291,7 +290,7 @@ class Spill:
 
     @property
     def active(self) -> bool:
-        """New messages must come here: others do that are before them."""
+        """Segments wait here, so new messages must come behind them."""
         return bool(self._segments)
 
     @property
@@ -306,7 +305,7 @@ class Spill:
     # --- in ------------------------------------------------------------------------------------------------------
 
     def add(self, batch: OutputBatch, ticket: int, *, logged: bool) -> None:
-        """The stream's next messages. ``logged``: impulses, which are in the log from the commit ``ticket`` on."""
+        """Add the stream's next messages. ``logged``: impulses, which are in the log from the commit ``ticket`` on."""
         known = self._known
         rest: OutputBatch | None = batch
         while rest is not None:
@@ -323,7 +322,7 @@ class Spill:
             self.add_stored(front.first_position, front.last_position, len(front.payload))
 
     def know(self, extents: Iterable[SpilledExtent]) -> None:
-        """The log has these by now, written by another: what of them has gathered here is stored there."""
+        """Replace the known extents by these, written by another; what has gathered of them counts as stored."""
         segments, self._segments = self._segments, deque()
         self._known, self._kept = deque(extents), deque()
         self.gathered_bytes = self.stored_bytes = self.kept_bytes = 0
@@ -400,7 +399,7 @@ class Spill:
     # --- out -----------------------------------------------------------------------------------------------------
 
     def take_gathered(self, size_bytes_max: int, *, at_least_one: bool) -> tuple[OutputBatch, int] | None:
-        """The oldest messages with their ticket, where they are still in memory and not larger than this."""
+        """Take the oldest messages with their ticket, if they are in memory and no larger than this."""
         segment = self._segments[0] if self._segments else None
         if not isinstance(segment, _Gathered):
             return None
@@ -411,7 +410,7 @@ class Spill:
         return segment.batch, segment.ticket
 
     def next_read(self, durable_ticket: int) -> tuple[int, int] | None:
-        """The first and last position to be read back next, where these are in the log and not being read."""
+        """Return the first and last position to read back next, if they are in the log and not being read."""
         segment = self._segments[0] if self._segments else None
         if self.reading or not isinstance(segment, _Stored) or segment.ticket > durable_ticket:
             return None
@@ -420,7 +419,7 @@ class Spill:
         return segment.first_position, segment.last_position
 
     def take_read(self, first_position: int, batches: Sequence[OutputBatch]) -> list[OutputBatch]:
-        """Of what was read from ``first_position`` on, what goes to memory now."""
+        """Return what goes to memory now of the batches read from ``first_position`` on."""
         if not self.reading or first_position != self._read_position:
             return []  # meant for a stream before a crash of the app
         self.reading = False
@@ -448,7 +447,7 @@ class Spill:
         self.stored_bytes -= size_bytes
 
     def acknowledge(self, position: int) -> int:
-        """Everything up to ``position`` is needed no more; how many bytes of the log that frees."""
+        """Drop everything up to ``position``; return how many bytes of the log that frees."""
         while self._segments:
             segment = self._segments[0]
             if isinstance(segment, _Stored):
@@ -474,7 +473,7 @@ class Spill:
         return freed_bytes
 
     def end_at(self, position: int) -> None:
-        """What the log has behind ``position`` is removed from it: it is of a part that was cut off."""
+        """Forget what the log has behind ``position``: it belongs to a part that was cut off."""
         self._known = deque(
             SpilledExtent(extent.first_position, min(extent.last_position, position), extent.size_bytes)
             for extent in self._known
@@ -485,7 +484,7 @@ class Spill:
 
 
 def _split_behind(batch: OutputBatch, position: int) -> tuple[OutputBatch, OutputBatch | None]:
-    """What of ``batch`` lies up to ``position``, where it has something there, and the rest."""
+    """Split ``batch`` behind ``position``; the second part is None if nothing lies there."""
     if batch.last_position <= position:
         return batch, None
     return cut(batch, position - batch.first_position + 1)

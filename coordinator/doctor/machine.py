@@ -1,15 +1,23 @@
-"""What the system allows a process, and which memory there is, against what the instances of a home need."""
+"""Findings about the machine: its clock, the limits of a process, and its memory."""
 
 from __future__ import annotations
 
+import ctypes
 import resource
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 from immortal.coordinator.doctor.finding import Area, Finding, note, ok, problem
 from immortal.protocol.command_line import counted, size_text
 
-LIMITS, MEMORY = Area.LIMITS, Area.MEMORY
+CLOCK, LIMITS, MEMORY = Area.CLOCK, Area.LIMITS, Area.MEMORY
+AHEAD_S_MAX = 5.0  # file times and the clock are of one machine; other machines' files may be a little ahead
+_UNSYNCHRONISED, _TIME_ERROR = 0x0040, 5
+_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+_SLOW_SOURCES = ("hpet", "acpi_pm", "jiffies", "pit")
+_NTP = "run chrony, systemd-timesyncd or another NTP client; in a container, on its host"
 DESCRIPTORS_BASE = 64  # a coordinator with one peer and its app has 45
 DESCRIPTORS_PER_PEER = 8  # sockets out and in, and what ZeroMQ has for each: about 4, and twice that while they change
 DESCRIPTORS_COMFORTABLE = 4096  # beside its peers: strangers that are in their handshake, clients, operators
@@ -18,7 +26,79 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 _UNLIMITED_SIZE_BYTES = 1 << 60  # what an older kernel says where there is no limit
 
 
-def findings(instances_count: int) -> Iterator[Finding]:
+class _Timex(ctypes.Structure):
+    """Beginning of the kernel's struct timex, and room for the rest of it."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("frequency", ctypes.c_long),
+        ("max_error_us", ctypes.c_long),
+        ("estimated_error_us", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_byte * 256),
+    )
+
+
+def clock_findings(files: Iterable[Path]) -> Iterator[Finding]:
+    """Check whether the clock is synchronised and has not gone back. ``files``: of the home."""
+    yield _synchronised()
+    yield from _gone_back(files)
+    try:
+        source = _SOURCE.read_text().strip()
+    except OSError:
+        return
+    if source in _SLOW_SOURCES:
+        yield note(
+            CLOCK,
+            f"the kernel's clock source is {source!r}",
+            "each look at the clock is a call of the kernel, and each call between services takes some",
+            "see why it is not tsc or the hypervisor's: 'dmesg | grep -i clocksource' says",
+        )
+
+
+def _synchronised() -> Finding:
+    timex = _Timex(modes=0)  # 0: it is read only
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex))
+    except (OSError, AttributeError):
+        state = -1
+    if state < 0:
+        what = "whether the clock is synchronised can't be told: the kernel does not answer adjtimex"
+        return note(CLOCK, what, "times of records are only as right as the clock", _NTP)
+    if state == _TIME_ERROR or timex.status & _UNSYNCHRONISED:
+        return note(
+            CLOCK,
+            "the clock is not synchronised (adjtimex says so)",
+            "it drifts, and jumps when it is set: an instance holds a jump back for a while, and its schedules with it "
+            "(nothing is lost or done twice)",
+            _NTP,
+        )
+    return ok(CLOCK, f"the clock is synchronised, right to {timex.max_error_us / 1000:.1f} ms at worst")
+
+
+def _gone_back(files: Iterable[Path]) -> Iterator[Finding]:
+    newest_s, newest = 0.0, None
+    for path in files:
+        try:
+            changed_s = path.stat().st_mtime
+        except OSError:
+            continue
+        if changed_s > newest_s:
+            newest_s, newest = changed_s, path
+    ahead_s = newest_s - time.time()
+    if newest is not None and ahead_s > AHEAD_S_MAX:
+        yield problem(
+            CLOCK,
+            f"{newest} was written at {datetime.fromtimestamp(newest_s, UTC):%Y-%m-%d %H:%M:%S} UTC, "
+            f"{ahead_s:,.0f} s from now: the clock has gone back, or was wrong then",
+            "an instance's time never goes back: it stands, or runs slowly, until the clock is there",
+            f"set the clock; {_NTP}",
+        )
+
+
+def limit_findings(instances_count: int) -> Iterator[Finding]:
+    """Compare limits and memory with what the instances of the home need."""
     yield from _descriptors(instances_count)
     for limit, name, why in (
         (resource.RLIMIT_FSIZE, "the size of a file (ulimit -f)", "a log that grows to it ends its coordinator"),
@@ -79,7 +159,7 @@ def _memory(instances_count: int) -> Iterator[Finding]:
 
 
 def _available_size_bytes() -> int | None:
-    """Of the machine, or of the container's limit where that is less."""
+    """Return the memory that is free, of the machine or of the container's limit, whichever is less; None: unknown."""
     fields = dict(line.partition(":")[::2] for line in _text("/proc/meminfo").splitlines())
     try:
         available = int(fields["MemAvailable"].split()[0]) * 1024
