@@ -19,9 +19,7 @@ from immortal.protocol.varint import Readable
 
 FORMAT_VERSION = 5
 AUTHENTICATED_VERSION = 6  # of a log with a key: an older program would write what has no MAC
-FORMAT_VERSIONS_READ = (3, 4, 5, 6)
-JOURNAL_VERSION = 4  # the first with a journal
-VERDICTS_VERSION = 5  # the first with the tables of verdicts, letters and audit
+FORMAT_VERSIONS_READ = (FORMAT_VERSION, AUTHENTICATED_VERSION)
 CRC_SIZE_BYTES = 8
 MAC_SIZE_BYTES = 16
 OUTPUTS_PIECE_SIZE_BYTES = 1 << 20  # one LMDB value of 64 MiB would need 64 MiB of contiguous free pages
@@ -37,11 +35,10 @@ _BATCH_COUNTED = struct.Struct("<IQ")
 
 TABLES = (
     *("records", "checkpoints", "chunks", "outputs", "sources", "acknowledged", "peers", "impulses", "clients"),
-    *("replies", "spilled", "versions", "meta"),
+    *("replies", "spilled", "versions", "meta", "verdicts", "letters", "audit"),
 )
-TABLES_OF_VERDICTS = ("verdicts", "letters", "audit")  # which a log may lack that was begun before VERDICTS_VERSION
 TABLES_OF_SEALS = ("record_seals", "checkpoint_seals")  # of authenticated logs
-ALL_TABLES = (*TABLES, *TABLES_OF_VERDICTS, *TABLES_OF_SEALS)
+ALL_TABLES = (*TABLES, *TABLES_OF_SEALS)
 
 IMPULSES_TABLE = b"impulses"
 SPILLED_TABLE = b"spilled"

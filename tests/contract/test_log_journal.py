@@ -22,15 +22,13 @@ from immortal.coordinator.log.backends.lmdb.journal import BLOCK_SIZE_BYTES, FIL
 from immortal.coordinator.log.backends.lmdb.journal_reader import JournalReader
 from immortal.coordinator.log.backends.lmdb.tables import JournalRows, Writing
 from immortal.coordinator.log.cut import LogCutter
-from immortal.coordinator.log.format import FORMAT_VERSION, META_FORMAT, META_JOURNAL, SEQUENCE_KEY, seal
+from immortal.coordinator.log.format import FORMAT_VERSION
 from immortal.coordinator.log.identity import LogIdentity
-from immortal.coordinator.log.rows import changes_of
 from immortal.coordinator.log.verify import verify_log
 from immortal.log import RowLogStore, create_log, open_log, open_reader
 from immortal.protocol.record import encode_record
 from immortal.protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 from tests.faults.sample_log import put_checkpoint
-from tests.helpers.format_4 import journal_of_format_4
 
 COMMITTER_ID = 77
 MAP_SIZE_BYTES = 1 << 26
@@ -631,49 +629,3 @@ def test_a_cut_takes_the_journal_in(tmp_path: Path) -> None:
     summary = store.summary()
     assert (summary.last_sequence_id, summary.sources["bob"].position) == (3, 6)
     store.close()
-
-
-@pytest.mark.parametrize("version", [3, 4])
-def test_a_log_of_an_earlier_format_is_read_and_becomes_format_5(tmp_path: Path, version: int) -> None:
-    store = new_log(tmp_path / "log", 2)
-    store.settle()
-    with store.backend.environment.begin(write=True) as transaction:
-        transaction.put(META_FORMAT, seal(b"meta", META_FORMAT, version), db=store.backend.tables["meta"])
-    store.close()
-    (tmp_path / "log" / MARK_FILE_NAME).unlink()
-    with open_reader(tmp_path / "log") as reader:
-        assert (reader.identity.format_version, reader.last_sequence_id()) == (version, 1)
-    store = reopened(tmp_path / "log")
-    store.commit(commit(2))
-    store.close()
-    with open_reader(tmp_path / "log") as reader:
-        assert (reader.identity.format_version, reader.last_sequence_id()) == (5, 2)
-
-
-def test_the_journal_of_a_log_of_format_4_counts(tmp_path: Path) -> None:
-    store = new_log(tmp_path / "log")
-    with store.backend.environment.begin(write=True) as transaction:
-        for key, value in ((META_FORMAT, 4), (META_JOURNAL, 1)):
-            transaction.put(key, seal(b"meta", key, value), db=store.backend.tables["meta"])
-    transaction_id = store.backend.environment.info()["last_txnid"]
-    identity = store.identity
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    shutil.copy(tmp_path / "log" / "data.mdb", copy)
-    store.close()
-    entries = []
-    for number in range(3):
-        transaction = commit(number)
-        entries.append({("records", SEQUENCE_KEY.pack(key)): value for key, value in transaction.records})
-        entries[-1] |= {(table, key): bytes(value) for table, key, value in changes_of(transaction, 0).puts}
-    (copy / FILE_NAME).write_bytes(journal_of_format_4(identity, transaction_id, entries))
-    flip(copy, 100)
-    with open_reader(copy) as reader:
-        assert (reader.identity.format_version, reader.last_sequence_id()) == (4, 2)
-    store = reopened(copy)
-    assert "one flipped bit was put right" in store.rebuilt[0]
-    store.commit(commit(3))
-    again = as_after_a_crash(copy, tmp_path / "again")
-    store.close()
-    with open_reader(again) as reader:
-        assert (reader.identity.format_version, reader.last_sequence_id()) == (5, 3)

@@ -24,7 +24,7 @@ from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log import store as log_store
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.coordinator.log.verify import verify_log
-from immortal.log import RowLogStore, create_log, open_log, open_reader
+from immortal.log import RowLogStore, create_log, open_log
 from immortal.protocol.messages import decode_messages, encode_incoming_rpc
 
 COMMITTER_ID = 77
@@ -255,17 +255,3 @@ def test_two_rows_with_the_same_message(folder: Path) -> None:
     assert any("two rows hold the message 8 spilled to 'bob'" in one.message for one in verify_log(folder).findings())
 
 
-def test_a_log_that_was_begun_without_the_table(folder: Path) -> None:
-    environment = lmdb.open(str(folder), max_dbs=32, map_size=1 << 30, lib_version=0)
-    with environment.begin(write=True) as transaction:
-        transaction.drop(environment.open_db(b"spilled", txn=transaction, create=False), delete=True)
-        meta = environment.open_db(b"meta", txn=transaction, create=False)
-        key = log_format.META_FORMAT
-        transaction.put(key, log_format.seal(b"meta", key, 3), db=meta)
-    environment.close()
-    store = open_log(folder, "alice")
-    assert not store.summary().spilled
-    store.commit(Transaction(spilled=[row("bob", 1, 1)]))
-    store.close()
-    with open_reader(folder) as reader:
-        assert set(reader.summary().spilled) == {"bob"}

@@ -20,19 +20,16 @@ from immortal.coordinator.core.interfaces import (
 )
 from immortal.coordinator.log import format as log_format
 from immortal.coordinator.log.backend import Severity
-from immortal.coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
-from immortal.coordinator.log.backends.lmdb.journal import FILE_NAME
 from immortal.coordinator.log.cut import LogCutter
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.coordinator.log.verdicts import verdict_rows
 from immortal.coordinator.log.verify import verify_log
-from immortal.log import LogIdentity, RowLogStore, create_log, open_log, open_reader
+from immortal.log import RowLogStore, create_log, open_log, open_reader
 from immortal.protocol.checksum import crc64
 from immortal.protocol.record import encode_record
 from immortal.protocol.trailer import Trailer, encode_trailer
 from immortal.protocol.verdicts import Cause, Verdict, VerdictKind
 from immortal.replay.sources import RecordedLog
-from tests.helpers.format_4 import journal_of_format_4
 
 COMMITTER_ID = 77
 MAP_SIZE_BYTES = 1 << 20
@@ -300,51 +297,6 @@ def test_a_cut_takes_what_is_said_of_the_cut_records_and_keeps_it(log: Path) -> 
         assert reader.summary().suspect == NO_SUSPECT
         assert reader.audit() == AUDIT
     assert severe(log) == []
-
-
-def as_format_4(log: Path) -> LogIdentity:
-    """As the program before left it; its identity."""
-    with open_reader(log, "alice") as reader:
-        identity = reader.identity
-    environment = raw(log)
-    with environment.begin(write=True) as transaction:
-        for table in (b"verdicts", b"letters", b"audit"):
-            transaction.drop(environment.open_db(table, txn=transaction, create=False), delete=True)
-        meta = environment.open_db(b"meta", txn=transaction, create=False)
-        for key, payload in ((log_format.META_FORMAT, 4), (log_format.META_JOURNAL, 1)):
-            transaction.put(key, log_format.seal(b"meta", key, payload), db=meta)
-    transaction_id = environment.info()["last_txnid"]
-    environment.close()
-    rows = {("records", log_format.SEQUENCE_KEY.pack(14)): value(14)}
-    (log / FILE_NAME).write_bytes(journal_of_format_4(identity, transaction_id, [rows]))
-    (log / MARK_FILE_NAME).unlink(missing_ok=True)
-    return identity
-
-
-def test_a_log_of_format_4_is_read_and_gets_the_tables_with_what_its_journal_has(log: Path) -> None:
-    as_format_4(log)
-    with open_reader(log, "alice") as reader:
-        summary = reader.summary()
-        assert (reader.identity.format_version, summary.last_sequence_id) == (4, 14)
-        assert (list(summary.verdicts), dict(summary.letters), list(reader.letters())) == ([], {}, [])
-        assert (reader.letter(LETTER.key), reader.audit()) == (None, [])
-    assert severe(log) == []
-    store = open_log(log, "alice", map_size_bytes=MAP_SIZE_BYTES)
-    store.commit(Transaction(verdicts=[LETTER]))
-    store.close()
-    with open_reader(log, "alice") as reader:
-        assert (reader.identity.format_version, reader.last_sequence_id()) == (log_format.FORMAT_VERSION, 14)
-        assert [letter.verdict for letter in reader.letters()] == [LETTER]
-
-
-def test_a_log_of_format_4_can_be_cut(log: Path) -> None:
-    as_format_4(log)
-    with LogCutter(log, "alice") as cutter:
-        kept = cutter.cut(cutter.plan(4, force=True))
-    with open_reader(kept) as reader:
-        assert (reader.summary().first_sequence_id, reader.last_sequence_id()) == (4, 14)
-    with open_reader(log, "alice") as reader:
-        assert reader.last_sequence_id() == 3
 
 
 def test_a_log_in_one_file_has_the_verdicts(log: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from immortal.coordinator.core.interfaces import (
     VersionStart,
 )
 from immortal.coordinator.log import format as log_format
-from immortal.coordinator.log.backends.lmdb.journal import FORM, Place, encode_entry, place_of
+from immortal.coordinator.log.backends.lmdb.journal import HEADER_SIZE_BYTES, Place, encode_entry, place_of
 from immortal.coordinator.log.verdicts import dead_letter_name, suspect_row, verdict_rows
 from immortal.protocol.checksum import crc64
 from immortal.protocol.verdicts import Cause, MessageKey, Verdict, VerdictKind
@@ -102,9 +102,8 @@ def test_a_client_without_an_owner_is_what_it_was_before_there_were_owners() -> 
 
 def test_where_an_entry_of_the_journal_says_that_it_belongs() -> None:
     entry = encode_entry(7, 5, 2, 9, b"rows")
-    header_size_bytes = FORM.header_size_bytes
-    assert place_of(entry) == place_of(entry[:header_size_bytes]) == Place(5, 2, 9)
-    assert place_of(entry[: header_size_bytes - 1]) is None
+    assert place_of(entry) == place_of(entry[:HEADER_SIZE_BYTES]) == Place(5, 2, 9)
+    assert place_of(entry[: HEADER_SIZE_BYTES - 1]) is None
     assert place_of(b"IMJ3" + entry[4:]) is None
 
 

@@ -12,16 +12,16 @@ from immortal.coordinator.core.errors import DamagedLogError
 from immortal.coordinator.log.backends.lmdb.environment import passing
 from immortal.coordinator.log.backends.lmdb.journal import (
     BLOCK_SIZE_BYTES,
+    CHECKED,
     ENTRY_SIZE_BYTES_MAX,
     FILE_NAME,
     FILE_SIZE_BYTES,
-    FORM,
+    HEADER_SIZE_BYTES,
+    MAGIC,
     ROWS,
     Place,
     blocks_size_bytes,
     decode_entry,
-    fields_of,
-    form_of,
     place_of,
 )
 from immortal.coordinator.log.backends.lmdb.tables import JournalRows
@@ -36,7 +36,7 @@ class JournalReader:
         self.left_out: list[str] = []  # what was found cut off, in words
         self._path = folder / FILE_NAME
         self._seed = identity.check
-        self._next = Place(-1, 0)
+        self._next = Place(-1, 0, 0)
         self._offset_bytes = 0
         self._rows: JournalRows = {}
         self._tried = self._next  # to look for a flipped bit in a large entry takes a second
@@ -114,7 +114,7 @@ class JournalReader:
             if packed is None:
                 break
             rows |= {(table, key): value for table, key, value in ROWS.decode(packed)}
-            self._offset_bytes += blocks_size_bytes(form_of(self._next), packed)
+            self._offset_bytes += blocks_size_bytes(packed)
             self._next = replace(self._next, number=self._next.number + 1)
         if rows:
             self._rows = {**self._rows, **rows}
@@ -126,7 +126,7 @@ class JournalReader:
         life of this log, since each begins a file of its own.
         """
         rest = os.pread(descriptor, FILE_SIZE_BYTES, self._offset_bytes)
-        for start in range(0, len(rest) - FORM.header_size_bytes + 1, BLOCK_SIZE_BYTES):
+        for start in range(0, len(rest) - HEADER_SIZE_BYTES + 1, BLOCK_SIZE_BYTES):
             entry = rest[start : start + ENTRY_SIZE_BYTES_MAX]
             place = place_of(entry)
             if place is None or decode_entry(entry, self._seed, place) is None:
@@ -157,18 +157,17 @@ class JournalReader:
 
     def _mended(self, data: bytes, may_mend: Callable[[], bool]) -> bytes | None:
         """The rows of an entry that differs by one bit from one that would come here."""
-        form = form_of(self._next)
-        if len(data) < form.header_size_bytes:
+        if len(data) < HEADER_SIZE_BYTES:
             return None
-        magic, size_bytes, *place = form.checked.unpack_from(data)
-        expected = form.checked.pack(form.magic, size_bytes, *fields_of(form, self._next))
+        magic, size_bytes, *place = CHECKED.unpack_from(data)
+        expected = CHECKED.pack(MAGIC, size_bytes, self._next.transaction_id, self._next.number, self._next.nonce)
         differences = (int.from_bytes(data[: len(expected)]) ^ int.from_bytes(expected)).bit_count()
-        is_meant = (magic, *place[:2]) == (form.magic, self._next.transaction_id, self._next.number)
+        is_meant = (magic, *place[:2]) == (MAGIC, self._next.transaction_id, self._next.number)
         if not (differences <= 1 or is_meant) or self._next == self._tried or not may_mend():
             return None
         self._tried = self._next
         number = self._next.number
-        packed = self._with_one_bit_flipped(data, form.header_size_bytes + size_bytes) if differences <= 1 else None
+        packed = self._with_one_bit_flipped(data, HEADER_SIZE_BYTES + size_bytes) if differences <= 1 else None
         if packed is not None:
             self.mended.append(f"entry {number} of {self._path} was damaged: one flipped bit was put right")
         elif is_meant:
@@ -177,7 +176,7 @@ class JournalReader:
 
     def _with_one_bit_flipped(self, data: bytes, size_bytes: int) -> bytes | None:
         entry = bytearray(data)
-        for bit in range(8 * (size_bytes if size_bytes <= len(data) else form_of(self._next).header_size_bytes)):
+        for bit in range(8 * (size_bytes if size_bytes <= len(data) else HEADER_SIZE_BYTES)):
             entry[bit // 8] ^= 1 << bit % 8
             packed = decode_entry(bytes(entry), self._seed, self._next)
             if packed is not None:

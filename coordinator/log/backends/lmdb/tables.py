@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,19 +15,14 @@ from immortal.coordinator.log.backend import Append, Row, Span, TableSize, View
 from immortal.coordinator.log.backends.lmdb.environment import passing
 from immortal.coordinator.log.format import (
     ALL_TABLES,
-    FORMAT_VERSION,
     INT,
-    JOURNAL_VERSION,
     META_AUTHENTICATED,
-    META_FORMAT,
     META_JOURNAL,
     SEQUENCE_KEY,
     TABLES,
     TABLES_OF_SEALS,
-    TABLES_OF_VERDICTS,
-    VERDICTS_VERSION,
 )
-from immortal.coordinator.log.identity import check_format, meta_row, meta_value
+from immortal.coordinator.log.identity import check_format, meta_value
 from immortal.protocol.varint import Readable
 
 Tables: TypeAlias = dict[str, "lmdb._Database"]  # by name; those that the log has
@@ -151,7 +146,7 @@ WriteTransaction: TypeAlias = "lmdb.Transaction[memoryview]"
 def make_tables(environment: lmdb.Environment) -> Tables:
     """Of a new log. Raises lmdb.Error."""
     with environment.begin(write=True) as transaction:
-        return {name: environment.open_db(name.encode(), txn=transaction) for name in (*TABLES, *TABLES_OF_VERDICTS)}
+        return {name: environment.open_db(name.encode(), txn=transaction) for name in TABLES}
 
 
 def open_tables(environment: lmdb.Environment, folder: Path) -> Tables:
@@ -162,13 +157,8 @@ def open_tables(environment: lmdb.Environment, folder: Path) -> Tables:
     try:
         meta = environment.open_db(b"meta", create=False)
         with environment.begin(buffers=True) as transaction:  # first: another version may have other databases
-            version = check_format(LmdbView(transaction, {"meta": meta}), str(folder))
-        # Logs of version 3 were begun that have it not. To make a table is a transaction, which would have to take
-        # in what a journal has.
-        if version < JOURNAL_VERSION and not environment.flags()["readonly"]:
-            environment.open_db(b"spilled")
-        may_miss = TABLES_OF_SEALS if version >= VERDICTS_VERSION else (*TABLES_OF_VERDICTS, *TABLES_OF_SEALS)
-        opened = ((name, _open_table(environment, name, may_miss)) for name in ALL_TABLES)
+            check_format(LmdbView(transaction, {"meta": meta}), str(folder))
+        opened = ((name, _open_table(environment, name)) for name in ALL_TABLES)
         return {name: table for name, table in opened if table is not None}
     except (lmdb.NotFoundError, lmdb.ReadonlyError) as error:
         raise LogFormatError(f"there is no complete log in {folder}: {error}") from None
@@ -176,12 +166,12 @@ def open_tables(environment: lmdb.Environment, folder: Path) -> Tables:
         raise passing(folder, error) or LogFormatError(f"the log in {folder} is damaged: {error}") from error
 
 
-def _open_table(environment: lmdb.Environment, name: str, may_miss: Collection[str]) -> lmdb._Database | None:
-    """Raises lmdb.NotFoundError for a missing one that may not miss."""
+def _open_table(environment: lmdb.Environment, name: str) -> lmdb._Database | None:
+    """Return a table; None for one of seals that the log does not have. Raises lmdb.NotFoundError for another one."""
     try:
         return environment.open_db(name.encode(), create=False)
     except lmdb.NotFoundError:
-        if name not in may_miss:
+        if name not in TABLES_OF_SEALS:
             raise
         return None
 
@@ -248,13 +238,6 @@ class Writing:
             self.fit_seal_tables()
         for point in append.points:
             reach(point)
-
-    def make_current(self) -> None:
-        """Give an older log the tables of this format, and its number."""
-        for table in TABLES_OF_VERDICTS:
-            if table not in self.tables:
-                self.make(table)
-        self.put_rows((meta_row(META_FORMAT, FORMAT_VERSION),))
 
     def fit_seal_tables(self) -> None:
         """Authenticated logs have the tables of seals, others have not."""

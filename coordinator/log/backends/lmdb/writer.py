@@ -41,7 +41,6 @@ from immortal.coordinator.log.backends.lmdb.tables import (
 )
 from immortal.coordinator.log.format import (
     ALL_TABLES,
-    FORMAT_VERSION,
     META_JOURNAL,
     META_SEAL,
     META_SUSPECT,
@@ -110,8 +109,6 @@ class LmdbBackend(Backend):
         self._journal = Journal(self._folder, identity)
         if not rows:
             self._journal.restart(transaction_id)
-        if identity.format_version < FORMAT_VERSION:
-            self._write(Writing.make_current)
         self._high_water_mark = HighWaterMark(self._folder, identity)
         with self.view() as view:
             self._last_sequence_id = first_and_last_sequence_id(view)[1]
