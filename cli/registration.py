@@ -34,7 +34,7 @@ def register(registry: Registry, /, name: str, **options: Any) -> None:
         raise click.UsageError("--app-send-mode needs --app-send-port, the port that it is about")
     settings = registry.register(name, **given)
     keys.make(settings.folder)
-    own_logs.OwnLogs(settings.folder).begin()
+    own_logs.OwnLogs(settings.folder).create()
     made = ""
     if not is_in_folder(settings.log):
         try:

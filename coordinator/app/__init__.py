@@ -1,1 +1,1 @@
-"""The app's sockets: who may connect, who proves to be the app, and what goes over them."""
+"""Sockets of the app: listening, authentication, and the connection."""

@@ -36,10 +36,10 @@ from immortal.protocol.messages import MessageType, encode_message
 from immortal.protocol.readers import Message, MessageReader
 from immortal.protocol.record import CONTROL_SEQUENCE_ID, encode_record
 
-HELLO_TIMEOUT_S = 5.0  # from the connection to a whole Hello: an app says what it has to say at once
-REFUSAL_TIMEOUT_S = 1.0  # for one that is refused, to read why
+HELLO_TIMEOUT_S = 5.0  # from the connection to a whole Hello: an app sends its messages at once
+REFUSAL_TIMEOUT_S = 1.0  # for a refused app, to read why
 HELLO_SIZE_BYTES_MAX = 4096  # the largest has about 1500; no more is read at a time of who is not proven
-REFUSAL_SIZE_BYTES_MAX = 1 << 20  # read of one that is refused: closing with bytes unread would take the reason away
+REFUSAL_SIZE_BYTES_MAX = 1 << 20  # read from a refused app: closing with bytes unread would destroy the reason
 UNAUTHENTICATED_MAX = 64  # descriptors that strangers may hold; beyond it one has to go
 
 _NEW_EACH_START = "a coordinator makes a new one at each start"

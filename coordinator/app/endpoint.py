@@ -78,7 +78,7 @@ class AppEndpoint:
         self._log = log
         self._epoll = epoll
         self._accept_epoll = select.epoll()
-        self._accept_due_ns: int | None = None  # as next_deadline_ns() has said
+        self._accept_due_ns: int | None = None  # as of the last next_deadline_ns()
         epoll.register(self._accept_epoll.fileno(), select.EPOLLIN)
         self._listeners = [AppListener(settings, log, self._accept_epoll)]
         self._secret = b""
@@ -87,7 +87,7 @@ class AppEndpoint:
         self._authenticator: AppAuthenticator | None = None
         self._app: AppConnection | None = None
         self._interest: dict[int, int] = {}
-        self._interest_for = (False, False, False)  # what it follows from: paused, something waits, closing
+        self._interest_for = (False, False, False)  # state that _interest was made for: paused, has waiting, closing
         self._sent_bytes = 0  # handed to the socket, and the core has not heard of it
         self._paused = False
         self.last_traffic_ns = time.monotonic_ns()  # when a byte last went to the app or came from it
@@ -186,8 +186,8 @@ class AppEndpoint:
         events: list[ev.Event] = []
         authenticator = self._authenticator
         if authenticator is not None and (proven := authenticator.process(ready)) is not None:
-            connection, said = proven
-            events += [self._connect(connection), ev.AppData(said)]
+            connection, data = proven
+            events += [self._connect(connection), ev.AppData(data)]
         now_ns = time.monotonic_ns()
         if self._reopen_due_ns is not None and now_ns >= self._reopen_due_ns:
             self._open_instance_listener(now_ns)
@@ -278,7 +278,7 @@ class AppEndpoint:
             return events
         ended = False
         if received & select.EPOLLRDHUP and self._paused:
-            ended = True  # what it sent and was not read was not accepted either
+            ended = True  # what it sent is unread, and so was not accepted
         elif received & (select.EPOLLIN | GONE):
             data = app.receive()
             ended = data == b""

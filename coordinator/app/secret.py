@@ -1,6 +1,6 @@
-"""The secret of an instance's app: a file that only its owner can read, made anew at each start of the coordinator.
+"""Secret of an instance's app: a file that only its owner can read, made anew at each start of the coordinator.
 
-The app reads the file after it has connected: by then it is that of the coordinator at the other end.
+The app reads the file after it has connected, so that it gets the secret of the coordinator at the other end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class AppSecretError(ImmortalError):
 
 
 def path(folder: Path) -> Path:
-    """The secret's file; ``folder`` is the instance's."""
+    """Return the path of the secret's file; ``folder`` is the instance's."""
     return folder / FILE_NAME
 
 

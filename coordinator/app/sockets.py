@@ -29,10 +29,7 @@ class AppConnection:
     """Connection to the app: a socket for each direction, or one for both."""
 
     def __init__(self, receiver: socket.socket, sender: socket.socket | None = None) -> None:
-        """``receiver`` brings what the app sends. ``sender`` takes what is for it; without one, ``receiver`` does.
-
-        Both do not block.
-        """
+        """Take over non-blocking sockets: ``receiver`` is read from; ``sender``, or else ``receiver``, is written."""
         self._receiver = receiver
         self._sender = sender or receiver
         self.receiver_fileno = self._receiver.fileno()
@@ -259,7 +256,7 @@ class AppListener:
                 self._add_listening(role, listen(host, port, settings.name, role.value))
         if settings.app_unix_address is not None:
             path = Path(settings.app_unix_address.removeprefix(UNIX))
-            own = settings.app_socket is None  # a folder that somebody has chosen is their own matter
+            own = settings.app_socket is None  # a folder that the operator has chosen is not made or secured here
             self._add_listening(SocketRole.RECEIVE, listen_unix(path, settings.name, secure=own))
             self._unix_file = path, path.stat().st_ino
 
@@ -412,6 +409,6 @@ def _remove_stale(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         reached = probe.connect_ex(str(path))
-    if reached != errno.ECONNREFUSED:  # a full backlog is somebody's as well
+    if reached != errno.ECONNREFUSED:  # with a full backlog somebody listens, too
         raise OSError(errno.EADDRINUSE, "")
     path.unlink()

@@ -119,7 +119,7 @@ def check_settings(values: Mapping[str, Any], name: str, path: Path, text: str =
     return InstanceSettings(name=name, folder=folder, **given)
 
 
-# --- what settings say about each other -------------------------------------------------------------------------------
+# --- settings that depend on each other -------------------------------------------------------------------------------
 
 
 def log_of(name: str, path: Path, written: str | None) -> str:
@@ -253,18 +253,18 @@ def file_values(attributes: Mapping[str, object]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _said(table: Struct) -> dict[str, Any]:
+def _non_defaults(table: Struct) -> dict[str, Any]:
     """Return the values of ``table`` that differ from the defaults, as a file has them."""
     said: dict[str, Any] = {}
     for setting in settings_of(type(table)).values():
         value = getattr(table, setting.name)
         if value != setting.default:
-            said[setting.name] = _said(value) if setting.schema is not None else setting.in_file(value)
+            said[setting.name] = _non_defaults(value) if setting.schema is not None else setting.in_file(value)
     return said
 
 
 def _values(settings: InstanceSettings, *, log: str | None) -> dict[str, Any]:
-    values = _said(settings)
+    values = _non_defaults(settings)
     for worked_out in ("app_auth", "log"):
         values.pop(worked_out, None)
     if settings.app_auth is not default_app_auth(settings.app_send_port):

@@ -176,14 +176,14 @@ def _running(settings: InstanceSettings) -> Iterator[Finding]:
     """Ask a running coordinator about its clock; no answer is a finding as well."""
     name = settings.name
     try:
-        told = control.query(settings.folder, "clock", ANSWER_TIMEOUT_S)
+        answer = control.query(settings.folder, "clock", ANSWER_TIMEOUT_S)
     except control.NotRunningError:
         return
     except control.ControlError as error:
         why = "its app and its peers may get no answer, either"
         yield problem(AREA, str(error), why, f"'immortal status {name}'; 'kill -9' of the process loses nothing")
         return
-    ahead_s = told.get("ahead_s")
+    ahead_s = answer.get("ahead_s")
     if isinstance(ahead_s, int | float) and ahead_s:
         way = f"{abs(ahead_s):,.1f} s {'ahead of' if ahead_s > 0 else 'behind'} the time of {name}"
         yield note(

@@ -130,13 +130,13 @@ def _native() -> Iterator[Finding]:
     except ImportError as error:
         yield _broken("pyzmq", error)
     else:
-        said = f"libzmq {zmq.zmq_version()}"
+        description = f"libzmq {zmq.zmq_version()}"
         if zmq.has("curve"):
-            yield ok(AREA, f"{said}, with encryption (CURVE)")
+            yield ok(AREA, f"{description}, with encryption (CURVE)")
         else:
             yield problem(
                 AREA,
-                f"{said} is built without encryption (CURVE)",
+                f"{description} is built without encryption (CURVE)",
                 "peers and clients prove who they are by it: no connection over TCP comes up",
                 f"{sys.executable} -m pip install --force-reinstall --only-binary pyzmq pyzmq",
             )
@@ -167,18 +167,18 @@ def _broken(name: str, error: ImportError) -> Finding:
 
 
 def _compiled() -> Iterator[Finding]:
-    said = compiled.describe()
+    description = compiled.describe()
     if all(one.describe() == f"compiled {one.name}" for one in compiled.SETS):
-        yield ok(AREA, said)
+        yield ok(AREA, description)
         return
     why = "it runs the same, slower: an awaited call takes 1.7 times the processor time"
     if not compiled.is_wanted():
-        yield note(AREA, said, why, f"take {compiled.PURE_VARIABLE} out of the environment")
+        yield note(AREA, description, why, f"take {compiled.PURE_VARIABLE} out of the environment")
         return
     lacks = [*([] if shutil.which("cc") or shutil.which("gcc") else ["a C compiler"]), *_headers()]
     needed = f"install {' and '.join(lacks)} (on Debian: apt-get install gcc python3-dev), then " if lacks else ""
     again = "scripts/setup" if _is_checkout() else "pip install --force-reinstall --no-cache-dir --no-deps immortal"
-    yield note(AREA, said, why, f"{needed}{again}; pip's -v shows what the compiler says")
+    yield note(AREA, description, why, f"{needed}{again}; pip's -v shows what the compiler says")
 
 
 def _headers() -> list[str]:

@@ -142,7 +142,7 @@ def _memory(instances_count: int) -> Iterator[Finding]:
             yield note(MEMORY, what, why, "run fewer of them here, or give the machine or the container more")
         else:
             yield ok(MEMORY, what)
-    if _word("/proc/sys/vm/overcommit_memory") == "2":
+    if _first_word("/proc/sys/vm/overcommit_memory") == "2":
         yield note(
             MEMORY,
             "vm.overcommit_memory is 2: memory is promised only once",
@@ -166,8 +166,10 @@ def _available_size_bytes() -> int | None:
     except (KeyError, ValueError, IndexError):
         return None
     for path in _CGROUP_LIMITS:
-        text = _word(str(path))
-        used = _word(str(path.with_name("memory.current" if path.name == "memory.max" else "memory.usage_in_bytes")))
+        text = _first_word(str(path))
+        used = _first_word(
+            str(path.with_name("memory.current" if path.name == "memory.max" else "memory.usage_in_bytes"))
+        )
         if text.isdecimal() and used.isdecimal() and int(text) < _UNLIMITED_SIZE_BYTES:
             available = min(available, max(0, int(text) - int(used)))
     return available
@@ -184,6 +186,6 @@ def _line(path: str) -> str:
     return _text(path).strip()
 
 
-def _word(path: str) -> str:
+def _first_word(path: str) -> str:
     words = _text(path).split()
     return words[0] if words else ""

@@ -1,1 +1,1 @@
-"""The instances of a registry folder: their settings, and what is kept of each beside its log."""
+"""Instances of a registry folder: their settings, and files of each beside its log."""

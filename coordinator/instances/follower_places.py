@@ -21,7 +21,7 @@ from immortal.protocol.files import make_folder, open_lock, take
 
 FOLDER_NAME = "followers"
 LOCK_FILE_NAME = "lock"
-PLACES_MAX = 16  # more followers of one log on one machine help nobody
+PLACES_MAX = 16  # more followers of one log on one machine are of no use
 
 
 class FollowerPlaceError(ImmortalError):

@@ -48,7 +48,7 @@ def refuse_pickle_in(
         try:
             serializer = serializer_of(chunks_of(checkpoint_id))
         except DamagedCheckpointError:
-            continue  # nobody restores it either
+            continue  # it can't be restored either
         if serializer == PICKLE:
             raise PickleRefusedError(
                 f"checkpoint {checkpoint_id} of the log of {instance_name!r} was written by pickle, and this home did"
@@ -115,7 +115,7 @@ class OwnLogs:
         self._logs = dict.fromkeys(self._logs, False)
         self._write()
 
-    def begin(self) -> None:
+    def create(self) -> None:
         """Begin the note: from now on a log that is not noted is somebody else's. Raises LogKeyError."""
         if not self.is_kept:
             self._write()

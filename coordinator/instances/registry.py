@@ -73,7 +73,7 @@ class Registry:
         self._looked_at = False  # the folder's modes were checked
 
     def path(self, name: str) -> Path:
-        """The settings file of ``name``."""
+        """Return the path of the settings file of ``name``."""
         return self.home / f"{name}.toml"
 
     def names(self) -> list[str]:
@@ -132,9 +132,9 @@ class Registry:
     def register(self, name: str, peer: str, **given: Any) -> InstanceSettings:
         """Write the settings of a new instance. `*` as the port of ``peer`` takes a free one.
 
-        ``given``: other settings, as attributes of InstanceSettings or as in a file; None stands for the word that
-        means it, or else for the default. "*" or 0 as ``app_port`` or ``app_send_port`` takes a free one, as None does
-        for ``app_port`` where the rest asks for a port (two ports, another host, a client of the base protocol).
+        ``given``: other settings, as attributes of InstanceSettings or as in a file; None stands for the file's word
+        for it, or else for the default. "*" or 0 as ``app_port`` or ``app_send_port`` takes a free port. None does so
+        for ``app_port`` if the other settings need a port (two ports, another host, a client of the base protocol).
         ``log`` is relative to the working directory.
 
         Raises ConfigError for a wrong value, RegistryError when the name is taken.
@@ -255,7 +255,7 @@ class Registry:
         if problem is not None:
             raise RegistryError(problem)
 
-    # --- what these use ---------------------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _unknown(self, name: str) -> UnknownInstanceError:
         names = self.names()
@@ -351,7 +351,7 @@ def notify_coordinators(path: Path) -> None:
     Coordinators check the time of the folder each second, since a large registry has too many files to check each.
     """
     if path.name == PUBLIC_KEYS_FILE_NAME:
-        with contextlib.suppress(OSError):  # somebody else's folder: they see it later
+        with contextlib.suppress(OSError):  # another user's folder: coordinators there see the change later
             os.utime(path.parent.parent)
 
 

@@ -66,7 +66,7 @@ class PendingRoom:
         self._changed = threading.Condition(self._lock)
         self._waiting_count = 0
 
-    def take(self, destination: str, size_bytes: int) -> None:
+    def reserve(self, destination: str, size_bytes: int) -> None:
         """Count one more message. Raises PendingFullError. For any thread."""
         with self._lock:
             pending = self._by_destination.get(destination)
@@ -105,7 +105,7 @@ class PendingRoom:
                 f"{self._limits.size_bytes_max} bytes: send later, or give the messenger other PendingLimits"
             )
 
-    def give_back(self, destination: str, size_bytes: int, count: int = 1) -> None:
+    def release(self, destination: str, size_bytes: int, count: int = 1) -> None:
         """Note that ``count`` messages are no longer pending. For the messenger's owner."""
         pending = self._by_destination[destination]
         pending.done_count += count
@@ -116,7 +116,7 @@ class PendingRoom:
     def forget(self, destination: str, size_bytes: int, count: int) -> None:
         """Note that ``count`` messages are no longer pending and no more will come. For the messenger's owner."""
         if count:
-            self.give_back(destination, size_bytes, count)
+            self.release(destination, size_bytes, count)
         with self._lock:
             pending = self._by_destination.get(destination)
             if pending is not None and pending.taken_count == pending.done_count and not self._waiting_count:

@@ -34,7 +34,7 @@ class Poller:
 
     def __init__(self, wake: WakeupEvent) -> None:
         self.ready: dict[Source, None] = {}  # have something to receive, or may have
-        self.unread: dict[Link, None] = {}  # have replies, or may have, that nobody waits for before they are due
+        self.unread: dict[Link, None] = {}  # have, or may have, replies that nobody waits for yet
         self.replies_due_ns: int | None = None  # when links are listened to again; None: they are
         self.link_epoll = select.epoll()
         self._epoll = select.epoll()
@@ -77,7 +77,7 @@ class Poller:
             if descriptor == self._wake.descriptor:
                 self._wake.clear()
             elif descriptor == self.link_epoll.fileno():
-                pass  # looked at below
+                pass  # polled below
             elif descriptor in self._monitors:
                 monitored.append(self._monitors[descriptor])
             else:

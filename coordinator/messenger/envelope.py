@@ -53,7 +53,7 @@ from typing import NamedTuple
 from immortal.coordinator.messenger.errors import EnvelopeError, UnknownEnvelopeError
 
 VERSION = 2
-NOOP = 0  # the callback ID of nobody
+NOOP = 0  # the callback ID that stands for no callback
 
 _new_tuple = tuple.__new__
 _LAYOUT = Struct(">BBHIQQQQQ")
@@ -79,7 +79,7 @@ KNOWN = b"version 2, kinds 1 to 7"
 
 
 class Envelope(NamedTuple):
-    """The fields, as laid out above. ``version`` has been checked."""
+    """Fields of an envelope, as laid out above; ``version`` has been checked."""
 
     version: int
     kind: int
@@ -143,7 +143,7 @@ def encode_parts(parts: Iterable[bytes]) -> bytes:
 
 
 def decode_parts(data: bytes, offset: int) -> list[bytes]:
-    """The parts of a reply, from ``offset`` on. Raises EnvelopeError unless they end where ``data`` does."""
+    """Decode the parts of a reply, from ``offset`` on. Raises EnvelopeError unless they end where ``data`` does."""
     parts = []
     available = len(data)
     while offset < available:
@@ -158,8 +158,8 @@ def decode_parts(data: bytes, offset: int) -> list[bytes]:
 
 
 def decode_envelope(data: bytes) -> Envelope:
-    """The fields of an envelope. Raises EnvelopeError for anything but exactly one valid envelope, and
-    UnknownEnvelopeError for what another build may have sent."""
+    """Decode an envelope. Raises EnvelopeError for anything but exactly one valid envelope, and UnknownEnvelopeError
+    for what another build may have sent."""
     if data and data[0] != VERSION:
         raise UnknownEnvelopeError(f"an envelope of version {data[0]} came in, this side speaks version {VERSION}")
     try:

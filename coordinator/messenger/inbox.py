@@ -46,7 +46,7 @@ class Arrival(IntEnum):
     FIRST = 0
     DUPLICATE = 1
     REFUSED = 2  # further from the sender's lowest pending ID than a sender may go
-    EARLY = 3  # one that was sent before it has not been seen
+    EARLY = 3  # a message sent before it has not been seen
 
 
 FIRST, DUPLICATE, REFUSED, EARLY = Arrival
@@ -247,17 +247,17 @@ class LinkStates(Struct, eq=False):
         self.links[key] = link
         link.count_in(self.stored)
 
-    def take(self, key: tuple[int, int]) -> LinkState | None:
+    def remove(self, key: tuple[int, int]) -> LinkState | None:
         link = self.links.pop(key, None)
         if link is not None:
             link.count_in(StoredReplies())
         return link
 
-    def stay_within(self) -> None:
+    def evict(self) -> None:
         """Forget the least recently used links beyond the limits; never the last one."""
         links = self.links
         while len(links) > 1 and (len(links) > self.links_max or self.stored.size_bytes > PEER_REPLIES_SIZE_BYTES_MAX):
-            self.take(next(iter(links)))
+            self.remove(next(iter(links)))
 
 
 class Inbox:
@@ -284,11 +284,11 @@ class Inbox:
             cache = self._caches[peer] = LinkStates(PEER_LINKS_MAX)
         link = cache.links.get(key)
         if link is None:
-            known = self._plain.take(key) if peer is not None else None
+            known = self._plain.remove(key) if peer is not None else None
             link = known or LinkState(incarnation, link_id, self._tracker())
             link.peer = peer
             cache.add(key, link)
         else:
             cache.links.move_to_end(key)
-        cache.stay_within()
+        cache.evict()
         return link

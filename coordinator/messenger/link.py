@@ -111,7 +111,7 @@ class Link:
         self.endpoint = endpoint
         self.outbox = outbox
         self._room = room
-        self._supports_conversations = True  # the receiver, as far as it has said on this connection
+        self._supports_conversations = True  # False once the receiver has said so on this connection
         self.pair = pair
         self.server_key = server_key
         self.link_id = link_id
@@ -278,7 +278,7 @@ class Link:
         if kind == REPLY_EXPIRED:
             self._counters.replies_expired += 1
         if self._room is not None:
-            self._room.give_back(self.endpoint, message.size_bytes)
+            self._room.release(self.endpoint, message.size_bytes)
         return message.callback if conversation is None else self._answer(conversation, envelope)
 
     def _answer(self, conversation: ConversationMessage, envelope: Envelope) -> ReplyCallback | None:

@@ -196,7 +196,7 @@ class Listener:
     ) -> None:
         self.closed = False
         self.endpoint = ""
-        self.secured = secured  # goes by the messenger's security, when it has one
+        self.secured = secured  # uses the messenger's security, if there is any
         self.reopen_due_ns: int | None = None
         self._context = shared.context
         self._security = security
@@ -212,7 +212,7 @@ class Listener:
         self._new_callback_id = new_callback_id
         self._inbox = Inbox(ordered=ordered)
         self._client_queues = ClientSendQueues()
-        self._notified_routes: OrderedDict[bytes, None] = OrderedDict()  # who was told which envelopes are known here
+        self._notified_routes: OrderedDict[bytes, None] = OrderedDict()  # told which envelopes are known here
         self._is_inproc = is_inproc(endpoint)
         self._open()
         try:
@@ -259,7 +259,7 @@ class Listener:
         if self._security is not None:
             serve_with(socket, self._security.own)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # a routing ID in use is its connection's: nobody takes that over
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # a routing ID in use can't be taken over
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error instead of dropping silently
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, REPLIES_QUEUED_MAX)

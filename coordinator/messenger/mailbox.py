@@ -183,7 +183,7 @@ class MessengerMailbox:
             why = self.why_closed or "the messenger is closed, or its thread has failed: nothing is sent"
             raise MessengerClosedError(why)
         if self._room is not None:
-            self._room.take(destination, sum(map(len, parts)))
+            self._room.reserve(destination, sum(map(len, parts)))
         self.messages.append((destination, parts, callback, conversation))
         self._wake.signal()
 

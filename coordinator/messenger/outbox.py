@@ -35,7 +35,7 @@ class Outcome(Enum):
 
     REPLIED = 1
     REPLY_EXPIRED = 2  # its receiver replied, and keeps the reply no longer
-    CALLBACK_UNKNOWN = 3  # the callback that it addressed is not known (any more): nobody was given it
+    CALLBACK_UNKNOWN = 3  # its receiver does not know the addressed callback (any more)
 
 
 class Answer(NamedTuple):
@@ -112,7 +112,7 @@ class Outbox(Struct, eq=False):
     _queue: deque[PendingMessage] = field(default_factory=deque)
     _next_id: int = 1
     _last_sent_id: int = 0  # for the first time on this connection
-    _arrived_id: int = 0  # the highest that the receiver has had, as far as it has said on this connection
+    _arrived_id: int = 0  # the highest that the receiver has reported on this connection
     _retransmitted_id: int = 0  # the last that was sent again on this connection, if it was not answered since
     _retransmitted_ns: int | None = None  # when a message was sent again, with nothing heard since
     _silences: int = 0  # connections in a row that were given up with nothing heard
@@ -150,7 +150,7 @@ class Outbox(Struct, eq=False):
         return not any(message.pending for message in self._queue)
 
     def next_to_send(self) -> PendingMessage | None:
-        """The message to be sent now; None if there is none or the limits on what is in flight are reached."""
+        """Return the message to be sent now; None if there is none, or the limits on what is in flight are reached."""
         queue = self._queue
         while queue and not queue[0].pending:
             queue.popleft()

@@ -35,7 +35,7 @@ class KeyPair:
         return cls(public.decode(), secret.decode())
 
     @property
-    def fits(self) -> bool:
+    def matches(self) -> bool:
         """True if the public key belongs to the secret one."""
         try:
             return zmq.curve_public(self.secret.encode()) == self.public.encode()
@@ -77,7 +77,7 @@ def serve_with(socket: Socket, pair: KeyPair) -> None:
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
     socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate nobody gets in, instead of everybody
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator nobody gets in, instead of everybody
 
 
 def connect_with(socket: Socket, pair: KeyPair, server_key: str) -> None:
@@ -131,7 +131,7 @@ class ZapAuthenticator:
 
     def _answer(self, parts: list[bytes]) -> None:
         if len(parts) < 4:
-            return  # not ZeroMQ's; nobody to answer
+            return  # not a question of ZeroMQ
         known = (
             len(parts) == _ZAP_REQUEST_PARTS
             and parts[2] == _ZAP_VERSION

@@ -53,10 +53,10 @@ class Counters(Struct):
     acknowledged: int = 0  # replies that were the first to their message
     received: int = 0  # messages given to a server loop
     duplicates_dropped: int = 0  # messages and replies that had come before
-    early_dropped: int = 0  # messages that came without one that was sent before them; they come again
+    early_dropped: int = 0  # messages that came before an earlier one; they come again
     replies_resent: int = 0  # to duplicates
     replies_unsent: int = 0  # the sender's connection is gone or full; it will ask again
-    replies_awaited: int = 0  # told by the receiver that a message sent again is there, and its reply will come
+    replies_awaited: int = 0  # answers to retransmissions: the message has arrived, its reply will come
     silences: int = 0  # connections made anew since nothing was heard on them any more
     replies_expired: int = 0  # acknowledgements that came without their reply, since it was no longer kept
     callbacks_unknown: int = 0  # messages for callbacks that were not given to their sender, or not kept

@@ -258,19 +258,11 @@ def _histogram(one: TimeMetric, registry: CollectorRegistry) -> Histogram:
     return Histogram(one.name, one.text, [INSTANCE], registry=registry, buckets=buckets)
 
 
-# How long a message waits, once it is durable, until the app has executed all before it: one sample a second.
-#
-# To time each message would cost each of them. Instead the app is asked a question that it answers in its turn, behind
-# what it was given before: when the answer comes, all that was durable at the question's time is executed. So what is
-# measured is what a message would have waited that became durable then. The question is the one for handler times: the
-# answer has how long some messages took since the last one (:mod:`immortal.appsdk.dispatch.events`).
-
-
 INTERVAL_S = 1.0
-PAUSE_FACTOR = 200  # as many times what asking took: of an instance whose status is large
-GIVEN_POLL_S = 0.05  # while the app has not been given all of it yet
-WAIT_S_MAX = 60.0  # a control connection lives as long; more counts as that
-METHODS_MAX = 200  # with a histogram of their own; what an app names beyond counts as others
+PAUSE_FACTOR = 200  # pause between samples, as a multiple of the time that asking took: a status may be large
+GIVEN_POLL_S = 0.05  # while the app has not been given all durable records yet
+WAIT_S_MAX = 60.0  # lifetime of a control connection; a longer wait counts as this
+METHODS_MAX = 200  # methods with a histogram of their own; all others share one
 METHOD_CHARACTERS_MAX = 200
 EXECUTION_WAIT = (
     "immortal_execution_wait_seconds",
@@ -283,8 +275,15 @@ Ask = Callable[[str, object, float], Mapping[str, Any]]
 
 
 class ExecutionWait:
-    """Samples the execution wait and handler times. ``ask``: asks the coordinator. ``wait(seconds)``: sleeps, and
-    returns True when sampling must end."""
+    """Samples each second how long a durable message waits until the app has executed all before it.
+
+    Timing each message would slow down each of them. Instead the app is asked a question, which it answers after all
+    that it was given before: when the answer comes, all that was durable at the time of the question is executed. The
+    question is the one for handler times, whose answer has the times of some messages
+    (:mod:`immortal.appsdk.dispatch.events`).
+
+    ``ask``: asks the coordinator. ``wait(seconds)``: sleeps, and returns True when sampling must end.
+    """
 
     def __init__(
         self,

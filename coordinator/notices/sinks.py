@@ -125,7 +125,7 @@ class LineSink:
     def emit(self, notice: Notice) -> None:
         if notice.level in self._levels:
             line = self.line(notice)
-            with self._lock, contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            with self._lock, contextlib.suppress(OSError, ValueError):  # the reader of the stream is gone
                 self._stream.write(f"{line}\n")
                 self._stream.flush()
 

@@ -183,18 +183,18 @@ def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S, *, argume
             f"the question to the coordinator of {name!r} has {len(question)} bytes, at most {QUESTION_SIZE_BYTES_MAX}"
             " are allowed: ask for less at once"
         )
-    said = f"the coordinator of {name!r} (process {found.pid}) gives no answer at {found.control}"
+    no_answer = f"the coordinator of {name!r} (process {found.pid}) gives no answer at {found.control}"
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
             data = _ask(asking, found.control, with_size(question), time.monotonic() + timeout_s)
     except TimeoutError:
-        raise ControlError(f"{said} within {timeout_s:g} s") from None
+        raise ControlError(f"{no_answer} within {timeout_s:g} s") from None
     except PermissionError:
-        raise ControlError(f"{said}: only the user who runs it, and root, may ask") from None
+        raise ControlError(f"{no_answer}: only the user who runs it, and root, may ask") from None
     except (OSError, EOFError) as error:
         if _ends(folder, found):
             raise NotRunningError(f"the coordinator of {name!r} has stopped") from None
-        raise ControlError(f"{said}: {error}") from None
+        raise ControlError(f"{no_answer}: {error}") from None
     try:
         answer = decoding.decode_json(data, type=dict[str, Any])
     except decoding.DecodeError as error:

@@ -39,7 +39,7 @@ from immortal.protocol.files import make_folder
 
 CONNECTIONS_MAX = 16  # at once: commands of one operator, and the metrics
 QUESTION_TIMEOUT_S = 5.0  # for a whole question
-ANSWER_TIMEOUT_S = 60.0  # from then on, until the answer is taken: what it asks for must reach the disk first
+ANSWER_TIMEOUT_S = 60.0  # from then on, until the answer is read: the change must reach the disk first
 _BACKLOG_MAX = 32  # connections that the kernel holds for us while a commit is waited for
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 _NO_SOCKET_HERE = (errno.EPERM, errno.EOPNOTSUPP)  # what file systems say that have none

@@ -21,7 +21,7 @@ from immortal.coordinator.log_url import is_in_folder
 from immortal.protocol.errors import ImmortalError
 
 POLL_NS = 2_000_000_000  # between two polls while all is well: a few stats for each peer
-LEASE_POLL_NS = 100_000_000  # while leases are watched, which tell at once where a peer has gone
+LEASE_POLL_NS = 100_000_000  # while leases are watched, which report a peer's move at once
 FAST_POLL_NS = 200_000_000  # while a peer is unknown or not connected: far below what a return may take
 UNCONNECTED_WARNING_NS = 10_000_000_000  # a peer that restarts is not worth a line
 WARNING_REPEAT_NS = 60_000_000_000
@@ -84,8 +84,8 @@ class Discovery:
         copy = self._registry.copy
         if copy is None or not copy.has_log(settings.name, settings.log):
             return self.leased.endpoint(settings.log)
-        found = copy.endpoint(settings.name, settings.log)
-        return found if found is not None and is_endpoint(found) else None
+        endpoint = copy.endpoint(settings.name, settings.log)
+        return endpoint if endpoint is not None and is_endpoint(endpoint) else None
 
     @property
     def is_notified(self) -> bool:
@@ -198,7 +198,7 @@ class Routes:
             destination.route = self._discovery.find(name)
             destination.problem = ""
         except UnknownInstanceError as error:
-            if destination.route is None:  # one that was unregistered may still be where it was
+            if destination.route is None:  # an unregistered peer may still be at its old address
                 destination.problem = str(error)
         except ConfigError as error:
             destination.problem = str(error)
@@ -244,8 +244,8 @@ class LeaseWatcher:
             except ImmortalError:  # no driver here for it: the settings say where its instance is
                 self._watches[log] = None
         watch = self._watches[log]
-        found = None if watch is None else watch.endpoint
-        return found if found is not None and is_endpoint(found) else None  # whoever wrote it
+        endpoint = None if watch is None else watch.endpoint
+        return endpoint if endpoint is not None and is_endpoint(endpoint) else None  # whoever wrote it
 
     @property
     def is_used(self) -> bool:

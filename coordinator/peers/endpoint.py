@@ -100,7 +100,7 @@ class PeerEndpoint:
     def security(self) -> PeerSecurity:
         return self._security
 
-    # --- for the loop ------------------------------------------------------------------------------------------------
+    # --- the loop's port ---------------------------------------------------------------------------------------------
 
     def next_deadline_ns(self) -> int | None:
         self._messenger_due_ns = self._messenger.next_deadline_ns()
@@ -178,7 +178,7 @@ class PeerEndpoint:
     def receive(self) -> None:
         self._messenger.receive()
 
-    # --- where they are, and who may be reached ----------------------------------------------------------------------
+    # --- routes and keys ---------------------------------------------------------------------------------------------
 
     def _poll_routes(self, now_ns: int) -> None:
         for name, endpoint_before in self._routes.poll(now_ns, self._messenger.connected):
@@ -232,7 +232,7 @@ class PeerEndpoint:
             if name != destination:
                 self._post(ev.PeerMoved(name))
 
-    # --- what comes from them ----------------------------------------------------------------------------------------
+    # --- incoming frames ---------------------------------------------------------------------------------------------
 
     def _replied(self, effect: ef.SendToPeer, attempt: int, parts: list[bytes]) -> None:
         # No parts: acknowledged, but the answer is no longer kept. The frame is sent again, as it is after an answer
@@ -286,7 +286,7 @@ class PeerEndpoint:
         else:
             self._post(ev.ClientFrameReceived(route, frame, route.peer or ""))
 
-    # --- what an operator sees ---------------------------------------------------------------------------------------
+    # --- status ------------------------------------------------------------------------------------------------------
 
     def describe_security(self) -> dict[str, object]:
         counters = self._messenger.counters()

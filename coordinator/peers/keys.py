@@ -31,8 +31,8 @@ _FOLDER_NAME = "keys"
 _FILE_NAME = "pairs"
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85 of 32 bytes
 _OTHERS = 0o077
-AGE_DAYS_MAX = 365  # an older key is told in the status
-SOON_DAYS = 30  # ... and one that expires within so many days
+AGE_DAYS_MAX = 365  # age from which the status reports a key
+SOON_DAYS = 30  # time before its expiry from which the status reports a key
 PUBLIC_FILE_SIZE_BYTES_MAX = 4096  # far more than two keys and a few comments
 COMMENT = ";"  # begins a line that is no key; "#" and "/" are characters of keys
 _ROLE = re.compile(r";\s*role:\s*(\S+)\s*")
@@ -99,7 +99,7 @@ def read_pairs(folder: Path) -> tuple[KeyPair, ...]:
     pairs = []
     for line in filter(None, lines):
         public, _, secret = line.partition(" ")
-        if not (is_key(public) and is_key(secret) and KeyPair(public, secret).fits):  # the line itself stays untold
+        if not (is_key(public) and is_key(secret) and KeyPair(public, secret).matches):  # the line itself stays untold
             raise KeysError(f"{path} holds something else than key pairs: restore it, or make new keys without it")
         pairs.append(KeyPair(public, secret))
     return tuple(pairs)

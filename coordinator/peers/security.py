@@ -235,7 +235,7 @@ class PeerSecurity:
             self._own, self._pairs = pairs[0], pairs
         # A client that can read the secrets of the instance needs none of its own.
         callers = {pair.public: self._settings.name for pair in self._pairs}
-        if self._registry.copy is not None and self._pairs:  # who has those of another machine is its owner there
+        if self._registry.copy is not None and self._pairs:  # keys of the same instance made on other machines
             elsewhere = self._keys_of(self._settings.name)
             callers |= dict.fromkeys(self._unexpired_keys(self._settings.name, elsewhere), self._settings.name)
         roles = dict.fromkeys(callers, Role.OWNER)
@@ -277,7 +277,7 @@ class PeerSecurity:
     def _role_of(self, name: str, registered: Collection[str]) -> Role:
         try:
             role = self._known_roles[name] = self._keyring.role_of(self._settings, registered, name)
-        except KeysError:  # told with its keys
+        except KeysError:  # warned of when its keys were read
             return self._known_roles.get(name, Role.INSTANCE)
         return role
 

@@ -199,7 +199,7 @@ class SourceFiles:
         self._stamps = {file: self._stamps.get(file, None) or _stamp(file) for file in wanted}
         self._moving &= wanted
 
-    def look(self) -> set[str]:
+    def poll(self) -> set[str]:
         """Return the files that were changed, made or removed since they were last returned."""
         settled = set()
         for file, before in self._stamps.items():

@@ -78,7 +78,7 @@ class Development:
                 member.stop()
         self._stopping.set()
 
-    def _say(self, text: str, level: Level | None = None, name: str = OWN) -> None:
+    def _print(self, text: str, level: Level | None = None, name: str = OWN) -> None:
         for line in text.split("\n"):
             self._console.line(name, line, level)
 
@@ -106,10 +106,10 @@ class Development:
 
     def _register(self, service: ServiceSpec) -> bool:
         try:
-            if said := register(self._registry, service):
-                self._say(f"{service.name}: {said}")
+            if described := register(self._registry, service):
+                self._print(f"{service.name}: {described}")
         except ImmortalError as error:
-            self._say(f"{service.name}: {error}", "error")
+            self._print(f"{service.name}: {error}", "error")
             return False
         return True
 
@@ -117,7 +117,7 @@ class Development:
         try:
             control.refuse_running(self._registry.load(name).folder)
         except control.RunningError as error:
-            self._say(f"{error}; it is left as it is", "warning")
+            self._print(f"{error}; it is left as it is", "warning")
             return True
         return False
 
@@ -127,7 +127,7 @@ class Development:
             for peer in service.calls:
                 settings = self._registry.load(service.name)
                 if peer not in there and peer not in settings.peers and settings.peer_template is None:
-                    self._say(f"{service.name} calls {peer!r}, which is no instance here: its calls wait", "warning")
+                    self._print(f"{service.name} calls {peer!r}, which is no instance here: its calls wait", "warning")
 
     async def _stop(self) -> None:
         if self._task is not None and not self._is_committed:
@@ -139,7 +139,7 @@ class Development:
         await stop_all(self._members.values())
         for member in self._members.values():
             if member.exit_status:
-                self._say(f"{member.name} ended with status {member.exit_status}", "error")
+                self._print(f"{member.name} ended with status {member.exit_status}", "error")
 
     # --- what changes -------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Development:
         while not self._stopping.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), LOOK_INTERVAL_S)
-            if changed := self._files.look():
+            if changed := self._files.poll():
                 self._note_changed_files(changed)
             is_free = self._task is None or self._task.done()
             if is_free and self._task is not None and not self._task.cancelled():
@@ -185,13 +185,13 @@ class Development:
             try:
                 services = await asyncio.to_thread(self._project.services)
             except (ConfigError, ModuleImportError) as error:
-                self._say(f"what was saved can't be run, all goes on as it was:\n{error}", "error")
+                self._print(f"what was saved can't be run, all goes on as it was:\n{error}", "error")
                 self._is_broken, self._unread = True, names
                 return
             everything, self._is_broken = everything or self._is_broken, False
             planned = {one.name: one for one in services}
             for name in [name for name in self._members if name not in planned]:
-                self._say(f"{name} is no service of the project any more: it is stopped, its log stays")
+                self._print(f"{name} is no service of the project any more: it is stopped, its log stays")
                 await stop_all([self._members.pop(name)])
             changing = [
                 (member, CodeChange(self._project, self._registry, planned[name]))
@@ -200,8 +200,8 @@ class Development:
             ]
             # All before the first takes over: what it has received is what proves the others' calls.
             found = await asyncio.gather(*(change.examine() for _, change in changing))
-            for (member, change), said in zip(changing, found, strict=True):
-                await self._change(member, change, said)
+            for (member, change), described in zip(changing, found, strict=True):
+                await self._change(member, change, described)
                 names.discard(member.name)
             self._start_new(services)
         except asyncio.CancelledError:
@@ -227,7 +227,7 @@ class Development:
         while True:
             choice = await self._choose(name, found, service)
             if choice == "k":
-                self._say(
+                self._print(
                     f"{name} goes on with the code that it runs. Its file has other code: after a crash the recovery"
                     " stops at the record above, and loses nothing. Save the old code again, or other code, and it is"
                     " looked at anew",
@@ -238,7 +238,7 @@ class Development:
             try:
                 await (self._upgrade_here(member, change, found) if choice == "u" else self._reset(member, change))
             except ImmortalError as error:
-                self._say(f"{name}: {error}", "error")
+                self._print(f"{name}: {error}", "error")
                 if not self._interactive or not member.runs:
                     return
                 continue
@@ -246,18 +246,18 @@ class Development:
 
     def _describe_change(self, name: str, found: ChangeReport, service: ServiceSpec) -> None:
         if found.outcome is not Outcome.SAME:
-            said = "makes other calls" if found.outcome is Outcome.DIFFERENT else "can't replay its log"
-            self._say(f"the new code of {name} {said}:", "warning")
+            described = "makes other calls" if found.outcome is Outcome.DIFFERENT else "can't replay its log"
+            self._print(f"the new code of {name} {described}:", "warning")
             for line in found.lines:
-                self._say(line, "warning", name)
+                self._print(line, "warning", name)
         if found.version not in (None, service.version):
-            self._say(f"the new code of {name} is of version {service.version}, its log of version {found.version}")
+            self._print(f"the new code of {name} is of version {service.version}, its log of version {found.version}")
 
     async def _choose(self, name: str, found: ChangeReport, service: ServiceSpec) -> str:
         if not self._interactive:
             to = f"'immortal upgrade {name} {service.app} --to {service.version}'"
             way = to if found.version not in (None, service.version) else "'immortal dev' at a terminal asks what to do"
-            self._say(f"{name} is left as it is: {way}", "warning")
+            self._print(f"{name} is left as it is: {way}", "warning")
             return "k"
         return await self._console.ask(name, "[k]eep the old code, [u]pgrade here, [r]eset the log? ", "kur")
 
@@ -266,7 +266,7 @@ class Development:
         this code can't replay the log."""
         for member in members:
             ended = f"{member.name} has ended with status {member.exit_status}; its own lines say why"
-            self._say(f"{ended}. It starts again when its code is saved", "error")
+            self._print(f"{ended}. It starts again when its code is saved", "error")
             settings = self._registry.load(member.name)
             if not (self._interactive and log_exists(settings.log)):
                 continue
@@ -275,7 +275,7 @@ class Development:
                 try:
                     await self._reset(member, change)
                 except ImmortalError as error:
-                    self._say(f"{member.name}: {error}", "error")
+                    self._print(f"{member.name}: {error}", "error")
 
     async def _upgrade_here(self, member: ServiceProcess, change: CodeChange, found: ChangeReport) -> None:
         await change.try_at_current_state()
@@ -299,7 +299,7 @@ class Development:
     async def _reset(self, member: ServiceProcess, change: CodeChange) -> None:
         with self._committed():
             await stop_all([member])
-            await change.reset(lambda line: self._say(line, None, member.name))
+            await change.reset(lambda line: self._print(line, None, member.name))
             self._restart_with(member, change.service, "begins anew: its log is deleted")
 
     @contextlib.contextmanager
@@ -312,7 +312,7 @@ class Development:
             self._is_committed = False
 
     def _restart_with(self, member: ServiceProcess, service: ServiceSpec, how: str) -> None:
-        self._say(f"{member.name} {how}")
+        self._print(f"{member.name} {how}")
         if self._register(service):
             member.service = service
             member.start()

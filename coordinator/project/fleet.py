@@ -287,7 +287,7 @@ def register(registry: Registry, service: ServiceSpec) -> str:
     if service.name not in registry.names():
         settings = registry.register(service.name, peer, app=service.app, **given)
         keys.make(settings.folder)
-        own_logs.OwnLogs(settings.folder).begin()
+        own_logs.OwnLogs(settings.folder).create()
         return f"registered, peers at {settings.peer}"
     address = split_tcp(peer)
     if address is None or address[1] or (split_tcp(registry.load(service.name).peer) or ("",))[0] != address[0]:

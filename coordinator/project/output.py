@@ -67,12 +67,12 @@ class Console:
                 self._held.popleft()
                 self._lost_count += 1
         else:
-            self._write(self._whole(name, text, level, clock))
+            self._write(self._format_line(name, text, level, clock))
 
     def interrupt(self, name: str, text: str) -> None:
         """Show a line even while a question is open, which is then shown again."""
         if self._questions:
-            self._write(f"\n{self._whole(name, text, None, '')}")
+            self._write(f"\n{self._format_line(name, text, None, '')}")
             self._show_question()
         else:
             self.line(name, text)
@@ -81,7 +81,7 @@ class Console:
         if not self._questions and self._is_terminal:
             self._write("")
 
-    def _whole(self, name: str, text: str, level: Level | None, clock: str) -> str:
+    def _format_line(self, name: str, text: str, level: Level | None, clock: str) -> str:
         shown = printable(text)
         if level is not None:
             front = f"{clock} {level:<7} " if clock else "" if level == "info" else f"{level}: "
@@ -121,18 +121,18 @@ class Console:
         """Ask until one of the letters ``choices`` is typed, and return it. If cancelled, the question is dropped."""
         answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-        def take(line: str) -> None:
+        def on_answer(line: str) -> None:
             letter = line.strip().lower()[:1]
             if letter and letter in choices:
                 answered.set_result(letter)
             else:
-                self.asks(name, text, take)
+                self.asks(name, text, on_answer)
 
-        self.asks(name, text, take)
+        self.asks(name, text, on_answer)
         try:
             return await answered
         finally:
-            self._drop(lambda question: question[2] is take)
+            self._drop(lambda question: question[2] is on_answer)
 
     def _drop(self, which: Callable[[tuple[str, str, Answer]], bool]) -> None:
         if not self._questions:
@@ -155,7 +155,7 @@ class Console:
             self._write(f"... {self._lost_count} lines are left out\n")
             self._lost_count = 0
         while self._held and not self._questions:
-            self._write(self._whole(*self._held.popleft()))
+            self._write(self._format_line(*self._held.popleft()))
         self.changed()
 
     # --- input --------------------------------------------------------------------------------------------------------

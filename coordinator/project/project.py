@@ -371,6 +371,6 @@ def discover_services(module: str, folder: Path, environment: Mapping[str, str])
         argv, cwd=folder, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
     if done.returncode != 0:
-        said = done.stderr.decode("utf-8", "replace").strip()
-        raise ModuleImportError(said or f"importing {module} ended its process with status {done.returncode}")
+        errors = done.stderr.decode("utf-8", "replace").strip()
+        raise ModuleImportError(errors or f"importing {module} ended its process with status {done.returncode}")
     return decoding.decode_json(done.stdout, type=ModuleListing)

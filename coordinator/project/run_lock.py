@@ -43,8 +43,8 @@ def holder(home: Path) -> RunLockHolder | None:
 
 def publish(home: Path, what: str, states: Mapping[str, str], looks: int = 0) -> None:
     """Publish the states of the services that this process runs. Raises OSError."""
-    said = RunLockHolder(what=what, states=states, looks=looks, **files.own_fields())
-    write_atomically(home / FILE_NAME, msgspec.json.encode(said))
+    holder_data = RunLockHolder(what=what, states=states, looks=looks, **files.own_fields())
+    write_atomically(home / FILE_NAME, msgspec.json.encode(holder_data))
 
 
 @contextlib.contextmanager

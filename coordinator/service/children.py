@@ -21,12 +21,12 @@ from immortal.coordinator.service.process import STATUS_FENCED, STATUS_NO_RECOVE
 from immortal.protocol.limits import NESTING_MAX_DEFAULT
 from immortal.protocol.timings import FOLDER_NAME
 
-NESTING_VARIABLE = "IMMORTAL_NESTING_MAX"  # for handlers, which send nothing that is nested more deeply
+NESTING_VARIABLE = "IMMORTAL_NESTING_MAX"  # for handlers, whose values must not be nested more deeply
 APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 APP_LOG_FORMAT_VARIABLE = "IMMORTAL_LOG_FORMAT"
 APP_LOG_LEVEL_VARIABLE = "IMMORTAL_LOG_LEVEL"
 APP_TIMINGS_VARIABLE = "IMMORTAL_TIMINGS"
-PYTHON = (sys.executable, "-P")  # no file in the current folder takes the place of a module of Python's or ours
+PYTHON = (sys.executable, "-P")  # files in the current folder must not hide modules of Python or ours
 
 
 class Role(enum.Enum):
@@ -175,21 +175,20 @@ def app_stdin(interactive: bool | None) -> NoStdin:
     return TerminalStdin() if is_terminal else PipedStdin()
 
 
-# What it means that a coordinator and its app have died, and how long to wait before they are started again.
+# Deaths of a coordinator and its app, by exit status:
 #
 # - status 70 of the app: a handler failed. A replay would run it again, so nothing is started again.
 # - status 71 of the app: an upgrade failed. Both are started again, with the version before.
-# - status 75 of the app: it left to be recovered. It is started again at once, with restart or without.
-# - status 2 of either: it was called wrongly; the next start would be, too.
-# - status 3 of the coordinator: its log can't be replayed as it is, and could not be the next time.
-# - status 4 of the coordinator: another process writes its log by now. One that is to follow is started again, and
-#   does; any other is not.
-# - status 0 of the coordinator: somebody else asked it to stop. It is a clean end once the app has ended with 0 as
-#   well; with restart both come back, since it was not the supervisor that was asked.
-# - status 0 of the app: it was said goodbye to, if the coordinator ends by itself with 0 as well; else a death like
-#   any.
-# - anything else: a death. When both are found dead at once it is the coordinator that died, unless a signal killed the
-#   app and not the coordinator: an app that loses its coordinator leaves by itself.
+# - status 75 of the app: it ended to be recovered. It is started again at once, with restart or without.
+# - status 2 of either: its command line is wrong, and would be the next time.
+# - status 3 of the coordinator: its log can't be replayed, and could not be the next time.
+# - status 4 of the coordinator: another process writes its log by now. A follower is started again, to follow; any
+#   other is not.
+# - status 0 of the coordinator: somebody asked it to stop. It is a clean end once the app has ended with 0 as well;
+#   with restart both come back, since the supervisor was not asked.
+# - status 0 of the app: a clean end, if the coordinator ends by itself with 0 as well; else a death like any other.
+# - anything else: a death. If both are found dead at once, the coordinator died first, unless a signal killed the app
+#   and not the coordinator: an app that loses its coordinator ends by itself.
 
 
 STATUS_HANDLER_FAILED = 70
@@ -200,7 +199,7 @@ STATUS_CALLED_WRONGLY = 2
 APP_FAULT_STATUSES = (STATUS_HANDLER_FAILED, STATUS_UPGRADE_FAILED, STATUS_CALLED_WRONGLY)
 RESTART_BACKOFF_S_MIN = 0.1
 RESTART_BACKOFF_S_MAX = 5.0
-RESTART_BACKOFF_RESET_S = 10.0  # who lived this long did not die of how it was started
+RESTART_BACKOFF_RESET_S = 10.0  # a process that lived this long did not die of its start
 
 
 class ProcessExit(Struct, frozen=True):

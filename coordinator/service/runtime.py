@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 STOP_TIMEOUT_S = 25.0  # for the last checkpoint; the supervisor waits 30
 FAREWELL_TIMEOUT_S = 1.0  # for the last bytes to the app
-SWITCH_INTERVAL_S = 0.0005  # the commit thread gets the interpreter back this soon: 5 ms would be 5 ms per commit
+SWITCH_INTERVAL_S = 0.0005  # how soon the commit thread gets the interpreter back; the default adds 5 ms per commit
 _NO_RECOVERY = (
     DivergenceError,
     DamagedLogError,
@@ -110,7 +110,7 @@ class Coordinator:
         self._metrics = None if settings.metrics is None else Metrics(settings)
         sinks: list[Sink] = [self._line_sink, ReadinessSink(self._is_ready)]
         if self._metrics is not None:
-            sinks.insert(0, self._metrics.sink)  # what a line says is counted by then
+            sinks.insert(0, self._metrics.sink)  # a notice is counted before its line is written
         self._log = log = Notices(settings.name, *sinks)
         self._clock = InstanceClock(
             settings.folder,
@@ -130,13 +130,13 @@ class Coordinator:
                 running=self._clock.running,
             )
         )
-        self._is_the_instance = False  # it is reached where the instance is
-        self._was_ready = False  # an app was recovered, or begun, in this process
+        self._is_the_instance = False  # this process listens at the instance's addresses
+        self._was_ready = False  # an app was recovered, or started for the first time, in this process
         self._error: ImmortalError | None = None
         self._stop_requests = StopRequests()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_fileno = self._wake_receiver.fileno()
-        self._has_signals = False  # the process's are ours
+        self._has_signals = False  # this object handles the process's signals
         self._stop_deadline_ns: int | None = None  # on the monotonic clock, as all that follows
         self._clock_due_ns = 0
         self._line_sink_due_ns: int | None = None
@@ -330,7 +330,7 @@ class Coordinator:
         )
         return None if due_ns is None else max(0, due_ns - time.monotonic_ns()) / 1e9
 
-    # --- what the driver has for who runs the coordinator ------------------------------------------------------------
+    # --- the driver's port to the runtime ----------------------------------------------------------------------------
 
     def upgrade_ended(self, effect: ef.UpgradeEnded) -> None:
         if effect.problem is None:
@@ -372,7 +372,7 @@ class Coordinator:
     def _signalled(self, number: int, frame: object) -> None:
         self.request_stop()
         if self._stop_requests.count > 1 and self._app.is_handling:
-            os._exit(128 + number)  # a handler in this very thread that does not come back: as a crash
+            os._exit(128 + number)  # a handler in this thread does not return: end as by a crash
 
     def _check_stop(self) -> None:
         if not self._stop_requests.count:
@@ -397,9 +397,9 @@ class Coordinator:
         if self._is_the_instance:
             self._auditor.close(error=None if self._error is None else str(self._error))
         for number in (signal.SIGTERM, signal.SIGINT) if self._has_signals else ():
-            signal.signal(number, signal.SIG_IGN)  # stopped already: one more wish must not spoil the exit status
+            signal.signal(number, signal.SIG_IGN)  # stopped already: one more signal must not change the exit status
         self._peers.close()
-        for place in (self._settings, self._place):  # first: who waits for an answer looks there when it is cut off
+        for place in (self._settings, self._place):  # before the socket: a client that is cut off reads the file then
             control.withdraw(place.folder)
         self._control.close()
         self._clock.close()
@@ -460,7 +460,7 @@ def _pending_version(settings: InstanceSettings) -> int | None:
 
 
 def _follower(places: Places) -> LogFollower:
-    from immortal.coordinator.log_port.follower import LogFollower  # here: who follows nobody holds no reader of logs
+    from immortal.coordinator.log_port.follower import LogFollower  # here: only followers need a reader of logs
 
     return LogFollower(places)
 

@@ -42,12 +42,12 @@ from immortal.coordinator.service.children import (
 from immortal.coordinator.service.process import STATUS_FENCED, StopRequests
 
 STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL
-LEAVE_S = 1.0  # for one to end by itself after the other has ended well
-CLEAN_STOP_S = 30.0  # for a last checkpoint, which may be GiB
-# What ends a process that reads a page of its log which the disk does not give, or that follows a damaged one.
+LEAVE_S = 1.0  # for one process to end by itself after the other has ended well
+CLEAN_STOP_S = 30.0  # for a last checkpoint, which may have GiB
+# Deaths by a page of the log that the disk can't read, or that is damaged.
 _PAGE_DEATHS = (-signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT)
-# A message that ends its process is passed over after the third death, by default
-# (coordinator/core/failures/poison_guard.py): those who wait for the service behind it need not wait for pauses, too.
+# By default a message that kills its process is skipped after the third death
+# (coordinator/core/failures/poison_guard.py). No pauses before that, so that callers behind it wait less.
 APP_DEATHS_AT_ONCE = 3
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RESTART_SIGNAL = signal.SIGUSR1
@@ -230,7 +230,7 @@ class Supervisor:
             return None
         if dead.returncode != STATUS_RECOVER_ME and not self._restart:
             return None
-        if dead.returncode in (0, 1):  # its coordinator may have said goodbye, or be gone: its own end says
+        if dead.returncode in (0, 1):  # its coordinator may be ending, too: its exit status decides
             self._wait_for(lambda: Role.COORDINATOR in self._exits, LEAVE_S)
         return None if Role.COORDINATOR in self._exits or self._is_asked else dead
 

@@ -78,7 +78,7 @@ class TimingRecorder:
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._clock_ns = clock_ns
-        self._records = Records()
+        self._rows = RowBuilder()
         self._writer = SegmentWriter(folder / FOLDER_NAME, COORDINATOR, limit_bytes, say)
         self._noting: Noting[Seen] = Noting(self._write)
 
@@ -118,19 +118,19 @@ class TimingRecorder:
     def close(self) -> None:
         """Write what was observed, and close the segments."""
         self._noting.close()
-        self._put_down(self._records.rest())
+        self._write_rows(self._rows.rest())
         self._writer.close()
 
     def _write(self, seen: list[Seen]) -> None:
-        for one in seen:
-            self._put_down(self._records.take(one))
+        for observation in seen:
+            self._write_rows(self._rows.add(observation))
 
-    def _put_down(self, rows: list[TimingRow]) -> None:
+    def _write_rows(self, rows: list[TimingRow]) -> None:
         if rows:
-            self._writer.write(self._records.committer_id, rows)
+            self._writer.write(self._rows.committer_id, rows)
 
 
-class Records:
+class RowBuilder:
     """Makes rows of observations, in the order of records, once the app has a record or a later one. No I/O."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Records:
         self._undurable: deque[Submitted] = deque()
         self._arrivals: OrderedDict[tuple[int, str], deque[Arrived]] = OrderedDict()
 
-    def take(self, seen: Seen) -> list[TimingRow]:
+    def add(self, seen: Seen) -> list[TimingRow]:
         if isinstance(seen, Submitted):
             return self._submitted(seen)
         if isinstance(seen, Durable):
@@ -153,14 +153,14 @@ class Records:
 
     def rest(self) -> list[TimingRow]:
         """Return the rows of records that the app was not given."""
-        return [row for one in self._take_waiting(len(self._waiting)) for row in self._rows(one, 0)]
+        return [row for submitted in self._take_waiting(len(self._waiting)) for row in self._rows(submitted, 0)]
 
     def _submitted(self, seen: Submitted) -> list[TimingRow]:
         rows: list[TimingRow] = []
         if seen.sequence_id in self._waiting:  # once more, as the log did not answer
             return rows
         if len(self._waiting) >= RECORDS_MAX:
-            rows = [row for one in self._take_waiting(1) for row in self._rows(one, 0)]
+            rows = [row for submitted in self._take_waiting(1) for row in self._rows(submitted, 0)]
         self.committer_id = seen.committer_id
         self._waiting[seen.sequence_id] = seen
         self._undurable.append(seen)
@@ -178,9 +178,9 @@ class Records:
     def _up_to(self, sequence_id: int, given_ns: int) -> list[TimingRow]:
         rows: list[TimingRow] = []
         while self._waiting:
-            (one,) = self._take_waiting(1)
-            is_last = one.sequence_id == sequence_id
-            rows += self._rows(one, given_ns if is_last else 0)
+            (submitted,) = self._take_waiting(1)
+            is_last = submitted.sequence_id == sequence_id
+            rows += self._rows(submitted, given_ns if is_last else 0)
             if is_last:
                 break
         return rows
@@ -188,16 +188,18 @@ class Records:
     def _take_waiting(self, count: int) -> list[Submitted]:
         return [self._waiting.popitem(last=False)[1] for _ in range(count)]
 
-    def _rows(self, one: Submitted, given_ns: int) -> list[TimingRow]:
-        rows = [TimingRow(one.sequence_id, 0, TimingKind.COMMIT, one.time_ns, one.durable_ns, given_ns)]
+    def _rows(self, submitted: Submitted, given_ns: int) -> list[TimingRow]:
+        rows = [
+            TimingRow(submitted.sequence_id, 0, TimingKind.COMMIT, submitted.time_ns, submitted.durable_ns, given_ns)
+        ]
         try:
-            batches = decode_trailer(one.trailer, one.check).batches
+            batches = decode_trailer(submitted.trailer, submitted.check).batches
         except ProtocolError:  # none that this process has made
             return rows
         message = 0
         for batch in batches:
             if (arrived_ns := self._arrival(batch.kind, batch.name, batch.first_position)) is not None:
-                rows.append(TimingRow(one.sequence_id, message, TimingKind.ARRIVED, arrived_ns))
+                rows.append(TimingRow(submitted.sequence_id, message, TimingKind.ARRIVED, arrived_ns))
             message += batch.count
         return rows
 

@@ -168,7 +168,7 @@ def test_the_log_is_in_the_same_database_where_nothing_else_is_said(shared: Flee
     assert one.register("shop", PEER).log == f"{shared.url}#shop"
     kept = one.register("local", "tcp://127.0.0.1:7002", log=str(shared.folder / "log"))
     assert kept.log == str(shared.folder / "log")
-    OwnLogs(kept.folder).begin()
+    OwnLogs(kept.folder).create()
     assert ensure_machine_keys(kept, one)
     elsewhere = shared.machine("b")
     keys.make(elsewhere.home / "local")

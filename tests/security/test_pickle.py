@@ -119,7 +119,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
     """The log is somebody else's."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     made = Home(tmp_path)
-    own_logs.OwnLogs(made.settings.folder).begin()
+    own_logs.OwnLogs(made.settings.folder).create()
     return made
 
 
@@ -172,7 +172,7 @@ def test_a_start_that_trusts_it_makes_it_the_homes_own(home: Home) -> None:
 def test_other_states_of_strangers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     home = Home(tmp_path, "Plain")
-    own_logs.OwnLogs(home.settings.folder).begin()
+    own_logs.OwnLogs(home.settings.folder).create()
     result = home.run("replay", "box", "--state")
     assert result.exit_code == 0, result.output
     store = own_logs.open_log(home.settings)

@@ -341,7 +341,7 @@ def test_a_limit_of_file_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_that_is_promised_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_word", lambda path: "2" if path.endswith("overcommit_memory") else "")
+    monkeypatch.setattr(machine, "_first_word", lambda path: "2" if path.endswith("overcommit_memory") else "")
     monkeypatch.setattr(machine, "_available_size_bytes", lambda: 1 << 20)
     notes = of_level(machine.limit_findings(3), Level.NOTE)
     assert "1.0 MiB of memory are free; 3 instances here take about 192.0 MiB, and their states" in notes

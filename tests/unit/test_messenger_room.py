@@ -25,36 +25,36 @@ def room(count_max: int = 2, size_bytes_max: int = 100, wait_s: float | None = 0
 def test_a_number_of_messages_to_each_destination() -> None:
     full = room()
     for destination in ("a", "b"):
-        full.take(destination, 1)
-        full.take(destination, 1)
+        full.reserve(destination, 1)
+        full.reserve(destination, 1)
         with pytest.raises(
             PendingFullError, match=f"2 messages with 2 bytes are pending for {destination}, one with 1"
         ):
-            full.take(destination, 1)
-    full.give_back("a", 1)
-    full.take("a", 1)
+            full.reserve(destination, 1)
+    full.release("a", 1)
+    full.reserve("a", 1)
     with pytest.raises(PendingFullError):
-        full.take("b", 1)
+        full.reserve("b", 1)
     assert full.refused_count == 3
 
 
 def test_a_number_of_bytes_but_for_one_message_that_is_larger() -> None:
     full = room(count_max=10)
-    full.take("a", 500)
+    full.reserve("a", 500)
     with pytest.raises(PendingFullError, match="expected at most 10 and 100 bytes"):
-        full.take("a", 0)
-    full.give_back("a", 500)
-    full.take("a", 60)
+        full.reserve("a", 0)
+    full.release("a", 500)
+    full.reserve("a", 60)
     with pytest.raises(PendingFullError):
-        full.take("a", 41)
-    full.take("a", 40)
+        full.reserve("a", 41)
+    full.reserve("a", 40)
 
 
 def test_nothing_is_remembered_of_a_destination_that_is_dropped_with_nothing_pending() -> None:
     full = room(count_max=10)
     for number in range(100):
-        full.take(f"{number}", 7)
-        full.take(f"{number}", 8)
+        full.reserve(f"{number}", 7)
+        full.reserve(f"{number}", 8)
         full.forget(f"{number}", 7, 1)
         assert len(full._by_destination) == 1, "another thread has sent meanwhile"
         full.forget(f"{number}", 8, 1)
@@ -69,9 +69,9 @@ def test_limits_that_are_none(values: tuple[int, int, float]) -> None:
 
 def test_who_may_wait_is_refused_after_that_time() -> None:
     full = room(count_max=1, wait_s=0.001)
-    full.take("a", 1)
+    full.reserve("a", 1)
     with pytest.raises(PendingFullError):
-        full.take("a", 1)
+        full.reserve("a", 1)
     assert (full.waited_count, full.refused_count) == (1, 1)
 
 

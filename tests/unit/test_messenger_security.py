@@ -9,9 +9,9 @@ from immortal.messenger import KeyPair, Role
 
 def test_a_pair_fits_if_its_secret_key_makes_its_public_one() -> None:
     pair, other = KeyPair.new(), KeyPair.new()
-    assert pair.fits
-    assert not KeyPair(pair.public, other.secret).fits
-    assert not KeyPair(pair.public, "no key").fits
+    assert pair.matches
+    assert not KeyPair(pair.public, other.secret).matches
+    assert not KeyPair(pair.public, "no key").matches
     assert pair.secret not in repr(pair)
 
 

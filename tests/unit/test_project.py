@@ -185,15 +185,15 @@ def test_files_that_change_are_named_once_they_stand(tmp_path: Path) -> None:
     one, other = tmp_path / "one.py", tmp_path / "other.py"
     one.write_text("1")
     files = SourceFiles([one, other])
-    assert files.look() == set()
+    assert files.poll() == set()
     one.write_text("12")
     other.write_text("new")
-    assert files.look() == set()
-    assert files.look() == {str(one), str(other)}
-    assert files.look() == set()
+    assert files.poll() == set()
+    assert files.poll() == {str(one), str(other)}
+    assert files.poll() == set()
     one.unlink()
-    files.look()
-    assert files.look() == {str(one)}
+    files.poll()
+    assert files.poll() == {str(one)}
 
 
 def test_environments_and_hidden_folders_are_not_looked_at(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from immortal.appsdk.running.options import TIMINGS_VARIABLE, OptionError, run_options
-from immortal.coordinator.service.timing_notes import Arrived, Durable, Given, Records, Seen, Submitted
+from immortal.coordinator.service.timing_notes import Arrived, Durable, Given, RowBuilder, Seen, Submitted
 from immortal.protocol.record import decode_header, encode_record
 from immortal.protocol.timings import (
     APP,
@@ -224,7 +224,7 @@ def stream(first: int, count: int, name: str = "a") -> BatchSource:
 
 
 def test_batches_find_when_they_came() -> None:
-    records, source = Records(), (int(BatchKind.STREAM), "a")
+    records, source = RowBuilder(), (int(BatchKind.STREAM), "a")
     seen: list[Seen] = [
         Arrived(source, 2, 100),
         Arrived(source, 5, 200),
@@ -233,13 +233,13 @@ def test_batches_find_when_they_came() -> None:
         Arrived(source, 9, 320),
         Durable(1, 400),
     ]
-    assert [row for one in seen for row in records.take(one)] == []
-    assert records.take(Given(0, 500)) == [
+    assert [row for one in seen for row in records.add(one)] == []
+    assert records.add(Given(0, 500)) == [
         TimingRow(0, 0, TimingKind.COMMIT, 300, 400, 500),
         TimingRow(0, 0, TimingKind.ARRIVED, 100),
         TimingRow(0, 5, TimingKind.ARRIVED, 200),
     ]
-    records.take(submitted(2, 1, 600, stream(6, 1), stream(7, 1, "b")))
+    records.add(submitted(2, 1, 600, stream(6, 1), stream(7, 1, "b")))
     assert records.rest() == [
         TimingRow(1, 0, TimingKind.COMMIT, 600, 0, 0),
         TimingRow(1, 0, TimingKind.ARRIVED, 320),  # a part of what came
@@ -247,17 +247,17 @@ def test_batches_find_when_they_came() -> None:
 
 
 def test_joined_commits_are_durable_together_and_records_come_in_order() -> None:
-    records = Records()
+    records = RowBuilder()
     for number in range(4):
-        records.take(submitted(number + 1, number, 100 + number))
-    records.take(submitted(1, 0, 999))  # the log did not answer, and is asked once more
-    records.take(Durable(3, 200))
-    assert records.take(Given(2, 300)) == [
+        records.add(submitted(number + 1, number, 100 + number))
+    records.add(submitted(1, 0, 999))  # the log did not answer, and is asked once more
+    records.add(Durable(3, 200))
+    assert records.add(Given(2, 300)) == [
         TimingRow(0, 0, TimingKind.COMMIT, 100, 200, 0),
         TimingRow(1, 0, TimingKind.COMMIT, 101, 200, 0),
         TimingRow(2, 0, TimingKind.COMMIT, 102, 200, 300),
     ]
-    assert records.take(Given(1, 400)) == []  # to an app that recovers
+    assert records.add(Given(1, 400)) == []  # to an app that recovers
     assert records.rest() == [TimingRow(3, 0, TimingKind.COMMIT, 103, 0, 0)]
 
 
