@@ -179,7 +179,7 @@ def _show(registry: Registry, name: str | None, url: str, as_json: bool) -> None
 
 
 def _names(url: str) -> list[str]:
-    """Of the instances that have an archive there; a folder whose name no instance can have is none."""
+    """Return the names of the instances that have an archive there; folders with other names are left out."""
     names = []
     for folder in _objects(url, make=False).folders():
         with contextlib.suppress(ConfigError):

@@ -189,7 +189,7 @@ def _ask(registry: Registry, name: str, method: str, *arguments: Any) -> Any:
 
 
 def _value(encoded: bytes) -> Any:
-    """Of arguments or a result; None where there are none."""
+    """Decode arguments or a result for display; None where there are none, hex where they can't be read."""
     try:
         return decoding.decode_shown(encoded) if encoded else None
     except decoding.DecodeError:

@@ -51,7 +51,7 @@ def dead_letters(ctx: click.Context, name: str, as_json: bool) -> None:
 
 
 def _settings_of(ctx: click.Context) -> InstanceSettings:
-    """Of the instance that the group was given. Raises RegistryError, ConfigError."""
+    """Return the settings of the instance that the group was given. Raises RegistryError, ConfigError."""
     return settings_with_log(ctx.ensure_object(Registry), ctx.params["name"])
 
 
@@ -160,7 +160,7 @@ def drop(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: bool
 
 
 def _chosen(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: bool) -> Values:
-    """Which ones, in the words of the coordinator."""
+    """Return the chosen dead letters as a request to the coordinator."""
     if all_of_them == bool(ids):
         raise click.UsageError("either IDs or --all: 'immortal dead-letters NAME' lists them")
     if all_of_them:

@@ -64,7 +64,7 @@ def _instance(registry: Registry, name: str, *, as_json: bool) -> list[Finding]:
 
 
 def _state(settings: InstanceSettings) -> Iterator[Finding]:
-    """Whether a checkpoint of it can be taken."""
+    """Check that a checkpoint of the instance's state can be taken."""
     from immortal.cli.recovery import check_state_is_savable
     from immortal.coordinator.doctor.finding import Area, note, problem
     from immortal.coordinator.log.open import log_exists

@@ -55,7 +55,7 @@ def handlers(ctx: click.Context, name: str, as_json: bool) -> None:
 
 
 def _settings_of(ctx: click.Context) -> InstanceSettings:
-    """Of the instance that the group was given. Raises RegistryError, ConfigError."""
+    """Return the settings of the instance that the group was given. Raises RegistryError, ConfigError."""
     return ctx.ensure_object(Registry).load(ctx.params["name"])
 
 
@@ -324,7 +324,7 @@ def expel(registry: Registry, name: str, member: str, yes: bool, timeout_s: floa
 
 
 def _asked(registry: Registry, name: str) -> dict[str, Values]:
-    """What each instance that runs here says of the group, by instance. Raises FailedError."""
+    """Ask each instance that runs here about the group; answers by instance. Raises FailedError."""
     running = [one for one in registry.names() if control.running(registry.load(one).folder) is not None]
 
     def ask(one: str) -> dict[str, Values]:

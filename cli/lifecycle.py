@@ -180,7 +180,7 @@ def _status(settings: InstanceSettings) -> dict[str, Any] | None:
 
 
 def _working_status(settings: InstanceSettings, before: control.ControlFile | None) -> dict[str, Any] | None:
-    """Of a coordinator that has come after ``before``, as soon as its app works."""
+    """Return the status of a coordinator that came after ``before``, as soon as its app works; else None."""
     now = control.running(settings.folder)
     if now is None or now == before:
         return None
@@ -212,7 +212,7 @@ def _refuse_strangers(settings: InstanceSettings) -> None:
 
 
 def _heir(settings: InstanceSettings) -> str | None:
-    """Who has the instance now; the one that had followed needs a moment for that."""
+    """Return the host that has the instance now, if any; a follower that takes over needs a moment for that."""
     from immortal.coordinator.log.open import place_of
 
     place = place_of(settings.log)
@@ -225,7 +225,7 @@ def _heir(settings: InstanceSettings) -> str | None:
 
 
 def checkpoint_at_stop(settings: InstanceSettings) -> str:
-    """What the next start begins with, as the log says."""
+    """Describe the checkpoint that the next start begins with, as the log says; "" if there is none."""
     from immortal.coordinator.instances import own_logs
     from immortal.coordinator.log import log_exists
 

@@ -1,4 +1,4 @@
-"""How two logs differ, in words and as plain values."""
+"""Differences of two logs, as text and as plain values."""
 
 from __future__ import annotations
 

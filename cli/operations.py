@@ -114,7 +114,7 @@ def _mark(settings: InstanceSettings, to: int, app: str | None) -> None:
 
 
 def _next_start(settings: InstanceSettings) -> str:
-    """What an operator does for it."""
+    """Say what an operator does so that the next start upgrades."""
     name = settings.name
     if control.supervisor(settings.folder) is not None:
         return f"it runs now; for that start: immortal restart {name}"

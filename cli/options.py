@@ -1,4 +1,4 @@
-"""What the commands share: arguments, options, and whose log it is."""
+"""Arguments, options and parameter types that commands share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def app_name(ctx: click.Context, parameter: click.Parameter, value: str | None) 
 
 
 def app_or_hand(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """As :func:`app_name`; or "-": an app that is started by hand."""
+    """Validate an app's name as :func:`app_name`, or accept "-": an app that is started by hand."""
     return value if value == "-" else app_name(ctx, parameter, value)
 
 
@@ -82,7 +82,7 @@ class InstanceCommandGroup(Commands):
     """A group that takes an instance's name, and by itself shows something of it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Also ``NAME --json``: of itself a group takes options only in front of its arguments."""
+        """Accept ``NAME --json`` too: click's groups take options only before their arguments."""
         if len(args) == 2 and args[1].startswith("-"):
             args = [args[1], args[0]]
         return super().parse_args(ctx, args)
@@ -160,7 +160,7 @@ class _Number(click.IntRange):
 
 
 class _Text(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """What the setting's kind takes. A path may be relative to the working directory."""
+    """Parameter type of a text setting. A path may be relative to the working directory."""
 
     def __init__(self, setting: Setting) -> None:
         self.name = setting.about["metavar"]
@@ -221,7 +221,7 @@ def register_options(function: _Function) -> _Function:
 
 
 def said(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``options`` that were given."""
+    """Return the options that were given."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -253,7 +253,7 @@ Advance = Callable[[int, int | None], None]
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Advance]:
-    """To be called now and then, from one thread at a time. It leaves nothing behind on the screen."""
+    """Yield a function that shows progress; call it from one thread at a time. The bar is gone at the end."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return

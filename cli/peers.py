@@ -130,7 +130,7 @@ def reclaim(registry: Registry, name: str, accept_loss: bool, as_json: bool) -> 
 
 
 class _Loss(Struct, frozen=True):
-    """What a copy has done at one peer, as far as the two logs show it; None: the peer can't be asked."""
+    """Losses that a copy of the log has caused at one peer, as far as both logs show; None: the peer can't be asked."""
 
     unknown_at_peer: int | None  # calls that the peer has beyond what it acknowledged to this log
     lost_of_peer: int | None  # calls that the peer sent to the copy, which acknowledged them
@@ -160,7 +160,7 @@ class _Loss(Struct, frozen=True):
 
 
 def _as_seen_by(registry: Registry, peer: str, name: str) -> Peer | None:
-    """What the log of ``peer`` says of the streams with ``name``; None where that is not known here."""
+    """Return the streams with ``name`` from the view of ``peer``; None where that is not known here."""
     if peer not in registry.names():
         return None
     settings = registry.load(peer)
@@ -173,7 +173,7 @@ def _nothing_known(name: str, peer: str) -> FailedError:
 
 
 def _reset_live(settings: InstanceSettings, peer: str) -> bool:
-    """Whether a running coordinator has done it."""
+    """Reset the peer in a running coordinator; return False if none runs."""
     if control.running(settings.folder) is None:
         return False
     answer = control.query(settings.folder, "reset-peer", argument={"peer": peer})
@@ -197,7 +197,7 @@ def _reset_stopped(settings: InstanceSettings, peer: str) -> None:
 
 
 def _reclaim_live(settings: InstanceSettings) -> bool:
-    """Whether a running coordinator has done it."""
+    """Reclaim in a running coordinator; return False if none runs."""
     if control.running(settings.folder) is None:
         return False
     control.query(settings.folder, "reclaim")

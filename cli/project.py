@@ -1,4 +1,4 @@
-"""What the commands for projects share."""
+"""Commands for projects: init, dev, up, down, systemd."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def _keeper_of(project: Project) -> RunLockHolder:
 
 
 def _elsewhere(registry: Registry, name: str) -> str:
-    """Of one that is not ours."""
+    """Say who runs an instance that the project did not start; "" if nobody does."""
     from immortal.coordinator.instances.registry import RegistryError
     from immortal.coordinator.operator import control
 

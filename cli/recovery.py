@@ -287,7 +287,7 @@ def skip(registry: Registry, name: str, message: tuple[int, int], reason: str, h
 
 
 def _skip_live(settings: InstanceSettings, sequence_id: int, index: int, reason: str) -> bool:
-    """Whether a running coordinator has done it."""
+    """Skip the message in a running coordinator; return False if none runs."""
     if control.running(settings.folder) is None:
         return False
     request = {"sequence_id": sequence_id, "message_index": index, "reason": reason, "who": operator_name()}
@@ -391,7 +391,7 @@ class SavableStateCheck(Struct, frozen=True):
 
 
 def _patient(advance: Advance) -> Advance:
-    """As ``advance``, for a replay that may stand still for STILL_S_MAX: a handler may loop. Raises ReplayError."""
+    """Wrap ``advance`` so that a replay which stands still for STILL_S_MAX raises ReplayError: a handler may loop."""
     from immortal.replay.errors import ReplayError
 
     seen, since_s = -1, time.monotonic()

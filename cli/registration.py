@@ -87,7 +87,7 @@ def _make_log(settings: InstanceSettings) -> str:
 
 
 def _relative(path: Path) -> str:
-    """As a person would write it, where that is shorter."""
+    """Return a path relative to the working directory where that is shorter."""
     relative = os.path.relpath(path)
     return relative if not relative.startswith("..") else str(path)
 

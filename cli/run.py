@@ -173,7 +173,7 @@ def run(
 
 
 def _become_embedded(settings: InstanceSettings, app: str, *, strict: bool, log_level: str) -> NoReturn:
-    """This very process, with its terminal, is the instance from here on."""
+    """Replace this process, with its terminal, by the embedded instance."""
     from immortal.coordinator.service.children import PYTHON
 
     home = str(settings.folder.parent)

@@ -101,7 +101,7 @@ def _run(connection: DuckDBPyConnection, query: str, *, as_csv: bool, as_json: b
 
 
 def _write_parquet(found: Any, path: Path) -> int:
-    """How many rows were written. The file is there whole or not at all. Raises FailedError."""
+    """Write the rows to a Parquet file, whole or not at all; return their number. Raises FailedError."""
     from pyarrow.parquet import ParquetWriter
 
     partial, count = path.with_name(f".{path.name}.partial"), 0
@@ -138,7 +138,7 @@ def _print_rows(columns: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> None
 
 
 def _print_csv(columns: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> None:
-    """As RFC 4180 has it, but that what a terminal would obey is escaped where stdout is one."""
+    """Print CSV as RFC 4180 says; control characters are escaped if stdout is a terminal."""
     import csv
 
     shown = printable if sys.stdout.isatty() else str

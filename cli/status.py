@@ -90,7 +90,7 @@ def _pids(row: dict[str, Any]) -> str:
 
 
 def _clients(row: dict[str, Any]) -> str:
-    """Of an instance that was called from outside."""
+    """Format the clients of an instance that was called from outside."""
     clients = row.get("clients") or {}
     if not clients.get("known"):
         return ""
@@ -170,6 +170,6 @@ def health(registry: Registry, name: str, only_live: bool, ready: bool, timeout_
 
 
 def _answering(folder: Path) -> Path:
-    """Where the instance is asked; where none runs, its first follower here."""
+    """Return the folder that answers for the instance: its own, or its first follower's here if it does not run."""
     followers = sorted(folder.glob(f"{FOLDER_NAME}/*")) if control.running(folder) is None else ()
     return next((one for one in followers if control.running(one) is not None), folder)

@@ -44,7 +44,7 @@ def _values(letter: Letter, reader: LogReader) -> Values:
 
 
 def _source(verdict: Verdict, reader: LogReader) -> str | None:
-    """Who sent it: an instance, "~" and a client's ID, or "an impulse"; None where its record is kept no longer."""
+    """Return the sender: an instance, "~" and a client's ID, or "an impulse"; None if its record is trimmed."""
     from immortal.coordinator.core.errors import LogError
     from immortal.coordinator.log import verify_value
     from immortal.protocol.trailer import BatchKind

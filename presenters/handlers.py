@@ -29,7 +29,7 @@ def with_times(value: Any) -> Any:
 
 
 def format_waits(one: Values) -> str:
-    """Of an ordered multicast, with times."""
+    """Format one wait of an ordered multicast, with times."""
     return printable(f"since {_second(one['since'])} it waits for {one['for']}: {one['what']} ({one['count']} wait)")
 
 

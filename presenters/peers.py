@@ -10,7 +10,7 @@ from immortal.coordinator.operator import control
 
 
 def consequences(name: str, peer: str, known: Peer) -> Iterator[str]:
-    """What a reset may lose or double, in figures."""
+    """List in figures what a reset of ``peer`` may lose or execute twice."""
     acknowledged, made, received = known["acknowledged"], known["made"], known["received"]
     yield f"this makes {name} forget which log {peer} has (committer {known['committer_id']}):"
     if acknowledged is not None:

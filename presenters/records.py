@@ -147,7 +147,7 @@ def _rpc(content: bytes, start: int, end: int, methods: Methods) -> dict[str, An
 
 
 def _named(rpc: IncomingRpc, name: str) -> dict[str, Any]:
-    """What can be said of a message whose method has a name: its arguments are a MessagePack array."""
+    """Describe a message whose method has a name: its arguments are a MessagePack array."""
     try:
         values = decoding.decode_shown(rpc.arguments)
         if not isinstance(values, list):
@@ -245,7 +245,7 @@ def rpc_of(message: bytes) -> IncomingRpc | None:
 
 
 def waiting_caller(rpc: IncomingRpc) -> tuple[str, int] | None:
-    """Who waits for the answer of a call, and its number there; None where nobody does, or nobody can tell."""
+    """Return the caller that waits for the answer and the call's number; None: nobody waits, or it can't be read."""
     data = encode_incoming_data(rpc.method_id, rpc.rpc_type, rpc.arguments, rpc.kind)
     caller = decode_caller(data, 0, len(data))
     return None if caller is None else (caller.name, caller.number)
@@ -304,7 +304,7 @@ def _hex(data: bytes) -> str:
 
 
 def cell(value: Any) -> str:
-    """As people read it."""
+    """Format a value of a table for people."""
     if value is None:
         return "-"
     return value.hex(" ") if isinstance(value, bytes) else str(value)

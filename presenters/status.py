@@ -61,7 +61,7 @@ def _live_status(settings: InstanceSettings) -> dict[str, Any] | None:
 
 
 def multicasts(settings: InstanceSettings) -> dict[str, Any]:
-    """Whom the instance waits for with ordered multicasts. Only its app knows that; who does not say does not wait."""
+    """Ask the app which members its ordered multicasts wait for; {} if it does not answer."""
     try:
         found = control.query(settings.folder, "handlers", APP_TIMEOUT_S).get("multicasts")
     except (ImmortalError, OSError):
@@ -136,7 +136,7 @@ def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
 
 
 def _failures(summary: LogSummary) -> dict[str, Any]:
-    """What a live coordinator says of messages that failed, as far as the log has it."""
+    """Describe failed messages as a live coordinator does, as far as the log has them."""
     row: dict[str, Any] = {}
     if summary.verdicts:
         row["verdicts"] = dict(Counter(one.kind.name.lower() for one in summary.verdicts))
@@ -148,7 +148,7 @@ def _failures(summary: LogSummary) -> dict[str, Any]:
 
 
 def problems(row: dict[str, Any]) -> list[str]:
-    """What is wrong with an instance, in words, each with its name and where one is known a way out."""
+    """List an instance's problems as text: each with its name and, where one is known, a remedy."""
     found = [f"{row['name']}: {problem}" for problem in row.get("problems", ())]
     if row.get("held_up_for"):
         limits = "peer_buffer_mib_max and spill_limit_mb"
@@ -201,7 +201,7 @@ def clock_problem(clock: dict[str, Any]) -> str:
 
 
 def _failed(row: dict[str, Any]) -> Iterator[str]:
-    """What the app has been handling for long, what may have ended it, and how many calls failed."""
+    """List handlers that run for long, suspects of crashes, and counts of failed calls."""
     handling, suspect = row.get("handling"), row.get("suspect")
     letters, verdicts = row.get("letters") or {}, row.get("verdicts") or {}
     if handling:
@@ -248,14 +248,14 @@ def age_text(age_s: float) -> str:
 
 
 def format_paused(answer: Values) -> str:
-    """What came of a pause."""
+    """Format the result of a pause."""
     if answer["changed"]:
         return "paused; what comes in is logged, and waits until it is resumed"
     return f"it is paused already, by {_by_and_since(answer['paused'])}"
 
 
 def format_resumed(answer: Values) -> str:
-    """What came of a resume."""
+    """Format the result of a resume."""
     if answer["changed"]:
         return f"resumed; it was paused by {_by_and_since(answer['paused'])}"
     return "it was not paused: there is nothing to resume"
@@ -267,7 +267,7 @@ def _by_and_since(paused: Values) -> str:
 
 
 def _keys(folder: Path) -> dict[str, Any]:
-    """What is due with the keys of an instance, or of a client."""
+    """Return reminders about the keys of an instance or a client, such as an expiry."""
     if not (folder / PUBLIC_KEYS_FILE_NAME).exists():
         return {}
     from immortal.coordinator.peers import keys  # needs ZeroMQ, whose loading takes long
@@ -281,7 +281,7 @@ def _keys(folder: Path) -> dict[str, Any]:
 
 
 def operator_name() -> str:
-    """Who runs this command, for the log."""
+    """Return the name of the user who runs this command, for the audit log."""
     import pwd
 
     try:

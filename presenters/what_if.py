@@ -1,4 +1,4 @@
-"""What a what-if has found: in words, and as plain values."""
+"""Findings of a what-if, as text and as plain values."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Report:
 
     @property
     def warnings(self) -> list[str]:
-        """What the SDK says about the new code."""
+        """Return the SDK's warnings about the new code."""
         new = self._outcome.results.get(Side.NEW)
         return [] if new is None else new.warnings
 
@@ -99,7 +99,7 @@ class Report:
         return diff_states(old_class, old_path, new_class, new_path, limit=self._limit + 1, new_code=code)
 
     def _unanswered(self, blob_path: Path) -> list[Values]:
-        """What the new code waits for, and the old code never did: that can only be where the states differ."""
+        """Return what the new code waits for and the old code never did; such waits exist only if the states differ."""
         if not self.state or self._outcome.results[Side.NEW].description is None:
             return []
         return unanswered(self._class(Side.NEW), blob_path, self._apps[Side.NEW].code)
@@ -110,7 +110,7 @@ class Report:
 
     @property
     def _state_is_known(self) -> bool:
-        """Whether no difference in the state means that there is none."""
+        """Tell whether an equal state proves that there is no difference."""
         return self.state_problem is None and not any(one.hides_state for one in self.not_worked_out)
 
     def _class(self, side: Side) -> str:
@@ -406,7 +406,7 @@ def _clipped(text: str) -> str:
 
 
 def cone_of(registry: Registry, name: str, outcome: WhatIf, reader: LogReader) -> dict[str, Any]:
-    """What followed from the calls that differ, as :func:`immortal.replay.trace.cone.values`."""
+    """Follow the consequences of calls that differ, as :func:`immortal.replay.trace.cone.values`."""
     from immortal.replay.trace.cone import follow, values
 
     findings = outcome.findings

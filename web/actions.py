@@ -1,4 +1,4 @@
-"""What may be done from the page: each verb of a running coordinator, its words, and what it asks for."""
+"""Actions of the page: each verb of a running coordinator, its texts, and the fields of its form."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Values = Mapping[str, str]
 
 
 class Field(Struct, frozen=True):
-    """Of the form. ``is_given``: it comes with the link that leads there, and is not asked for."""
+    """Field of an action's form. ``is_given``: its value comes with the link and is not asked for."""
 
     name: str
     label: str

@@ -1,4 +1,4 @@
-"""Who may ask for what: looked at before any page is made.
+"""Authentication of requests, before any page is made.
 
 A cookie lets look, no more: a browser sends it to each port of its host, so others may have it. What a form does needs
 the token itself.
@@ -143,7 +143,7 @@ def cookie_name(scheme: str, host: str) -> str:
 
 
 def _name_of(host: str) -> str:
-    """Of a Host header: without its port, and in small letters."""
+    """Return the host of a Host header in lower case, without its port."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -194,7 +194,7 @@ def new_token() -> str:
 
 
 class Token:
-    """What follows from one token: a browser's cookie, and what its forms have to bring along."""
+    """Values derived from one token: a browser's cookie, and the secret of its forms."""
 
     def __init__(self, token: str) -> None:
         self._token = token

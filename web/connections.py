@@ -1,4 +1,4 @@
-"""How many connections the page has, for how long, and how much each may bring.
+"""Limits on connections to the page: their number, duration and size.
 
 A stranger is a connection that has shown neither a cookie nor the token yet. Each stranger has little time; where there
 are too many, the oldest one of the address that has most is closed for the next one. No other connection is closed for

@@ -1,4 +1,4 @@
-"""What goes wrong with the page."""
+"""Errors of the page."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Row:
 
     @cached_property
     def cells(self) -> Markup:
-        """Of the table: made once, for all pages and all who look."""
+        """Return the row's table cells, rendered once for all viewers."""
         return Markup(render("_cells.html", row=self))  # noqa: S704 -- escaped by the template
 
 

@@ -254,7 +254,7 @@ def _arguments(text: str) -> list[Any]:
 
 
 def _answer(site: Site, settings: InstanceSettings, query: str, arguments: list[Any]) -> str:
-    """As JSON. Raises WebError, ClientError, TypeError."""
+    """Call a query and return its result as JSON. Raises WebError, ClientError, TypeError."""
     if not query.isidentifier() or query.startswith("_"):
         raise WebError(f"{query[:60]!r}: the name of a query was expected")
     with connect(settings.name, home=site.registry.home, timeout=ANSWER_S) as instance:

@@ -1,4 +1,4 @@
-"""What if other code had handled the log?"""
+"""Pages of what-ifs and SQL queries, which run as jobs."""
 
 from __future__ import annotations
 

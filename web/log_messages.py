@@ -76,7 +76,7 @@ class Message(Struct):
 
 
 class Wanted(Struct, frozen=True):
-    """Which messages a page is to show. "" and 0: any."""
+    """Filter of messages on a page. "" and 0: any."""
 
     method: str = ""
     pattern: str = ""
@@ -125,7 +125,7 @@ class Page(Struct):
 
 
 def messages_of(described: dict[str, Any]) -> Iterator[Message]:
-    """Of one record, as :func:`describe_record` has it."""
+    """Yield the messages of one record, given as :func:`describe_record` has it."""
     sequence_id = described["sequence_id"]
     if "problem" in described:
         problem, size_bytes = described["problem"], described["size_bytes"]
@@ -261,7 +261,7 @@ def _slim(message: Message) -> Message:
 
 
 def find_position(reader: LogReader, source: str, position: int) -> At | None:
-    """Where the message at ``position`` of the stream from ``source`` was logged; None where it was not, or no longer.
+    """Find the record with the message at ``position`` of the stream from ``source``; None if it is not in the log.
 
     A search by halves: records hold the positions of a stream in their order.
     """
@@ -365,7 +365,7 @@ class Logs:
 
     @contextmanager
     def locked(self, settings: InstanceSettings) -> Iterator[None]:
-        """Nobody else of this process reads this log meanwhile. Raises WebError."""
+        """Lock a log against other requests of this process. Raises WebError."""
         with self._lock:
             lock = self._locks[str(settings.log)]
         if not lock.acquire(timeout=WAIT_S):
@@ -384,7 +384,7 @@ class Logs:
             yield reader
 
     def methods(self, settings: InstanceSettings) -> tuple[Methods, str]:
-        """What the instance's class names; and why it names nothing, "" where it does."""
+        """Return the names of the class's methods, and the reason if there are none ("" otherwise)."""
         app = settings.app
         if app is None:
             return {}, 'its settings name no class (app = "module:Class"), so methods are shown by their numbers'

@@ -1,4 +1,4 @@
-"""What lanes of a time range hold: each message where they are few, and where they are many how many there are.
+"""Lanes of a time range: single messages where they are few, counts where they are many.
 
 So the answer has one size, whatever the size of the logs: a count is found by searching for the edges of its range, of
 which each costs some 20 reads of a record, and messages are read only where there are at most MESSAGES_MAX.
@@ -61,7 +61,7 @@ class Lane:
         return self._end - self._first
 
     def counts(self, buckets: int = BUCKETS) -> list[int]:
-        """How many records each of so many equal parts of the range has."""
+        """Count the records in each of ``buckets`` equal parts of the range."""
         edges = [self._first]
         for number in range(1, buckets):
             time_ns = self._from_ns + (self._to_ns - self._from_ns) * number // buckets
@@ -71,7 +71,7 @@ class Lane:
         return [after - before for before, after in itertools.pairwise(edges)]
 
     def _edge(self, time_ns: int, low: int) -> int:
-        """As Times.first_from: most edges are near the one before."""
+        """Find the first record at a time, as Times.first_from: most edges are near the one before."""
         step = 1
         while low + step < self._end and self._times.of(low + step) < time_ns:
             step *= 4
@@ -118,7 +118,7 @@ def packed(messages: Sequence[Message], origin_ns: int, lanes: dict[str, int]) -
 
 
 class Range(Struct, frozen=True):
-    """What is asked for: ``lanes`` by name, times in ns."""
+    """Range that a timeline asks for: ``lanes`` by name, times in ns."""
 
     lanes: list[str]
     origin_ns: int
@@ -183,7 +183,7 @@ def scan(request: Request) -> Page:
 
 
 def lanes(home: str, asked: Range) -> list[dict[str, Any]]:
-    """As :func:`immortal.web.log_search.timeline_lanes`. Raises WebError where it takes too long."""
+    """Return lanes as :func:`timeline_lanes` does, in a process of its own. Raises WebError if it takes too long."""
     return decoding.decode_json(_asked(Lanes(home, asked), asked.wanted.pattern), type=list[dict[str, Any]])
 
 

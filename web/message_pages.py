@@ -83,7 +83,7 @@ def _text(at: At) -> str:
 
 
 def _wanted(request: Request) -> tuple[Wanted, str]:
-    """What the form asks for; and why it can't be taken."""
+    """Return the filter that the form asks for, and an error text if it can't be read."""
     try:
         pattern = checked_pattern(text_of(request, "re"))
     except WebError as error:
@@ -166,7 +166,7 @@ def arguments(request: Request) -> Response:
 
 
 def _message(request: Request, site: Site, settings: InstanceSettings) -> tuple[Message, dict[str, Any], int]:
-    """Also the committer ID of its log."""
+    """Return the message, its record, and the committer ID of its log."""
     at = request.path_params["record"], request.path_params["index"]
     methods, _ = site.logs.methods(settings)
     with site.logs.reader(settings) as reader:
@@ -182,7 +182,7 @@ def _message(request: Request, site: Site, settings: InstanceSettings) -> tuple[
 def _noted(
     settings: InstanceSettings, committer_id: int, found: Message, record: Mapping[str, Any]
 ) -> list[tuple[str, int]]:
-    """What the instance noted of it beside the log: (what, how long in ns)."""
+    """List durations that the instance noted beside the log for a message: (name, ns)."""
     of_record = Timings(settings.folder / FOLDER_NAME, committer_id).of(found.sequence_id)
     if of_record is None:
         return []
@@ -293,7 +293,7 @@ def data(request: Request) -> Response:
 
 
 def _lanes(site: Site, name: str, asked: str) -> list[str]:
-    """This one, and those that it talks to, unless it is said which. Raises RegistryError for one that is not there."""
+    """Return the lanes that are asked for, or this instance and those it talks to. Raises RegistryError."""
     known = site.registry.names()
     if asked:
         lanes = list(dict.fromkeys(asked.split(",")))[:LANES_MAX]

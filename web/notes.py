@@ -1,4 +1,4 @@
-"""What people have written about moments: a file beside the registry, a JSON object on each line."""
+"""Notes that people wrote about moments: a file beside the registry, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Notes:
         self._lock = threading.Lock()
 
     def of(self, name: str) -> list[Note]:
-        """Of an instance, by moment."""
+        """Return the notes about an instance, by moment."""
         try:
             lines = self._path(name).read_bytes().splitlines()
         except OSError:

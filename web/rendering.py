@@ -29,7 +29,7 @@ def _finalize(value: Any) -> Any:
 
 
 def _raw(text: str) -> Markup:
-    """As it is, for the value of a field that nobody sees: it is to come back so. Escaped all the same."""
+    """Escape a hidden field's value so that it comes back unchanged."""
     return escape(text.encode("utf-8", "replace").decode())
 
 
@@ -42,7 +42,7 @@ def clipped(text: str, characters: int = CLIPPED_CHARACTERS) -> str:
 
 
 def day_and_time(time_ns: int) -> str:
-    """To the millisecond, in UTC."""
+    """Format a time in UTC to the millisecond."""
     try:
         return f"{datetime.fromtimestamp(time_ns / 1e9, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3]
     except (OverflowError, ValueError, OSError):
@@ -55,7 +55,7 @@ def ago(time_ns: int) -> str:
 
 
 def duration(duration_ns: int) -> str:
-    """Of a message's way: "340 µs", "12 ms", "3.4 s"."""
+    """Format a duration: "340 µs", "12 ms", "3.4 s"."""
     if duration_ns < 1_000_000:
         return f"{duration_ns / 1e3:.0f} µs"
     if duration_ns < 1_000_000_000:

@@ -120,7 +120,7 @@ def serve(
     allow_actions: bool,
     ready: Callable[[str], None],
 ) -> None:
-    """Until SIGINT or SIGTERM. ``ready`` is told the URL, without a path. Raises WebError, RegistryError."""
+    """Serve the page until SIGINT or SIGTERM. ``ready`` gets its URL without a path. Raises WebError, RegistryError."""
     registry.names()  # whether it may be read
     listener = _listen(host, port)
     scheme = "http" if tls is None else "https"

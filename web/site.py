@@ -1,4 +1,4 @@
-"""What all requests share."""
+"""State and helpers that all requests share."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def site_of(request: Request) -> Site:
 
 
 def settings_of(request: Request) -> InstanceSettings:
-    """Of the instance that the path names. Raises UnknownInstanceError, ConfigError."""
+    """Return the settings of the instance that the path names. Raises UnknownInstanceError, ConfigError."""
     return site_of(request).settings(request.path_params["name"])
 
 

@@ -140,7 +140,7 @@ def run(order: SqlOrder) -> Found:
 
 
 def _clipped(text: str) -> str:
-    """As JSON can carry it, too: half a surrogate pair is no text."""
+    """Clip a text and replace what JSON can't carry, such as half a surrogate pair."""
     shown = text if len(text) <= CELL_CHARACTERS_MAX else f"{text[: CELL_CHARACTERS_MAX - 1]}…"
     return shown.encode("utf-8", "replace").decode()
 

@@ -135,7 +135,7 @@ async def evaluate(request: Request) -> Response:
 
 
 def changed(request: Request) -> Response:
-    """When a value was last written."""
+    """Show when a value was last written."""
     site, settings = site_of(request), settings_of(request)
     record, index = _at(request)
     path = text_of(request, "path")
@@ -191,7 +191,7 @@ async def again(request: Request) -> Response:
 
 
 def replayed(request: Request) -> Response:
-    """Of one message: what caused it, what it changed, and what came of it in other logs."""
+    """Show one message: its cause, what it changed, and what came of it in other logs."""
     site, settings = site_of(request), settings_of(request)
     at = request.path_params["record"], request.path_params["index"]
     moment = _ask(site, settings, "moment", record=at[0], index=at[1])
@@ -222,7 +222,7 @@ def _made(site: Site, settings: InstanceSettings, moment: Values) -> Values:
 
 
 def _followed(site: Site, settings: InstanceSettings, one: Values) -> Values:
-    """Where a message that was made is in the log of its receiver."""
+    """Find a message that was made in the log of its receiver."""
     destination = one["destination"] or settings.name
     if destination.startswith(CLIENTS):
         return {**one, "name": None, "at": None, "problem": "an answer to a client"}

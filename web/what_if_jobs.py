@@ -192,7 +192,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 def run(order: Order, progress: Any) -> dict[str, Any]:
-    """What `immortal what-if --json` prints, and its last line as "verdict". Raises ImmortalError."""
+    """Return what `immortal what-if --json` prints, with its last line as "verdict". Raises ImmortalError."""
     registry = Registry(order.home)
     settings = registry.load(order.name)
     with own_logs.open_reader(settings) as reader, tempfile.TemporaryDirectory(prefix="immortal-") as folder:
