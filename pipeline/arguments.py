@@ -109,7 +109,7 @@ def decode_targets(option: str) -> dict[str, str]:
 
 
 def decoder_for(given: str | None, registered: str | None) -> ArgumentDecoder | None:
-    """By the class that was ``given`` (--app), or the one in the settings; None where there is none to be had.
+    """Return a decoder for the class that was ``given`` (--app) or is registered; None if there is none.
 
     Raises FailedError for a ``given`` one that can't be used. What the module prints as it is imported goes to stderr.
     """

@@ -83,7 +83,7 @@ def _require_packages() -> None:
 
 
 def _open(paths: list[str]) -> Fleet:
-    """What ``paths`` are; before Spark starts, which takes a while."""
+    """Open the logs that ``paths`` name, before Spark starts, which takes a while."""
     _require_packages()
     from immortal.pipeline.jobs.sources import open_fleet
 
@@ -293,7 +293,7 @@ def trace(
 
 
 def _apps(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    """By instance; "" stands for all others."""
+    """Parse --app values by instance; "" stands for all others."""
     apps = {}
     for value in values:
         name, equals, app = value.rpartition("=")

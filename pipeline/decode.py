@@ -45,7 +45,7 @@ class Values:
 
 @dataclass(slots=True)
 class Headers:
-    """What stands in front of each value, and which of them are what they should be."""
+    """Headers in front of values, and which of them are sound."""
 
     data: Bytes
     size_bytes: Longs
@@ -224,7 +224,7 @@ def _in_order(steps: list[tuple[Longs, ...]], width: int) -> list[Longs]:
 
 
 def _of_usual(rows: Rows, usual: Flags) -> Rows:
-    """Those rows whose record is still usual."""
+    """Keep the rows whose record is still usual."""
     keep = usual[rows.record]
     if keep.all():
         return rows
@@ -378,7 +378,7 @@ def fixed(data: Bytes, at: Longs, dtype: str) -> npt.NDArray[Any]:
 
 
 def message_starts(data: Bytes, raw: bytes, at: Longs, end: Longs) -> tuple[Longs, Longs, Flags]:
-    """Where the messages begin that are packed from each ``at`` to ``end``: (index of the range, offset), in order.
+    """Find the messages packed from each ``at`` to ``end``: (index of the range, offset), in order.
 
     The flags are per range: its messages fill it exactly. ``raw`` is ``data``.
     """

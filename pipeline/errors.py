@@ -1,4 +1,4 @@
-"""What can go wrong in the pipeline, and one clear line for what Spark wraps in hundreds."""
+"""Errors of the pipeline, and one clear line for errors that Spark wraps in hundreds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class PipelineError(ImmortalError):
 
 
 class SourceError(PipelineError):
-    """What was asked of the data source cannot be done: a path, an option, rows that make no log."""
+    """A request to the data source can't be carried out: a path, an option, rows that make no log."""
 
 
 class LogChangedError(PipelineError):
@@ -36,7 +36,7 @@ _LINE_SIZE_MAX = 500
 
 
 def one_line_error(error: BaseException) -> ImmortalError:
-    """What happened, as an error whose text is one line; an error of ours comes back as it was raised.
+    """Return the error with a text of one line; an error of ours comes back as it was raised.
 
     Errors of ours that were raised in a Python worker reach the driver as text in a traceback of Python within one of
     the JVM: that text is found again.

@@ -1,4 +1,4 @@
-"""Which Java runs Spark. `python -m immortal.pipeline.java` says whether there is one; it needs nothing but Python."""
+"""Finds the Java that runs Spark. `python -m immortal.pipeline.java` needs nothing but Python."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _folders(path: Path) -> Iterator[Path | str]:
 
 
 def _registered_log(settings: Path) -> Path | str:
-    """Where the settings of an instance say that its log is (immortal.coordinator.config writes them)."""
+    """Return the log that an instance's settings name (immortal.coordinator.config writes them)."""
     default = settings.with_suffix("") / "log"
     try:
         log = tomllib.loads(settings.read_text()).get("log")

@@ -1,4 +1,4 @@
-"""What Spark is doing, on stderr while it does it; nothing where stderr is no terminal."""
+"""Progress of Spark's jobs on stderr; nothing if stderr is no terminal."""
 
 from __future__ import annotations
 

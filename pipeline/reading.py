@@ -74,7 +74,7 @@ def open_shared(folder: str) -> LogReader:
 
 
 def _is_same(log: LogReader, version: object) -> bool:
-    """Where no version says whether it is the log of before, the log does."""
+    """Tell whether this is still the same log; where no version says so, its records do."""
     if version is not None:
         return True
     try:
@@ -126,7 +126,7 @@ def read_range(wanted: LogRange) -> Iterator[Values | Gap]:
 
 
 def read_open(log: LogReader, wanted: LogRange) -> Iterator[Values | Gap]:
-    """As :func:`read_range`, of an open log. Raises ForgedLogError too, where the log is authenticated."""
+    """Read a range of an open log, as :func:`read_range`. Raises ForgedLogError too if the log has a key."""
     expected = wanted.first
     are_small = True  # what comes is taken to be like what came before
     while expected < wanted.end:
@@ -212,7 +212,7 @@ def _contiguous(values: Values) -> Iterator[Values]:
 
 
 def first_at(wanted: LogRange, time_ns: int) -> int:
-    """As :func:`immortal.coordinator.log.record_decoder.first_record_at`, of the range."""
+    """Find the range's first record at a time, as `record_decoder.first_record_at`."""
     return first_record_at(open_range(wanted), time_ns, wanted.first, wanted.end)
 
 

@@ -1,4 +1,4 @@
-"""What Spark asks of format("immortal"): a schema, readers, a writer; and how a read is cut into partitions."""
+"""Data source for format("immortal"): schema, readers, writer, and the partitions of a read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What ``.option(...)`` said, checked."""
+    """Checked values of ``.option(...)``."""
 
     table: str
     paths: tuple[str, ...]
@@ -245,7 +245,7 @@ def split(wanted: LogRange, partition_bytes: int) -> list[LogRange]:
 
 
 class Place(TypedDict):
-    """Where a stream is in one log."""
+    """Position of a streaming read in one log."""
 
     committer_id: int
     next: int

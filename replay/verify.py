@@ -57,7 +57,7 @@ class StateDivergence(Struct, frozen=True):
 
 
 class VerifySection(Struct):
-    """What the replay from one checkpoint to the next (``end``; None: to the end of the log) has shown.
+    """Result of the replay from one checkpoint to the next (``end``; None: to the end of the log).
 
     ``counts``: messages made, by destination. ``unproved``: those at the end of a stream that nothing says anything
     about: no mark, no receiver's log. ``state_is_same``: None if there was none to compare with.
@@ -79,7 +79,7 @@ class VerifySection(Struct):
 
 
 class VerifySections(Struct, frozen=True):
-    """What is to be replayed: each from a checkpoint to the next (None: to the end of the log). ``notes``: in words."""
+    """Sections to replay: from a checkpoint to the next (None: to the end of the log). ``notes``: texts for people."""
 
     pairs: Sequence[tuple[CheckpointHeader, CheckpointHeader | None]]
     notes: Sequence[str]
@@ -88,7 +88,7 @@ class VerifySections(Struct, frozen=True):
 def verify_sections(
     source: RecordSource, summary: LogSummary, *, checkpoint_id: int | None = None, everything: bool = False
 ) -> VerifySections:
-    """By default the last two; from ``checkpoint_id`` on only one; or ``everything`` that is kept.
+    """Choose sections: the last two; one from ``checkpoint_id`` on; or ``everything`` that is kept.
 
     A damaged checkpoint is passed over, and that is noted. Raises ReplayError.
     """
@@ -361,7 +361,7 @@ class _Segment(Struct):
 def received(
     source: RecordSource, sender: str, first_sequence_id: int | None = None
 ) -> Iterator[tuple[int, int, bytes]]:
-    """What the log ``source`` holds of ``sender`` ("": of its own instance): (first position, count, payload).
+    """Yield the messages of ``sender`` in a log ("": of its own instance): (first position, count, payload).
 
     From the record ``first_sequence_id`` on; None: from its first one.
     """

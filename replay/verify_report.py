@@ -1,4 +1,4 @@
-"""What a verification found, in lines for people or as plain values."""
+"""Findings of a verification, as lines for people or as plain values."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class Report:
 
 
 def format_whole_call(message: bytes, destination: str, methods: Methods) -> str:
-    """As :func:`format_call`, but with all of its arguments, however large."""
+    """Format a call as :func:`format_call`, with all of its arguments, however large."""
     _, start, end = decode_message(message)
     rpc = decode_incoming_rpc(message, start, end)
     name = method_name(rpc.method_id, rpc.kind, destination, methods)
@@ -218,7 +218,7 @@ def _part(text: str, start: int) -> str:
 
 
 def _value(difference: Mapping[str, Any], side: str) -> str:
-    """As JSON would have it, but short."""
+    """Format a value of a difference, shortened."""
     if side not in difference:
         return "nothing"
     text = repr(difference[side])

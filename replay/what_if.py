@@ -1,4 +1,4 @@
-"""What if other code had handled a log? The old and the new code replay it side by side, and are compared as they go.
+"""What-if: old and new code replay one log side by side and are compared as they go.
 
 Both get the same records at the same time, each in a thread with a process of its own. The inputs are those of the log,
 also the calls that the instance had sent itself: what would have come back as another input is not played. The old
@@ -45,7 +45,8 @@ Progress = Callable[[int, int | None], None]
 
 
 class WhatIf(Struct):
-    """What came out. ``equal_count``: the messages that both sides made alike. ``fates``: what fails differently.
+    """Result of a what-if. ``equal_count``: messages that both sides made alike. ``fates``: calls that fail
+    differently.
 
     A side's ``failure`` ends the comparison there. ``upgrade_error``: the new code could not take over the state; then
     there are no results. ``by_position``: the apps do not tell which input made which output.
@@ -64,8 +65,8 @@ class WhatIf(Struct):
 def plan_what_if(
     source: RecordSource, *, checkpoint_id: int | None = None, last_sequence_id: int | None = None
 ) -> Route:
-    """Where to begin, by default at the oldest sound checkpoint, and where to end, by default at what is the last
-    record now. Raises ReplayError for what the log can't do.
+    """Plan a what-if: by default from the oldest sound checkpoint to the record that is the last now. Raises
+    ReplayError for what the log can't do.
     """
     summary = source.summary()
     notes = list(source.problems)
@@ -174,11 +175,11 @@ def _version_note(app: AppCommand, result: ReplayResult, ran: int) -> list[str]:
 
 
 class _StoppedError(Exception):
-    """Nobody needs the rest of this side's replay."""
+    """The rest of this side's replay is not needed."""
 
 
 class _Run:
-    """What the two sides share: their outputs meet in ``comparison``, which one side at a time uses."""
+    """State that both sides share: their outputs meet in ``comparison``, which one side at a time uses."""
 
     def __init__(self, limit: int, progress: Progress | None, *, comes_from_elsewhere: bool) -> None:
         """``comes_from_elsewhere``: the new code is the same class in another place, which was named."""
@@ -299,7 +300,7 @@ class _Run:
 
 
 class _Looker(Sink):
-    """What one side makes goes to the comparison."""
+    """Sink that passes one side's output to the comparison."""
 
     def __init__(self, run: _Run, side: Side) -> None:
         self._run = run
@@ -309,7 +310,7 @@ class _Looker(Sink):
 
     @property
     def has_seen_enough(self) -> bool:
-        """Nobody needs the rest of this side's replay."""
+        """Tell whether the rest of this side's replay is not needed."""
         failed_at = self._run.failed_at
         return failed_at is not None and self.fed_sequence_id >= failed_at
 

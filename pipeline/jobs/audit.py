@@ -49,7 +49,7 @@ def audit(spark: SparkSession, fleet: Fleet, *, tolerance_ms: int = TOLERANCE_MS
 
 
 def results_of(spark: SparkSession, evidence: DataFrame, tolerance_ns: int = 0) -> Iterator[Result]:
-    """What the workers find in ``evidence``."""
+    """Run the audit of ``evidence`` in the workers and yield its results."""
     partitions = int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
     results = (
         evidence.repartition(partitions, "sender", "receiver")
@@ -81,7 +81,7 @@ def _to_arrow(results: list[Result]) -> pa.RecordBatch:
 
 
 def audit_rows(rows: Iterable[Row], tolerance_ns: int = 0) -> Iterator[Result]:
-    """As :func:`audit_partition`, row by row."""
+    """Audit rows one by one, as :func:`audit_partition` does."""
     key: tuple[str, str] | None = None
     stream: StreamAudit | None = None
     log: LogReport | None = None

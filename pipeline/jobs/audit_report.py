@@ -1,4 +1,4 @@
-"""What an audit comes to: violations, and figures of each log and each stream."""
+"""Result of an audit: violations, and figures of each log and each stream."""
 
 from __future__ import annotations
 

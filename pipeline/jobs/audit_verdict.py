@@ -140,7 +140,7 @@ class _Judge:
         return report
 
     def _explain(self, report: StreamReport, finding: Finding) -> bool:
-        """Whether the messages may well have been executed, in records that are trimmed away or damaged."""
+        """Tell whether the messages may have been executed in records that are trimmed or damaged."""
         log = self._logs[report.receiver]
         if finding.behind_record < 0 and log.first > 0:
             return True
@@ -152,7 +152,7 @@ class _Judge:
     def _judge_end(
         self, report: StreamReport, figures: StreamFigures, sender_state: LogState | None, receiver_state: LogState
     ) -> None:
-        """What is behind the last executed message: on its way, or lost."""
+        """Judge messages behind the last executed one: they are in flight, or lost."""
         sender, receiver = report.sender, report.receiver
         log = self._logs[receiver]
         by_receiver = receiver_state.sources.get(sender, (0, 0))[1]

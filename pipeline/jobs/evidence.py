@@ -1,4 +1,4 @@
-"""What the records of a log say about streams: rows to be sorted by stream and compared.
+"""Evidence on streams from the records of a log: rows to be sorted by stream and compared.
 
 Each row belongs to one stream, sender to receiver, and is one of
 

@@ -55,12 +55,12 @@ _DAY_NS = 86_400_000_000_000
 
 
 class ExportError(PipelineError):
-    """What was written is not what the logs hold, or the export cannot go on."""
+    """The written export differs from the logs, or the export can't continue."""
 
 
 @dataclass(slots=True)
 class InstanceExport:
-    """What one run did for one instance. ``check`` is the xor of the CRCs of its records, as the table raw has them."""
+    """Export of one instance in one run. ``check`` is the xor of its records' CRCs, as the table raw has them."""
 
     first: int = 0  # records of this run
     last: int = -1
@@ -147,7 +147,7 @@ class _Run:
         return self._report
 
     def _new_ranges(self) -> list[LogRange]:
-        """What is not exported yet, of each log."""
+        """Return the ranges of each log that are not exported yet."""
         ranges = []
         for state in self._fleet.states.values():
             name = state.instance

@@ -37,7 +37,7 @@ Places = dict[tuple[str, int], tuple[int, int, str]]
 
 
 class _Word(NamedTuple):
-    """What one message of a log says of a run. ``source``: who sent that message."""
+    """Fact about a run of multicasts from one message of a log. ``source``: sender of that message."""
 
     record: int
     batch: int
@@ -54,7 +54,7 @@ class _Word(NamedTuple):
 
 
 def ordered_results(row: Row) -> Iterator[Result]:
-    """What a batch says of ordered multicasts; mostly nothing, which costs a search for a few bytes."""
+    """Yield the facts on ordered multicasts in a batch; a batch without them costs a search for a few bytes."""
     payload = row.payload
     if payload is None:
         return

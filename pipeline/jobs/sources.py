@@ -1,4 +1,4 @@
-"""What a job reads: the logs of a fleet as they are, or an export of them in Parquet. Both give the same tables."""
+"""Sources of a job: the logs of a fleet, or an export of them in Parquet. Both give the same tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _RANGE = "folder string, instance string, committer_id long, first long, end lon
 
 @dataclass(frozen=True, slots=True)
 class LogState:
-    """What the tables of a log say beside its records, at one moment; names are those of instances, never ""."""
+    """Tables of a log beside its records, at one moment; names are those of instances, never ""."""
 
     instance: str
     committer_id: int
@@ -158,7 +158,7 @@ class LogFleet(Fleet):
 
 
 class ExportFleet(Fleet):
-    """What `immortal pipeline export` has written."""
+    """Logs that `immortal pipeline export` has written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -253,7 +253,7 @@ def log_states(folders: Iterable[str]) -> dict[str, LogState]:
 
 
 def log_ranges(folders: Iterable[str], first_ns: int = 0, last_ns: int = NO_LIMIT_NS) -> list[LogRange]:
-    """What the logs hold now of the records between two times, cut for the workers."""
+    """Cut the records that logs hold between two times into ranges for the workers."""
     parts: list[LogRange] = []
     try:
         for folder in folders:

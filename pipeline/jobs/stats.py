@@ -1,4 +1,4 @@
-"""How much, how fast, who with whom: calls, bytes, and the time from sending to logging."""
+"""Statistics of calls: counts, bytes, partners, and the time from sending to logging."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class MethodStats:
 
 @dataclass(frozen=True, slots=True)
 class BinStats:
-    """What a service did in one part of the time."""
+    """Activity of a service in one interval of time."""
 
     instance: str
     start_ns: int
@@ -132,7 +132,7 @@ def bin_size_ns(span_ns: int, services_count: int) -> int:
 
 
 def _calls(spark: SparkSession, fleet: Fleet, decode: str | None, bin_ns: int) -> DataFrame:
-    """What is counted, one row for each call. Times under way fall into buckets that are 1 % wide."""
+    """Return one row for each call to be counted. Times in flight are in buckets that are 1 % wide."""
     from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
     columns = ["instance", "time_ns", "kind", "source", "sent_ns", "method_id", "method", "arguments", "ok"]

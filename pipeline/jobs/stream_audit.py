@@ -41,7 +41,7 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What record ``sequence_id`` of the sender says about the stream."""
+    """Mark in record ``sequence_id`` of the sender about the stream."""
 
     position: int
     checksum: int  # unsigned
@@ -67,7 +67,7 @@ class Part:
         return self.first + self.count - 1
 
     def cut(self, position: int) -> tuple[Part, Part | None]:
-        """What there is up to ``position``, which is within, and what lies behind it."""
+        """Split at ``position``, which is within: the part up to it, and the rest."""
         count = position - self.first + 1
         if count == self.count:
             return self, None
@@ -83,7 +83,7 @@ class Part:
         )
 
     def behind(self, position: int) -> Part:
-        """What lies behind ``position``, which is within and not the last."""
+        """Return the part after ``position``, which is within and not the last."""
         back = self.cut(position)[1]
         if back is None:
             raise InvariantError(f"nothing of {self.first} to {self.last} lies behind {position}")
@@ -115,7 +115,7 @@ class Needs:
 
 @dataclass(slots=True)
 class StreamFigures:
-    """What is known of a stream when all of it was seen."""
+    """Figures of a stream that was read to its end."""
 
     messages: int = 0  # executed, without duplicates
     impulses: int = 0
@@ -364,7 +364,7 @@ class StreamAudit:
         self._compared_from = mark.position + 1
 
     def _is_shifted(self, mark: Mark) -> bool:
-        """Whether the mark fits some messages earlier.
+        """Tell whether the mark fits a position some messages earlier.
 
         It may count impulses that were not durable yet: where a crash takes these away, the messages behind them get
         their positions, and the mark stands behind the message that it was made for.

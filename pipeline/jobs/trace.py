@@ -1,4 +1,4 @@
-"""What came of a message: the records that it caused, the records that those caused, and so on, across services.
+"""Consequences of a message: the records that it caused, those that they caused, and so on, across services.
 
 A log does not say which message made which call. What is certain: the calls that a record makes lie behind the marks
 that it holds, since these say what was made when the record was sealed, and it is handled only after that; and they are
@@ -99,7 +99,7 @@ class _Stream:
     batches: list[Batch] = field(default_factory=list)
 
     def made_at(self, record: int) -> int | None:
-        """How far the stream was when the sender's ``record`` was sealed; None: no mark is that old."""
+        """Return the stream's position when the sender's ``record`` was sealed; None: no mark is that old."""
         index = bisect_right(self.records, record) - 1
         return self.positions[index] if index >= 0 else None
 
@@ -155,7 +155,7 @@ class TraceIndex:
         raise TraceError(f"record {record} of {instance!r} has the messages 0 to {count - 1}, {message} was asked for")
 
     def effects(self, instance: str, record: int) -> Iterator[tuple[Batch, int, int]]:
-        """What ``record`` may have made: (batch of some receiver, first position, last)."""
+        """Yield what ``record`` may have made: (batch of a receiver, first position, last)."""
         time_ns = self._logs[instance].batches[record][0].time_ns
         for _, stream in sorted(self._streams[instance].items()):
             above, upto = self._bounds(stream, instance, record)
@@ -166,7 +166,7 @@ class TraceIndex:
                     yield batch, max(batch.first, above + 1), min(batch.last, upto)
 
     def candidates(self, effect: Batch, first: int, last: int) -> int:
-        """How many messages of the sender may have made the positions ``first`` to ``last`` of ``effect``."""
+        """Count the sender's messages that may have made the positions ``first`` to ``last`` of ``effect``."""
         log = self._logs[effect.source]
         stream = self._streams[effect.source][effect.instance]
         count = 0
@@ -178,7 +178,7 @@ class TraceIndex:
         return count
 
     def _bounds(self, stream: _Stream, sender: str, record: int) -> tuple[int, int]:
-        """What ``record`` of the sender has made lies behind the first position, up to the second."""
+        """Return bounds of what ``record`` made: after the first position, up to the second."""
         above = stream.made_at(record)
         complete = record + self.lag_records + 1
         records = self._logs[sender].records

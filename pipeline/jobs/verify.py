@@ -51,7 +51,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What can be read of ``paths``; None where nothing can."""
+    """Logs that could be opened; ``fleet`` is None if none could."""
 
     fleet: Fleet | None
     problems: list[Problem]

@@ -1,4 +1,4 @@
-"""What would be different if other code had handled the logs of a whole fleet? One fresh process for each instance.
+"""What-if over the logs of a whole fleet: one fresh process for each instance.
 
 Spark only hands out the instances: what is tried, and how, is `immortal what-if`'s matter. A worker of Spark keeps the
 modules that it has imported, so the code never runs in one.
@@ -44,7 +44,7 @@ _RESULT_SPARK = "instance string, status int, output string, error string, durat
 
 
 class WhatIfError(PipelineError):
-    """What was asked for cannot be tried at all."""
+    """The request can't be tried at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class InstanceResult:
 
     @property
     def not_worked_out(self) -> list[str]:
-        """What is not known of it: a difference there is not denied."""
+        """Return texts of what was not compared: a difference there is possible."""
         return [] if self.values is None else [one["text"] for one in self.values["not_worked_out"]]
 
 
@@ -117,7 +117,7 @@ def what_if(
 
 
 def choose_apps(home: Path, wanted: Mapping[str, str], code: Path | None = None) -> dict[str, str]:
-    """What to try on which instance. ``wanted``: by instance; "" stands for all that have a log.
+    """Choose the app for each instance. ``wanted``: by instance; "" stands for all that have a log.
 
     Raises WhatIfError for an instance that has none, or where there is no ``code``.
     """

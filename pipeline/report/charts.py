@@ -88,7 +88,7 @@ def _lines(axes: Axes, series: Series, starts: Sequence[int], bin_ns: int) -> Se
 
 
 def _legend(axes: Axes, drawn: Sequence[Artist], names: Sequence[str]) -> None:
-    """Of what was drawn, by name. The names are set behind it: a legend leaves out those that begin with "_"."""
+    """Draw a legend by name. Names are set afterwards: a legend leaves out those that begin with "_"."""
     numbers = [str(number) for number in range(len(names))]
     legend = axes.legend(drawn, numbers, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     for text, name in zip(legend.get_texts(), names, strict=True):

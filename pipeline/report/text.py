@@ -1,4 +1,4 @@
-"""What the jobs have found, in lines of text."""
+"""Results of jobs as lines of text."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ _VERDICTS = {0: "the same", 3: "DIFFERENT"}
 
 
 def _said_of(result: FleetResult) -> Iterator[str]:
-    """Which code ran, and what else is to be known: each once, with the instances."""
+    """Yield which code ran and other notes: each once, with its instances."""
     said: dict[str, list[str]] = {}
     for each in result.instances:
         values = each.values or {}

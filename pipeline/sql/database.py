@@ -58,7 +58,7 @@ class Log(Struct):
         return self.settings.name
 
     def paths(self, table: str) -> list[str]:
-        """Of the Parquet files, once they are made."""
+        """Return the paths of a table's Parquet files, once they are written."""
         return [str(one.path(table)) for one in self.ranges or ()]
 
 

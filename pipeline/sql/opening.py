@@ -94,7 +94,7 @@ def _methods(app: str | None) -> Methods:
 
 
 def _decode(settings: dict[str, InstanceSettings]) -> Decode:
-    """By the classes of instances, which are imported with the first row that wants it."""
+    """Return a decoder of arguments by the instances' classes, imported at the first row that needs one."""
     decoders: dict[str, ArgumentDecoder | None] = {}
 
     def decode(instance: str, rpc_kind: str, rpc_type: str, method_id: int, arguments: bytes) -> str | None:
@@ -130,7 +130,7 @@ def _refuse_writes(connection: DuckDBPyConnection, query: str) -> None:
 
 
 def wrong_query(error: Exception) -> LogViewError:
-    """What DuckDB says of a query; where it knows no such table, also which there are."""
+    """Return DuckDB's error as ours; for an unknown table with the list of tables."""
     import duckdb
 
     from immortal.pipeline.sql.database import OUR_TABLES

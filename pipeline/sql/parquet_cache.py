@@ -84,7 +84,7 @@ def _updated(reader: LogReader, folder: Path) -> list[Range]:
 
 
 def _sound(reader: LogReader, folder: Path, first_kept: int) -> list[Range]:
-    """Those of the files that continue one another from the log's first record on, and are the log's."""
+    """Return the files that continue one another from the log's first record on and belong to the log."""
     there: dict[int, int] = {}  # the longest from each first record on
     for name in os.listdir(folder):
         if (found := _NAME.fullmatch(name)) is not None:

@@ -30,7 +30,7 @@ _FLOAT_INT_MAX = 1 << 53  # integers up to this are floats as well, with nothing
 
 
 class _WideInt:
-    """As a kind: a larger one. No column has it beside floats."""
+    """Kind of column for integers beyond 64 bits, which can't stand beside floats."""
 
 
 _TYPES = {
@@ -143,7 +143,7 @@ _json_text = json.dumps  # ASCII
 
 
 def _plain(value: Any) -> Any:
-    """What JSON lacks, as :func:`immortal.appsdk.state.tree.to_json` writes it, is itself again."""
+    """Restore values that :func:`immortal.appsdk.state.tree.to_json` wrote because JSON lacks them."""
     match value:
         case {"$bytes": str(digits), **rest} if not rest:
             return bytes.fromhex(digits)

@@ -65,7 +65,7 @@ class Cone(Struct):
 
 
 def follow(registry: Registry, name: str, positions: Mapping[str, Iterable[int]], reader: LogReader) -> Cone:
-    """What followed from the calls of the instance ``name`` at ``positions``, by destination ("": itself).
+    """Follow the calls of instance ``name`` at ``positions``, by destination ("": itself), to their consequences.
 
     ``reader``: of its log. Raises LogError, OSError.
     """
@@ -148,7 +148,7 @@ class _Following:
         return new
 
     def _learn(self, source: Source) -> bool:
-        """Whether it is known which message there made what."""
+        """Learn which message of a source made what, by replay; return False if that is not possible."""
         name = source.instance
         if name not in self._is_learned:
             try:

@@ -185,7 +185,7 @@ class _TraceEvents:
         return None if self._zero_ns is None else datetime.fromtimestamp(self._zero_ns // 10**9, UTC).isoformat()
 
     def take_names(self) -> list[Event]:
-        """Those of lanes that came up since."""
+        """Return and forget the names of lanes that are new."""
         names, self._names = self._names, []
         return names
 

@@ -29,7 +29,7 @@ ROUND_RECORDS_MAX = 1_000  # of each log: then it is noted how far it has come
 
 
 class Positions:
-    """Which record of each log is next. ``path`` None: nothing is kept."""
+    """Next record of each log, kept in a file. ``path`` None: nothing is kept."""
 
     def __init__(self, path: Path | None) -> None:
         """Raises LogViewError for a file that is something else."""
@@ -66,7 +66,7 @@ class Positions:
 
 
 class Sending:
-    """To an endpoint that may be away."""
+    """Sends spans to an endpoint that may be away for a while."""
 
     def __init__(self, send: Send, wait: Callable[[float], bool], say: Callable[[str], None]) -> None:
         self._send = send
@@ -88,7 +88,7 @@ class Sending:
                 delay_s = min(2 * delay_s, RETRY_S_MAX)
 
     def send_last(self, spans: Sequence[Span]) -> None:
-        """Of handlers that nobody has answered yet; once."""
+        """Send the spans of handlers that have not answered; once, without retry."""
         with contextlib.suppress(LogViewError):
             self.sent += send_all(spans, self._send)
 
@@ -116,14 +116,14 @@ class Follower:
         return self._sending.sent
 
     def run(self) -> None:
-        """Until it is to end. Raises LogError, OSError."""
+        """Send spans until the end is asked for. Raises LogError, OSError."""
         while not self._round():
             if self._wait(POLL_S):
                 break
         self._sending.send_last(list(self._spans.rest()))
 
     def _round(self) -> bool:
-        """What there is by now; True if it was ended meanwhile."""
+        """Send what the logs have by now; return True if the end was asked for meanwhile."""
         while self._choose():
             spans = [span for message in by_time(self._sources) for span in self._spans.of(message)]
             if self._sending.send(spans):
@@ -150,7 +150,7 @@ class Follower:
 
 
 class ShadowFollower:
-    """As :class:`Follower`, of logs that are replayed: a message waits until its cause is known, GRACE_S at most."""
+    """Follows logs as :class:`Follower`, with replays: a message waits until its cause is known, GRACE_S at most."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class ShadowFollower:
         return self._sending.sent
 
     def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
-        """As :class:`immortal.replay.trace.spans.Causes` has it."""
+        """Return the cause of a call, as :class:`immortal.replay.trace.spans.Causes`."""
         log = self._logs.get(caller)
         cause = None if log is None else log.cause(receiver, position)[1]
         return None if log is None or cause is None else (log.committer_id, *cause)
@@ -184,7 +184,7 @@ class ShadowFollower:
         return None if log is None else log.waits
 
     def run(self) -> None:
-        """Until it is to end. Raises what ends a replay, OSError."""
+        """Send spans until the end is asked for. Raises the errors of a replay, OSError."""
         for log in self._logs.values():
             log.start()
         try:

@@ -147,7 +147,7 @@ def _name(kind: int, rpc: IncomingRpc | None, methods: Methods) -> str:
 
 
 def _waiter(rpc: IncomingRpc, instance: str) -> tuple[str, int] | None:
-    """As the SDK writes calls that wait: [caller, number, ...]; another app's arguments may be any bytes."""
+    """Return (caller, number) of a call that waits, as the SDK encodes them; other apps' arguments may be any bytes."""
     if (rpc.kind, rpc.rpc_type) != (RpcKind.CALL, RpcType.ASYNC):
         return None
     try:

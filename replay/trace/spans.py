@@ -54,13 +54,13 @@ class Span(Struct, frozen=True):
 
 
 class Causes(Protocol):
-    """Who made a call; see :mod:`immortal.replay.trace.causes`."""
+    """Finds the message that made a call; see :mod:`immortal.replay.trace.causes`."""
 
     def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
         """(the caller's committer ID, record, message); None where it isn't known."""
 
     def waits(self, instance: str) -> Waits | None:
-        """What its handlers wait for; None where that isn't known."""
+        """Return what the instance's handlers wait for; None if that is not known."""
 
 
 def handler_id(instance: str, committer_id: int, sequence_id: int, index: int) -> str:
@@ -68,7 +68,7 @@ def handler_id(instance: str, committer_id: int, sequence_id: int, index: int) -
 
 
 def moment_path(instance: str, sequence_id: int, index: int) -> str:
-    """Where `immortal web` shows it."""
+    """Return the path of a moment in `immortal web`."""
     return f"/i/{quote(instance, safe='')}/travel?at={sequence_id}:{index}"
 
 
@@ -92,12 +92,12 @@ class Spans:
         yield from self.rest()
 
     def rest(self) -> Iterator[Span]:
-        """Of handlers whose answer has not come."""
+        """Yield the spans of handlers whose answer has not come."""
         while self._open:
             yield self._open.popitem(last=False)[1]
 
     def of(self, message: Executed) -> Iterator[Span]:
-        """What is complete with this message: not yet its handler, where somebody waits for that."""
+        """Yield the spans that this message completes; a handler that somebody waits for is not complete yet."""
         if message.answers is not None and (waited := self._open.pop(message.answers, None)) is not None:
             yield replace(waited, end_ns=max(message.sent_ns, waited.start_ns), is_answered=True)
         self._seen_since_ns.setdefault(message.instance, message.time_ns)
@@ -174,7 +174,7 @@ class Spans:
             yield Span(name, "commit", "commit", trace_id, span_id, parent_id, *times_ns, attributes)
 
     def knows(self, span_id: str) -> bool:
-        """Whether what that handler called can be in its trace."""
+        """Tell whether the calls of that handler can be in its trace."""
         return span_id in self._traces
 
     def _effect(self, message: Executed, number: int) -> Span | None:
@@ -239,7 +239,7 @@ T = TypeVar("T")
 
 
 class RecordDraws(msgspec.Struct, array_like=True, frozen=True):
-    """What a replay has told of one record, whose time is ``time_ns``."""
+    """Waits that a replay found in one record, whose time is ``time_ns``."""
 
     sequence_id: int
     time_ns: int
@@ -276,7 +276,7 @@ class DrawCollector:
 
 
 class Waits:
-    """Those of one instance that are open. ``told``: what the replay tells next, by records; None: nothing so far."""
+    """Open waits of one instance. ``told`` gives what the replay found next, by records; None: nothing so far."""
 
     def __init__(self, told: Callable[[], RecordDraws | None]) -> None:
         self._told = told
@@ -291,7 +291,7 @@ class Waits:
         return self._effects.pop(number, None)
 
     def timers(self, since_ns: int, told_ns: int, before: int) -> list[StartedWait]:
-        """Those due from ``since_ns`` to ``told_ns``, which a message of the record ``before`` says: each once."""
+        """Return timers due from ``since_ns`` to ``told_ns``, as a message of the record ``before`` says: each once."""
         self._advance(before)
         found = []
         while self._timers and self._timers[0][0] <= told_ns:

@@ -34,7 +34,7 @@ SPAN_NS_MAX = 7 * 86_400 * 10**9  # two notes of one message that are further ap
 
 
 class MessageTiming(Struct, frozen=True):
-    """Of one message, in ns since 1970 by the instance's time, each not before the one above; None: not noted.
+    """Times of one message in ns since 1970 by the instance's clock, in order; None: not noted.
 
     ``given_ns``: to the app's connection. ``ended_ns``: the handler returned, or began to wait.
     """
@@ -48,7 +48,7 @@ class MessageTiming(Struct, frozen=True):
 
 
 class RecordTiming(Struct):
-    """Of one record. Times are monotonic."""
+    """Times of one record on the monotonic clock."""
 
     commit: TimingRow
     arrived: dict[int, int] = field(default_factory=dict)  # by the index of a batch's first message
@@ -61,7 +61,7 @@ class RecordTiming(Struct):
         last_ns = time_ns
 
         def then(monotonic_ns: int) -> int | None:
-            """By the instance's time."""
+            """Convert a monotonic time to the instance's time."""
             nonlocal last_ns
             if not monotonic_ns or not -SPAN_NS_MAX < monotonic_ns - submitted < SPAN_NS_MAX:
                 return None
@@ -80,7 +80,7 @@ class RecordTiming(Struct):
 
 
 class Timings:
-    """Those in ``folder`` of the log of ``committer_id``, as they are by now. For one thread."""
+    """Timings in ``folder`` for the log of ``committer_id``. For one thread."""
 
     def __init__(self, folder: Path, committer_id: int) -> None:
         self.problems: list[str] = []
@@ -122,7 +122,7 @@ class Timings:
         return found
 
     def _rows(self, whose: str, sequence_id: int) -> list[TimingRow]:
-        """Of the newest segment that has that record, and of the one before where it may have begun there."""
+        """Return rows from the newest segment that has the record, and from the one before if it may begin there."""
         found: list[TimingRow] = []
         for segment in list(self._segments[whose]):
             try:
@@ -156,7 +156,7 @@ class _Segment:
         self._at = 0  # behind the rows that were found last: the next ones are close to it
 
     def rows(self, sequence_id: int) -> list[TimingRow]:
-        """Those of that record. Raises OSError, and ValueError for a segment that is damaged all over."""
+        """Return the rows of a record. Raises OSError, and ValueError for a segment that is damaged throughout."""
         found: list[TimingRow] = []
         if not self._count or not self._bounds[0] <= sequence_id <= self._bounds[1]:
             return found
@@ -208,7 +208,7 @@ class _Segment:
         return self._at
 
     def _sequence_id(self, at: int) -> int:
-        """Of the first whole row from there on."""
+        """Return the sequence ID of the first whole row from ``at`` on."""
         for damaged in range(self._count - at):
             if (row := self._row(at + damaged)) is not None:
                 return row.sequence_id

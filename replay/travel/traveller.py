@@ -146,7 +146,7 @@ class MomentExplorer:
             self._made.popitem(last=False)
 
     def evaluate(self, record: int, index: int, expression: str) -> Values:
-        """What the expression gives behind that message."""
+        """Evaluate an expression after a message."""
         code, walk = compiled(expression), self._before_record(record)
         answer: Values = {}
 
@@ -328,7 +328,7 @@ class MomentExplorer:
         return time.monotonic() > self._end_s
 
     def _checkpoints(self, last: int | None = None) -> list[CheckpointHeader]:
-        """Those to begin at, up to a record; at least one. Raises ReplayError."""
+        """Return the checkpoints to begin at, up to a record; at least one. Raises ReplayError."""
         usable = usable_checkpoints(self._source.summary())
         kept = [one for one in usable if last is None or one.sequence_id <= last]
         if not kept:

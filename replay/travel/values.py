@@ -1,4 +1,4 @@
-"""Where a value is within a state: ``balances[3]``, ``orders['a-1'].price``, as :mod:`appsdk.state.diff` writes it."""
+"""Paths to values within a state: ``balances[3]``, ``orders['a-1'].price``, as differences show them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def step_text(holder: Tree, key: Any, path: str) -> str:
 
 
 def part_of(whole: Tree, steps: list[Step]) -> Tree:
-    """Of a tree; MISSING where there is no such part."""
+    """Return the part of a tree; MISSING if there is none."""
     for kind, key in steps:
         if kind == "." and not isinstance(whole, Fields):
             return MISSING
@@ -77,7 +77,7 @@ def part_of(whole: Tree, steps: list[Step]) -> Tree:
 
 
 def value_at(instance: object, steps: list[Step]) -> Tree:
-    """Of a live instance, as a tree: only that part of it is looked at. MISSING where there is none.
+    """Return a part of a live instance as a tree, without making the rest; MISSING if there is none.
 
     Paths within what has no attributes or items of its own (``$waiting`` and its like) need :func:`part_of`.
     """
@@ -105,7 +105,7 @@ def _has(holder: dict[Any, Any], key: Any) -> bool:
 
 
 def _by_look(holder: dict[Any, Any], wanted: Any) -> Any:
-    """By what its keys look like in a tree: an Enum is shown as its value, a date as its text."""
+    """Find an item by how its key looks in a tree: an Enum as its value, a date as text."""
     if isinstance(next(iter(holder), 0), str | int):
         return MISSING  # as nearly always, and this is asked for each message
     for key, value in holder.items():
@@ -189,7 +189,7 @@ def compiled(text: str) -> CodeType:
 
 
 def arguments_of(rpc: IncomingRpc | None) -> list[Any]:
-    """Of a call, as MessagePack has them; of an answer its value."""
+    """Return the decoded arguments of a call, or the value of an answer."""
     if rpc is None:
         return []
     try:
@@ -204,6 +204,6 @@ def arguments_of(rpc: IncomingRpc | None) -> list[Any]:
 
 
 def evaluate(code: CodeType, instance: Any, method: str, rpc: IncomingRpc | None, sequence_id: int, index: int) -> Any:
-    """What it gives where the message was handled; raises whatever it raises."""
+    """Evaluate the expression where the message was handled; raises what the expression raises."""
     names = {"self": instance, "method": method, "args": arguments_of(rpc), "record": sequence_id, "message": index}
     return eval(code, names)  # noqa: S307 (that is what it is for)

@@ -76,7 +76,7 @@ class Walk:
         return self._app.instance
 
     def state(self, instance: object | None = None) -> Fields:
-        """As it is now. Raises StateError."""
+        """Return the state now, as a tree. Raises StateError."""
         dispatcher = self._app.dispatcher
         shown = dispatcher.instance if instance is None else instance
         return describe_state(dispatcher.definition, shown, dispatcher.tasks.save())
@@ -108,7 +108,7 @@ class Walk:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """What the session has for the app, until neither says anything."""
+        """Pass the session's data to the app until neither has more."""
         while data := b"".join(self._session.data_to_send()):
             self._app.receive(data)
             self._listen()
@@ -141,10 +141,10 @@ class Walk:
 
 
 class Watcher(Protocol):
-    """Who looks on."""
+    """Observer of a walk through the log."""
 
     def wants(self, sequence_id: int) -> bool:
-        """Whether each message of this record is looked at, which takes some µs each."""
+        """Tell whether each message of this record is observed, which takes some µs each."""
 
     def behind(self, sequence_id: int, index: int, rpc: IncomingRpc | None, instance: Any) -> None:
         """A message was handled; of one that failed nothing is said. After a failure those of its record come again."""
@@ -155,11 +155,11 @@ class NullWatcher:
         return False
 
     def behind(self, sequence_id: int, index: int, rpc: IncomingRpc | None, instance: Any) -> None:
-        """Nobody looks."""
+        """Do nothing: nobody observes."""
 
 
 class WatcherHolder:
-    """Where the watcher of the moment is found: an app keeps its delivery for life."""
+    """Holds the current watcher: an app keeps its delivery for life."""
 
     def __init__(self) -> None:
         self.watcher: Watcher = NullWatcher()
@@ -192,7 +192,7 @@ def _rpc_at(content: bytes, offset: int) -> IncomingRpc | None:
 
 
 def name_of(rpc: IncomingRpc | None, methods: Methods) -> str:
-    """Of the method that a message calls, or whose answer it is."""
+    """Return the name of the method that a message calls or answers."""
     if rpc is None:
         return "initial"
     return method_name(rpc.method_id, rpc.kind, "", methods) or f"method {rpc.method_id}"
