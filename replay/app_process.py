@@ -73,7 +73,7 @@ class AppProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """As subprocess gives it; None while it runs."""
+        """Return the exit status as subprocess gives it; None while the app runs."""
         return self._process.poll()
 
     @property
@@ -118,7 +118,7 @@ class AppProcess:
             return None
 
     def close(self) -> None:
-        """It is gone behind this, whatever it does."""
+        """End the process; it is gone afterwards, whatever it does."""
         if self.exit_status is None:
             self.send(signal.SIGTERM)
             if self.wait(KILL_AFTER_S) is None:
@@ -150,7 +150,7 @@ BY_HAND = "-"
 
 
 class AppCommand(Struct, frozen=True):
-    """How to start the app: ``argv`` with ``{address}`` where the address is to stand; empty: it is started by hand.
+    """Command that starts the app: ``argv`` with ``{address}`` as a placeholder; empty: it is started by hand.
 
     ``environment`` is set in addition to the caller's. ``foreground``: it has the caller's terminal; otherwise its
     output is captured, and shown when it fails; with ``shows_output`` it is shown as it comes.
@@ -261,7 +261,7 @@ class Code(Struct, frozen=True):
 
 
 def read_code(app: str, notes: Path) -> Code | None:
-    """What ``app`` ("module:Class") has noted so far; None where nothing is known."""
+    """Return the code that ``app`` ("module:Class") noted in the file; None if nothing is noted yet."""
     try:
         lines = notes.read_text().splitlines()
     except FileNotFoundError:
@@ -296,7 +296,8 @@ def show_state(app: str, blob: Path) -> dict[str, Any]:
 def diff_states(
     old_app: str, old: Path, new_app: str, new: Path, *, limit: int = DIFFERENCES_MAX, new_code: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Where two states differ: [{"path", "old", "new"}], at most ``limit``; what a side has not is left out.
+    """Return differences of two states: [{"path", "old", "new"}], at most ``limit``; a side that lacks the path has no
+    key.
 
     ``new_code``: where the modules of the new side are, see :class:`replay.app.AppCommand`. One process can't have two
     classes of one name, so each side then says what it has; attributes of objects within the state are shown as keys.
@@ -326,8 +327,8 @@ def method_names(app: str) -> dict[tuple[str, int], str]:
 
 
 def unanswered(app: str, blob: Path, code: Path | None = None) -> list[dict[str, Any]]:
-    """What the handlers of the class ``app`` wait for in the state ``blob`` at the end of a what-if, and the log does
-    not have: [{"handler", "arguments", "waits_for"}]. Raises ReplayError.
+    """Return what handlers of ``app`` wait for at the end of a what-if and the log does not have: [{"handler",
+    "arguments", "waits_for"}]. Raises ReplayError.
     """
     found: list[dict[str, Any]] = _inspect("unanswered", app, str(blob), code=code)
     return found
@@ -347,7 +348,9 @@ def _inspect(*arguments: str, what: str = "the state", code: Path | None = None)
 
 
 def methods_of(registered: str | None, given: str | None) -> Methods | None:
-    """What the class names; None where none is known. Raises ReplayError for one that was given and can't be found."""
+    """Return the class's method names; None if no class is known. Raises ReplayError for a given class that can't be
+    found.
+    """
 
     from immortal.protocol.command_line import echo  # loads click
 

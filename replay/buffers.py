@@ -21,7 +21,7 @@ _decode = decoding.Decoder(tuple[list[tuple[Key, int]], bytes, int]).decode
 
 
 class MemoryBudget:
-    """What several spools together may keep in memory, in bytes."""
+    """Limit in bytes on what several spools together keep in memory."""
 
     def __init__(self, size_bytes_max: int) -> None:
         self.size_bytes_max = size_bytes_max

@@ -191,12 +191,12 @@ class _End(Struct, frozen=True):
     before: Key | None
 
     def covers(self, key: Key) -> bool:
-        """Whether that side would have made a message of ``key``, had it had one."""
+        """Tell whether that side would have made a message of ``key``, had there been one."""
         return self.complete or (self.before is not None and key < self.before)
 
 
 class _Stream(Struct):
-    """What one side has made for one destination and is not compared yet."""
+    """Messages that one side made for one destination and that are not compared yet."""
 
     queue: OutputsQueue
     size_bytes: int = 0
@@ -222,7 +222,7 @@ class _Stream(Struct):
 
     @property
     def position(self) -> int:
-        """Of the next message."""
+        """Return the position of the next message."""
         return self.loose_positions[0] if self.loose else self.batch.first_position + self.index
 
     def take(self) -> bytes:
@@ -257,7 +257,7 @@ class _Stream(Struct):
         return end - start
 
     def _next_key(self) -> Key | None:
-        """Of the message behind the loose ones."""
+        """Return the key of the message after the loose ones."""
         if self.index < len(self.batch.keys):
             return self.batch.keys[self.index]
         if not len(self.queue):

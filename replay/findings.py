@@ -37,7 +37,7 @@ class Finding(Struct, frozen=True):
 
 
 class Findings:
-    """What was found. ``first``: the first ``limit`` differences in the order of the log.
+    """Differences that were found. ``first``: the first ``limit`` of them in the order of the log.
 
     ``counts``: (destination, method ID, RpcKind) to how often each kind was found. A changed call counts for the method
     that it was. Of calls, only the beginning of their arguments is kept. ``is_msgpack``: whether arguments are
@@ -111,7 +111,7 @@ class ArgumentPair(Struct, frozen=True):
 
 
 def pair_arguments(old: IncomingRpc | None, new: IncomingRpc | None, *, is_msgpack: bool) -> list[ArgumentPair]:
-    """By position; empty where they are no two calls of one method, or their arguments no MessagePack array."""
+    """Pair the arguments of two calls by position; empty unless both call one method with a MessagePack array."""
     if old is None or new is None or not is_msgpack or (old.method_id, old.kind) != (new.method_id, new.kind):
         return []
     before, after = _values(old), _values(new)
@@ -124,7 +124,7 @@ def pair_arguments(old: IncomingRpc | None, new: IncomingRpc | None, *, is_msgpa
 
 
 def _values(rpc: IncomingRpc) -> list[object] | None:
-    """Of a call: behind who waits for its answer, which its words tell."""
+    """Return a call's arguments without the caller in front, which the message's text shows."""
     if rpc.kind != RpcKind.CALL:
         return None
     try:

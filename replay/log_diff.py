@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 
 
 class LogTotals(Struct):
-    """What one log holds of the range that was compared."""
+    """Totals of one log in the range that was compared."""
 
     records: int = 0
     messages: int = 0
@@ -58,7 +58,7 @@ class CheckpointDifference(Struct, frozen=True):
 
 
 class LogDiff(Struct):
-    """How two logs differ. The lists hold the first ``limit`` of each kind, the counts are of all."""
+    """Differences of two logs. The lists hold the first ``limit`` of each kind, the counts are of all."""
 
     summaries: tuple[LogSummary, LogSummary]
     limit: int
@@ -104,7 +104,7 @@ def diff_logs(
 
 
 def _identity(first: LogReader, second: LogReader) -> dict[str, tuple[object, object]]:
-    """What the two say about themselves, where they differ."""
+    """Return the fields of identity in which the two logs differ."""
     return {
         name: values
         for name in ("instance_name", "committer_id", "created_ns", "format_version")

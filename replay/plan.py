@@ -1,4 +1,4 @@
-"""Which part of a log is replayed: what was asked for, and what that means for this log."""
+"""Plans a replay: the part of a log that was asked for, and its meaning for this log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OWN_VERSION = 0
 
 
 class ReplayPlan(Struct, frozen=True):
-    """What to replay. All of it may be left open.
+    """Request for a replay. Each field may be left open.
 
     ``checkpoint_id``: where to begin; None: the newest sound checkpoint from which ``last_sequence_id`` can be reached.
     ``last_sequence_id``: the last record; None: the last one of the log as the replay begins.
@@ -59,12 +59,12 @@ class Route(Struct, frozen=True):
 
     @property
     def record_count(self) -> int | None:
-        """How many records are replayed; None if it has no end."""
+        """Return the number of records to replay; None if there is no end."""
         return None if self.last_sequence_id is None else self.last_sequence_id - self.checkpoint.sequence_id
 
 
 def plan_route(plan: ReplayPlan, source: RecordSource, summary: LogSummary) -> Route:
-    """What ``plan`` means for the log ``source``. Raises ReplayError for what that log can't do."""
+    """Turn a plan into a route through the log ``source``. Raises ReplayError for what the log can't do."""
     if summary.extensions is None:
         raise ReplayError("the log is empty: the instance has never completed its first start")
     last = _last_sequence_id(plan, summary)
@@ -98,7 +98,7 @@ def _last_sequence_id(plan: ReplayPlan, summary: LogSummary) -> int | None:
 
 
 def usable_checkpoints(summary: LogSummary) -> list[CheckpointHeader]:
-    """Those from which a replay can begin: every record behind them is kept."""
+    """Return the checkpoints from which a replay can begin: every record after them is kept."""
     return [header for header in summary.checkpoints if header.sequence_id + 1 >= summary.first_sequence_id]
 
 
@@ -151,12 +151,12 @@ def _newest_checkpoint(
 
 
 def place_of(header: CheckpointHeader) -> str:
-    """Where in the log a checkpoint was taken, in words."""
+    """Say where in the log a checkpoint was taken."""
     return f"after record {header.sequence_id}" if header.sequence_id >= 0 else "before record 0"
 
 
 def checkpoint_problem(source: RecordSource, header: CheckpointHeader) -> str | None:
-    """What is wrong with a checkpoint's blob, in words; None if it is what was written."""
+    """Check a checkpoint's blob; return the problem as text, None if it is sound."""
     try:
         for _ in source.checkpoint_chunks(header.checkpoint_id):
             pass

@@ -71,7 +71,7 @@ class StreamPositions:
 
 
 def cut_origins(origins: Sequence[Origin], count: int) -> tuple[list[Origin], list[Origin]]:
-    """Those of the first ``count`` messages, and those of the others."""
+    """Split origins into those of the first ``count`` messages and the rest."""
     front: list[Origin] = []
     rest: list[Origin] = []
     for origin in origins:

@@ -1,4 +1,4 @@
-"""What a replay gives: to a sink as it goes on, and as a whole at its end."""
+"""Results of a replay: to a sink as it goes on, and as a whole at its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ TRACES_CHARACTERS_MAX = 4 << 20  # of all verdicts together
 
 
 class Sink:
-    """Who looks on. Called by the thread that replays, which waits: a slow sink slows the replay, and no memory grows.
+    """Observer of a replay. The replaying thread calls it and waits: a slow sink slows the replay, and memory does not
+    grow.
 
     What either method raises ends the replay.
     """
@@ -104,7 +105,7 @@ class ReplayResult(Struct):
 
     @property
     def warnings(self) -> list[str]:
-        """What the SDK found in the app's code as it started: one line each."""
+        """Return the warnings that the SDK printed about the app's code at its start, one line each."""
         return [line for line in self.stderr_head.split("\n") if line.startswith("app ") and ": warning: " in line]
 
 
@@ -226,7 +227,7 @@ class OutcomeChanges(Struct):
 
     @property
     def first(self) -> Verdict:
-        """It has the place."""
+        """Return a verdict of the change: the one of now, or else of then."""
         found = self.now or self.then
         assert found is not None
         return found
@@ -275,7 +276,7 @@ def place_in_words(verdict: Verdict) -> str:
 
 
 def format_failure(verdict: Verdict) -> str:
-    """How it failed: ``ValueError: no number``. In one line."""
+    """Format a failure in one line: ``ValueError: no number``."""
     if verdict.kind is VerdictKind.REFUSED:
         how = f"refused: {verdict.text}"
     elif verdict.kind is VerdictKind.SKIPPED:

@@ -66,8 +66,11 @@ class BlobPiece(Struct, frozen=True):
 
 
 class NumbersDrawn(Struct, frozen=True):
-    """What the app says of the numbers that it draws. ``data``: that Numbers message's; ``complete``: it is the last
-    of the record, and of those before it. ``sequence_id`` None: an app that tells none, ever."""
+    """Random numbers that the app drew.
+
+    ``data``: of the Numbers message; ``complete``: the last one of the record and of those before. ``sequence_id``
+    None: an app that reports none, ever.
+    """
 
     sequence_id: int | None
     data: bytes = b""
@@ -154,7 +157,7 @@ class ReplaySession:
 
     @property
     def label(self) -> str:
-        """What the app calls itself."""
+        """Return the name that the app gave itself."""
         return self._app.label
 
     @property
@@ -181,7 +184,7 @@ class ReplaySession:
         return self.phase is Phase.REPLAYING
 
     def data_to_send(self) -> list[bytes | memoryview]:
-        """What the app is to get now, in order; it is the caller's from here on."""
+        """Return and forget the data to send to the app now, in order."""
         output, self._output = self._output, []
         return output
 
@@ -206,7 +209,7 @@ class ReplaySession:
         self._go_on()
 
     def give_verdicts(self, verdicts: Iterable[Verdict]) -> None:
-        """Those of the log as it is now, before the record that comes next: what is new among them is told."""
+        """Tell the app new verdicts of the log before the next record."""
         if self._has_verdicts and (untold := self._untold(verdicts)):
             self._send_verdicts(untold)
 
@@ -223,7 +226,7 @@ class ReplaySession:
             self._output.append(encode_record(self._summary.committer_id, CONTROL_SEQUENCE_ID, content))
 
     def give_numbers(self, numbers: Sequence[bytes]) -> None:
-        """What another run has drawn in the record that comes next: the data of its Numbers messages.
+        """Give the app the numbers that another run drew in the next record: the data of its Numbers messages.
 
         From the first one on the app draws only these, and others that no log has.
         """
@@ -271,7 +274,7 @@ class ReplaySession:
         self._output.append(encode_record(self._summary.committer_id, CHECKPOINT_SEQUENCE_ID, size))
 
     def _go_on(self) -> None:
-        """What comes behind the record that was given last."""
+        """Send what follows the record that was given last."""
         at_end = self._last_sequence_id is not None and self.fed_sequence_id >= self._last_sequence_id
         if self._versions and self._versions[0].sequence_id <= self.fed_sequence_id:
             start = self._versions.pop(0)

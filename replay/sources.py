@@ -46,7 +46,7 @@ class RecordedLog:
 
     @classmethod
     def of(cls, source: RecordSource) -> RecordedLog:
-        """What ``source`` keeps now. Raises LogError for what is damaged, or was trimmed meanwhile."""
+        """Copy what ``source`` keeps now. Raises LogError for what is damaged, or was trimmed meanwhile."""
         summary = source.summary()
         if source.problems:
             raise LogError("; ".join(source.problems))

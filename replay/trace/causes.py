@@ -1,4 +1,4 @@
-"""Which message made which call: no log says it, but a replay does, call by call.
+"""Causes of calls: no log says which message made a call, but a replay does, call by call.
 
 What it says is kept in files, one for each stream, in the order of positions: a log may have any length.
 """
@@ -85,7 +85,7 @@ class ReplayedCauses:
         return None if record == _UNKNOWN else (self._committers[caller], record, message)
 
     def made_by(self, caller: str, places: Container[tuple[int, int]]) -> dict[str, list[tuple[int, int]]]:
-        """By receiver, what these messages (record, message) have made: the first and the last of positions."""
+        """Return what these messages (record, message) made, by receiver: the first and last of positions."""
         found: dict[str, list[tuple[int, int]]] = {}
         for (sender, receiver), rows in self._streams.items():
             if sender == caller:
@@ -165,7 +165,7 @@ class _CausesSink(Sink):
 
 
 def _drawn_in(path: Path) -> Iterator[RecordDraws]:
-    """As it is asked for: what a replay told of a log of any length."""
+    """Yield what a replay told, read as it is needed: the log may be of any length."""
     with path.open("rb") as file:
         while front := file.read(_SIZE.size):
             yield decoding.decode(file.read(*_SIZE.unpack(front)), type=RecordDraws)
@@ -182,7 +182,7 @@ _UNKNOWN = -1
 
 
 class _Made(Struct):
-    """What is known of one stream: from each position on, which (record, message) made it; and up to where."""
+    """Origins in one stream: from each position on, the (record, message) that made it; and up to where."""
 
     positions: list[int] = field(default_factory=list)
     origins: list[tuple[int, int]] = field(default_factory=list)
@@ -238,7 +238,7 @@ class ShadowReplay(Sink):
         self._thread.join()
 
     def take(self) -> list[Executed]:
-        """What has come since, up to record ``taken``. Raises what has ended the replay."""
+        """Return messages since the last call, up to record ``taken``. Raises what ended the replay."""
         with self._lock:
             found = list(self._messages)
             self._messages.clear()
@@ -257,7 +257,7 @@ class ShadowReplay(Sink):
             return True, None if row < 0 or made.origins[row][0] == _UNKNOWN else made.origins[row]
 
     def knows_waits(self, sequence_id: int) -> bool:
-        """Whether it is known by now what began before that record."""
+        """Tell whether everything that began before that record is known."""
         return self._told >= sequence_id - 1
 
     def _take_drawn(self) -> RecordDraws | None:

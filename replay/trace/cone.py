@@ -1,4 +1,4 @@
-"""What followed from calls, in all services: the messages that these were, what their handlers sent, and so on.
+"""Consequences of calls in all services: the messages that these were, what their handlers sent, and so on.
 
 A log has who sent a message and its position in that stream; which message made what is asked of a replay
 (:class:`immortal.replay.trace.causes.ReplayedCauses`). A service's log is replayed only if something has come there.
