@@ -87,7 +87,7 @@ class StateError(AppError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a message, or a step of an async handler, has failed. ``policy``: what is to become of the state.
+    """Failure of a message, or of a step of an async handler. ``policy``: what happens to the state.
 
     ``method_id`` None: what has failed is none of the class's own. ``refused``: why it can't be called, with ``text``.
     """
@@ -156,7 +156,7 @@ class CallCancelled(CalleeFailed):
 
 
 class Cancelled(BaseException):
-    """This ``async def`` handler is cancelled: raised at the ``await`` at which it waits.
+    """Raised at the ``await`` where an ``async def`` handler waits, when the handler is cancelled.
 
     It may clean up, and await what that takes, in ``finally`` or ``except Cancelled``; then it is to end, by letting
     this pass or with another exception. ``reason``: why; ``who``: whose order it was.

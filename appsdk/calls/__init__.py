@@ -1,1 +1,1 @@
-"""What each call goes through, whoever makes it: its arguments, its context, the batches that leave, how it fails."""
+"""Steps of every call: its arguments, its context, the batches that leave, its failure."""

@@ -37,7 +37,10 @@ _ARRAY_16 = 0xDC
 
 
 def unencodable(name: str, parameters: Iterable[str], arguments: Sequence[Any], error: Exception) -> TypeError:
-    """Which of the arguments of ``name`` can't be encoded, and why. ``parameters``: what they are called."""
+    """Make a TypeError that names the argument of ``name`` that can't be encoded.
+
+    ``parameters``: names of the arguments.
+    """
     try:
         for parameter, value in zip(parameters, arguments, strict=False):
             _require_encodable(name, parameter, value)
@@ -57,7 +60,7 @@ def _require_encodable(name: str, parameter: str, value: Any) -> None:
 
 
 def largest(parameters: Iterable[str], arguments: Sequence[Any]) -> str:
-    """Which of the arguments is the largest, to be put behind the size of all; "" where they have no names."""
+    """Name the largest argument, as text to append to the total size; "" if arguments have no names."""
     sizes = [
         (len(encode_value(value)), parameter, value) for parameter, value in zip(parameters, arguments, strict=False)
     ]
@@ -68,7 +71,7 @@ def largest(parameters: Iterable[str], arguments: Sequence[Any]) -> str:
 
 
 class ArgumentCodec:
-    """How the arguments of one handler are bound, checked and decoded.
+    """Binds, checks, encodes and decodes the arguments of one handler.
 
     Raises DefinitionError for an annotation that can't be encoded, NameError for one that can't be resolved yet.
     """
@@ -108,7 +111,7 @@ class ArgumentCodec:
 
     @cached_property
     def decode_call(self) -> Decode:
-        """As ``decode``, of a call that waits for an answer: (caller's name, number of the call, arguments ...)."""
+        """Decoder of a call that waits for an answer: (caller's name, number of the call, arguments ...)."""
         return decoding.guarded(self._decode_call)
 
     def _decode_call(self, data: Any) -> tuple[Any, ...]:
@@ -122,7 +125,9 @@ class ArgumentCodec:
         return self._make_decode(_CALL_FRONT)
 
     def decode_again(self, data: Any, error: BaseException, front: tuple[type, ...] = ()) -> tuple[Any, ...]:
-        """What ``error`` was about, where it was for integers of more than 64 bits and the like; else raises it."""
+        """Decode data again that failed with ``error`` because of integers beyond 64 bits or the like; else raise
+        ``error``.
+        """
         if isinstance(error, msgspec.ValidationError):
             count = len(_items(data)) - len(front)
             if self.required_count <= count <= self.count:
@@ -159,7 +164,7 @@ class ArgumentCodec:
 
     @cached_property
     def _forms(self) -> list[tuple[str, AnnotatedForm | None]]:
-        """Of the parameters; None where the annotation says it all."""
+        """Return (name, form) of each parameter; None as form if the annotation says everything."""
         pairs = zip(self.signature.parameters, self._types, strict=True)
         return [(name, form_of(annotation) if may_hold_untyped(annotation) else None) for name, annotation in pairs]
 
@@ -169,7 +174,7 @@ class ArgumentCodec:
         return form_of(annotation) if may_hold_untyped(annotation) else None
 
     def encode_result(self, value: Any) -> bytes:
-        """Of what is annotated ``Any`` only what comes back as what it is. Raises what the encoder raises."""
+        """Encode a result; values annotated ``Any`` keep their types. Raises what the encoder raises."""
         form = self._result_form
         return encode_value(value) if form is None else form.encode(value)
 
@@ -298,12 +303,12 @@ nesting_max = _limit()
 
 
 def is_too_deep(arguments: bytes) -> bool:
-    """Of an encoded array of arguments, which does not count itself. Shorter ones than ``nesting_max`` never are."""
+    """Tell whether an encoded array of arguments is nested too deeply; the array itself does not count."""
     return is_nested_beyond(arguments, 0, len(arguments), nesting_max + 1)
 
 
 def describe_depth(name: str, parameters: Iterable[object], arguments: Sequence[Any]) -> str:
-    """Which of the arguments of ``name`` are nested too deeply."""
+    """Say which argument of ``name`` is nested too deeply."""
     named = zip(arguments, chain(parameters, repeat("")), strict=False)  # those of a client are numbered without end
     depths = [(nesting_depth(encoder.encode(value)), parameter) for value, parameter in named]
     deepest, parameter = max(depths, key=itemgetter(0), default=(0, ""))

@@ -1,4 +1,4 @@
-"""What handlers use in place of the clock and of randomness: the same values at each replay.
+"""Time and randomness for handlers: the same values at each replay.
 
 The time is that of the record. A random stream belongs to one call site within one message: it is seeded from the
 app's seed (drawn at the first start, kept in the checkpoint), the committer ID, the record, the message's index in it,
@@ -132,5 +132,5 @@ class Context:
 
 
 def is_plain(runs: Any) -> bool:
-    """Whether ``runs``, a value of :data:`~immortal.appsdk.calls.user_code.running`, is None or a plain object."""
+    """Tell whether ``runs``, a value of `user_code.running`, is None or a plain object without a coordinator."""
     return runs is None or (isinstance(runs, Context) and runs.outbox is None and runs.tasks is None)

@@ -69,7 +69,7 @@ def checked_on_error(where: str, given: object) -> OnError:
 
 
 def checked_raises(where: str, raises: Iterable[type[Exception]]) -> dict[str, type[Exception]]:
-    """By name. Raises DefinitionError."""
+    """Return the declared exceptions by name. Raises DefinitionError."""
     found: dict[str, type[Exception]] = {}
     given: Any = (raises,) if isinstance(raises, type) else raises
     for one in given:
@@ -127,7 +127,7 @@ def _encodable(text: str) -> str:
 
 
 def argument_mismatch(codec: ArgumentCodec, error: BaseException, data: bytes, front: int) -> str:
-    """Which parameter, what was expected, what came. ``front``: how many items stand before the arguments."""
+    """Say which parameter does not fit: what was expected, what came. ``front``: number of items before the arguments."""
     names = list(codec.signature.parameters)
     problem = text_of(error)
     try:
@@ -172,7 +172,7 @@ def method_of(message: bytes) -> int | None:
 
 
 def is_awaited(message: bytes) -> bool:
-    """It is a call whose caller waits for the answer."""
+    """Tell whether a message is a call whose caller waits for the answer."""
     rpc = rpc_of(message)
     return rpc is not None and rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC
 
@@ -229,12 +229,12 @@ CANCELLED = "~cancelled"
 
 
 def encode_failed(type_name: str, text: str, where: str) -> bytes:
-    """As :func:`immortal.appsdk.state.journal.encode_raised`."""
+    """Encode a CalleeFailed, as :func:`immortal.appsdk.state.journal.encode_raised` encodes exceptions."""
     return encoder.encode((FAILED_CALL, (type_name, text, where), {}))
 
 
 def encode_refused(text: str) -> bytes:
-    """As :func:`encode_failed`, of a call that was not carried out: CallRefused."""
+    """Encode a CallRefused: the call was not carried out."""
     return encoder.encode((REFUSED_CALL, (text,), {}))
 
 
@@ -265,7 +265,7 @@ _PLAIN = (bool, int, float, str, bytes)
 
 
 def attributes_of(error: BaseException, causes_max: int = CAUSES_MAX) -> dict[str, Any]:
-    """By name: all but its arguments, and its cause where that is an exception of Python's own."""
+    """Return an exception's attributes by name, without its arguments; its cause only if that is a builtin exception."""
     found = {**vars(error)}
     for name, (field, is_own) in _fields(type(error)).items():
         with contextlib.suppress(AttributeError):  # a slot that has no value
@@ -319,7 +319,7 @@ def _base(cls: type[Exception]) -> Any:
 
 
 def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
-    """By name, with whether a class that is none of Python's has it."""
+    """Return fields by name, each with whether a class outside of Python's own defines it."""
     return {name: (field, is_own) for name, field, is_own in _all_fields(cls)}
 
 

@@ -1,4 +1,4 @@
-"""What the app sends: calls, in one buffer per destination, and impulses, in one queue with a window.
+"""Outgoing messages: calls, in one buffer per destination, and impulses, in one queue with a window.
 
 A batch gathers the parts of its messages, fronts and arguments in turn, and joins them once: when it has
 BATCH_SIZE_BYTES, when the dispatcher has no more input, and before a checkpoint. Large parts are not even joined.
@@ -76,7 +76,7 @@ class _TooLargeError(Exception):
 
 
 class _Fronts(dict[int, tuple[bytes, int]]):
-    """What stands before the arguments of one method (incoming form) and the whole size, by the arguments' size.
+    """Cache of the bytes before one method's arguments, and of the message size, by the size of the arguments.
 
     Raises _TooLargeError above CALL_SIZE_BYTES_MAX.
     """
@@ -102,7 +102,7 @@ class _Fronts(dict[int, tuple[bytes, int]]):
 
 
 def _refused(name: Name, parameters: Iterable[str], arguments: Sequence[Any], error: Exception) -> Exception:
-    """What to raise for a call that can't be made, as ``error`` says."""
+    """Return the exception to raise for a call that can't be made because of ``error``."""
     if isinstance(error, _TooLargeError):
         return UsageError(f"{error}{largest(parameters, arguments)}")
     return unencodable(name, parameters, arguments, error)
@@ -164,7 +164,7 @@ def encode_call(write: Write, arguments: tuple[Any, ...]) -> bytes:
 
 
 def encode_batch_front(message_type: MessageType, destination: Name, count: int, size_bytes: int) -> bytes:
-    """What precedes ``size_bytes`` of RPC messages in a StreamBatch or ImpulseBatch."""
+    """Encode the bytes before ``size_bytes`` of RPC messages in a StreamBatch or ImpulseBatch."""
     fields = encode_name(destination) + encode_zigzag(count)
     return encode_zigzag(1 + len(fields) + size_bytes) + bytes((message_type,)) + fields
 
@@ -317,8 +317,7 @@ class Outbox:
         return send
 
     def _pass_handles(self, batch: Batch) -> bool:
-        """Those in the last message of ``batch``, which is taken back where they can't be, and comes behind what is
-        said of them. Whether it is the first one then. Raises UsageError."""
+        """Register the handles in the last message of ``batch``; take that message back if a handle can't be passed."""
         message = batch.parts[-2:]
         del batch.parts[-2:]
         self._context.nodes.accounts.passing(batch.destination, message[1])
@@ -327,7 +326,7 @@ class Outbox:
         return is_first
 
     def _close_full(self, batch: Batch) -> None:
-        """Those that were begun before it come first where what follows from a call must not leave before the call."""
+        """Close a full batch; batches that were begun earlier go first if effects must not leave before their causes."""
         if self.holder is None:
             self._open.remove(batch)
             self._close(batch)
@@ -341,7 +340,7 @@ class Outbox:
             self._send_batch(batch)
 
     def _hold(self, batch: Batch) -> None:
-        """It goes out when the holder pushes it."""
+        """Hand a batch to the holder, which sends it later."""
         self.holder.hold(batch.destination, batch.parts)
         batch.parts, batch.size_bytes = [], 0
 
@@ -381,8 +380,9 @@ class Outbox:
             self._context.slice_end = 0
 
     def _order(self, batch: Batch) -> None:
-        """What is sent behind calls of one instance leaves once they are in its log: for who takes part in ordered
-        multicasts. What these say to each other, and answers, are not waited for."""
+        """Put a barrier before calls to another instance, for members of ordered multicasts: earlier calls must be
+        logged first. Messages of the multicast protocol and answers do not wait.
+        """
         destination = batch.destination
         if self._unordered and self._unordered != destination:
             self.send(encode_barrier(self._unordered))
@@ -427,7 +427,7 @@ class Outbox:
             self.holder.flush()
 
     def close_open(self) -> None:
-        """As :meth:`close_batches`, also within a message."""
+        """Close all open batches, as :meth:`close_batches` does, also within a message."""
         for batch in self._open:
             self._close(batch)
         self._open.clear()
@@ -520,7 +520,7 @@ class ImpulseQueue:
             self._wake()
 
     def _put(self, destination: Name, write: Write, arguments: tuple[Any, ...]) -> bool:
-        """Whether the connection has something to send that it does not know of."""
+        """Queue an impulse; return True if the connection must be told that there is something to send."""
         batches = self._batches
         batch = batches[-1] if batches else None
         if batch is None or batch.destination != destination or batch.size_bytes >= BATCH_SIZE_BYTES:

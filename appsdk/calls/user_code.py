@@ -30,14 +30,14 @@ class ControlFlowSignal(BaseException):
 
 
 def is_user_failure(error: BaseException) -> bool:
-    """Whether the run of user code that ``error`` comes out of has failed with it; else it is to be raised on."""
+    """Tell whether ``error`` is a failure of the user's code; otherwise it must be raised on."""
     if isinstance(error, Exception):
         return True
     return not isinstance(error, ControlFlowSignal) and not _is_of_a_signal(error)
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """It was raised by what the process does at a signal, wherever that found it."""
+    """Tell whether a signal handler raised the exception."""
     if threading.current_thread() is not threading.main_thread():
         return False
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
@@ -50,7 +50,7 @@ def _is_of_a_signal(error: BaseException) -> bool:
 
 
 def _code_of(handler: Any) -> CodeType | None:
-    """Of a function, a method, or an object that can be called."""
+    """Return the code of a function, a method or a callable object."""
     code = getattr(handler, "__code__", None)
     if code is None and callable(handler):
         code = getattr(handler.__call__, "__code__", None)
@@ -58,7 +58,7 @@ def _code_of(handler: Any) -> CodeType | None:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """What Ctrl-C does by default, in Python: so its KeyboardInterrupt says where it is from."""
+    """Handle Ctrl-C as Python does by default, in Python code: so the KeyboardInterrupt's origin is known."""
     raise KeyboardInterrupt
 
 
@@ -164,7 +164,7 @@ def _without_usual_decimal(context: contextvars.Context) -> contextvars.Context:
 
 
 def _variable_of_decimal() -> contextvars.ContextVar[Any] | None:
-    """Where decimal keeps its context; None: nobody has imported it."""
+    """Return the context variable that decimal uses; None if nobody has imported decimal."""
     global _decimal_variable
     if _decimal_variable is None and hasattr(decimal := sys.modules.get("decimal"), "getcontext"):
         probe = contextvars.Context()
@@ -260,7 +260,7 @@ class FailureReporter:
 
 
 def in_words(verdict: Verdict) -> str:
-    """What has become of a message, in one line."""
+    """Describe in one line what happened to a message."""
     where = f"at record {verdict.sequence_id}, message {verdict.message_index}"
     told = "its caller is told so" if verdict.caller is not None or verdict.step else "it is a dead letter"
     if verdict.kind is VerdictKind.REFUSED:

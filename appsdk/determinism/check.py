@@ -1,4 +1,4 @@
-"""What in the handlers a replay would not repeat, or would not run, found before the app starts by reading their code.
+"""Checks handlers before the app starts: finds code that a replay would not repeat, or that would not run.
 
 From each handler the search follows every function of the user's own that it refers to: methods, functions of their
 modules, the classes that they make. Names are looked up where the running code would find them, so an import under
@@ -61,7 +61,7 @@ class DeterminismError(DefinitionError):
 
 
 def check(definition: Definition) -> list[Finding]:
-    """What the handlers of a class, and the user's functions that they reach, do that a replay does not repeat.
+    """Check a class's handlers, and functions of the user that they reach, for code that a replay does not repeat.
 
     And what does not run as it is written. In the order of files and lines.
     """
@@ -190,7 +190,7 @@ class Search:
             self._waiting.append((function, receiver))
 
     def making(self, cls: type) -> Iterator[tuple[str, Value]]:
-        """What runs when an instance is made: methods, and the factories of the fields (with the field's name)."""
+        """Yield the code that runs when an instance is made: methods, and factories of fields (with the field's name)."""
         for name in ("__new__", "__init__", "__post_init__"):
             yield "", attribute(Instance(cls), name)
         if dataclasses.is_dataclass(cls):
@@ -227,7 +227,7 @@ _GOES_ON = frozenset({"fork", "append", "add", "update", "extend", "clear", "dis
 def misfits(
     definition: Definition, handler: Handler[Any, Any], node: ast.FunctionDef | ast.AsyncFunctionDef
 ) -> Iterator[tuple[ast.AST, str]]:
-    """Where it returns something else, and what."""
+    """Yield the return statements that do not fit the annotation, and why."""
     hint = hints_of(handler.function).get("return", Any)
     try:
         decode = definition.codec(handler).decode_result
@@ -260,7 +260,7 @@ def _misfit(value: ast.expr | None, hint: Any, decode: Any) -> str | None:
 
 
 def _misfit_by_kind(value: ast.expr | None, hint: Any) -> str | None:
-    """Of what is no literal the kind is known at most, which says something to the plainest annotations alone."""
+    """Compare the kind of a returned expression with a plain annotation; return the mismatch as text or None."""
     name, kinds = _BUILT.get(type(value), ("", frozenset()))  # type: ignore[arg-type]
     cls = NoneType if hint is None else shape(hint)[0]
     return name if name and cls in _PLAIN and cls not in kinds else None
@@ -273,7 +273,7 @@ def _never_raises(node: ast.AST) -> bool:
 
 
 def _comes_to_its_end(body: list[ast.stmt]) -> bool:
-    """Whether that is sure: a stub is none, nor what ends in a loop or in a call that may never return."""
+    """Tell whether the body surely reaches its end: no stub, no endless loop, no call that may never return."""
     last = body[-1]
     if isinstance(last, ast.If):
         return _comes_to_its_end(last.body) or (bool(last.orelse) and _comes_to_its_end(last.orelse))

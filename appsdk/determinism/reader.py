@@ -52,7 +52,7 @@ _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandl
 
 
 def _is_effect(value: Value) -> bool:
-    """Whether it is ``immortal.effect``, or that with options."""
+    """Tell whether a value is ``immortal.effect``, or that with options."""
     kind = (
         type(value.value) if isinstance(value, Known) else shape(value.hint)[0] if isinstance(value, Instance) else None
     )
@@ -84,7 +84,7 @@ class Source:
         return self.opts_out(node.lineno, node.end_lineno or node.lineno)  # type: ignore[attr-defined]
 
     def opts_out(self, first: int, last: int) -> bool:
-        """Whether one of these lines, the first and the last included, does."""
+        """Tell whether one of these lines, first and last included, has the comment that silences the check."""
         return any(_OPTED_OUT.search(line) for line in self.lines[first - 1 : last])
 
 
@@ -95,7 +95,7 @@ def _closure(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 class Follower(Protocol):
-    """Who is told what a reader finds: places, and what to read next. ``apps`` are the classes that are checked."""
+    """Receiver of what a reader finds: places, and functions to read next. ``apps``: the classes that are checked."""
 
     apps: tuple[type, ...]
     rules: Rules
@@ -203,7 +203,7 @@ class Reader(ast.NodeVisitor):
     # --- expressions --------------------------------------------------------------------------------------------------
 
     def _value(self, node: ast.expr) -> Value:
-        """What an expression stands for; None when that can't be told."""
+        """Return the value that an expression stands for; None if that is not known."""
         if isinstance(node, ast.Name):
             return self._name(node.id)
         if isinstance(node, ast.Attribute):
@@ -239,14 +239,14 @@ class Reader(ast.NodeVisitor):
         return result(value)
 
     def _own_first(self) -> Value:
-        """What the function's first parameter stands for."""
+        """Return the value of the function's first parameter."""
         arguments = [*self._node.args.posonlyargs, *self._node.args.args]
         return self._name(arguments[0].arg) if arguments else None
 
     # --- async handlers -----------------------------------------------------------------------------------------------
 
     def _begins_by(self, node: ast.Call) -> str:
-        """What makes that begin which the call gives; "" if it is nothing to await."""
+        """Say what must be awaited so that the result of a call begins; "" if nothing must be."""
         function = node.func
         value = self._value(function)
         if _is_effect(value) or is_object(value, *_WAITING):

@@ -1,4 +1,4 @@
-"""What differs from run to run, and what a handler uses in its place: the table behind ``determinism.check``."""
+"""Table of functions that differ from run to run, and their replacements in handlers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Rule(Struct, frozen=True):
     arguments_count: int = -1
 
     def holds(self, call: ast.Call) -> bool:
-        """Whether this call of it is one that differs."""
+        """Tell whether this call differs from run to run."""
         if self.arguments_count < 0 or any(isinstance(argument, ast.Starred) for argument in call.args):
             return self.arguments_count < 0
         given = [*call.args, *(keyword.value for keyword in call.keywords)]

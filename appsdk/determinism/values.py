@@ -1,4 +1,4 @@
-"""What an expression stands for, as far as names, classes and annotations tell without running it."""
+"""Values of expressions, as far as names, classes and annotations tell without running them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SETS = (collections.abc.Set, collections.abc.MutableSet)
 
 
 class Known(Struct, frozen=True):
-    """This very object."""
+    """Value that is this very object."""
 
     value: Any
 
@@ -76,7 +76,7 @@ def shape(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def is_object(value: Value, *objects: object) -> bool:
-    """Whether ``value`` is one of these very objects (what a class of the user's calls equal does not matter)."""
+    """Tell whether ``value`` is one of these objects, by identity (a user's __eq__ does not matter)."""
     return isinstance(value, Known) and any(value.value is one for one in objects)
 
 
@@ -106,7 +106,7 @@ def state_names(cls: Any) -> frozenset[str]:
 
 
 def attribute(value: Value, name: str) -> Value:
-    """What ``value.name`` stands for."""
+    """Return the value of ``value.name``."""
     if isinstance(value, Known):
         return _attribute_of_object(value, name)
     if isinstance(value, Instance):
@@ -165,7 +165,7 @@ def _attribute_of_instance(value: Instance, cls: Any, name: str, static: Any) ->
 
 
 def element(value: Value) -> Value:
-    """What going through ``value`` gives: the items of a list, the keys of a dict."""
+    """Return the value of an iteration over ``value``: the items of a list, the keys of a dict."""
     return _parameter(value, 0)
 
 
@@ -196,7 +196,7 @@ def _parameter(value: Value, index: int) -> Instance | None:
 
 
 def result(value: Value) -> Value:
-    """What calling ``value`` gives, by its class or its annotation."""
+    """Return the value of a call of ``value``, by its class or its annotation."""
     if isinstance(value, Known) and isinstance(value.value, type):
         return Instance(value.value)
     function = value.function if isinstance(value, Bound) else value.value if isinstance(value, Known) else None

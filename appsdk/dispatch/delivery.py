@@ -160,8 +160,9 @@ class Delivery:
     def _deliver(
         self, instance: Any, content: bytes, offset: cython.Py_ssize_t, end: cython.Py_ssize_t, variables: Any
     ) -> int:
-        """As :meth:`deliver`, in the context ``variables``, until a handler leaves something in it: the next handler
-        has one of its own, which as long as nothing is left in it is the same."""
+        """Deliver messages as :meth:`deliver`, in the context ``variables``, until a handler changes that context; the
+        next handler gets a fresh one.
+        """
         context: Context = self._context
         octets: cython.p_const_uchar = content  # compiled, read without a check: only from offset to end, or below
         index: cython.Py_ssize_t = context.message_index
@@ -238,7 +239,7 @@ class Delivery:
         return self._look_up_answer(content, offset, end, index)
 
     def _look_up_answer(self, content: bytes, offset: int, end: int, index: int) -> tuple[Entry, int, int]:
-        """As :meth:`_look_up`: an answer has the method ID of another instance's method."""
+        """Look up a message that may be an answer: it has the method ID of another instance's method."""
         message_type, start, message_end = decode_message(content, offset)
         self._context.message_index = index
         is_answer = message_type == MessageType.RPC and message_end <= end and content[start] in self._answers
@@ -253,7 +254,7 @@ class Delivery:
         return self._remember(content, offset, entry, start, message_end - offset)
 
     def _remember(self, content: bytes, offset: int, entry: Entry, start: int, stride: int) -> tuple[Entry, int, int]:
-        """Where methods and sizes come in turns each message is looked up: here, once for each of them."""
+        """Remember the entry for the next messages of the same method and size, so that each is looked up once."""
         size_of_size = 1 if content[offset] < 0x80 else 2
         key_size_bytes = 2 + start - offset - size_of_size  # the front, and one byte of the arguments at most
         if stride < 1 << 13:  # its size takes no more than these two bytes
@@ -360,13 +361,14 @@ def _own(decode: Callable[[Any], Any], function: Callable[[Any], None], name: st
 
 
 def _fronts(method_id: int, rpc_types: Iterable[RpcType]) -> list[bytes]:
-    """What a call of the method begins with, behind its size."""
+    """Return the bytes with which a call of the method begins, after its size."""
     return [bytes((MessageType.RPC, RpcKind.CALL)) + encode_zigzag(method_id) + bytes((one,)) for one in rpc_types]
 
 
 def _method_and_front(content: bytes, offset: int) -> tuple[int | None, int]:
-    """Of the message at ``offset``: its method ID (None: it is no call), and how many items stand before the handler's
-    own arguments."""
+    """Return the method ID of the message at ``offset`` (None: no call), and the number of items before the handler's
+    own arguments.
+    """
     _, start, end = decode_message(content, offset)
     rpc = decode_incoming_rpc(content, start, end)
     if rpc.kind != RpcKind.CALL:

@@ -132,7 +132,7 @@ class Dispatcher:
 
     @property
     def definition(self) -> Definition:
-        """Of the class that runs: one that this app upgrades from, until it is told to."""
+        """Definition of the class that runs now: during an upgrade first the old class."""
         return self._life.definition
 
     @property
@@ -150,7 +150,7 @@ class Dispatcher:
 
     @property
     def is_primary(self) -> bool:
-        """It works; its hooks may have to wait."""
+        """Tell whether the app is primary; its hooks may still have to wait."""
         return self._primary
 
     @property
@@ -159,7 +159,7 @@ class Dispatcher:
         return self._gate.is_open
 
     def describe_hooks(self) -> list[dict[str, Any]]:
-        """Whom its hooks wait for, if it has some and they do."""
+        """Describe what the hooks wait for; empty if there are none or they do not wait."""
         return self._gate.describe() if self.definition.on_primary else []
 
     # --- what the transport calls -----------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Dispatcher:
 
     @property
     def next_due_ns(self) -> int | None:
-        """When a timer is due, in ns since the Unix epoch: then :meth:`tell_time`. None: nothing."""
+        """Time of the next timer, in ns since the Unix epoch, to call :meth:`tell_time`; None: no timer."""
         return self.tasks.time_impulses.next_due_ns
 
     def tell_time(self, time_ns: int) -> None:

@@ -41,7 +41,7 @@ class SnapshotBegun(Struct, frozen=True):
 
 
 class Flush(Struct, frozen=True):
-    """What is to be sent must be on its way before more input is handled: that may end the process."""
+    """Output must be sent before more input is handled: that may end the process."""
 
 
 class MessageFailed(Struct, frozen=True):
@@ -75,7 +75,7 @@ class HandlerTimeSamples:
         self._taken.append((name, duration_ns))
 
     def answer(self) -> dict[str, Any]:
-        """To the question for them: what was timed since the last one, [method, ns] each. The next ones are timed."""
+        """Answer a request for samples: [method, ns] of what was timed since the last one. The next handlers are timed."""
         taken, self._taken = self._taken, []
         self.left = TIMED_MAX
         return {"handler": None, "times": taken}

@@ -20,7 +20,7 @@ from immortal.protocol.queries import ANSWER_SIZE_BYTES_MAX, QueryAnswer, QueryQ
 
 
 def receiver(tasks: Tasks, handler: Handler[Any, Any], *, wakes: bool) -> Callable[..., None]:
-    """What handles a fork or impulse of ``handler``. ``wakes``: there may be handlers that wait for its signals.
+    """Make the function that handles a fork or impulse of ``handler``. ``wakes``: handlers may wait for its signals.
 
     Without, and with nothing special about it, it is the ``def`` handler itself.
     """
@@ -48,7 +48,7 @@ def waking(tasks: Tasks, function: Callable[..., None]) -> Callable[..., None]:
 
 
 def rpc_receiver(tasks: Tasks, handler: Handler[Any, Any]) -> Callable[..., None]:
-    """What handles a call of ``handler`` whose caller waits: (instance, caller, number of the call, arguments)."""
+    """Make the function that handles a call whose caller waits: (instance, caller, number of the call, arguments)."""
     if handler.is_async:
         return lambda instance, caller, number, *arguments: tasks.start(handler, arguments, caller, number)
 

@@ -65,7 +65,7 @@ class Life:
         self._tasks.use(self.definition, instance)
 
     def restore(self, blob: bytes) -> None:
-        """As a checkpoint has it. Raises StateError, JournalError."""
+        """Restore the instance from a checkpoint. Raises StateError, JournalError."""
         envelope, state = decode_envelope(blob)
         self._use(restoring_class(self._main_definition, envelope))
         context = self._context
@@ -82,7 +82,7 @@ class Life:
             self._tasks.restore(envelope.tasks)
 
     def go_back(self, blob: bytes) -> None:
-        """To a copy of this life's own: the object stays the same one. Raises StateError, JournalError."""
+        """Rewind to a copy of this life's own; the object stays the same. Raises StateError, JournalError."""
         envelope, state = decode_envelope(blob)
         fresh = self._restored(envelope, state)
         self.instance.__dict__ = fresh.__dict__  # at once: hooks look at it, and keep the object that they know
@@ -134,7 +134,7 @@ class Life:
             self._use(definition)
 
     def require_savable(self) -> None:
-        """What the initial message has made of the state: else its next checkpoint would be the first to say so.
+        """Check the state that the initial message made: otherwise the next checkpoint would be the first to fail.
 
         Raises StateError.
         """
@@ -181,7 +181,7 @@ class Life:
 
 
 class HookGate:
-    """Of one life of an app. ``is_open``: its hooks may start; before :meth:`begin` they may not."""
+    """Gate of the `@on_primary` hooks in one life of an app. ``is_open``: they may start."""
 
     def __init__(self, context: Context) -> None:
         self.is_open = False
@@ -202,7 +202,7 @@ class HookGate:
         self.look()
 
     def look(self) -> bool:
-        """Whether they may start by now. After each record, until they may."""
+        """Check after each record whether the hooks may start; return True if they may."""
         if self._begun and not self.is_open:
             self.is_open = not any(self._filed()) and self._is_executed() and not self._queued_count()
         return self.is_open
@@ -217,14 +217,14 @@ class HookGate:
                     yield True
 
     def _queued_count(self) -> int:
-        """Of calls of async handlers, as above, that wait for their turn."""
+        """Count calls of async handlers, as above, that wait for their turn."""
         queued = self._context.tasks.limits.queued
         if self._queued is None:
             self._queued = frozenset(number for number, one in queued.items() if one.caller is None)
         return sum(number in queued for number in self._queued)
 
     def _is_executed(self) -> bool:
-        """What has left the queue comes back as a call of the instance to itself."""
+        """Tell whether everything that left the queue has come back as a call of the instance to itself."""
         ordering: Ordering | None = self._context.multicasts.ordering
         if ordering is None:
             return True
@@ -233,7 +233,7 @@ class HookGate:
         return ordering.executed_count >= self._released[1]
 
     def describe(self) -> list[dict[str, Any]]:
-        """Whom the hooks wait for, as :meth:`Multicasts.describe` has it; nothing where they do not wait."""
+        """Describe what the hooks wait for, as :meth:`Multicasts.describe` does; empty if they do not wait."""
         if not self._begun or self.is_open:
             return []
         what = "before its @on_primary hooks start: input that was logged before must be handled first, as it"

@@ -39,7 +39,7 @@ class SingleStepNeededError(Exception):
 
 
 class Records:
-    """Those that an app handles, one after the other.
+    """Handles records of the log, one after the other.
 
     ``guard``: looks at the state where messages have been handled; ``can_rewind``: whether there is a copy of it.
     ``closely``: (record, message) from which on it does so after each message: one of them is to be found.
@@ -221,7 +221,9 @@ class Records:
         return self.closely is not None and (sequence_id, message_index) >= self.closely
 
     def _check_kept(self, error: HandlerError, content: bytes, by_itself: bool) -> HandlerError:
-        """Of a message that fails, while what it did stays: is that saved, or undone? Raises SingleStepNeededError."""
+        """Check the state after a message that fails while its changes stay: they are saved or undone. Raises
+        SingleStepNeededError.
+        """
         if not by_itself:
             self._check()
         else:
@@ -296,7 +298,7 @@ class Records:
         return behind
 
     def _end_waiting(self, verdict: Verdict, message: bytes) -> Iterator[Event]:
-        """Who waits for what is in ``message``, and passed over, must not wait for ever."""
+        """End the wait for a message that is skipped: whoever waits for it must not wait for ever."""
         if not verdict.ends_waiting or (waking := awaited_part(message)) is None:
             return
         context, index = self._context, self._context.message_index

@@ -18,7 +18,7 @@ MESSAGE_INDEX_MAX = (1 << 31) - 1  # of a record: above any that there is
 
 
 class Rewinds:
-    """Those of one app. ``copies``: of its state."""
+    """Rewinds of one app. ``copies``: of its state."""
 
     def __init__(self, context: Context, life: Life, records: Records, failures: Failures, copies: Copies) -> None:
         self.copies = copies
@@ -85,7 +85,7 @@ class Rewinds:
         self._go_over(copy, records, (last_sequence_id, MESSAGE_INDEX_MAX))
 
     def _current_copy(self) -> Copy:
-        """Where it is known that there is one."""
+        """Return the current copy; there must be one."""
         copy = self.copies.current
         if copy is None:
             raise RecoveryNeeded("there is no copy of the state any more: the app is recovered from its log")

@@ -45,8 +45,9 @@ _PARTS = decoding.Decoder(list[msgspec.Raw])
 
 
 class _Made(msgspec.Struct):
-    """What a run has made: messages by destination, effects (number, what, detail), and the answers to messages that
-    were left out, which are not among the others."""
+    """Output of a run: messages by destination, effects (number, what, detail), and answers to messages that were left
+    out.
+    """
 
     messages: dict[str, list[bytes]]
     effects: list[tuple[int, str, int]]
@@ -59,7 +60,7 @@ class _Made(msgspec.Struct):
         return Counter([*calls, *self.effects])
 
     def has_answered(self, message: bytes) -> bool:
-        """Who waits for the answer to ``message`` has got it."""
+        """Tell whether the caller that waits for the answer to ``message`` has got it."""
         caller = who_waits(message)
         if caller is None:
             return True
@@ -78,8 +79,11 @@ class _EnoughError(Exception):
 
 
 class StateRepair:
-    """That of one app. ``forced``: what an operator wants to be taken back. ``may_recover``: the app may ask to be
-    recovered from its checkpoint, for want of a copy to go back to."""
+    """Repairs the state of one app.
+
+    ``forced``: verdicts that an operator wants undone. ``may_recover``: the app may ask for a recovery from its
+    checkpoint if there is no copy.
+    """
 
     def __init__(self, context: Context, life: Life, records: Records, failures: Failures, rewinds: Rewinds) -> None:
         self.forced: list[Verdict] = []
@@ -191,7 +195,7 @@ class StateRepair:
         self._rewinds.retake_copy()
 
     def _extra(self, told: _Made, made: _Made, *, may_differ: bool) -> dict[str, list[bytes]] | str:
-        """What was ``made`` beyond what others were ``told``; or why that can't be, in words."""
+        """Return the messages in ``made`` that others were not ``told`` yet; or, as text, why that is not possible."""
         extra: dict[str, list[bytes]] = {}
         differs = "an effect has begun that would not have" if made.effects[: len(told.effects)] != told.effects else ""
         for to in {**told.messages, **made.messages}:
@@ -209,7 +213,7 @@ class StateRepair:
         return {}
 
     def _say(self, extra: dict[str, list[bytes]], made: _Made, told: _Made) -> None:
-        """To those who have not heard it yet."""
+        """Send the extra messages to those who have not got them yet."""
         for to, messages in extra.items():
             if messages:
                 self._context.outbox.push(to, [part for message in messages for part in (message, b"")])

@@ -57,8 +57,9 @@ _decode_result = decoding.Decoder(EffectResult).decode
 
 
 def awaited_part(message: bytes) -> bytes | None:
-    """What an ``async def`` handler waits for, an answer, a time or the result of an effect, without the value itself,
-    which may be what can't be read; None: it is none of these, or does not say whose it is."""
+    """Return the part of a message that an ``async def`` handler waits for (an answer, a time, an effect's result),
+    without the value, which may be unreadable; None: it is none of these, or does not say whose it is.
+    """
     rpc = rpc_of(message)
     if rpc is None or (rpc.kind == RpcKind.CALL and rpc.method_id not in (CLOCK_METHOD_ID, EFFECT_METHOD_ID)):
         return None
@@ -78,7 +79,7 @@ def awaited_part(message: bytes) -> bytes | None:
 
 
 def offset_behind(content: bytes, offset: int, count: int) -> int:
-    """Where the message behind the ``count`` messages from ``offset`` on starts."""
+    """Return the offset after ``count`` messages that begin at ``offset``."""
     for _ in range(count):
         _, _, offset = decode_message(content, offset)
     return offset
@@ -154,7 +155,7 @@ class Failures:
         self._context.outbox.report(encode_verdict(verdict))
 
     def _tell(self, verdict: Verdict) -> bool:
-        """Of an async handler or a step that has failed, with nothing to undo; False: it can't fail alone."""
+        """Report the failure of an async handler or a step, with nothing to undo; False: it can't fail alone."""
         if self.can_fail and verdict.key not in self.known:
             self.note(verdict)
         return self.can_fail
@@ -168,7 +169,7 @@ class Failures:
         return answers
 
     def leave_in(self) -> None:
-        """What was left out is handled again."""
+        """Handle again what was left out."""
         for verdict in [one for one in self.known.values() if one.behind == 0]:
             del self.known[verdict.key]
             self.skipped[verdict.sequence_id].remove(verdict.message_index)
@@ -195,7 +196,7 @@ class Failures:
             self._context.tasks.answers.answer_verdict(verdict, caller)
 
     def handling(self, sequence_id: int, message_index: int, message: bytes) -> Handling:
-        """What is about to be handled."""
+        """Describe the message that is handled next."""
         caller, method_id = who_waits(message), method_of(message)
         handler = self._context.tasks.definition.by_method_id.get(-1 if method_id is None else method_id)
         name = f"method {method_id}" if handler is None else handler.function.__qualname__

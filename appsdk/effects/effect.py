@@ -34,7 +34,7 @@ CONCURRENT_EFFECTS = 32  # that run at once, by default: more threads than that 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often an effect is tried, and what for: after an exception of a type in ``on``, timeouts included.
+    """Retry policy of an effect: how often, and after which exceptions (``on``, timeouts included).
 
     ``attempts`` counts the first one; None: without end. Between the first two attempts lies ``first_wait``, then each
     time ``factor`` times as much, at most ``max_wait``. After a restart of the app counting begins anew.
@@ -91,7 +91,7 @@ class EffectOptions:
 
 @dataclass(frozen=True, slots=True)
 class EffectContext:
-    """What a function that runs as an effect can know of itself.
+    """Context of a function that runs as an effect.
 
     ``key``: one for each effect that a handler asks for; the same for all attempts, after crashes too. ``attempt``:
     which one this is since the app was started, from 1.
@@ -149,7 +149,7 @@ class EffectFunction:
         return encoded
 
     def arguments(self, encoded: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """By position and by name."""
+        """Decode arguments by position and by name."""
         return self.codec.apart(self.codec.decode(encoded))
 
     def encode_result(self, value: Any) -> bytes:
@@ -167,7 +167,7 @@ class EffectFunction:
         return encoded
 
     def encode_error(self, error: BaseException, attempts: int, raises: Mapping[str, type[Exception]]) -> bytes:
-        """As what it is, where that is declared and can be encoded; else as an EffectFailed."""
+        """Encode an error as itself if it is declared and can be encoded; otherwise as an EffectFailed."""
         if (name := declared_name(raises, error)) is not None:
             try:
                 return encode_raised(name, error)
@@ -304,12 +304,12 @@ class EffectRequest:
 
     @property
     def arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
-        """By position and by name: new copies each time."""
+        """Return new copies of the arguments by position and by name."""
         return self._function.arguments(self._encoded)
 
     @property
     def is_async(self) -> bool:
-        """What is called is an ``async def``."""
+        """Tell whether the function is an ``async def``."""
         return self._function.is_async if self.stand_in is None else inspect.iscoroutinefunction(self.stand_in)
 
     def call(self, attempt: int = 1) -> Any:
@@ -334,11 +334,11 @@ class EffectRequest:
         return await (self.stand_in or self.function)(*arguments, **keywords)
 
     def context(self, attempt: int) -> EffectContext:
-        """What the function can know of itself."""
+        """Return the context for the function."""
         return EffectContext(self.key, attempt)
 
     def wait_s(self, error: BaseException, attempt: int) -> float | None:
-        """How long to wait after this attempt (from 1) has failed, before the next one; None: it was the last."""
+        """Return the seconds to wait after a failed attempt (from 1) before the next one; None: it was the last."""
         retry = self.options.retry
         is_tried_again = isinstance(error, retry.on) or (Exception in retry.on and not isinstance(error, Exception))
         if declared_name(self.options.raises, error) is not None or not is_tried_again:
@@ -346,12 +346,15 @@ class EffectRequest:
         return None if retry.attempts is not None and attempt >= retry.attempts else retry.wait_s(attempt)
 
     def returned(self, value: Any) -> None:
-        """It is done, with this value. Raises TypeError for one that it is not declared to return, and UsageError for
-        one that is too large: then it is not done."""
+        """Complete the effect with a value.
+
+        Raises TypeError for a value that does not fit its annotation, UsageError for one that is too large: then it is
+        not complete.
+        """
         self._answer(False, self._function.encode_result(value))
 
     def raised(self, error: BaseException, attempts: int = 1) -> None:
-        """It is done, with this error after so many attempts."""
+        """Complete the effect with an error after so many attempts."""
         try:
             self._answer(True, self._function.encode_error(error, attempts, self.options.raises))
         except UsageError as problem:  # a declared exception that is too large
@@ -370,4 +373,4 @@ class EffectRunner(Protocol):
         """Run it, when there is room, and call its ``returned`` or ``raised`` once."""
 
     def cancel(self, request: EffectRequest) -> None:
-        """Nobody waits for it any more: it is not answered, whatever it still does."""
+        """Cancel a request: nobody waits for it, and it is not answered, whatever it still does."""

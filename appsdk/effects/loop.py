@@ -15,7 +15,7 @@ STOP_TIMEOUT_S = 1.0  # for what an async effect does when it is cancelled at th
 
 
 class EffectLoop:
-    """What it runs and waits for is known by a key, and can be cancelled by it. Any thread may call."""
+    """Runs coroutines and timers by key, so that they can be cancelled. Any thread may call."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -41,7 +41,7 @@ class EffectLoop:
         self._ask(partial(self._cancel, key))
 
     def stop(self) -> None:
-        """What still runs is cancelled, and for a moment waited for."""
+        """Cancel what still runs, and wait for it for a moment."""
         self._ask(lambda: asyncio.ensure_future(self._end()))
         self._thread.join(2 * STOP_TIMEOUT_S)
 

@@ -168,13 +168,13 @@ class LocalEffectRunner:
         self._leave()
 
     def _ends(self, attempt: _Attempt) -> bool:
-        """Whether it was not over before."""
+        """Mark an attempt as over; return False if it was over before."""
         with self._lock:
             was_over, attempt.is_over = attempt.is_over, True
         return not was_over
 
     def _expire(self, attempt: _Attempt) -> None:
-        """It keeps its place: its thread goes on."""
+        """Time out an attempt. It keeps its place: its thread goes on."""
         timeout_s = attempt.timeout_s
         if timeout_s is not None and self._ends(attempt):
             self._warn_of(attempt.request.name)
@@ -216,7 +216,7 @@ class LocalEffectRunner:
         return True
 
     def _is_first(self, attempt: _Attempt) -> bool:
-        """Whether nobody has taken it to be due before."""
+        """Mark an attempt as due; return False if it was due before."""
         with self._lock:
             was_due, attempt.is_due = attempt.is_due, True
         return not was_due
@@ -277,7 +277,7 @@ class Threads(Generic[W]):
             self._call_one()
 
     def forget_all(self) -> None:
-        """What no thread has begun with."""
+        """Drop all work that no thread has begun."""
         with self._lock:
             self._work.clear()
 

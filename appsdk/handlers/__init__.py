@@ -1,4 +1,4 @@
-"""What a class declares: handlers, peers, hooks, schedules; and the proxies that it is given for them."""
+"""Declarations of a class: handlers, peers, hooks, schedules; and the proxies that it gets for them."""
 
 from immortal.appsdk.handlers.decorators import method_id_of_name
 

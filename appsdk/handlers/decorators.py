@@ -79,7 +79,7 @@ class BoundHandler(Generic[P, R]):
 
 
 class ImmortalProtocol(Protocol):
-    """What a type checker takes for an instance of a class below :class:`immortal.Immortal`."""
+    """Type that a type checker uses for an instance of a class below :class:`immortal.Immortal`."""
 
     _immortal_context: Context
 
@@ -87,7 +87,7 @@ class ImmortalProtocol(Protocol):
 if TYPE_CHECKING:
 
     class RemoteHandler(Generic[P, R]):
-        """What a type checker sees of a peer's handler. (``peer(Bank, "bank")`` is to it the class Bank itself.)"""
+        """Type that a type checker sees for a peer's handler. (``peer(Bank, "bank")`` is the class Bank to it.)"""
 
         def fork(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
 
@@ -366,7 +366,7 @@ def cron(expression: str, /, *, tz: str = "UTC") -> _Decorator:
 
 
 class _Decorator:
-    """What ``@rpc(id=...)`` and its like make."""
+    """Decorator made by ``@rpc(id=...)`` and the like."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a class says of itself, collected and checked once, when the class is made."""
+"""Definition of a class: its declarations, collected and checked once, when the class is made."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VERSION_MAX = INT_MAX  # a ZigZagInt in the protocol
 
 
 class Peer(property):
-    """What ``peer(...)`` puts into a class."""
+    """Descriptor that ``peer(...)`` puts into a class."""
 
     def __init__(self, target: object, name: str) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Definition(Struct):
 
     @property
     def version(self) -> int:
-        """Of the state: from 1; by default one more than that of the class which this one upgrades."""
+        """Version of the state, from 1; by default one more than the version of the class that this one upgrades."""
         if self.given_version is not None:
             return self.given_version
         return VERSION_DEFAULT if self.upgrades is None else self.upgrades.version + 1
@@ -128,7 +128,7 @@ class Definition(Struct):
         return any(handler.is_async for handler in self.handlers.values())
 
     def policy(self, handler: Handler[Any, Any]) -> OnError:
-        """What becomes of the state when ``handler`` raises what it does not declare. Of a query nothing is kept."""
+        """Return what happens to the state when ``handler`` raises an undeclared exception. A query keeps nothing."""
         policy = handler.on_error or self.on_error
         return "undo" if handler.is_query and policy == "keep" else policy
 
@@ -139,7 +139,7 @@ class Definition(Struct):
 
     @property
     def chain(self) -> list[Definition]:
-        """This class, the one that it upgrades, the one that that one upgrades, and so on."""
+        """Return this class, the one that it upgrades, the one that that one upgrades, and so on."""
         chain = [self]
         while (older := chain[-1].upgrades) is not None:
             chain.append(older)

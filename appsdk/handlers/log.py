@@ -62,7 +62,7 @@ class HandlerLog:
     critical = fatal = error
 
     def exception(self, event: object, *arguments: object, **values: Any) -> None:
-        """As :meth:`error`, with the exception that is being handled."""
+        """Log an error with the exception that is being handled."""
         self._write("error", event, arguments, {**values, "exception": sys.exc_info()[1]})
 
     def bind(self, **values: Any) -> HandlerLog:
@@ -110,7 +110,7 @@ def _place(context: Context, task: Any, frame: FrameType) -> dict[str, Any]:
 
 
 def is_first_time(context: Context, task: Any) -> bool:
-    """Whether what runs was never run before, as far as this process can know."""
+    """Tell whether this run is the first one, as far as this process knows: replays log nothing."""
     if context.tasks is None:  # a plain object
         return True
     if task is not None and task.is_silent:

@@ -68,7 +68,7 @@ Destination = tuple[str, Callable[[], Definition]]
 
 
 def shared_method_id(method_ids: Iterable[int]) -> int:
-    """Of calls of one multicast: theirs, or the negative one of the instances where there are nodes as well."""
+    """Return the method ID of a multicast's calls: theirs, or the negative one of nodes if there are nodes as well."""
     given = set(method_ids)
     others = given - {NODE_METHOD_ID}
     if len(given) == 1:
@@ -77,7 +77,7 @@ def shared_method_id(method_ids: Iterable[int]) -> int:
 
 
 def destinations_of(context: Context, targets: Iterable[Any]) -> list[Destination]:
-    """Of peers of a handler's self, and of that itself. Raises UsageError."""
+    """Return the destinations that peers of a handler's self, and self, stand for. Raises UsageError."""
     definition = context.definition
     found: dict[str, Destination] = {}
     for target in targets:
@@ -190,7 +190,7 @@ class Multicast:
 
 
 class MulticastCache:
-    """Those of one instance, kept by their destinations."""
+    """Cache of an instance's multicasts, by destinations."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def method_names(definition: Definition) -> dict[tuple[str, int], str]:
-    """What people call the methods that a class has (destination "") and can call: (destination, method ID) to name.
+    """Name the methods that a class has (destination "") and can call: (destination, method ID) to name.
 
     Those that only read are there once more, under the group QUERIES in place of a destination.
     Without those of a peer whose class can't be found (yet): its first call will say so.
@@ -56,7 +56,7 @@ def method_names(definition: Definition) -> dict[tuple[str, int], str]:
 
 
 def all_method_names(definition: Definition) -> dict[tuple[str, int], str]:
-    """Also those of the classes that it takes over from; where both name a method, the newer one's.
+    """Name methods as :func:`method_names`, also those of the classes that this one upgrades; the newest name counts.
 
     A query is one that is none but a query in all of them: which class runs is not known to who may call it.
     """
@@ -156,7 +156,7 @@ def _exact_fork(
 
 
 def handler_namespace(instance: object, definition: Definition, context: Context) -> SimpleNamespace:
-    """What ``self.<handler>`` leads to, for each definition of each handler.
+    """Return what ``self.<handler>`` leads to, for each definition of each handler.
 
     All are made at once: a class with ``__getattr__`` makes every look-up slower, the successful ones too.
     """
@@ -198,7 +198,7 @@ def _refuse_call(handler: Handler[Any, Any]) -> Callable[..., Any]:
 
 
 def peer_namespace(definition: Definition, context: Context) -> SimpleNamespace:
-    """What ``self.<peer>`` leads to."""
+    """Return what ``self.<peer>`` leads to."""
     return SimpleNamespace(**{key: UnresolvedPeer(found, context) for key, found in definition.peers_by_key.items()})
 
 

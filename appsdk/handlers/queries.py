@@ -1,4 +1,4 @@
-"""What a ``@query`` promises is checked: it only reads.
+"""Runs queries and checks that they only read.
 
 What would reach beyond the handler is refused where it is tried: calls, signals, random draws. (Timers, effects and
 answers to wait for are no ``def`` handler's anyway; impulses no handler's.) A changed state is found behind the query:
@@ -37,14 +37,14 @@ _UNSET = object()
 
 
 class _Budget(Struct):
-    """Of bytes that may be compared. ``compared``: method IDs; the first query of each is compared whatever is owed."""
+    """Budget of bytes that may be compared. ``compared``: method IDs; the first query of each is compared in any case."""
 
     bytes_per_query: int
     owed_bytes: int = 0
     compared: set[int] = field(default_factory=set)
 
     def allows(self, method_id: int) -> bool:
-        """Of one query more."""
+        """Tell whether one more query may be compared."""
         self.owed_bytes = max(0, self.owed_bytes - self.bytes_per_query)
         return not self.owed_bytes or method_id not in self.compared
 
@@ -54,7 +54,7 @@ class _Budget(Struct):
 
 
 class Queries:
-    """Those of one instance. ``is_live``: the log was replayed, and what comes now was never handled before.
+    """Runs the queries of one instance. ``is_live``: the log was replayed; what comes now is new.
 
     ``passed``: (record, message) up to which it was, all the same, as the app goes over it again behind a failure.
     ``bound``: runs one that is not logged, for no longer than it may. ``compares_all``: around each query, also where a
@@ -77,11 +77,11 @@ class Queries:
         self._schema = schema
 
     def run(self, handler: Handler[Any, Any], instance: Any, *arguments: Any) -> Any:
-        """What the query returns. Raises what it raises, and QueryError where it has changed the state."""
+        """Run a query and return its result. Raises what it raises, and QueryError if it changed the state."""
         return self._run(handler, instance, partial(handler.call, instance, *arguments), self._due(handler))
 
     def run_unlogged(self, handler: Handler[Any, Any], instance: Any, arguments: tuple[Any, ...]) -> Any:
-        """As :meth:`run`, between two messages: nothing of it is in the log."""
+        """Run a query between two messages, as :meth:`run`; nothing of it is in the log."""
         is_small = self.state_size_bytes <= COMPARED_SIZE_BYTES_MAX
         is_due = self.compares_all or (is_small and self._unlogged.allows(handler.method_id))
         function = partial(handler.call, instance, *arguments)
@@ -121,7 +121,7 @@ class Queries:
         ]
 
     def _due(self, handler: Handler[Any, Any]) -> _Budget | None:
-        """What the comparison of a logged query counts to; None: it is not compared."""
+        """Return the budget that a comparison of a logged query counts to; None: it is not compared."""
         if self.compares_all:
             return self._logged
         context = self._context

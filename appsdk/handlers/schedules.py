@@ -1,4 +1,4 @@
-"""When a method runs by itself: in each period, or at the times of a cron expression.
+"""Schedules of methods: in each period, or at the times of a cron expression.
 
 The next run of a period follows from the one before. That of a cron expression follows from time zone data too, which
 differ between machines and years: so it is worked out once, and goes into the log with the time.
