@@ -1,4 +1,4 @@
-"""Who holds which handles: what goes out and comes in with messages is entered here, and what follows is told.
+"""Ledger of handles: enters those that messages carry out and in, and tells their owners and holders.
 
 The counting itself is :mod:`immortal.appsdk.nodes.reference_counts`'s, without I/O.
 """
@@ -41,7 +41,7 @@ _write_word = make_writer(WHAT, HANDLES_METHOD_ID, RpcType.FORK)
 
 
 class Accounts:
-    """Of one instance. ``released``: grants whose last holder has gone, whose owner is still to be told."""
+    """Ledger of one instance. ``released``: grants whose last holder has gone and whose owner is not told yet."""
 
     def __init__(self, context: Context) -> None:
         self.owner = Owner()
@@ -100,7 +100,7 @@ class Accounts:
     # --- handles in messages ------------------------------------------------------------------------------------------
 
     def passing(self, destination: str, data: bytes) -> None:
-        """What was encoded last goes to ``destination`` now: its handles are passed on. Raises UsageError."""
+        """Enter the handles in data that goes to ``destination`` now as passed on. Raises UsageError."""
         self._context.carries = False
         own_name = self._context.instance_name
         to = destination or own_name
@@ -141,7 +141,7 @@ class Accounts:
             self.sender(to, HANDLES_METHOD_ID)((self._context.instance_name, Ending(owner, key, found[1].how)))
 
     def _joins_end(self, key: Key, to: str) -> bool:
-        """Whether ``to``, which gets a copy, hears in order of the end of one's own handle, if that is on its way."""
+        """Tell whether ``to``, which gets a copy, hears in order of the end of an own handle that is ending."""
         grant = self.owner.grants.get(key)
         if grant is None or grant.stage != Stage.ENDING or to in grant.told or to in grant.banned:
             return True
@@ -162,7 +162,9 @@ class Accounts:
 
     @staticmethod
     def is_passed(arguments: bytes) -> bool:
-        """It is a Passed, which counts as it comes: who is passed a copy is to hear of an end in order."""
+        """Tell whether the arguments are a Passed, which counts at arrival: the receiver of a copy must hear of an end
+        in order.
+        """
         try:
             return isinstance(decode_word(arguments).message, Passed)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -188,7 +190,7 @@ class Accounts:
         return taken
 
     def arrived(self, data: bytes) -> None:
-        """Of a message that is taken."""
+        """Enter the handles of a message that is accepted."""
         for owner, key in handles_in(data):
             if owner != self._context.instance_name and not self.holder.arrived(owner, key):
                 stale = Stale(owner, key, self.holder.held[owner, key].ended)
@@ -196,7 +198,7 @@ class Accounts:
         self.act()
 
     def not_taken(self, data: bytes) -> None:
-        """Of a message that nobody takes."""
+        """Enter the handles of a message that is not accepted."""
         for owner, key in handles_in(data):
             if owner != self._context.instance_name:
                 self.holder.not_taken(owner, key)

@@ -1,4 +1,4 @@
-"""What the log brings for nodes: calls of theirs, and what owners and holders of handles tell each other."""
+"""Input for nodes: their calls, and messages between owners and holders of handles."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from immortal.protocol.verdicts import Cause, Verdict, VerdictKind
 
 
 class Inbox:
-    """Of one instance. ``life``: its immortal.appsdk.nodes.nodes.Nodes."""
+    """Inbox of one instance. ``life``: its immortal.appsdk.nodes.nodes.Nodes."""
 
     def __init__(self, life: Any) -> None:
         self._life = life
@@ -47,7 +47,7 @@ class Inbox:
         self._hooks: list[tuple[str, Any]] = []
 
     def forget_hooks(self) -> None:
-        """They belong to a state that is no more."""
+        """Forget hooks that belong to a state which no longer exists."""
         self._hooks.clear()
 
     def failed(self, message: bytes, verdict: Verdict) -> None:
@@ -205,7 +205,7 @@ class Inbox:
         self._context.tasks.drain()
 
     def _require_speaker(self, sender: str) -> None:
-        """What the instance sends to itself was somebody else's, and was looked at as it came."""
+        """Check that a message speaks for its sender. Messages to oneself were checked as they came from others."""
         if self._context.source not in ("", sender):
             raise self._wrong(f"{self._context.source!r} speaks for {sender!r}", Cause.SENDER)
 

@@ -99,8 +99,11 @@ def node_definition(cls: object) -> NodeDefinition:
 
 
 class NodeContext:
-    """What the handlers of one node look themselves up in. ``life``: an appsdk.nodes.nodes.Nodes; None: a plain object
-    that no instance has made. ``number``: its own in that life."""
+    """Context in which the handlers of one node find it.
+
+    ``life``: an appsdk.nodes.nodes.Nodes; None: a plain object that no instance made. ``number``: the node's own in
+    that life.
+    """
 
     __slots__ = ("_node", "life", "number")
 

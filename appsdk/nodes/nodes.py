@@ -52,7 +52,7 @@ _write_word = make_writer(WHAT, HANDLES_METHOD_ID, RpcType.FORK)
 
 
 class Nodes:
-    """Those of one instance. ``make_call``: what awaits an answer of a node, made in :mod:`immortal.appsdk.waiting`.
+    """Nodes of one instance. ``make_call`` makes an awaitable call of a node (:mod:`immortal.appsdk.waiting`).
 
     ``accounts``: who holds which handles; ``inbox``: what the log brings; ``living``: the nodes themselves.
     """
@@ -92,7 +92,7 @@ class Nodes:
     # --- what handlers of the owner ask for ---------------------------------------------------------------------------
 
     def _require_handler(self, what: str) -> str:
-        """What this instance is called. Raises UsageError."""
+        """Return the instance's name if a handler runs. Raises UsageError."""
         context = self.context
         if context.handling_thread_id == QUERY_RUNS:
             raise QueryError(f"{what}: a query only reads: {AS_RPC}")
@@ -135,7 +135,7 @@ class Nodes:
         return self.handle(key, number)
 
     def handle(self, key: Key, number: int) -> Any:
-        """Of the node ``number``."""
+        """Return a handle of the node ``number``."""
         make: Any = Handle
         node = self.living.get(number)
         return make(self.context.instance_name, key, None if node is None else type(node), self)

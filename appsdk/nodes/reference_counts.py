@@ -24,8 +24,11 @@ class Stage(IntEnum):
 
 
 class Grant(msgspec.Struct, array_like=True):
-    """Of one key, at its owner. ``holders``: copies that went to each, less those that came back; below 0 where the
-    word that one was passed on is still under way. ``told``: who knows that it has ended."""
+    """Grant of one key, at its owner.
+
+    ``holders``: copies that went to each, minus those that came back; below 0 while the message that one was passed on
+    is in flight. ``told``: holders that know of the end.
+    """
 
     key: Key
     node: int
@@ -37,7 +40,7 @@ class Grant(msgspec.Struct, array_like=True):
 
 
 class Held(msgspec.Struct, array_like=True):
-    """Of one key, at a holder. ``ended`` is not empty: it leads nowhere, whatever copies still come."""
+    """Handle at a holder. ``ended`` not empty: it leads nowhere, whatever copies still come."""
 
     owner: str
     key: Key
@@ -51,7 +54,7 @@ class Tell(msgspec.Struct, frozen=True):
 
 
 class NoHoldersLeft(msgspec.Struct, frozen=True):
-    """Nobody holds ``key`` any more, and no copy is under way."""
+    """Action: nobody holds ``key`` any more, and no copy is in flight."""
 
     key: Key
 
@@ -101,7 +104,9 @@ class Owner:
             grant.holders.pop(holder, None)
 
     def begin_end(self, key: Key) -> list[str]:
-        """It is to end: whom to send :class:`Ended` in order, beside the owner itself, which then calls :meth:`end`."""
+        """Begin the end of a key; return the holders to send :class:`Ended` in order, besides the owner, which then
+        calls :meth:`end`.
+        """
         grant = self.grants[key]
         grant.stage = Stage.ENDING
         told = [one for one in grant.holders if one not in grant.banned]
@@ -118,7 +123,7 @@ class Owner:
         self._settle(grant)
 
     def ban(self, key: Key, holder: str) -> None:
-        """It leads nowhere for ``holder``, from here on and for good."""
+        """Revoke the key for ``holder``, for good."""
         grant = self.grants[key]
         grant.banned.append(holder)
         if holder in grant.holders and holder not in grant.told:
@@ -158,7 +163,7 @@ class Holder:
         return one is not None and not one.ended
 
     def knows(self, owner: str, key: Key) -> bool:
-        """It is held, and told of its end in order; or was told."""
+        """Tell whether the holder has the handle and hears of its end in order, or was told."""
         return (owner, key) in self.held
 
     def arrived(self, owner: str, key: Key) -> bool:
@@ -179,12 +184,14 @@ class Holder:
         self.actions.append(Tell(owner, Passed(key, to)))
 
     def release(self, owner: str, key: Key) -> None:
-        """It is held here, and no more from here on."""
+        """Release a handle that is held here."""
         one = self.held.pop((owner, key))
         self.actions.append(Tell(owner, Released(key, one.count)))
 
     def ended(self, owner: str, key: Key, how: str) -> bool:
-        """Whether it was held until now. The hook is called in any case: a copy may be under way."""
+        """Enter the end of a handle; return whether it was held. The hook is called in any case: a copy may be in
+        flight.
+        """
         one = self.held.setdefault((owner, key), Held(owner, key, 0))
         was_held = one.count > 0
         if was_held:
@@ -232,7 +239,7 @@ class Forgotten(msgspec.Struct, array_like=True, frozen=True, tag=4, gc=False):
 
 
 class Stale(msgspec.Struct, array_like=True, frozen=True, tag=5, gc=False):
-    """To oneself: a copy has come behind the end of the handle, so that the hook is still to be called for it."""
+    """Message to oneself: a copy came after the end of its handle, so the hook must still be called."""
 
     owner: str
     key: Key
@@ -240,7 +247,7 @@ class Stale(msgspec.Struct, array_like=True, frozen=True, tag=5, gc=False):
 
 
 class Ending(msgspec.Struct, array_like=True, frozen=True, tag=6, gc=False):
-    """Who passes a handle on to who gets it, in front of the copy: its end is on its way, so it may lead nowhere."""
+    """Message before a copy, to its receiver: the end of the handle is in flight, so the copy may lead nowhere."""
 
     owner: str
     key: Key
@@ -260,7 +267,7 @@ class NodeCall(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AwaitedNodeCall(msgspec.Struct, array_like=True, frozen=True):
-    """As :class:`NodeCall`; ``caller`` waits for the answer to its call ``number``."""
+    """Call of a node, as :class:`NodeCall`; ``caller`` waits for the answer to its call ``number``."""
 
     caller: str
     number: int
@@ -271,7 +278,7 @@ class AwaitedNodeCall(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Word(msgspec.Struct, array_like=True, frozen=True):
-    """What owners and holders tell each other."""
+    """Message between owners and holders, with its sender."""
 
     sender: str
     message: Message

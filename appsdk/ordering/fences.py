@@ -44,7 +44,7 @@ class Silent(msgspec.Struct, frozen=True):
 
 
 class Ordering(Protocol):
-    """What fences need of :class:`immortal.appsdk.ordering.machine.Ordering`."""
+    """Part of :class:`immortal.appsdk.ordering.machine.Ordering` that fences need."""
 
     name: str
     state: State
@@ -60,7 +60,7 @@ class Ordering(Protocol):
 
 
 class Fences:
-    """Those that one instance knows."""
+    """Fences that one instance knows: expelled members whose runs the others decide."""
 
     def __init__(self, ordering: Ordering) -> None:
         self._ordering = ordering
@@ -85,7 +85,7 @@ class Fences:
         return may
 
     def ignores(self, sender: str, number: int) -> bool:
-        """What ``sender`` decides about its run ``number`` counts no more: the others decide, or have decided."""
+        """Tell whether decisions of ``sender`` about its run ``number`` no longer count: the others decide."""
         ordering = self._ordering
         for fence in ordering.state.fences:
             if fence.member != sender:
@@ -127,7 +127,7 @@ class Fences:
             self._resolve(fence, message)
 
     def _learn(self, group: str, member: str, view: int) -> FenceState:
-        """It holds from here on: cancel one's own runs, and tell the senders of those that are in the queue."""
+        """Apply a new fence: cancel own runs, and tell the senders of runs in the queue."""
         ordering, state = self._ordering, self._ordering.state
         fence = next((one for one in state.fences if (one.group, one.member) == (group, member)), None)
         if fence is None:
@@ -158,7 +158,7 @@ class Fences:
         fence.open += [one for one in found if one not in fence.open]
 
     def progress(self) -> None:
-        """What is final is not waited for any more."""
+        """Stop waiting for runs that are final."""
         for fence in self._ordering.state.fences:
             if not fence.askers:
                 continue
@@ -275,7 +275,7 @@ class Sent(msgspec.Struct, array_like=True):
 
     @property
     def silent(self) -> list[str]:
-        """Who has not answered."""
+        """Return the destinations that have not answered."""
         return [one for one in self.destinations if one not in self.proposed] or self.unsettled
 
 
@@ -322,7 +322,7 @@ class Expulsion(msgspec.Struct, array_like=True):
 
 
 class State(msgspec.Struct):
-    """What a checkpoint keeps.
+    """State of ordered multicast in a checkpoint.
 
     ``released_count``: releases that the instance has not executed yet. ``late``: (number, destination) of answers
     about cancelled runs that are still to come. ``committed``: by sender, its last committed run with a scope.

@@ -60,7 +60,10 @@ Action: TypeAlias = Send | Release | RunsCommitted | Asked | Ready | Silent
 
 
 class Ordering:
-    """That of the instance ``name``. ``actions``: what is to be done, in order; whoever takes them clears the list."""
+    """State machine of ordered multicast in the instance ``name``.
+
+    ``actions``: to be done in order; the caller clears the list.
+    """
 
     def __init__(self, name: str, state: State | None = None) -> None:
         self.name = name
@@ -98,7 +101,7 @@ class Ordering:
 
     @property
     def count(self) -> int:
-        """Of what is in the queue, blocks included."""
+        """Count the entries of the queue, blocks included."""
         return sum(self._is_at(*one) for one in self._queue)
 
     @property
@@ -107,7 +110,7 @@ class Ordering:
         return list(self._sent.values())
 
     def first(self) -> QueuedRun | None:
-        """What everything else in the queue waits for."""
+        """Return the head of the queue, for which everything else waits."""
         self._drop_stale()
         return self._queue[0][1] if self._queue else None
 
@@ -190,7 +193,7 @@ class Ordering:
             self._move(sent, destination, final)
 
     def _move(self, sent: Sent, destination: str, timestamp: Timestamp) -> None:
-        """It is not committed before ``destination`` has it there, or behind."""
+        """Move a run: it is not committed before ``destination`` has it at that timestamp or later."""
         if destination == self.name:
             self._settle(self.name, sent.number, timestamp)
         elif destination not in sent.unsettled:
@@ -232,7 +235,7 @@ class Ordering:
         state.clock = max(state.clock, state.last_final)
 
     def cancel(self, sent: Sent) -> None:
-        """Nobody delivers it. It stands once its turn comes, for what is held behind it."""
+        """Cancel a run: nobody delivers it. Runs behind it in the queue still wait for its turn."""
         for destination in sent.destinations:
             if destination == self.name:
                 self.drop(self.name, sent.number)
@@ -294,11 +297,11 @@ class Ordering:
             self._ready_count -= filed.stage == Stage.COMMITTED
 
     def runs(self) -> list[QueuedRun]:
-        """Those in the queue."""
+        """Return the runs in the queue."""
         return list(self._runs.values())
 
     def plain_calls(self) -> Iterator[QueuedRun]:
-        """Those in the queue, in no order."""
+        """Yield the plain calls in the queue, in no order."""
         return (filed for _, filed in self._queue if not filed.sender)
 
     def file(self, call: bytes, now_ns: int = 0, *, is_own: bool = False) -> None:
@@ -337,7 +340,7 @@ class Ordering:
         self.state.heard[source] = self.state.heard.get(source, 0) + 1
 
     def _awaited(self, groups: Mapping[str, int]) -> list[tuple[Scope, int, list[str], list[str]]]:
-        """Of runs of ``groups``: since when and for whom others are waited for, and who is to be told."""
+        """List for runs of ``groups``: since when and for whom others are waited for, and whom to tell."""
         found = []
         for sent in self.sent[:1]:
             if sent.scope is not None and sent.scope.group in groups:
@@ -351,8 +354,10 @@ class Ordering:
         return [one for one in found if one[2]]
 
     def look_for_silent(self, groups: Mapping[str, int], now_ns: int) -> int | None:
-        """Who is waited for and was not heard of since the last look is Silent. Looks are half of what ``groups`` has
-        for that group apart, in ns; when the next one is due."""
+        """Report members that are waited for and were not heard of since the last check as Silent.
+
+        Checks of a group are half its limit in ``groups`` (ns) apart; return when the next one is due.
+        """
         state, due_ns = self.state, None
         awaited = self._awaited(groups)
         for scope, since_ns, _, _ in awaited:

@@ -29,13 +29,13 @@ Timestamp: TypeAlias = int
 
 
 class Scope(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Of runs that go to the members of a view of a named group: which group, and the number of the view."""
+    """Scope of runs to the members of a view of a named group: the group, and the view's number."""
 
     group: str
     view: int
 
     def reaches(self, group: str, view: int) -> bool:
-        """It is of ``group``, and of ``view`` or an earlier one."""
+        """Tell whether the scope is of ``group`` and of ``view`` or an earlier one."""
         return self.group == group and self.view <= view
 
 
@@ -118,7 +118,9 @@ class Fenced(msgspec.Struct, array_like=True, frozen=True, tag=8, gc=False):
 
 
 class Resolve(msgspec.Struct, array_like=True, frozen=True, tag=9, gc=False):
-    """Who expels to the other members: deliver the expelled one's own runs up to ``committed``, and no later ones."""
+    """Message of the expelling member to the others: deliver the expelled member's own runs up to ``committed``, no
+    later ones.
+    """
 
     group: str
     member: str
@@ -150,7 +152,7 @@ _decode_speaker = decoding.Decoder(str).decode
 
 
 def problem_of(propose: Propose, source: str | None) -> str | None:
-    """What is wrong with a Propose that came from ``source``, in words; None: nothing."""
+    """Check a Propose that came from ``source``; return the problem as text or None."""
     if propose.sender != source:
         return f"{source!r} speaks for {propose.sender!r}"
     front = bytes((RpcKind.CALL,)) + encode_zigzag(propose.method_id)
@@ -177,13 +179,13 @@ def problem_of(propose: Propose, source: str | None) -> str | None:
 
 
 def arguments_of(call: bytes) -> bytes:
-    """Of a whole RPC message."""
+    """Return the arguments of a whole RPC message."""
     _, start, end = decode_message(call, 0)
     return bytes(decode_incoming_rpc(call, start, end).arguments)
 
 
 def _speaker(arguments: bytes, rpc_type: int) -> str:
-    """Who sends a call to a node, or word of a handle, as the call itself says; "" where it does not."""
+    """Return the sender that a call to a node or a message about handles names; "" if there is none."""
     try:
         found = _decode_speaker(_decode_items(arguments)[2 if rpc_type == RpcType.ASYNC else 0])
     except (decoding.DecodeError, IndexError):

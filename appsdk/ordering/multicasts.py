@@ -1,4 +1,4 @@
-"""What ties the algorithm of ordered multicast to an app: its messages are calls, its actions go to the outbox.
+"""Connects ordered multicast to an app: its messages are calls, its actions go to the outbox.
 
 Everything here happens while an input of the log is handled, or where a replay finds the same point again (the end of
 an input): so it follows from the log, like all that handlers do. Its state is part of each checkpoint.
@@ -67,8 +67,11 @@ def _method_of(call: bytes) -> int:
 
 
 class Executed(msgspec.Struct, array_like=True, frozen=True):
-    """To oneself, behind what was released. ``runs``: (sender, number, timestamp, count of calls) of the runs in it, in
-    their order: the calls before it are these, and plain ones between them."""
+    """Message to oneself after released runs.
+
+    ``runs``: (sender, number, timestamp, count of calls) of each, in order: the calls before it are these, and plain
+    ones between them.
+    """
 
     released_count: int
     runs: list[tuple[str, int, int, int]]
@@ -107,7 +110,8 @@ decode_executed: Callable[[bytes], Executed] = decoding.Decoder(Executed).decode
 
 
 class Multicasts:
-    """Those of one instance. ``run_effect``: an effect that was held may begin. ``called``: whom an open call went to.
+    """Ordered multicasts of one instance. ``run_effect``: begins an effect that was held. ``called``: receiver of an
+    open call.
 
     Until the first ordered multicast that it sends or gets there is nothing, and nothing is looked at.
     """
@@ -182,7 +186,9 @@ class Multicasts:
         return [] if self._sending is None else self._sending.waiting
 
     def describe(self) -> list[dict[str, Any]]:
-        """Whom this instance waits for, in plain values: ``for``, ``what``, ``since_ns``, ``count`` (of what waits)."""
+        """Describe whom this instance waits for, in plain values: ``for``, ``what``, ``since_ns``, ``count`` (of what
+        waits).
+        """
         ordering = self._ordering
         if ordering is None:
             return []
@@ -205,7 +211,7 @@ class Multicasts:
         return found
 
     def waits_for(self) -> list[str]:
-        """Who must say something before the queue goes on."""
+        """Return the instances that must answer before the queue goes on."""
         ordering = self._ordering
         first = None if ordering is None else ordering.first()
         if ordering is None or first is None or first.stage == Stage.COMMITTED:
@@ -254,7 +260,7 @@ class Multicasts:
     # --- what nodes ask -----------------------------------------------------------------------------------------------
 
     def calls_of(self, sender: str) -> Iterator[list[bytes]]:
-        """Those of each run of ``sender`` that is still to be delivered here."""
+        """Yield the calls of each run of ``sender`` that is not delivered here yet."""
         ordering = self._ordering
         if ordering is not None:
             yield from (filed.calls for filed in ordering.runs() if filed.sender == sender)
@@ -292,8 +298,9 @@ class Multicasts:
     # --- what the outbox asks -----------------------------------------------------------------------------------------
 
     def holds_back(self, destination: str) -> bool:
-        """What goes there now must wait: to others, for all multicasts sent before; to oneself, for those that come
-        back here."""
+        """Tell whether a message there must wait: to others, for all multicasts sent before; to oneself, for those that
+        come back here.
+        """
         ordering, sending = self._ordering, self._sending
         if ordering is None or sending is None:
             return False
@@ -330,7 +337,7 @@ class Multicasts:
         context.sequence_id, context.message_index = here
 
     def hold_effect(self, number: int) -> None:
-        """It begins now, if it need not wait for multicasts."""
+        """Begin an effect, or hold it until earlier multicasts are done."""
         if self._sending is not None and self._sending.holds:
             self._context.outbox.close_open()
             self._sending.hold(EFFECT, [], number)
@@ -381,7 +388,7 @@ class Multicasts:
         self.received(message)
 
     def executed(self, executed: Executed) -> None:
-        """What was released is handled."""
+        """Enter that released runs were handled."""
         ordering, _ = self._begun()
         ordering.executed(executed.released_count)
         if not ordering.is_busy:
@@ -405,7 +412,9 @@ class Multicasts:
         return ordering is not None and (ordering.is_busy or bool(self.waiting))
 
     def files(self, message: Plain) -> bool:
-        """Whether ``message`` waits now. ``is_busy``; it is from outside (:mod:`immortal.appsdk.ordering.messages`)."""
+        """Queue a plain message if it must wait; return whether it does. Requires ``is_busy`` and a message from
+        outside.
+        """
         ordering, sending = self._begun()
         if not ordering.is_busy or not message.may_wait:
             return False
@@ -424,7 +433,7 @@ class Multicasts:
     # --- what is late -------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """It is :attr:`due_ns`, as the log says."""
+        """Handle the time :attr:`due_ns`, when the log brings it."""
         if self.due_ns is not None:
             ordering, sending = self._begun()
             self._act(ordering, sending)
@@ -481,7 +490,9 @@ class Multicasts:
             _write_ordering(parts, (action.message,))
 
     def _tell_group(self, action: Asked | Ready | Silent) -> None:
-        """By a call to oneself: what is known of groups is the state of handlers. Who is silent, all members hear."""
+        """Tell the group's handlers by a call to oneself: the knowledge of groups is their state. All members hear of a
+        silent one.
+        """
         handler = self._context.tasks.definition.handlers.get(GROUP_METHODS[type(action)])
         if handler is None:
             return

@@ -69,7 +69,7 @@ class Sending:
 
     @property
     def holds(self) -> bool:
-        """What is sent now must wait."""
+        """Tell whether what is sent now must wait."""
         state = self._ordering.state
         return bool(self.waiting) or state.standing < state.sent_count
 
@@ -106,7 +106,7 @@ class Sending:
             self.waiting.append(Run(method_id, destinations, [[call] for call in calls], size_bytes, now_ns, scope))
 
     def hold(self, destination: str, parts: list[bytes], effect: int = 0) -> None:
-        """They wait behind all that was sent so far."""
+        """Hold messages until everything sent so far has left."""
         last = self.waiting[-1] if self.waiting else None
         if isinstance(last, Held) and last.destination == destination and not effect and self._is_latest(last):
             last.parts += parts

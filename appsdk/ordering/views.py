@@ -25,13 +25,16 @@ class View(msgspec.Struct, array_like=True, frozen=True):
         return View(self.number + 1, (*others, *changed) if kind == "join" else others)
 
     def teller_of(self, sender: str) -> str:
-        """Which member tells ``sender`` what became of its message: all know the same. Another, if there is one: what
-        a sender says itself may be unknown to all others when it is expelled."""
+        """Return the member that tells ``sender`` what became of its message.
+
+        Another one if possible: when the sender is expelled, the others may not know what it said.
+        """
         return next((one for one in self.members if one != sender), sender)
 
 
 class Membership(msgspec.Struct, array_like=True):
-    """What ``own`` knows of a group. ``view``: it, or while ``own`` is no member the newest that it was told of.
+    """Membership of a group as ``own`` knows it. ``view``: the current one, or for a non-member the newest it was told
+    of.
 
     ``joining``: what the view is if the change that ``own`` joins with was not stale. ``own`` can't tell, as it has not
     seen what came before. The others can; and whatever comes for that view says so.
@@ -103,15 +106,18 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Outgoing(msgspec.Struct, array_like=True):
-    """What one sender has sent to a group, and has not heard of yet. All of ``unconfirmed`` was sent to ``view``."""
+    """Messages that one sender has sent to a group and that are not confirmed. All of ``unconfirmed`` went to ``view``."""
 
     view: View
     count: int = 0
     unconfirmed: list[Message] = []
 
     def send(self, method: str, arguments: bytes, known: View) -> Message:
-        """To :attr:`view`, now. A newer one that is ``known`` waits until nothing is on its way: else what was sent
-        before might be stale, and go again behind this."""
+        """Send a message to :attr:`view` now.
+
+        A newer ``known`` view waits until nothing is in flight: otherwise an earlier message might be stale and go
+        again after this one.
+        """
         if not self.unconfirmed and known.number > self.view.number:
             self.view = known
         self.count += 1
@@ -120,7 +126,8 @@ class Outgoing(msgspec.Struct, array_like=True):
         return message
 
     def told(self, number: int, view_number: int, newest: View | None) -> list[Message]:
-        """By the teller, in the order of sending: ``number``, as sent to that view, is executed, or (``newest``) stale.
+        """Enter the teller's report, in the order of sending: ``number``, as sent to that view, is executed, or
+        (``newest``) stale.
 
         What is to be sent once more, to :attr:`view`: what came behind a stale one is stale as well.
         """

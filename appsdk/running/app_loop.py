@@ -1,4 +1,4 @@
-"""What an app does with its dispatcher, wherever its bytes come from and go to: no socket, no wait.
+"""Loop of an app around its dispatcher, for bytes from anywhere: no socket, no wait.
 
 What is to be sent waits in ``pending``. A checkpoint that a child process encodes goes there in chunks between the
 other messages, SNAPSHOT_CHUNKS_PENDING_MAX ahead of who takes them at most; the rest waits in the child.
@@ -80,15 +80,17 @@ class AppLoop:
         return event
 
     def look(self) -> None:
-        """What has come from elsewhere: an error of a hook, a child's chunks. Raises it; StateError where the state
-        can't be saved and messages don't fail alone."""
+        """Raise an error that a hook left, and read a child's chunks.
+
+        Raises StateError if the state can't be saved and messages don't fail alone.
+        """
         if self._failure is not None:
             raise self._failure
         if self.snapshot is not None:
             self._relay(self.snapshot)
 
     def take_output(self) -> None:
-        """What the dispatcher has to say is pending from here on."""
+        """Move the dispatcher's output to the pending output."""
         self._take(self.dispatcher.data_to_send())
 
     def now_ns(self) -> int:
@@ -110,7 +112,7 @@ class AppLoop:
             pending.popleft()
 
     def end_output(self) -> None:
-        """Nobody takes any more of it."""
+        """Drop all output: the connection takes no more."""
         self.output_ended = True
         self.pending.clear()
         self.pending_size_bytes = 0
@@ -134,7 +136,7 @@ class AppLoop:
 
     @property
     def snapshot_has_room(self) -> bool:
-        """What its child writes next is taken."""
+        """Tell whether the child's next chunk can be taken."""
         ends = self._snapshot_ends
         while ends and ends[0] <= self.sent_size_bytes:
             ends.popleft()

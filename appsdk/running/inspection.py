@@ -51,7 +51,7 @@ from immortal.protocol.files import opener
 
 
 class InspectedState(Struct, frozen=True):
-    """What a checkpoint holds. ``state``: the attributes as trees (:mod:`immortal.appsdk.state.tree`), by name."""
+    """State in a checkpoint. ``state``: the attributes as trees (:mod:`immortal.appsdk.state.tree`), by name."""
 
     envelope: Envelope
     state: Fields
@@ -115,7 +115,7 @@ def rows(main: Definition, blob: bytes) -> Iterator[tuple[str, Row | str]]:
 
 
 def describe_tasks(definition: Definition, saved: SavedTasks) -> Fields:
-    """What the SDK keeps of async handlers, under names that no attribute has: those that wait, and what for."""
+    """Describe async handlers that wait, under names that no attribute has."""
     shown = Fields()
     if saved.tasks:
         shown["$waiting"] = [_shown_task(definition, task) for task in saved.tasks]
@@ -151,7 +151,7 @@ def describe_nodes(data: bytes) -> Fields:
 
 
 def unanswered(main: Definition, blob: bytes) -> list[Fields]:
-    """What async handlers wait for that has no counterpart in the log (:mod:`immortal.appsdk.running.tracing`).
+    """Describe waits of async handlers that have no counterpart in the log (:mod:`immortal.appsdk.running.tracing`).
 
     Raises StateError.
     """
@@ -196,7 +196,7 @@ def _decoded(data: bytes) -> Any:
 
 
 def _annotated(definition: Definition, instance: object) -> list[str]:
-    """Of a class that keeps its state in a form of its own: the attributes that it has restored and annotates."""
+    """Return the attributes that a class with a form of its own has restored and annotates."""
     hints = resolve_hints(definition.cls)
     return [name for name in hints if name in vars(instance) and not is_transient(hints[name])]
 

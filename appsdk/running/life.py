@@ -91,7 +91,7 @@ class AppLife:
         return self._timings.make_delivery
 
     def start(self) -> None:
-        """What was given to :meth:`__init__` may be called from here on."""
+        """Start the watchdog: the callbacks of :meth:`__init__` may be called from here on."""
         self._watchdog.start()
 
     def fail(self, error: AppError) -> None:
@@ -142,7 +142,7 @@ def say(label: str, text: str) -> None:
 
 
 def show(text: str) -> None:
-    """As it is, on stderr."""
+    """Print a text on stderr as it is."""
     print(printable_message(text), file=sys.stderr, flush=True)  # noqa: T201 (the one place)
 
 
@@ -153,7 +153,7 @@ def _effect_runner(definition: Definition) -> LocalEffectRunner | None:
 
 
 def load_run_stand_ins(options: RunOptions, label: str) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """What runs in place of effects; the user is told. Raises OptionError."""
+    """Load the functions that run in place of effects, and tell the user. Raises OptionError."""
     try:
         found = load_stand_ins(options.effects)
     except Exception as error:  # the user's module, as it is imported, as well

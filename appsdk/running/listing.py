@@ -44,7 +44,7 @@ def services(module: Any) -> dict[str, dict[str, Any]]:
 
 
 def files(folder: str) -> list[str]:
-    """Of the modules that were imported, those in ``folder`` that are in no environment."""
+    """Return the files of imported modules in ``folder`` that belong to no environment."""
     places = [os.path.realpath(place) for place in (*site.getsitepackages(), sys.prefix)]
     found = set()
     for module in list(sys.modules.values()):

@@ -22,7 +22,7 @@ from immortal.protocol.messages import MessageType, encode_message
 
 
 def earlier(one_ns: int | None, other_ns: int | None) -> int | None:
-    """Of two times; None: never."""
+    """Return the earlier of two times; None: never."""
     if one_ns is None or other_ns is None:
         return other_ns if one_ns is None else one_ns
     return min(one_ns, other_ns)
@@ -146,7 +146,7 @@ class LocalApp:
                 raise Refused(f"the coordinator refuses: {event.reason}")
 
     def _snapshot(self, pieces: Iterable[bytes]) -> None:
-        """What a child process would send beside the handlers comes at once."""
+        """Send at once what a child process would send beside the handlers."""
         for piece in pieces:
             self._say((encode_message(MessageType.SNAPSHOT_CHUNK, piece),))
         self._say((encode_message(MessageType.SNAPSHOT_END, b""),))

@@ -51,7 +51,7 @@ class RunOptions:
 def run_options(
     *, strict: bool = False, trace: bool = False, stop: str = "", environment: Mapping[str, str] = os.environ
 ) -> RunOptions:
-    """What was given, and else what the environment says. Raises OptionError."""
+    """Return the given options, completed from the environment. Raises OptionError."""
     where = "--break" if stop else BREAK_VARIABLE
     stop = stop or environment.get(BREAK_VARIABLE, "")
     return RunOptions(

@@ -55,7 +55,7 @@ SWITCH_INTERVAL_S = 0.0005  # a hook that computes must not hold up the handlers
 
 
 class _EndAtOnce:
-    """What SIGTERM does: the process ends, wherever it is, with ``status``.
+    """Handler of SIGTERM: the process ends at once, wherever it is, with ``status``.
 
     Nothing is raised. An exception could come up anywhere: in a ``finally``, in a ``__del__``, in what Python does at
     its own end; it would show as a traceback there, or be swallowed. Nor is anything to be saved: the log has it all.
@@ -104,7 +104,7 @@ def load(target: str) -> type:
 
 
 def load_or_report(target: str) -> type | None:
-    """As :func:`load`, also from the current folder; None when the user has been told, on stderr, what is wrong."""
+    """Load a class as :func:`load`, also from the current folder; on failure tell the user on stderr and return None."""
     folder = os.getcwd()
     hidden = HiddenModules(folder)
     add_to_path(folder)

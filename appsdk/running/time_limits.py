@@ -154,7 +154,7 @@ class QueryLimit:
         self._told = False  # it was told to end, and may not have heard it yet
 
     def run(self, query: Callable[[], Any]) -> Any:
-        """What the query returns. Raises QueryTooLong, and whatever it raises."""
+        """Run a query and return its result. Raises QueryTooLong, and whatever the query raises."""
         self._thread_id = threading.get_ident()
         self._told = False
         self._since_s = self._clock_s()
@@ -213,7 +213,7 @@ class _TakesTooLong(BaseException):
 
 
 def limited(encode: Callable[[], T]) -> T:
-    """What ``encode`` returns. Raises StateError where it takes too long, and whatever it raises."""
+    """Run ``encode`` and return its result. Raises StateError if it takes too long, and whatever it raises."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
         return encode()
@@ -249,7 +249,7 @@ _DEBUGGERS = frozenset({"bdb", "pdb", "pydevd", "_pydevd_bundle"})  # ipdb, pudb
 
 
 def in_debugger(thread_id: int) -> bool:
-    """Whether thread ``thread_id`` (:func:`threading.get_ident`) runs code of a debugger now, at its prompt say."""
+    """Tell whether a thread (:func:`threading.get_ident`) runs a debugger's code now, at its prompt for example."""
     frame = sys._current_frames().get(thread_id)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEBUGGERS:

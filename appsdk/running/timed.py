@@ -1,4 +1,4 @@
-"""When each handler began and returned, noted for traces: only where the instance's settings ask for it.
+"""Times at which handlers began and returned, noted for traces if the instance's settings ask for it.
 
 Replays are not noted: what they execute was executed before. No replay depends on any of it.
 """
@@ -22,7 +22,7 @@ _Handled = tuple[int, PlainRow]  # by committer ID
 
 
 class HandlerTimings:
-    """Of one app, in ``folder``. ``say``: is told where they can't be written. Times are of the monotonic clock."""
+    """Writer of timings in ``folder``, on the monotonic clock. ``say`` is told if they can't be written."""
 
     def __init__(
         self,

@@ -200,7 +200,7 @@ T = TypeVar("T")
 
 
 class RenumberedTasks(Tasks):
-    """Those of a run that tells its numbers, in ``drawn``, or that is told those of another run."""
+    """Tasks of a run that reports its numbers in ``drawn``, or that takes over those of another run."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -242,7 +242,7 @@ class RenumberedTasks(Tasks):
                 drawn.number = number
 
     def told(self, draws: Sequence[RandomDraw]) -> None:
-        """What the other run has drawn in the record that comes next."""
+        """Take the numbers that the other run drew in the next record."""
         if self.others is None:
             self.others = RunMatcher(self)
         self.others.told(draws)
@@ -280,14 +280,14 @@ class _Drawn(Struct):
 
 
 def _what(operation: Operation) -> What:
-    """As a journal has it, but a call by what the log knows of its method: code may give that another name."""
+    """Describe an operation as a journal does, but a call by the log's method: code may give that another name."""
     if isinstance(operation, Call):
         return f"call {operation.target.handler.method_id} of {operation.target.destination}", operation.detail
     return operation.what, operation.detail
 
 
 class MatchedOperation:
-    """What the old code waits for and the new code does not, so far. It is found in place of an Operation."""
+    """Operation that the old code waits for and the new code so far does not. It stands in place of an Operation."""
 
     __slots__ = ("number", "outcome", "what")
 
@@ -325,7 +325,7 @@ def _taken(waiting: dict[What, deque[T]], what: What) -> T | None:
 
 
 class RunMatcher:
-    """What the other run has drawn, for ``tasks``."""
+    """Matches the operations that the other run drew with those of ``tasks``."""
 
     def __init__(self, tasks: RenumberedTasks) -> None:
         self._tasks = tasks
@@ -350,7 +350,7 @@ class RunMatcher:
                     self._register(counterpart)
 
     def end_record(self) -> None:
-        """What the other run has started in it and this one has not will never run here."""
+        """Forget operations of the record that only the other run started: they will never run here."""
         for number in self._starts.values():
             self.forget(number)
         self._starts.clear()
@@ -411,7 +411,7 @@ class RunMatcher:
         self._tasks.effects.remove(counterpart)
 
     def _renumber(self, own: int, number: int) -> None:
-        """What waits under ``own`` is found by ``number`` from here on. Timers and events are found without."""
+        """Register an operation under the other run's number. Timers and events need none."""
         operation = self._tasks.calls.get(own) or self._tasks.effects.get(own)
         if operation is not None:
             self._tasks.unregister(operation)

@@ -258,7 +258,7 @@ class Transport:
             loop.lock.release()
 
     def _send(self) -> None:
-        """As much as the socket takes now."""
+        """Send as much as the socket takes now."""
         with self._loop.lock:
             self._send_pending()
 
@@ -289,7 +289,7 @@ class Transport:
         self._snapshot_polled = wanted
 
     def _wait(self) -> None:
-        """Until there is input, room for output, or a call of the waker; take what is there."""
+        """Wait until there is input, room for output, or a call of the waker; read what is there."""
         interest = select.POLLOUT if self._loop.pending else 0
         if not self._input_ended and (
             self._loop.pending_size_bytes < OUTPUT_PENDING_BYTES_MAX
@@ -312,7 +312,7 @@ class Transport:
                 self._receive()
 
     def _time_to_wait_ms(self) -> int | None:
-        """Until a timer is due, or a child has been silent for too long."""
+        """Return the time in ms until a timer is due or a child was silent for too long."""
         times_ms = []
         due_ns = self._dispatcher.next_due_ns
         if due_ns is not None and self._loop.pending_size_bytes < OUTPUT_PENDING_BYTES_MAX:

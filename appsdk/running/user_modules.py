@@ -76,7 +76,10 @@ def load_module(name: str) -> ModuleType:
 
 
 def is_import(file: str, importer: str) -> bool:
-    """Whether a frame of ``file`` is of the import, and not of the user's module. ``importer``: who asks for it."""
+    """Tell whether a frame of ``file`` belongs to the import machinery.
+
+    ``importer``: the file that asks for the import.
+    """
     return file in (importer, __file__) or "importlib" in file
 
 
@@ -98,7 +101,7 @@ class HiddenModules:
         return file == f"{place}.py" or file.startswith(f"{place}{os.sep}")
 
     def problem(self, name: str) -> str | None:
-        """What is to be said to who wants the module ``name`` of the folder; None if it is not hidden."""
+        """Return the text for someone who wants the module ``name`` of the folder; None if it is not hidden."""
         path = self._paths.get(name)
         if path is None:
             return None
@@ -113,7 +116,7 @@ class HiddenModules:
         return [problem for name in dict.fromkeys(named) if (problem := self.problem(name)) is not None]
 
     def problems(self) -> list[str]:
-        """What the modules of the folder that are loaded now import, and do not get."""
+        """List imports of loaded modules of the folder that get another module than the user's."""
         if not self._paths:
             return []
         loaded = [module for module in list(sys.modules.values()) if self._is_own(module)]

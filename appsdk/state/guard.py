@@ -41,7 +41,7 @@ def _length(value: Any) -> int:
 
 
 class Guard:
-    """Of one instance, which is the same object as long as it lives.
+    """Guard of one instance's state, which is the same object as long as it lives.
 
     ``is_on``: messages are handled for the first time, so a new failure may be laid to one.
     """
@@ -96,11 +96,11 @@ class Guard:
         return encode_value(value)
 
     def give_up(self) -> None:
-        """Until the state is next saved: what is wrong now is not to be laid to messages that come later."""
+        """Stop until the state is next saved: later messages must not be blamed for what is wrong now."""
         self._schema = None
 
     def check(self) -> StateError | None:
-        """What messages since the last look have put into the state that can't be saved."""
+        """Return the error if messages since the last check put something into the state that can't be saved."""
         schema, instance = self._schema, self._instance
         if schema is None:
             return None

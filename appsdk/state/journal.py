@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of ``async def`` handlers: of each that waits a journal, by which it is run again.
+"""Journals of waiting ``async def`` handlers in a checkpoint, by which they are rebuilt.
 
 A journal holds what the handler was called with and, in the order in which they came, the results that it has had
 since. A recovery runs the handler over it: what it does once more is compared with the journal and not done again. Each
@@ -135,7 +135,7 @@ def _unencodable(error: BaseException, parts: Mapping[str, Any], problem: Except
 
 
 def decode_raised(raises: Mapping[str, type[Exception]], where: str, data: bytes) -> Exception:
-    """What ``where`` raised, or why it could not be called.
+    """Decode the exception that ``where`` raised, or that says why it could not be called.
 
     Raises msgspec.DecodeError, LookupError for an exception that ``where`` does not declare.
     """

@@ -141,7 +141,7 @@ def hook_of(cls: type, name: str) -> FunctionType | None:
 
 
 class StateSchema:
-    """How the state of one class is written and read. Raises DefinitionError, NameError (an unresolved annotation)."""
+    """Writes and reads the state of one class. Raises DefinitionError, NameError (an unresolved annotation)."""
 
     def __init__(self, cls: type, serializer: str, not_state: Iterable[str], formerly: Iterable[str]) -> None:
         self._class_name = cls.__qualname__
@@ -203,7 +203,7 @@ class StateSchema:
             raise StateError(f"{self._class_name}: the state can't be saved: {error}; {WAYS_OUT}") from None
 
     def kept(self, name: str, value: Any) -> Any:
-        """What is encoded in place of an attribute's value, so that it comes back as what it is. Raises StateError."""
+        """Return the form in which an attribute's value comes back with its types. Raises StateError."""
         form = self._forms[name]
         try:
             return form.tag(value) if form.is_odd(value) else value
@@ -211,20 +211,20 @@ class StateSchema:
             raise self._unfit(name, error) from None
 
     def encode_attribute(self, name: str, value: Any) -> bytes:
-        """By itself. Raises StateError."""
+        """Encode one attribute's value by itself. Raises StateError."""
         try:
             return encode_value(value)
         except Exception as error:
             raise self._unfit(name, self._forms[name].unencodable(value, error)) from None
 
     def is_plain_value(self, name: str, value: Any) -> bool:
-        """It is a number, text or the like that :meth:`check_attribute` is sure to let through: known at a glance."""
+        """Tell at a glance whether :meth:`check_attribute` accepts the value: a number, text or the like."""
         if self.serializer == "pickle":
             return type(value) in PLAIN_CLASSES
         return self._forms[name].is_plain_value(value)
 
     def check_attribute(self, name: str, value: Any, data: bytes | None = None) -> None:
-        """As :meth:`encode` would. ``data``: what the encoder makes of it, where that is known. Raises StateError."""
+        """Check one attribute as :meth:`encode` does. ``data``: its encoded form, if known. Raises StateError."""
         if self.serializer == "pickle":
             if data is None:
                 self._pickled({name: value})
@@ -247,7 +247,7 @@ class StateSchema:
         )
 
     def forms(self, instance: Any) -> dict[str, bytes]:
-        """What is saved, by attribute, to be compared only; of a class with a form of its own under "".
+        """Return saved forms by attribute, for comparison only; for a class with a form of its own under "".
 
         Raises whatever says that it can't be saved.
         """

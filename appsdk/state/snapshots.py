@@ -40,7 +40,7 @@ _OOM_SCORE_ADJUSTMENT_MAX = b"1000"
 
 
 class SnapshotReader:
-    """What a child has written, in any pieces: the blob's bytes, and how it ended."""
+    """Reads a child's output in any pieces: the blob's bytes, and how it ended."""
 
     def __init__(self) -> None:
         self._front = b""
@@ -144,7 +144,7 @@ class Snapshot:
         return b""
 
     def time_left_s(self) -> float:
-        """Until the child has been silent for too long."""
+        """Return the seconds until the child was silent for too long."""
         return self.silent_since_s + SILENCE_S_MAX - time.monotonic()
 
     def not_read(self) -> None:
@@ -307,7 +307,7 @@ class Copies:
             self.current = Copy(b"".join(pieces), sequence_id)
 
     def sequence_id(self, default: int) -> int:
-        """Behind which record a rewind would begin."""
+        """Return the record after which a rewind would begin."""
         return default if self.current is None else self.current.sequence_id
 
     def forget(self) -> None:
@@ -315,7 +315,7 @@ class Copies:
         self.current = None
 
     def add(self, record: Record, *, rewound: bool) -> bool:
-        """It was handled; whether a new copy is to be taken. ``rewound``: one of its messages has failed."""
+        """Enter a handled record; return whether a new copy is due. ``rewound``: one of its messages failed."""
         copy = self.current
         if copy is None:
             return False

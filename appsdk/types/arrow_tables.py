@@ -42,7 +42,7 @@ def read_table(name: str, plain: Any) -> Any:
 
 
 def _from_text(name: str, text: str) -> bytes:
-    """As JSON has bytes."""
+    """Decode bytes from JSON's base64."""
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:

@@ -76,7 +76,7 @@ _TYPED_MOMENTS, _MOMENTS = Moments(typed=True), Moments(typed=False)
 
 
 class AnnotatedForm(Form):
-    """Of one place of an annotation. ``info`` None: anything, of whatever class; only integers matter."""
+    """Form of one place of an annotation. ``info`` None: any class; only integers matter."""
 
     def __init__(self, info: shapes.Type | None, known: dict[int, AnnotatedForm]) -> None:
         while isinstance(info, shapes.Metadata):
@@ -96,7 +96,7 @@ class AnnotatedForm(Form):
         return found
 
     def is_plain_value(self, value: Any) -> bool:
-        """It is of a plain class and fits: known at a glance, where the annotation has no bounds."""
+        """Tell at a glance whether a value of a plain class fits; the annotation must have no bounds."""
         cls = type(value)
         if cls not in PLAIN_CLASSES or self._has_bounds:
             return False
@@ -104,8 +104,9 @@ class AnnotatedForm(Form):
 
     @functools.cached_property
     def is_sure(self) -> bool:
-        """What :meth:`is_odd` lets through comes back: there are no bounds, and no codecs, constructors or validators
-        that could make something else of it."""
+        """Tell whether all that :meth:`is_odd` accepts comes back: no bounds, codecs, constructors or validators could
+        change it.
+        """
         pending, seen = [self], {id(self)}
         while pending:
             form = pending.pop()
@@ -133,7 +134,7 @@ class AnnotatedForm(Form):
     # --- use ------------------------------------------------------------------------------------------------------
 
     def is_odd(self, value: Any) -> bool:
-        """Whether some of it is to be tagged (:meth:`tag`), but for large integers, of which the encoder knows.
+        """Tell whether a part of the value needs a tag (:meth:`tag`); large integers need none.
 
         Raises NotRoundTrippableError with the path to what is not kept.
         """
@@ -175,7 +176,7 @@ class AnnotatedForm(Form):
             raise self.unencodable(value, error) from error
 
     def unencodable(self, value: Any, error: Exception) -> NotRoundTrippableError:
-        """Where in ``value`` what can't be encoded is. ``error``: why all of it can't be."""
+        """Find the part of ``value`` that can't be encoded. ``error``: why the whole can't be."""
         return self._place_of(value, encode_value) or NotRoundTrippableError(why(error))
 
     def _place_of(self, value: Any, encode: Callable[[Any], object] | None) -> NotRoundTrippableError | None:
@@ -287,7 +288,7 @@ class AnnotatedForm(Form):
 
 
 def _without_repetitions(column: Column) -> Column:
-    """What holds itself twice would be twice as wide on each level."""
+    """Remove repeated objects: a value that holds itself twice would double on each level."""
     if len(column) < _WIDE or type(next(iter(column))) in (int, str, float):
         return column
     return list({id(one): one for one in column}.values())
@@ -353,7 +354,7 @@ _EXTENSION_BYTE = bytes((EXTENSION_CODE,))
 
 
 class ValueDecoder:
-    """Of values that ``annotation`` says. Raises TypeError for what can't be read at all."""
+    """Decodes values of ``annotation``. Raises TypeError for a type that can't be read at all."""
 
     __slots__ = ("decode", "plainly", "type")
 
@@ -372,8 +373,9 @@ class ValueDecoder:
             return self.decode_again(data, error)
 
     def decode_again(self, data: Any, error: BaseException) -> Any:
-        """Where ``error`` may be for an extension, which a typed decoder takes nowhere but for Any. Raises it, or
-        another one."""
+        """Decode again if ``error`` may be about an extension, which a typed decoder accepts only for Any; else raise
+        it.
+        """
         if not isinstance(error, msgspec.ValidationError) or _EXTENSION_BYTE not in bytes(data):
             raise error
         plain = decoding.decode(data, ext_hook=read_extension)

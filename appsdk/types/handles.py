@@ -32,7 +32,7 @@ class HandlesLife(Protocol):
         """A handle is encoded, perhaps into a message. Raises UsageError."""
 
     def method(self, handle: Any, name: str) -> Any:
-        """What ``handle.<name>`` is. Raises AttributeError, UsageError."""
+        """Return what ``handle.<name>`` is. Raises AttributeError, UsageError."""
 
 
 class _Current(threading.local):

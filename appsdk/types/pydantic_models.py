@@ -20,7 +20,7 @@ def codec_of(cls: type) -> Codec | None:
 
 
 def union_codec(annotation: Any) -> Codec:
-    """Of a union that holds models. Each value is encoded by its own type."""
+    """Return the codec of a union with models. Each value is encoded by its own type."""
     return Codec(lambda value: value, _reader(annotation, str(annotation)))
 
 
@@ -30,7 +30,7 @@ def _reader(annotation: Any, name: str) -> Callable[[Any, Any], Any]:
 
 
 def _encode(model: pydantic.BaseModel) -> Any:
-    """By the names of fields, without what is computed. A value that is not what its field says is an error."""
+    """Encode a model by field names, without computed fields. A value that does not fit its field is an error."""
     try:
         return model.__pydantic_serializer__.to_python(model, round_trip=True, by_alias=False, warnings="error")
     except pydantic_core.PydanticSerializationError as error:
@@ -42,7 +42,7 @@ def _decode(annotation: Any, plain: Any) -> Any:
 
 
 def validated(validator: Any, name: str, plain: Any) -> Any:
-    """What ``validator`` makes of a plain value. Raises ValueError, in one line. ``name``: for people.
+    """Validate a plain value. Raises ValueError, in one line. ``name``: for people.
 
     Fields go by name; from callers who write JSON, by alias as well.
     """

@@ -30,7 +30,7 @@ def _no_problem(annotation: Any) -> str | None:
 
 
 class Codec(Struct, frozen=True):
-    """How values of one class are carried. Each function but ``problem`` may raise any exception.
+    """Codec for values of one class. Each function but ``problem`` may raise any exception.
 
     ``encode``: to what is encoded in its place. ``decode``: from (annotation, that). ``show``: to what people are
     shown, where that is not what is encoded. ``problem``: why an annotation that names the class can't be carried; None
@@ -120,12 +120,12 @@ def _is_custom(cls: type) -> bool:
 
 
 def encode_custom(value: Any) -> Any:
-    """What is encoded in place of ``value``. Raises TypeError, ValueError, MemoryError."""
+    """Return the value that is encoded in place of ``value``. Raises TypeError, ValueError, MemoryError."""
     return _applied(value, _codec_for(value).encode)
 
 
 def show_custom(value: Any) -> Any:
-    """As :func:`encode_custom`, for people."""
+    """Return the value to show to people in place of ``value``."""
     codec = _codec_for(value)
     return _applied(value, codec.show or codec.encode)
 
@@ -172,7 +172,7 @@ def describe_received(plain: Any) -> str:
 
 
 class _UnionType(type):
-    """Of what stands for a union: which classes its values have is its codec's to say."""
+    """Type that stands for a union: its codec decides which classes values have."""
 
     def __instancecheck__(cls, value: object) -> bool:
         return True
@@ -182,8 +182,9 @@ _unions: dict[Any, Any] = {}
 
 
 def readable_type(annotation: Any) -> Any:
-    """What msgspec is given to read ``annotation``: itself, but for a union with models of pydantic, which reads it
-    whole. msgspec lets a union have one type of others at most, beside None."""
+    """Return the type that msgspec reads for ``annotation``: itself, or for a union with pydantic models a type that
+    reads it whole. msgspec allows a union one custom type beside None.
+    """
     union = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
     arms = typing.get_args(union) if typing.get_origin(union) in (typing.Union, types.UnionType) else ()
     if len([arm for arm in arms if arm is not type(None)]) < 2 or not any(map(_is_model, arms)):
@@ -202,7 +203,9 @@ def _is_model(cls: Any) -> bool:
 
 
 def may_hold_handles(annotation: Any) -> bool:
-    """Whether a value of it may hold an :class:`immortal.Handle`: where it names the class, or may be anything."""
+    """Tell whether a value of the annotation may hold an :class:`immortal.Handle`: it names the class, or allows
+    anything.
+    """
     for info in _types_in(msgspec.inspect.type_info(readable_type(annotation))):
         cls = info.cls if isinstance(info, msgspec.inspect.CustomType) else None
         if isinstance(info, msgspec.inspect.AnyType) or find_codec(typing.get_origin(cls) or cls) is _handle_codec():
@@ -211,7 +214,7 @@ def may_hold_handles(annotation: Any) -> bool:
 
 
 def may_hold_untyped(annotation: Any) -> bool:
-    """Whether some of a value of it has no type to be read by."""
+    """Tell whether a part of a value of the annotation has no declared type."""
     return any(
         isinstance(info, msgspec.inspect.AnyType)
         for info in _types_in(msgspec.inspect.type_info(readable_type(annotation)))
@@ -237,7 +240,7 @@ def _types_in(first: msgspec.inspect.Type) -> Iterator[msgspec.inspect.Type]:
 
 
 def unsupported_type(annotation: Any) -> str | None:
-    """What in ``annotation`` can't be encoded and read back, in words; None when all of it can."""
+    """Say what in ``annotation`` can't be encoded and read back; None if all of it can."""
     for model in filter(_is_model, typing.get_args(annotation)):
         if problem := _custom_problem(model):
             return problem

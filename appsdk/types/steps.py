@@ -1,4 +1,4 @@
-"""What is done with the values of one class in one place of an annotation: see :mod:`immortal.appsdk.types.encoding`.
+"""Steps for values of one class in one place of an annotation: see :mod:`immortal.appsdk.types.encoding`.
 
 Each kind of values is a :class:`Step`: it looks at all that stand in its place together, knows what is in them, and
 what is encoded in their place.
@@ -69,10 +69,10 @@ Level = list[tuple["Form", Column]]
 
 
 class Form:
-    """What an annotation says about one place: an :class:`immortal.appsdk.types.encoding.AnnotatedForm`."""
+    """Form of one place of an annotation: an :class:`immortal.appsdk.types.encoding.AnnotatedForm`."""
 
     def look(self, column: Column, below: Level) -> bool:
-        """As :meth:`Step.look`, of values of any classes."""
+        """Check values of any classes, as :meth:`Step.look`."""
         raise NotImplementedError
 
     def step(self, cls: type) -> Step:
@@ -80,7 +80,7 @@ class Form:
         raise NotImplementedError
 
     def tag(self, value: Any) -> Any:
-        """What is encoded in its place: the same where nothing in it needs an extension."""
+        """Return what is encoded in place of the value: the same if nothing in it needs an extension."""
         return self.step(type(value)).tag(value)
 
     def are_plain(self, classes: Iterable[type]) -> bool:
@@ -96,7 +96,7 @@ class Step:
         return False
 
     def parts(self, value: Any) -> Iterator[tuple[str, Form, Any]]:
-        """What is in ``value``: (how to get there, its form, the part)."""
+        """Yield the parts of ``value``: (path to it, its form, the part)."""
         yield from ()
 
     def tag(self, value: Any) -> Any:
@@ -131,7 +131,7 @@ class Integers(Step):
 
 
 class Extensions(Step):
-    """Of classes that are always written as extensions where nothing says their type."""
+    """Step for classes that are always written as extensions where no annotation says their type."""
 
     def look(self, column: Column, below: Level) -> bool:
         return True
@@ -271,7 +271,7 @@ class Records(Step):
 
 
 class Tuples(Step):
-    """Of a fixed length; ``names``: of named ones."""
+    """Step for tuples of a fixed length; ``names``: of named ones."""
 
     def __init__(self, forms: Sequence[Form], names: Sequence[str] = ()) -> None:
         self._forms = forms

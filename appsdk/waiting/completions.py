@@ -1,4 +1,4 @@
-"""How waits and handlers end: replies that arrive, answers to callers, orders of operators."""
+"""Ends of waits and handlers: replies that arrive, answers to callers, orders of operators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from immortal.protocol.verdicts import Cause, Verdict
 
 
 class Endings:
-    """Those of one instance's handlers. All raise the HandlerError of a handler that does not fail alone."""
+    """Ends handlers of one instance. All methods raise the HandlerError of a handler that does not fail alone."""
 
     def __init__(self, context: Context, answers: Answers, handler_runs: HandlerRuns) -> None:
         self._context = context
@@ -38,7 +38,7 @@ class Endings:
         self._handler_runs = handler_runs
 
     def tell(self, task: Task) -> None:
-        """It is done."""
+        """Answer the caller of a handler that is done."""
         value, error = task.result()
         if isinstance(error, Cancelled):  # as it was told to: no failure of its own, and no dead letter
             task.drop_pending()
@@ -64,7 +64,7 @@ class Endings:
             self._failed(task, task.failure(problem))
 
     def tell_cancelled(self, handler: Handler[Any, Any], caller: str | None, call_number: int, reason: str) -> None:
-        """Of a call that was cancelled, also before it began."""
+        """Answer the caller of a cancelled call, also of one that had not begun."""
         if caller is not None:
             context = self._context
             where = reference(context.instance_name, context.sequence_id, context.message_index)
@@ -108,7 +108,7 @@ _decode_nothing = decoding.Decoder(_ReturnedNothing).decode
 
 
 class Incoming:
-    """Those of one instance. ``failed``: what comes in place of all that is waited for, encoded; None: what it is."""
+    """Delivers results to waits of one instance. ``failed``: encoded error in place of all results; None: the results."""
 
     def __init__(self, tasks: Host) -> None:
         self.failed: bytes | None = None
@@ -186,7 +186,7 @@ OUTCOMES_MAX = 1000  # that are kept: they are asked for as soon as the order is
 
 
 class Orders:
-    """Those of one instance. Outcomes are plain values: ``done`` says whether the order was carried out."""
+    """Carries out orders of operators. Outcomes are plain values: ``done`` says whether the order was carried out."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

@@ -42,7 +42,7 @@ from immortal.protocol.verdicts import MessageKey, Verdict
 
 
 class Host:
-    """What a task asks of the instance that it is of. ``definition`` and ``instance`` are of the class that runs."""
+    """Interface of an instance to its tasks. ``definition`` and ``instance`` are of the class that runs."""
 
     definition: Definition
 
@@ -72,17 +72,17 @@ class Host:
         raise NotImplementedError
 
     def began(self, task: Any) -> None:
-        """It goes on from its beginning, with other arguments."""
+        """Note that a task starts again from its beginning, with other arguments."""
         raise NotImplementedError
 
     def copied(self) -> None:
         """A copy of the state was taken: no rewind begins before it."""
 
     def rewinds(self) -> None:
-        """What was handled since the copy is handled once more."""
+        """Note that messages since the copy are handled once more."""
 
     def resolve(self, operation: Any, raised: bool, value: bytes) -> None:
-        """What ``operation`` waited for is there. Raises HandlerError."""
+        """Give ``operation`` its result. Raises HandlerError."""
         raise NotImplementedError
 
     def _signalled(self, event: Event, value: bytes) -> None:
@@ -128,7 +128,7 @@ class Host:
         return None
 
     def register(self, operation: Operation) -> None:
-        """What comes for its number is to find it."""
+        """Register an operation, so that the result for its number finds it."""
         if isinstance(operation, Call):
             self.calls[operation.number] = operation
         elif isinstance(operation, Timer):
@@ -186,7 +186,7 @@ _RETURNED_VALUE, _RETURNED_NOTHING = RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NO
 
 
 class Answers:
-    """Those of one instance, and its calls."""
+    """Sends the calls of one instance's async handlers, and answers to its callers."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -240,7 +240,7 @@ class Answers:
             self._sender(to, handler, _RETURNED_VALUE)((*front, msgspec.Raw(value)))
 
     def answer_value(self, caller: Caller, value: bool) -> None:
-        """Of a call of a method of the SDK's own."""
+        """Answer a call of a method of the SDK's own."""
         self._send(caller, _RETURNED_VALUE, value)
 
     def answer_verdict(self, verdict: Verdict, caller: Caller) -> None:
@@ -253,7 +253,7 @@ class Answers:
 
     @staticmethod
     def addressed(caller: str, number: int) -> tuple[str, tuple[Any, ...]]:
-        """Where an answer goes, and what its arguments begin with: all answers to clients go one way."""
+        """Return the destination of an answer and its first arguments: all answers to clients go one way."""
         return (CLIENTS, (caller, number)) if caller.startswith(CLIENTS) else (caller, (number,))
 
 
@@ -331,7 +331,7 @@ class HandlerRuns:
         return made
 
     def result(self, handler: Handler[Any, Any], value: Any) -> bytes:
-        """What goes to who waits: checked here, so that what does not fit is this handler's failure, not theirs."""
+        """Encode a result for the caller; checked here, so that a misfit is this handler's failure."""
         codec = self.definition.codec(handler)
         data = codec.encode_result(value)
         if value is not None or not codec.returns_nothing:
@@ -339,7 +339,7 @@ class HandlerRuns:
         return data
 
     def encoded(self, handler: Handler[Any, Any], arguments: tuple[Any, ...], encode: Callable[[], bytes]) -> bytes:
-        """What ``handler`` returned or raised, by ``encode``. Raises HandlerError where it can't be sent."""
+        """Encode what ``handler`` returned or raised. Raises HandlerError if it can't be sent."""
         try:
             return encode()
         except BaseException as error:
@@ -352,7 +352,7 @@ class HandlerRuns:
     def failed(
         self, handler: Handler[Any, Any], arguments: tuple[Any, ...], error: BaseException, task: int = 0
     ) -> HandlerError:
-        """It raised ``error``, or did what it can't. ``task``: its number, of one that waits."""
+        """Make the HandlerError of a handler that raised ``error``. ``task``: number of one that waits."""
         context, definition = self.context, self.definition
         name = handler.function.__qualname__
         made = handler_failed(name, arguments, error, context.sequence_id, max(context.message_index, 0))
@@ -397,7 +397,7 @@ _ALL: Group = (0, b"")
 
 
 class Limits:
-    """Those of one instance. ``queued``: what waits for its turn, by number, the oldest first."""
+    """Limits on concurrent handlers. ``queued``: calls that wait for their turn, by number, the oldest first."""
 
     _definition: Definition
 
@@ -440,7 +440,7 @@ class Limits:
         return None
 
     def describe(self, saved: SavedTask) -> str:
-        """What it waits for, for people."""
+        """Describe for people what a queued call waits for."""
         handler = self._definition.by_method_id[saved.method_id]
         full = [limit for group, limit in self._groups(handler, saved.arguments) if self._running[group] >= limit]
         return f"its turn: {full[0]} run at once" if full else "its turn"

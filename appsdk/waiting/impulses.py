@@ -31,7 +31,7 @@ _write_time = make_writer("the clock", CLOCK_METHOD_ID, RpcType.IMPULSE)
 
 
 class ToldTime(msgspec.Struct, array_like=True, frozen=True):
-    """What the log brings, in ns since the Unix epoch. ``decided``: see :meth:`Clock.decide`.
+    """Time that the log brings, in ns since the Unix epoch. ``decided``: see :meth:`Clock.decide`.
 
     ``jumped_ns``: the clock was stepped ahead by that, to ``time_ns``; 0: it was not.
     """
@@ -42,7 +42,7 @@ class ToldTime(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Deadline(msgspec.Struct, frozen=True):
-    """By when the handler ``number`` is to have ended: as a timer that began with it. Times in ns since the epoch."""
+    """Deadline of the handler ``number``: a timer that began with it. Times in ns since the epoch."""
 
     number: int
     began_ns: int
@@ -112,14 +112,14 @@ class Clock:
                 self.schedules[handler.method_id] += by_ns
 
     def jumps_that_count(self) -> list[tuple[int, int]]:
-        """Those that some timer began before."""
+        """Return the clock jumps before which some timer began."""
         if not self.jumps:
             return []
         first_ns = min((timer.began_ns for timer in self._timers.values() if timer.began_ns is not None), default=None)
         return [] if first_ns is None else [jump for jump in self.jumps if first_ns < jump[0]]
 
     def next_due_ns(self) -> int | None:
-        """When there is something to do next; None: never. A schedule that has not begun is due at once."""
+        """Return when there is something to do next; None: never. A schedule that has not begun is due at once."""
         while self._due and self._due[0][1] not in self._timers:
             heapq.heappop(self._due)
         due = [self.schedules.get(handler.method_id, 0) for handler in self._scheduled]
@@ -139,7 +139,7 @@ class Clock:
         ]
 
     def take_timers(self, time_ns: int) -> list[Due]:
-        """Those that are due at ``time_ns``, in the order of their times."""
+        """Remove and return the timers that are due at ``time_ns``, in the order of their times."""
         found = []
         while self._due and self._due[0][0] <= time_ns:
             _, number = heapq.heappop(self._due)
@@ -193,7 +193,7 @@ class TimeImpulses:
 
     @property
     def next_due_ns(self) -> int | None:
-        """When :meth:`tell` is to be called; None: not yet, or never."""
+        """Return when to call :meth:`tell`; None: not yet, or never."""
         if not self._is_primary or self._told_ns is not None:
             return None
         due_ns, late_ns = self._clock.next_due_ns(), self._context.multicasts.due_ns
@@ -205,7 +205,7 @@ class TimeImpulses:
         self._tell_jumps()
 
     def tell(self, time_ns: int) -> None:
-        """It is ``time_ns``."""
+        """Log the time ``time_ns`` as an impulse to oneself."""
         self._told_ns = time_ns
         decided = self._clock.decide(time_ns)
         self._context.outbox.impulses.append_own(_write_time, (time_ns, decided) if decided else (time_ns,))
@@ -220,7 +220,7 @@ class TimeImpulses:
         self._tell_jumps()
 
     def _tell_jumps(self) -> None:
-        """What sleeps is to sleep no less for it: that is for the log to say, to each replay."""
+        """Log clock jumps, so that no sleep becomes shorter by them, in any replay."""
         if self._is_primary:
             for time_ns, jumped_ns in self._jumps:
                 if self._clock.is_needed and time_ns > self._clock.jumped_to_ns:  # else the log has it
@@ -239,7 +239,7 @@ _write_result = make_writer("the result of an effect", EFFECT_METHOD_ID, RpcType
 
 
 class EffectResult(msgspec.Struct, array_like=True, frozen=True):
-    """What the log brings. ``value`` is encoded: what was returned, or the exception."""
+    """Result of an effect that the log brings. ``value`` is encoded: the returned value, or the exception."""
 
     number: int
     what: str
@@ -278,7 +278,7 @@ class Effect(Operation):
 
 
 class WaitingEffects:
-    """Those of one instance that have no result yet. Once :meth:`start` has a runner they are run."""
+    """Effects of one instance without a result yet. After :meth:`start` with a runner they run."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -320,11 +320,11 @@ class WaitingEffects:
         return self._waiting.get(number)
 
     def request(self, number: int) -> EffectRequest | None:
-        """What is run for it; None: it is not run yet, or not here."""
+        """Return the request that runs for the effect; None: it does not run yet, or not here."""
         return self._requests.get(number)
 
     def try_now(self, number: int) -> bool:
-        """Whether it waited for its next attempt, which is made now."""
+        """Make the next attempt now; return False if the effect did not wait for one."""
         request = self._requests.get(number)
         return request is not None and request.try_now is not None and request.try_now()
 
@@ -347,7 +347,7 @@ class WaitingEffects:
         self.resume()
 
     def pause(self) -> None:
-        """What was done is done once more: nothing is run until :meth:`resume`; what runs goes on."""
+        """Begin no effects until :meth:`resume`: messages are handled again. Running ones go on."""
         self._paused_runner, self._runner = self._runner or self._paused_runner, None
 
     def resume(self) -> None:
@@ -435,7 +435,7 @@ class Events:
             self._waiting.pop(event.name, None)
 
     def restore(self, signals: Mapping[str, Sequence[bytes]]) -> None:
-        """Nobody waits, and these are kept."""
+        """Restore kept signals; nobody waits."""
         self._waiting.clear()
         self._given.clear()
         self.kept = {name: deque(values) for name, values in signals.items()}

@@ -53,7 +53,7 @@ class Owner(Fibers):
 
     @property
     def is_silent(self) -> bool:
-        """What it does now is not to be done."""
+        """Tell whether operations are not to be carried out: this run repeats what was done."""
         raise NotImplementedError
 
     @property
@@ -61,11 +61,11 @@ class Owner(Fibers):
         raise NotImplementedError
 
     def begin(self, operation: Operation) -> None:
-        """It is awaited: do it, or take it from the journal."""
+        """Begin an awaited operation, or take its result from the journal."""
         raise NotImplementedError
 
     def forget(self, operation: Operation) -> None:
-        """Nobody waits for it any more."""
+        """Forget an operation that nobody waits for any more."""
         raise NotImplementedError
 
 
@@ -141,11 +141,11 @@ class Target:
 
     @property
     def method_id(self) -> int:
-        """What the log calls."""
+        """Method ID that the log has for the call."""
         return self.handler.method_id
 
     def wrapped(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the log's method is given. Raises UsageError."""
+        """Return the arguments of the log's method. Raises UsageError."""
         return arguments
 
 
@@ -281,7 +281,7 @@ class NodeTarget(Target):
 def make_node_call(
     task: Owner, handle: Any, handler: Handler[Any, Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Call:
-    """What ``handle.<handler>(...)`` is in an async handler. Raises TypeError, DefinitionError."""
+    """Make the call ``handle.<handler>(...)`` in an async handler. Raises TypeError, DefinitionError."""
     target = NodeTarget(handle._immortal_of[3], handle, handler)
     bound = target.codec.bind(arguments, keywords)
     _ = target.codec.decode_result  # raises here, where the call is made
@@ -292,7 +292,7 @@ def make_node_call(
 
 
 def event_name(what: str, name: object) -> str:
-    """What is kept: a plain str. ``what``: for people. Raises UsageError."""
+    """Return an event's name as a plain str. ``what``: for people. Raises UsageError."""
     if not isinstance(name, str):
         raise UsageError(f"{what}({name!r}): the name of an event is a str")
     if not is_encodable(name):
@@ -337,7 +337,10 @@ class Rebuild:
         self.next_entry = next(self._entries, None)
 
     def check(self, operation: Operation) -> None:
-        """It is what had this step, and has the number again under which it waits. Raises JournalError."""
+        """Check that an operation is the one that had this step, and give it the number under which it waits.
+
+        Raises JournalError.
+        """
         saved = self._by_step.get(operation.step)
         if saved is not None and not operation.fits(saved):
             raise self.mismatch(operation.step, saved, described(operation))
@@ -345,7 +348,7 @@ class Rebuild:
             operation.number = saved.number
 
     def take(self, operation: Operation) -> Entry:
-        """What ``operation``, which does not wait, has come to. Raises JournalError."""
+        """Return the journal's result of an operation that does not wait. Raises JournalError."""
         entry = self.next_entry
         if entry is None or entry.step != operation.step:
             raise self.mismatch(operation.step, entry or self._by_step.get(operation.step), described(operation))
@@ -353,7 +356,7 @@ class Rebuild:
         return entry
 
     def outcome(self, operation: Operation, entry: Entry) -> tuple[Any, Exception | None]:
-        """As :meth:`Operation.outcome`. Raises JournalError."""
+        """Decode an outcome, as :meth:`Operation.outcome`. Raises JournalError."""
         try:
             return operation.outcome(entry.raised, entry.value)
         except MISFITS as error:

@@ -1,4 +1,4 @@
-"""What operators see of waiting handlers, and the retry of their effects.
+"""Waiting handlers as operators see them, and the retry of their effects.
 
 Nothing here changes anything, and no handler sees it.
 """
@@ -138,7 +138,7 @@ def _step(task: Task, entry: Entry) -> Values:
 
 
 def _places(fiber: Fiber[Any]) -> Iterator[list[Values]]:
-    """Of each coroutine of the handler that waits for something to come: its frames, the innermost last."""
+    """Yield for each waiting coroutine of the handler its frames, the innermost last."""
     inner = [one for one in _parts(fiber.waits_for) if isinstance(one, Fiber) and not one.is_over]
     frames = [_place(frame) for frame in fiber.frames()]
     if not inner:
@@ -170,8 +170,10 @@ def _place(frame: FrameType) -> Values:
 
 
 def retry_effects(tasks: Tasks, number: int) -> dict[str, Any]:
-    """Those that the handler ``number`` waits for. ``retried``: how many were between two attempts; in words, what
-    came of it."""
+    """Retry the effects that the handler ``number`` waits for.
+
+    ``retried``: how many were between two attempts; ``text``: the outcome for people.
+    """
     task = tasks.waiting(number)
     if task is None:
         return {"retried": 0, "text": f"no handler {number} waits: it has ended, or there never was one"}

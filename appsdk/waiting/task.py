@@ -117,12 +117,14 @@ class Task(Owner):
 
     @property
     def cancelled(self) -> list[Entry]:
-        """How often it was cancelled, and goes on: each has the reason, and who."""
+        """Return the cancellations after which the handler went on: each has the reason, and who ordered it."""
         return [entry for entry in self.entries if entry.step == CANCEL_STEP]
 
     @property
     def is_silent(self) -> bool:
-        """What it does now is not to be done: it was done before, or Python clears away what is no more."""
+        """Tell whether operations are not to be carried out: they were done before, or Python clears the coroutine
+        away.
+        """
         return self._rebuild is not None or not self._is_running
 
     @property
@@ -187,7 +189,7 @@ class Task(Owner):
         self.tasks.began(self)
 
     def resolve(self, operation: Operation, raised: bool, value: bytes, time_ns: int) -> None:
-        """What ``operation`` waited for is there: go on. Raises HandlerError."""
+        """Resume with the result of ``operation``. Raises HandlerError."""
         self.time_ns = time_ns
         self._resume(operation, self._take_outcome(operation, raised, value), time_ns)
 
@@ -202,7 +204,7 @@ class Task(Owner):
         self._cancel(Entry(CANCEL_STEP, CANCEL, 0, True, encoder.encode((reason, who)), time_ns))
 
     def _cancel(self, entry: Entry) -> None:
-        """It stands in the journal among the results, at its place."""
+        """Cancel the handler. The entry stands in the journal among the results, at its place."""
         reason, who = self.cancellation(entry)
         self.time_ns = entry.time_ns
         self._resumed_count += 1
@@ -211,16 +213,16 @@ class Task(Owner):
 
     @staticmethod
     def cancellation(entry: Entry) -> tuple[str, str]:
-        """Of an entry that is one: (the reason, who)."""
+        """Return (the reason, who ordered it) of a cancellation entry."""
         return decoding.decode(entry.value, type=tuple[str, str])
 
     def drop_pending(self) -> None:
-        """It has ended: nothing is waited for."""
+        """Cancel all pending operations: the handler has ended."""
         for operation in list(self.pending.values()):
             operation.cancel()
 
     def result(self) -> tuple[Any, BaseException | None]:
-        """How it ended: (value, None) or (None, error), which is an error too where something was never awaited."""
+        """Return (value, None) or (None, error); something that was never awaited is an error too."""
         if (error := self.main.error) is not None:
             return None, error
         for wait in self.unbegun.values():
@@ -324,7 +326,7 @@ class Task(Owner):
         return self.time_ns
 
     def random_at(self, frame: FrameType, method: str | None, purpose: bytes = b"random") -> random.Random:
-        """As Context.random_at: a message there is here what happens between two waits."""
+        """Return a random stream, as Context.random_at; the run between two waits is what a message is there."""
         context = self.tasks.context
         if self._streams is None:
             self._streams = {}
@@ -388,7 +390,7 @@ class Task(Owner):
         return ", ".join(map(described, self.pending.values())) or "nothing that it waits for"
 
     def failure(self, error: BaseException) -> HandlerError:
-        """This handler raised ``error``, or did what it can't: it fails alone, or the app stops."""
+        """Make the HandlerError for ``error``: this handler fails alone, or the app stops."""
         error = waits.asyncio_refusal(error) or error
         return self.tasks.handler_runs.failed(self.handler, self.decoded_arguments(), error, self.number)
 

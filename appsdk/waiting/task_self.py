@@ -46,7 +46,7 @@ class TaskSelf:
 
     @property
     def _immortal_context(self) -> _Namespaces:
-        """What the handlers and peers of the class look themselves up in, for ``super()``."""
+        """Namespaces in which ``super()`` finds the handlers and peers of the class."""
         return _Namespaces(self._immortal_task)
 
     def __getattr__(self, name: str) -> Any:

@@ -33,7 +33,7 @@ _buried: list[object] = []  # coroutines that ended the process, kept: as Python
 
 
 class Tasks(Host):
-    """Those of one instance."""
+    """Async handlers of one instance."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -69,7 +69,7 @@ class Tasks(Host):
             self.restore(saved)
 
     def clear_away(self) -> None:
-        """Those that wait now are needed no more."""
+        """Clear away the handlers that wait: they are not needed any more."""
         for task in self._tasks.values():
             task.clear_away()
 
@@ -137,7 +137,7 @@ class Tasks(Host):
     # --- what handlers do -------------------------------------------------------------------------------------------
 
     def signal(self, name: str, value: Any) -> None:
-        """Of a ``def`` handler."""
+        """Signal an event from a ``def`` handler."""
         if self.context.handling_thread_id == QUERY_RUNS:
             raise QueryError(f"immortal.signal: a query only reads, and signals nobody: {AS_RPC}")
         if threading.get_ident() != self.context.handling_thread_id:
@@ -186,7 +186,7 @@ class Tasks(Host):
         self.began(task)
 
     def _begin_next(self, call: SavedTask | None = None) -> None:
-        """Those whose turn it is, beginning with ``call``. Raises HandlerError."""
+        """Start the handlers whose turn it is, beginning with ``call``. Raises HandlerError."""
         while (call := call or self.limits.take_next()) is not None:
             if self.one_by_one and self._is_to_be_said(call, partial(self._begin_next, call)):
                 return
@@ -283,7 +283,7 @@ class Tasks(Host):
         return True
 
     def _is_buried(self, task: Task) -> bool:
-        """As :meth:`_has_ended_the_process`, of one that has begun."""
+        """Tell whether a begun handler has a verdict, as :meth:`_has_ended_the_process`."""
         if not self._has_ended_the_process(task.number, task.handler, task.caller, task.call_number):
             return False
         task.drop_pending()

@@ -1,4 +1,4 @@
-"""What an ``async def`` handler can await, and the small loop that its parts run on: first in, first out, no clock.
+"""Awaitables of ``async def`` handlers, and the small loop that runs their coroutines: first in, first out, no clock.
 
 A :class:`Wait` begins when it is awaited, or given to ``gather`` or ``race``. The coroutines of one handler, itself and
 those that it gives to ``gather`` and ``race``, are its :class:`Fiber`\\ s. Which of them goes on next follows from the
@@ -43,7 +43,7 @@ class Fibers:
         self.unbegun: dict[int, Wait[Any]] = {}  # by identity, oldest first
 
     def run(self) -> None:
-        """Until all wait. What is raised ends the handler: it is none of what its coroutines raise for each other."""
+        """Run until all coroutines wait. A raised exception ends the handler."""
         while self.ready:
             self.ready.popleft().step()
 
@@ -138,7 +138,7 @@ class Wait(Generic[T]):
                     watcher()
 
     def cancel(self) -> None:
-        """Nobody is to learn how it ends."""
+        """Cancel the wait: nobody learns how it ends."""
         if not self.is_over:
             if self._state is _NEW:
                 self._fibers.unbegun.pop(id(self), None)
@@ -147,7 +147,7 @@ class Wait(Generic[T]):
             self._drop()
 
     def _drop(self) -> None:
-        """It is cancelled: let go of what it waits for."""
+        """Release what a cancelled wait waits for."""
 
 
 class Fiber(Wait[T]):
@@ -174,7 +174,7 @@ class Fiber(Wait[T]):
         return self._waits_for
 
     def frames(self) -> Iterator[FrameType]:
-        """Where it waits: of its coroutine and those that it awaits, the innermost last."""
+        """Yield the frames where the fiber waits: its coroutine and those that it awaits, the innermost last."""
         coroutine: Any = self._coroutine
         while isinstance(coroutine, CoroutineType) and coroutine.cr_frame is not None:
             yield coroutine.cr_frame
@@ -193,7 +193,7 @@ class Fiber(Wait[T]):
                 waiting += wait.parts
 
     def give_up(self, error: BaseException) -> None:
-        """It ends here, with ``error``, and runs no more."""
+        """End the fiber here with ``error``; it runs no more."""
         waits_for, self._waits_for = self._waits_for, None
         if waits_for is not None:
             waits_for.unwatch(self._resume)
@@ -259,7 +259,7 @@ def foreign(awaited: object) -> UsageError:
 
 
 def as_wait(fibers: Fibers, awaitable: Awaitable[T]) -> Wait[T]:
-    """What ``gather`` and ``race`` were given. Raises UsageError."""
+    """Convert an argument of ``gather`` or ``race`` to a Wait. Raises UsageError."""
     if isinstance(awaitable, Wait) and awaitable.belongs_to(fibers):
         return awaitable
     if isinstance(awaitable, Coroutine):
@@ -332,7 +332,7 @@ class Gather(_Several[tuple[Any, ...]]):
 
 @dataclass(frozen=True, slots=True)
 class Winner(Generic[T]):
-    """How a race ended: ``index`` (from 0) says which of its awaitables was done first, ``value`` with what."""
+    """Result of a race: ``index`` (from 0) of the awaitable that was first, and its ``value``."""
 
     index: int
     value: T
@@ -394,8 +394,7 @@ _TELLING = (  # in what asyncio raises where no loop runs
 
 
 def asyncio_refusal(error: BaseException) -> UsageError | None:
-    """What is said in place of ``error``, which a handler has raised; None: it is none of asyncio's for want of a
-    loop."""
+    """Return the error to raise in place of ``error`` if asyncio raised it for lack of a loop; else None."""
     if not isinstance(error, RuntimeError | AttributeError | TypeError) or not any(
         text in str(error) for text in _TELLING
     ):
@@ -439,7 +438,7 @@ def _frames_of(error: BaseException) -> Iterator[FrameType]:
 
 
 def _name_of(frames: list[FrameType]) -> str | None:
-    """Of what of asyncio was called, where that is the innermost: by the first of its frames behind the user's last."""
+    """Return the name of the asyncio function that was called innermost: its first frame after the user's last one."""
     found: str | None = None
     for frame in reversed(frames):
         if not _is_asyncios(frame):
