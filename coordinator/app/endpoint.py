@@ -88,7 +88,7 @@ class AppEndpoint:
         self._app: AppConnection | None = None
         self._interest: dict[int, int] = {}
         self._interest_for = (False, False, False)  # state that _interest was made for: paused, has waiting, closing
-        self._sent_bytes = 0  # handed to the socket, and the core has not heard of it
+        self.sent_bytes = 0  # handed to the socket, and not yet reported by take_sent()
         self._paused = False
         self.last_traffic_ns = time.monotonic_ns()  # when a byte last went to the app or came from it
         self.is_handling = False  # another process does
@@ -209,22 +209,17 @@ class AppEndpoint:
             sent = app.flush()
             if sent:
                 self.last_traffic_ns = time.monotonic_ns()
-                self._sent_bytes += sent
+                self.sent_bytes += sent
         if app.closing and not app.has_waiting:
             events.append(self._disconnect(app))
         else:
             self._update_interest(app)
         return events
 
-    @property
-    def sent_bytes(self) -> int:
-        """Number of bytes that the next :meth:`take_sent` will report."""
-        return self._sent_bytes
-
     def take_sent(self) -> list[ev.Event]:
         """Return the event that tells the core how much :meth:`flush` has sent. If the core does not wait for it, it
         may come with whatever event comes next."""
-        sent_bytes, self._sent_bytes = self._sent_bytes, 0
+        sent_bytes, self.sent_bytes = self.sent_bytes, 0
         return [ev.AppSent(sent_bytes)] if sent_bytes else []
 
     def send(self, effect: ef.SendToApp) -> None:
@@ -300,7 +295,7 @@ class AppEndpoint:
             self._epoll.unregister(descriptor)
         app.close()
         self._app = None
-        self._sent_bytes = 0
+        self.sent_bytes = 0
         return ev.AppClosed()
 
     def _update_interest(self, app: AppConnection) -> None:
