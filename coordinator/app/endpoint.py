@@ -27,7 +27,7 @@ class AppInterface(AppPort, Protocol):
     """Time when a byte last went to the app or came from it."""
 
     @property
-    def where(self) -> Mapping[str, str | None]:
+    def addresses(self) -> Mapping[str, str | None]:
         """Addresses where the app is, or where it connects, as fields of a log line."""
 
     @property
@@ -146,7 +146,7 @@ class AppEndpoint:
         self._listeners.append(listener)
 
     @property
-    def where(self) -> Mapping[str, str | None]:
+    def addresses(self) -> Mapping[str, str | None]:
         settings = self._instance or self._settings
         return {
             "app": settings.app_address,
@@ -187,7 +187,7 @@ class AppEndpoint:
         authenticator = self._authenticator
         if authenticator is not None and (proven := authenticator.process(ready)) is not None:
             connection, data = proven
-            events += [self._connect(connection), ev.AppData(data)]
+            events += [self._connect_app(connection), ev.AppData(data)]
         now_ns = time.monotonic_ns()
         if self._reopen_due_ns is not None and now_ns >= self._reopen_due_ns:
             self._open_instance_listener(now_ns)
@@ -196,7 +196,7 @@ class AppEndpoint:
             if accepted is not None and authenticator is not None:
                 authenticator.admit(accepted)
             elif accepted is not None:
-                events.append(self._connect(accepted))
+                events.append(self._connect_app(accepted))
         return events
 
     def flush(self) -> list[ev.Event]:
@@ -211,7 +211,7 @@ class AppEndpoint:
                 self.last_traffic_ns = time.monotonic_ns()
                 self.sent_bytes += sent
         if app.closing and not app.has_waiting:
-            events.append(self._disconnect(app))
+            events.append(self._disconnect_app(app))
         else:
             self._update_interest(app)
         return events
@@ -256,7 +256,7 @@ class AppEndpoint:
             listener.close()
         self._accept_epoll.close()
 
-    def _connect(self, connection: AppConnection) -> ev.Event:
+    def _connect_app(self, connection: AppConnection) -> ev.Event:
         self._app = connection
         self._paused = False
         self._interest = connection.interest(reading=True)
@@ -287,10 +287,10 @@ class AppEndpoint:
                 what = "the app sent something on the connection that it is only sent to; both are closed"
                 self._log.warning(what, kind="stray")
         if ended:
-            events.append(self._disconnect(app))
+            events.append(self._disconnect_app(app))
         return events
 
-    def _disconnect(self, app: AppConnection) -> ev.Event:
+    def _disconnect_app(self, app: AppConnection) -> ev.Event:
         for descriptor in self._interest:
             self._epoll.unregister(descriptor)
         app.close()

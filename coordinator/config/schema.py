@@ -365,9 +365,8 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         Mapping[str, PublicKeys], says("Public keys of clients that no registry file gives, by name.")
     ] = field(default_factory=dict)
 
-    permissions: Mapping[str, Permission] = field(
-        default_factory=dict
-    )  # of those in ``allow`` that may not do everything
+    # of those in ``allow`` that may not do everything
+    permissions: Mapping[str, Permission] = field(default_factory=dict)
 
     @property
     def app_address(self) -> str | None:

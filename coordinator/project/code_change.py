@@ -127,9 +127,7 @@ class CodeChange:
                 code, lines = await self._immortal("peers", "reset", other, settings.name, "--yes")
                 if code == 0 or time.monotonic() > deadline_s:
                     break
-                await asyncio.sleep(
-                    RESET_RETRY_S
-                )  # the peer is stopping or starting, as after a change of its own code
+                await asyncio.sleep(RESET_RETRY_S)  # the peer just stops or starts, as after a change of its own code
             for line in lines:
                 say(line)
 

@@ -216,7 +216,7 @@ class Coordinator:
     def _announce_follower(self) -> None:
         """Announce this follower, while another process is the instance."""
         control.announce(self._own_settings.folder, self._control.listen())
-        self._log.info("coordinator started, to follow", **self._app.where)
+        self._log.info("coordinator started, to follow", **self._app.addresses)
 
     def _become_instance(self) -> None:
         """Listen and announce at the instance's addresses: this process writes the log now."""
@@ -240,7 +240,7 @@ class Coordinator:
         self._log.info(
             "coordinator started",
             peer=settings.peer,
-            **self._app.where,
+            **self._app.addresses,
             encrypted=security is not None,
             runs=compiled.describe(),
             **{key: self._machine.view.status(self._clock.now_ns())[key] for key in ("committer_id", "sequence_id")},
@@ -401,10 +401,8 @@ class Coordinator:
         for number in (signal.SIGTERM, signal.SIGINT) if self._has_signals else ():
             signal.signal(number, signal.SIG_IGN)  # stopped already: one more signal must not change the exit status
         self._peers.close()
-        for each in (
-            self._settings,
-            self._own_settings,
-        ):  # before the socket: a client that is cut off reads the file then
+        # Before the socket: a client that is cut off reads the file then
+        for each in (self._settings, self._own_settings):
             control.withdraw(each.folder)
         self._control.close()
         self._clock.close()

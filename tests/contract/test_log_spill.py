@@ -253,5 +253,3 @@ def test_two_rows_with_the_same_message(folder: Path) -> None:
     store.commit(Transaction(spilled=[row("bob", 8, 1)]))
     store.close()
     assert any("two rows hold the message 8 spilled to 'bob'" in one.message for one in verify_log(folder).findings())
-
-
