@@ -83,4 +83,4 @@ def coordinator(
     if follow:
         folder = place or claim_place(settings).folder
         at = follower_settings(settings, folder, app_port=app_port, app_send_port=app_send_port)
-    sys.exit(run_coordinator(settings, registry, log, promote=promote, trust_pickle=trust_pickle, place=at))
+    sys.exit(run_coordinator(settings, registry, log, promote=promote, trust_pickle=trust_pickle, follower_settings=at))

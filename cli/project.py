@@ -145,10 +145,10 @@ def up(ctx: click.Context, path: Path | None, timeout_s: float, keep: bool) -> N
         _keep(project, registry)
         return
     names = [one.name for one in project.services()]  # what is wrong with it is said here
-    looks = _begin(project, timeout_s)
+    looks = _start_daemon(project, timeout_s)
     deadline_s = time.monotonic() + timeout_s
     while True:
-        holder = _keeper_of(project)
+        holder = _holder_of(project)
         states = dict(holder.states) if holder.looks > looks else {}
         settled = {name: text for name, text in states.items() if text.startswith(_SETTLED)}
         if holder.looks > looks and len(settled) == len(states):
@@ -175,7 +175,7 @@ def _keep(project: Project, registry: Registry) -> None:
         asyncio.run(ProjectDaemon(project, registry).run())
 
 
-def _begin(project: Project, timeout_s: float) -> int:
+def _start_daemon(project: Project, timeout_s: float) -> int:
     """Start the process in the background, or let it look again; how often it had looked before."""
     from immortal.coordinator.project.background import COMMAND, RELOAD_SIGNAL
     from immortal.coordinator.project.run_lock import holder
@@ -203,7 +203,7 @@ def _begin(project: Project, timeout_s: float) -> int:
     return 0
 
 
-def _keeper_of(project: Project) -> RunLockHolder:
+def _holder_of(project: Project) -> RunLockHolder:
     """Raises FailedError where it is gone."""
     from immortal.coordinator.project.run_lock import holder
 

@@ -56,7 +56,7 @@ class EmbeddedApp:
         """A service in one process follows nobody, and no other app comes."""
 
     @property
-    def where(self) -> Mapping[str, str | None]:
+    def addresses(self) -> Mapping[str, str | None]:
         return {"app": "in this process"}
 
     @property

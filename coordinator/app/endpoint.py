@@ -27,7 +27,7 @@ class AppInterface(AppPort, Protocol):
     """Time when a byte last went to the app or came from it."""
 
     @property
-    def where(self) -> Mapping[str, str | None]:
+    def addresses(self) -> Mapping[str, str | None]:
         """Addresses where the app is, or where it connects, as fields of a log line."""
 
     @property
@@ -88,7 +88,7 @@ class AppEndpoint:
         self._app: AppConnection | None = None
         self._interest: dict[int, int] = {}
         self._interest_for = (False, False, False)  # state that _interest was made for: paused, has waiting, closing
-        self._sent_bytes = 0  # handed to the socket, and the core has not heard of it
+        self.sent_bytes = 0  # handed to the socket, and not yet reported by take_sent()
         self._paused = False
         self.last_traffic_ns = time.monotonic_ns()  # when a byte last went to the app or came from it
         self.is_handling = False  # another process does
@@ -146,7 +146,7 @@ class AppEndpoint:
         self._listeners.append(listener)
 
     @property
-    def where(self) -> Mapping[str, str | None]:
+    def addresses(self) -> Mapping[str, str | None]:
         settings = self._instance or self._settings
         return {
             "app": settings.app_address,
@@ -187,7 +187,7 @@ class AppEndpoint:
         authenticator = self._authenticator
         if authenticator is not None and (proven := authenticator.process(ready)) is not None:
             connection, data = proven
-            events += [self._connect(connection), ev.AppData(data)]
+            events += [self._connect_app(connection), ev.AppData(data)]
         now_ns = time.monotonic_ns()
         if self._reopen_due_ns is not None and now_ns >= self._reopen_due_ns:
             self._open_instance_listener(now_ns)
@@ -196,7 +196,7 @@ class AppEndpoint:
             if accepted is not None and authenticator is not None:
                 authenticator.admit(accepted)
             elif accepted is not None:
-                events.append(self._connect(accepted))
+                events.append(self._connect_app(accepted))
         return events
 
     def flush(self) -> list[ev.Event]:
@@ -209,22 +209,17 @@ class AppEndpoint:
             sent = app.flush()
             if sent:
                 self.last_traffic_ns = time.monotonic_ns()
-                self._sent_bytes += sent
+                self.sent_bytes += sent
         if app.closing and not app.has_waiting:
-            events.append(self._disconnect(app))
+            events.append(self._disconnect_app(app))
         else:
             self._update_interest(app)
         return events
 
-    @property
-    def sent_bytes(self) -> int:
-        """Number of bytes that the next :meth:`take_sent` will report."""
-        return self._sent_bytes
-
     def take_sent(self) -> list[ev.Event]:
         """Return the event that tells the core how much :meth:`flush` has sent. If the core does not wait for it, it
         may come with whatever event comes next."""
-        sent_bytes, self._sent_bytes = self._sent_bytes, 0
+        sent_bytes, self.sent_bytes = self.sent_bytes, 0
         return [ev.AppSent(sent_bytes)] if sent_bytes else []
 
     def send(self, effect: ef.SendToApp) -> None:
@@ -261,7 +256,7 @@ class AppEndpoint:
             listener.close()
         self._accept_epoll.close()
 
-    def _connect(self, connection: AppConnection) -> ev.Event:
+    def _connect_app(self, connection: AppConnection) -> ev.Event:
         self._app = connection
         self._paused = False
         self._interest = connection.interest(reading=True)
@@ -292,15 +287,15 @@ class AppEndpoint:
                 what = "the app sent something on the connection that it is only sent to; both are closed"
                 self._log.warning(what, kind="stray")
         if ended:
-            events.append(self._disconnect(app))
+            events.append(self._disconnect_app(app))
         return events
 
-    def _disconnect(self, app: AppConnection) -> ev.Event:
+    def _disconnect_app(self, app: AppConnection) -> ev.Event:
         for descriptor in self._interest:
             self._epoll.unregister(descriptor)
         app.close()
         self._app = None
-        self._sent_bytes = 0
+        self.sent_bytes = 0
         return ev.AppClosed()
 
     def _update_interest(self, app: AppConnection) -> None:

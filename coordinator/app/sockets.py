@@ -320,7 +320,7 @@ class AppListener:
 
     def _complete(self) -> AppConnection | None:
         if self._settings.app_send_port is not None and len(self._accepted) == len(SocketRole):
-            # What dead apps left in the backlog must not be paired with what a living one brings.
+            # Sockets of dead apps from the backlog must not be paired with those of a living one.
             self._drop_accepted({role for role, one in self._accepted.items() if _is_gone(one)})
         receiver, sender = self._accepted.get(SocketRole.RECEIVE), self._accepted.get(SocketRole.SEND)
         if receiver is None or (sender is None and self._settings.app_send_port is not None):

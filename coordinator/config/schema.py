@@ -173,7 +173,7 @@ class AppAuth(enum.StrEnum):
 
     CHALLENGE = "challenge"  # both prove that they know the coordinator's secret, which is not sent
     SECRET = "secret"  # noqa: S105 (a name) or it may show it, in its Hello: for apps that can't answer a challenge
-    NONE = "none"  # it need not: for clients that know only the base protocol
+    NONE = "none"  # no proof: for clients that know only the base protocol
 
 
 class Checkpoints(enum.StrEnum):
@@ -204,7 +204,7 @@ class Tuning(Struct, frozen=True):
     ] = 600
 
 
-_Checkpoints = Annotated[int, whole(1, 1_000_000, none="all")]  # what is meant beyond this is "all"
+_Checkpoints = Annotated[int, whole(1, 1_000_000, none="all")]  # more would mean "all"
 _Days = Annotated[int, whole(1, 36_500, "days")]  # a hundred years: beyond it keep_checkpoints = "all" is meant
 _Age = Annotated[int, whole(1, 366 * 86_400, "seconds")]
 _Kills = Annotated[int, whole(1, 1000, none="never")]
@@ -215,7 +215,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     """Settings of one instance. A field without says() is in no file."""
 
     name: str
-    folder: Path  # of its files of the running time, and of its log unless ``log`` says otherwise
+    folder: Path  # of its runtime files, and of its log unless ``log`` says otherwise
 
     peer: Annotated[
         Endpoint, says("Where peers reach it; 'immortal register' takes a free port for tcp://127.0.0.1:*.")
@@ -365,9 +365,8 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         Mapping[str, PublicKeys], says("Public keys of clients that no registry file gives, by name.")
     ] = field(default_factory=dict)
 
-    permissions: Mapping[str, Permission] = field(
-        default_factory=dict
-    )  # of those in ``allow`` that may not do everything
+    # of those in ``allow`` that may not do everything
+    permissions: Mapping[str, Permission] = field(default_factory=dict)
 
     @property
     def app_address(self) -> str | None:

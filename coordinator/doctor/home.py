@@ -72,7 +72,7 @@ def _folder(folder: Path) -> Iterator[Finding]:
     try:
         status = folder.stat()
     except FileNotFoundError:
-        return  # of an instance that was never started
+        return  # the instance was never started
     except OSError as error:
         yield problem(
             AREA, f"{folder} can't be looked at: {error.strerror}", "nothing in it can be used", "see its modes"

@@ -149,7 +149,7 @@ def _memory(instances_count: int) -> Iterator[Finding]:
             'a checkpoint with checkpoint="fork" needs room for a second copy of the app, and fails without',
             "sysctl vm.overcommit_memory=0, or swap of the size of the largest app",
         )
-    if "[always]" in _line("/sys/kernel/mm/transparent_hugepage/enabled"):
+    if "[always]" in _text("/sys/kernel/mm/transparent_hugepage/enabled"):
         yield note(
             MEMORY,
             "transparent huge pages are on for all memory",
@@ -180,10 +180,6 @@ def _text(path: str) -> str:
         return Path(path).read_text()
     except OSError:
         return ""
-
-
-def _line(path: str) -> str:
-    return _text(path).strip()
 
 
 def _first_word(path: str) -> str:

@@ -193,7 +193,7 @@ class Links:
             if link.transmit(now_ns):
                 self._poller.unread[link] = None
         self.sending.clear()
-        # What could not be sent waits until its link has room or a reply.
+        # Messages that could not be sent wait until their link has room or a reply.
         if patient and all(link.outbox.all_sent for link in self):
             self._poller.put_replies_off(now_ns)
         else:

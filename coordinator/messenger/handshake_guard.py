@@ -65,7 +65,7 @@ class HandshakeGuard:
         self._accepted_s: dict[int, float] = {}  # when each of these came
         self._oversized_since_s: dict[int, float] = {}  # when each of them was first seen to have sent too much
         self._succeeded_count = 0  # of these; without CURVE
-        self._failed = False  # the next that ends had not succeeded
+        self._handshake_failed = False  # the connection that ends next had not succeeded
         self._ending: dict[int, tcp_socket.socket] = {}  # until ZeroMQ has noticed
         self._wake = WakeupEvent()
         self._thread = threading.Thread(target=self._run, name="handshakes", daemon=True)
@@ -88,12 +88,12 @@ class HandshakeGuard:
             if event == _ACCEPTED:
                 self._accepted(value)
             elif event == _DISCONNECTED:
-                self._forget(value, succeeded=not self._failed)
-                self._failed = False
+                self._forget(value, succeeded=not self._handshake_failed)
+                self._handshake_failed = False
             elif event == _SUCCEEDED:
                 self._succeeded_count += 1
             else:
-                self._failed = True
+                self._handshake_failed = True
                 if self._secured:
                     self._count("a connection was refused that has no key, or expects another one here")
 
@@ -103,12 +103,9 @@ class HandshakeGuard:
         if connection is not None:
             self._unauthenticated[descriptor] = connection
             self._accepted_s[descriptor] = time.monotonic()
-        if (
-            len(self._unauthenticated) > HANDSHAKES_MAX
-        ):  # a handshake takes milliseconds: the oldest is the likeliest to idle
-            self._end(
-                next(iter(self._unauthenticated)), f"more than {HANDSHAKES_MAX} connections have not shown who they are"
-            )
+        if len(self._unauthenticated) > HANDSHAKES_MAX:
+            oldest = next(iter(self._unauthenticated))  # a handshake takes milliseconds: this one most likely idles
+            self._end(oldest, f"more than {HANDSHAKES_MAX} connections have not shown who they are")
 
     def _duplicate(self, descriptor: int) -> tcp_socket.socket | None:
         """Duplicate ZeroMQ's descriptor; None if the connection has ended by now and the number may be reused."""
@@ -132,19 +129,19 @@ class HandshakeGuard:
     def _check_sizes(self) -> None:
         too_much = []
         now_s = time.monotonic()
-        succeeded_s = now_s - HANDSHAKE_TIMEOUT_MS / 1000 - 1  # by then ZeroMQ has ended all others
+        succeeded_s = now_s - HANDSHAKE_TIMEOUT_MS / 1000 - 1  # after that time ZeroMQ has ended all others
         for descriptor, connection in list(self._unauthenticated.items()):
             acknowledged_bytes, received_bytes = _tcp_byte_counts(connection)
             is_known = self._secured and acknowledged_bytes > _BEFORE_READY_BYTES
             if is_known or self._accepted_s[descriptor] < succeeded_s:
                 self._forget(descriptor, succeeded=True)
             elif received_bytes > HANDSHAKE_SIZE_BYTES_MAX:
-                # Without CURVE a message may follow right behind, and ZeroMQ be busy with others before it.
+                # Without CURVE a message may follow at once, while ZeroMQ is busy with other connections.
                 too_much_s = self._oversized_since_s.setdefault(descriptor, now_s)
                 if self._secured or now_s - too_much_s >= HANDSHAKE_PLAIN_GRACE_MS / 1000:
                     too_much.append((received_bytes, descriptor))
         if too_much and not self._secured:
-            self._read_monitor()  # of a success before they were counted
+            self._read_monitor()  # a success may have come before the bytes were counted
             too_much = sorted(one for one in too_much if one[1] in self._unauthenticated)[self._succeeded_count :]
         for received_bytes, descriptor in too_much:
             self._end(
@@ -157,7 +154,7 @@ class HandshakeGuard:
         connection = self._ending[descriptor] = self._unauthenticated.pop(descriptor)
         with contextlib.suppress(OSError):
             connection.shutdown(tcp_socket.SHUT_RDWR)
-        if not self._secured:  # else ZeroMQ tells that it has failed
+        if not self._secured:  # else ZeroMQ reports the failure
             self.refused += 1
         self._warnings.warn(f"at {self.endpoint}: {reason}", "ended")
 
@@ -190,7 +187,7 @@ def _tcp_byte_counts(connection: tcp_socket.socket) -> tuple[int, int]:
     """Return the bytes (acknowledged by the other end, received from it); (0, 0) where the kernel does not count."""
     try:
         info = connection.getsockopt(tcp_socket.IPPROTO_TCP, tcp_socket.TCP_INFO, _TCP_INFO.size)
-    except OSError:  # a Unix socket: who may use it is for the file system to say
+    except OSError:  # a Unix socket: the file system decides who may use it
         return 0, 0
     acknowledged_bytes, received_bytes = _TCP_INFO.unpack(info)
     return acknowledged_bytes, received_bytes

@@ -263,8 +263,8 @@ class Listener:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error instead of dropping silently
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, REPLIES_QUEUED_MAX)
-        # What waits here is bounded by what senders may have in flight. With a limit of ZeroMQ's, a peer's heartbeat
-        # that waits behind it as the connection breaks ends the process: see keep_alive().
+        # The senders' limits on what is in flight bound this queue. With a limit of ZeroMQ's, a peer's heartbeat that
+        # waits behind it while the connection breaks would end the process: see keep_alive().
         socket.setsockopt(zmq.RCVHWM, 0)
         keep_alive(socket)
         socket.setsockopt(zmq.MAXMSGSIZE, PART_SIZE_BYTES_MAX)

@@ -99,7 +99,7 @@ class Messenger:
         what, advice = "this messenger", "make one here, which has an incarnation of its own"
         self._mailbox.close(after_fork_message(what, self._process_id, advice))
 
-    # What any thread may do
+    # For any thread
 
     def send_message(
         self, destination: str, message: bytes | Sequence[bytes], callback: ReplyCallback | None = None
@@ -138,7 +138,7 @@ class Messenger:
             counters.sends_waited, counters.sends_refused = room.waited_count, room.refused_count
         return counters
 
-    # What the owner does; any thread after start()
+    # For the owner; for any thread after start()
 
     def listen(
         self,

@@ -269,13 +269,13 @@ class WakeupEvent:
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._signalled = False  # the worker is certain to check for work, nothing needs to be written
+        self.signalled = False  # the worker is certain to check for work, nothing needs to be written
         self._closed = False
         self._closing = threading.Lock()  # a closed descriptor's number may be another's by now
 
     def signal(self) -> None:
-        if not self._signalled:
-            self._signalled = True
+        if not self.signalled:
+            self.signalled = True
             with self._closing:
                 if not self._closed:
                     os.eventfd_write(self.descriptor, 1)
@@ -284,18 +284,14 @@ class WakeupEvent:
         """Make the descriptor unreadable, and the next signal() readable again."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.descriptor)
-        self._signalled = False
+        self.signalled = False
 
     def hold(self) -> None:
         """Make signals cost nothing: the caller is going to check for work, after release() too."""
-        self._signalled = True
+        self.signalled = True
 
     def release(self) -> None:
-        self._signalled = False
-
-    @property
-    def signalled(self) -> bool:
-        return self._signalled
+        self.signalled = False
 
     def close(self) -> None:
         with self._closing:

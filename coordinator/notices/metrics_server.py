@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 CONNECTIONS_MAX = 8  # at once, with a thread each; the next is closed at once
-CONNECTION_TIMEOUT_S = 10.0  # for all of a connection; the coordinator has 5 s of it to answer
+CONNECTION_TIMEOUT_S = 10.0  # for a whole connection; the coordinator has 5 s of it to answer
 TOKEN_SIZE_BYTES_MIN = 16
 _TOKEN = re.compile(rb"[A-Za-z0-9\-._~+/=]{%d,512}" % TOKEN_SIZE_BYTES_MIN)
 

@@ -166,10 +166,12 @@ class JsonLineSink(LineSink):
         front = {"time": time_text, "level": notice.level, "instance": self.instance, "message": notice.text}
         if not isinstance(notice, Line):
             front["notice"] = type(notice).__name__
-        return printable_json({**front, **notice.fields(), **front}, default=str)  # what a reader looks for comes first
+        return printable_json(
+            {**front, **notice.fields(), **front}, default=str
+        )  # the common fields come first and win
 
 
-BURST_MAX = BURST  # of one kind at once
+BURST_MAX = BURST  # notices of one kind at once
 
 
 class RateLimitedSink:
@@ -207,7 +209,7 @@ class RateLimitedSink:
             if self._limit.next_ns(kind) <= now_ns:
                 del self._left_out[kind]
                 left_out = self._limit.admit(kind, now_ns) or 1
-                self._emit_with_count(notice, left_out - 1)  # it was counted as well
+                self._emit_with_count(notice, left_out - 1)  # without the one that is passed on
 
     def _emit_with_count(self, notice: Notice, left_out: int) -> None:
         self._sink.emit(replace(notice, left_out=left_out) if left_out else notice)

@@ -76,14 +76,14 @@ class PeerEndpoint:
         self._own_endpoint = settings.peer
         self._log, self._post = log, post
         self._routes = Routes(Discovery(settings, registry), log.warning)
-        self._security = PeerSecurity(settings, registry, self._routes.names_at, log.warning)
+        self.security = PeerSecurity(settings, registry, self._routes.names_at, log.warning)
         self._permissions: tuple[Mapping[str, Permission], bool] = (settings.permissions, False)
         self._retries = PeerRetransmissions()
         self._blocked: dict[str, str] = {}  # destinations that must not be connected to, and why
         self._impostors = 0  # frames under another name than that of their key
         # The windows of streams bound what is pending. No reply here comes with a callback, so all frames go to the
         # server loop, in order.
-        self._messenger = Messenger(security=self._security.security, pending=None)
+        self._messenger = Messenger(security=self.security.security, pending=None)
         self.hold = self._messenger.hold
         self.fileno = self._messenger.fileno
         # Deadlines on the monotonic clock, as of the last next_deadline_ns():
@@ -96,15 +96,11 @@ class PeerEndpoint:
             self._own_endpoint, self._frame_received, ordered=True, client_loop=self._client_frame_received
         )
 
-    @property
-    def security(self) -> PeerSecurity:
-        return self._security
-
     # --- the loop's port ---------------------------------------------------------------------------------------------
 
     def next_deadline_ns(self) -> int | None:
         self._messenger_due_ns = self._messenger.next_deadline_ns()
-        self._poll_due_ns = earliest(self._routes.next_deadline_ns(), self._security.next_deadline_ns())
+        self._poll_due_ns = earliest(self._routes.next_deadline_ns(), self.security.next_deadline_ns())
         return earliest(self._messenger_due_ns, self._poll_due_ns, self._retries.next_deadline_ns())
 
     def process(self, now_ns: int, *, ready: bool) -> bool:
@@ -125,7 +121,7 @@ class PeerEndpoint:
     def audit(self, auditor: Auditor, refusals: Mapping[str, Mapping[str, int]], now_ns: int) -> None:
         """Record refusals and security changes. ``refusals``: counts by caller, as the machine has them."""
         counters = self._messenger.counters()
-        auditor.look(counters, self._security.security, self._permissions[0], refusals, self._impostors, now_ns)
+        auditor.look(counters, self.security.security, self._permissions[0], refusals, self._impostors, now_ns)
 
     def close(self) -> None:
         self._messenger.close()
@@ -187,23 +183,23 @@ class PeerEndpoint:
             if endpoint_before is not None:
                 self._drop(endpoint_before, name)
             self._post(ev.PeerMoved(name))
-            self._security.schedule_check()  # it shows the key that it has there
+            self.security.schedule_check()  # it may have another key there
 
     def _post_permissions(self) -> None:
         """Post the permissions if they have changed."""
         before = self._permissions
-        self._permissions = given, has_keys = self._security.permissions, self._security.security is not None
+        self._permissions = given, has_keys = self.security.permissions, self.security.security is not None
         if self._permissions != before:
             self._post(ev.PermissionsChanged(given, has_keys))
         if given != before[0]:
             self._log.info("permissions changed", limited=sorted(given))
 
     def _poll_keys(self, now_ns: int) -> None:
-        changed = self._security.poll(now_ns)
+        changed = self.security.poll(now_ns)
         self._post_permissions()
         if not changed:
             return
-        security = self._security.security
+        security = self.security.security
         if security is not None:
             self._messenger.secure(security)
             self._log.info(
@@ -211,12 +207,12 @@ class PeerEndpoint:
             )
         for name in list(self._blocked):
             endpoint = self._routes.endpoint(name)
-            if endpoint is None or self._security.block_reason(endpoint) is None:
+            if endpoint is None or self.security.block_reason(endpoint) is None:
                 del self._blocked[name]
                 self._post(ev.PeerMoved(name))
 
     def _is_blocked(self, name: str, endpoint: str) -> bool:
-        problem = self._security.block_reason(endpoint)
+        problem = self.security.block_reason(endpoint)
         if problem is None:
             self._blocked.pop(name, None)
             return False
@@ -290,7 +286,7 @@ class PeerEndpoint:
 
     def describe_security(self) -> dict[str, object]:
         counters = self._messenger.counters()
-        security = self._security.security
+        security = self.security.security
         return {
             "key": None if security is None else security.own.public,
             "strangers_refused": counters.strangers_refused,

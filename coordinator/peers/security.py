@@ -36,7 +36,7 @@ class Keyring:
         self._files: dict[str, str] = {}
         self._read: dict[str, tuple[_Version, PublicFile]] = {}
         self._watched: list[tuple[str, _Version | None]] = []  # public files, as they were when all were read
-        self._next = 0  # of these, for the next glance
+        self._next = 0  # index of the file checked next
 
     def keys_of(self, settings: InstanceSettings, name: str) -> tuple[str, ...]:
         """Return the keys of ``name``: those that ``settings`` give, else those of its public file. Raises
@@ -139,7 +139,7 @@ class PeerSecurity:
         self._warned_now: set[str] = set()
         self._next_poll_ns = 0
         self._block_reasons: dict[tuple[str, ...], str | None] = {}
-        self._last_state: tuple[object, ...] = ()  # what the last look had found, but for public files
+        self._last_state: tuple[object, ...] = ()  # what the last poll had read, without public files
         self.security: Security | None = self._read_security(check_start(settings))
 
     @property

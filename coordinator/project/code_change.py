@@ -47,7 +47,7 @@ class Outcome(enum.Enum):
     NOTHING_LOGGED = "nothing is logged yet"
     SAME = "the same"
     DIFFERENT = "different"
-    UNKNOWN = "can't be told"  # it does not start with this state, say
+    UNKNOWN = "can't be told"  # for example, the app does not start with this state
 
 
 class ChangeReport(Struct, frozen=True):
@@ -127,7 +127,7 @@ class CodeChange:
                 code, lines = await self._immortal("peers", "reset", other, settings.name, "--yes")
                 if code == 0 or time.monotonic() > deadline_s:
                     break
-                await asyncio.sleep(RESET_RETRY_S)  # it just stops or starts, as after a change of its own code
+                await asyncio.sleep(RESET_RETRY_S)  # the peer just stops or starts, as after a change of its own code
             for line in lines:
                 say(line)
 

@@ -29,7 +29,7 @@ from immortal.coordinator.project.project import ModuleImportError, Project, Ser
 from immortal.coordinator.service.process import StopRequests
 from immortal.protocol.errors import ImmortalError
 
-OWN = "immortal"  # as the name of what this says itself
+OWN = "immortal"  # name in front of this module's own lines
 _SETTLED = (State.READY, State.STOPPED, State.FAILED)
 
 
@@ -50,7 +50,7 @@ class Development:
         self._all_changed = False
         self._unread: set[str] = set()  # names of services that were changed while the project could not be read
         self._task: asyncio.Task[None] | None = None
-        self._is_committed = False  # what is handled can't be begun anew
+        self._is_committed = False  # the change under way can't be cancelled
         self._stopping = asyncio.Event()
         self._stop_requests = StopRequests()
 
@@ -157,7 +157,7 @@ class Development:
                 self._note_changed_files(changed)
             is_free = self._task is None or self._task.done()
             if is_free and self._task is not None and not self._task.cancelled():
-                self._task.result()  # an error of ours is not passed over
+                self._task.result()  # raises our own errors
             failed = [member for member in self._members.values() if member.state is State.FAILED]
             self._reported_failed &= {member.name for member in failed}
             untold = [member for member in failed if member.name not in self._reported_failed]
@@ -166,7 +166,7 @@ class Development:
                 self._task = asyncio.create_task(self._handle_failed(untold))
             elif (self._changed or self._all_changed) and not self._stopping.is_set():
                 if not is_free and not self._is_committed and self._task is not None:
-                    self._task.cancel()  # what was asked, or tried, is about code that is no more
+                    self._task.cancel()  # its questions and tries are about code that was replaced
                 elif is_free:
                     self._task = asyncio.create_task(self._apply_changes())
 
@@ -233,7 +233,7 @@ class Development:
                     " looked at anew",
                     "warning",
                 )
-                member.service = service_with_code(member.service, service)
+                member.service = msgspec.structs.replace(member.service, files=service.files)  # to notice their changes
                 return
             try:
                 await (self._upgrade_here(member, change, found) if choice == "u" else self._reset(member, change))
@@ -316,8 +316,3 @@ class Development:
         if self._register(service):
             member.service = service
             member.start()
-
-
-def service_with_code(running: ServiceSpec, saved: ServiceSpec) -> ServiceSpec:
-    """Return ``running`` with the files of ``saved``, so that their changes are noticed."""
-    return msgspec.structs.replace(running, files=saved.files)

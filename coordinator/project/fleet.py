@@ -30,9 +30,9 @@ from immortal.coordinator.project.project import PEER_DEFAULT, Project, ServiceS
 from immortal.coordinator.service.children import PYTHON
 from immortal.coordinator.service.process import die_with_parent
 
-LINE_SIZE_BYTES_MAX = 64 << 10  # what is longer comes in pieces
+LINE_SIZE_BYTES_MAX = 64 << 10  # longer lines are passed on in pieces
 EFFECTS_VARIABLE = "IMMORTAL_EFFECTS"  # of the app: appsdk/running/options.py
-QUESTION_AFTER_S = 0.15  # as long as no print() takes from its text to its end
+QUESTION_AFTER_S = 0.15  # longer than any print() takes from its text to its end of line
 _READ_SIZE_BYTES = 64 << 10
 _LINE = re.compile(
     r"(?P<clock>\d\d:\d\d:\d\d\.\d{3}) (?P<level>debug|info|warning|error) +"
@@ -46,7 +46,7 @@ class State(enum.Enum):
     RESTARTING = "restarting"  # one of its processes died
     STOPPING = "stopping"
     STOPPED = "stopped"
-    FAILED = "failed"  # it ended by itself, and not well
+    FAILED = "failed"  # it ended by itself, with an error
 
 
 class OutputSink(Protocol):
@@ -85,7 +85,7 @@ class ServiceProcess:
         self._simulates_effects = simulates_effects
         self._process: subprocess.Popen[bytes] | None = None
         self._exited: asyncio.Future[int] | None = None
-        self._stop_requested = False  # to stop
+        self._stop_requested = False
 
     @property
     def name(self) -> str:

@@ -202,7 +202,7 @@ class LogFiles:
 
     def __init__(self, home: Path, changed: Callable[[], None], size_bytes_max: int = SIZE_BYTES_MAX) -> None:
         self._home = home
-        self._changed = changed
+        self.changed = changed
         self._size_bytes_max = size_bytes_max
         self._files: dict[str, _Rotating] = {}
 
@@ -224,9 +224,6 @@ class LogFiles:
 
     def ended(self, name: str) -> None:
         pass
-
-    def changed(self) -> None:
-        self._changed()
 
     def close(self) -> None:
         for file in self._files.values():
@@ -274,7 +271,7 @@ class Tail:
         try:
             now = self._path.stat()
         except FileNotFoundError:
-            return False  # it is being put aside
+            return False  # it is being rotated
         here = os.fstat(self._file.fileno())
         return (now.st_dev, now.st_ino) != (here.st_dev, here.st_ino) and self._file.tell() == here.st_size
 

@@ -86,8 +86,8 @@ class Coordinator:
     """Coordinator of one instance. :meth:`run` returns when it has stopped.
 
     ``store``: the log, open for writing; None: ``follow`` says where it is, which another process may write. ``lines``:
-    where its lines go. ``place``: the settings with the places where the app and operators find it for as long as it
-    follows; those of the instance where None. ``make_app``: the app's side, by default sockets for another process.
+    where its lines go. ``follower_settings``: the settings with the addresses where the app and operators find it while
+    it follows; None: those of the instance. ``make_app``: the app's side, by default sockets for another process.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Coordinator:
         *,
         promote: bool = False,
         follow: Places | None = None,
-        place: InstanceSettings | None = None,
+        follower_settings: InstanceSettings | None = None,
         make_app: MakeApp | None = None,
     ) -> None:
         self._settings = settings
-        self._place = place = place or settings
+        self._own_settings = own_settings = follower_settings or settings
         self._registry = registry
         self._line_sink = RateLimitedSink(lines)
         self._metrics = None if settings.metrics is None else Metrics(settings)
@@ -147,7 +147,9 @@ class Coordinator:
         self._timings = self._make_timings()
         self._epoll = select.epoll()
         self._app: AppInterface = (
-            AppEndpoint(place, log, self._epoll) if make_app is None else make_app(self, place, log, self._epoll)
+            AppEndpoint(own_settings, log, self._epoll)
+            if make_app is None
+            else make_app(self, own_settings, log, self._epoll)
         )
         self._peers = PeerEndpoint(settings, registry, log, post if self._timings is None else self._post_timed)
         keep_ns = None if settings.keep_log_days is None else settings.keep_log_days * DAY_NS
@@ -162,7 +164,7 @@ class Coordinator:
             self._log_granted,
         )
         self._auditor = Auditor(AuditLog(settings.folder, log.warning))
-        self._control = ControlServer(place.folder)
+        self._control = ControlServer(own_settings.folder)
         self._operator = OperatorEndpoint(
             machine, self._app, self._peers, self._log_endpoint, self._clock, self._auditor, post
         )
@@ -213,17 +215,17 @@ class Coordinator:
 
     def _announce_follower(self) -> None:
         """Announce this follower, while another process is the instance."""
-        control.announce(self._place.folder, self._control.listen())
-        self._log.info("coordinator started, to follow", **self._app.where)
+        control.announce(self._own_settings.folder, self._control.listen())
+        self._log.info("coordinator started, to follow", **self._app.addresses)
 
     def _become_instance(self) -> None:
         """Listen and announce at the instance's addresses: this process writes the log now."""
         self._is_the_instance = True
         settings = self._settings
         self._peers.listen()
-        if self._place is not settings:
+        if self._own_settings is not settings:
             self._epoll.unregister(self._control_fileno)
-            control.withdraw(self._place.folder)
+            control.withdraw(self._own_settings.folder)
             self._control.close()
             self._control = ControlServer(settings.folder)
             self._control_fileno = self._control.fileno()
@@ -238,14 +240,14 @@ class Coordinator:
         self._log.info(
             "coordinator started",
             peer=settings.peer,
-            **self._app.where,
+            **self._app.addresses,
             encrypted=security is not None,
             runs=compiled.describe(),
             **{key: self._machine.view.status(self._clock.now_ns())[key] for key in ("committer_id", "sequence_id")},
         )
         if (warning := insecurity_warning(settings, security)) is not None:
             self._log.warning(warning)
-        if self._was_ready:  # it followed
+        if self._was_ready:  # as a follower
             control.notify_ready()
 
     def _make_timings(self) -> TimingRecorder | None:
@@ -274,7 +276,7 @@ class Coordinator:
         )
 
     def _log_granted(self, store: LogStore) -> None:
-        if self._place is not self._settings:
+        if self._own_settings is not self._settings:
             summary = store.summary()
             self._clock.take_over(summary)
             if summary.versions:  # another may have done the upgrade that was asked for
@@ -399,12 +401,13 @@ class Coordinator:
         for number in (signal.SIGTERM, signal.SIGINT) if self._has_signals else ():
             signal.signal(number, signal.SIG_IGN)  # stopped already: one more signal must not change the exit status
         self._peers.close()
-        for place in (self._settings, self._place):  # before the socket: a client that is cut off reads the file then
-            control.withdraw(place.folder)
+        # Before the socket: a client that is cut off reads the file then
+        for each in (self._settings, self._own_settings):
+            control.withdraw(each.folder)
         self._control.close()
         self._clock.close()
         self._log_endpoint.close()
-        if self._place is not self._settings and self._log_endpoint.store is not None:
+        if self._own_settings is not self._settings and self._log_endpoint.store is not None:
             self._log_endpoint.store.close()
         if self._timings is not None:
             self._timings.close()
@@ -512,14 +515,14 @@ def run_coordinator(
     *,
     promote: bool = False,
     trust_pickle: bool = False,
-    place: InstanceSettings | None = None,
+    follower_settings: InstanceSettings | None = None,
     make_app: MakeApp | None = None,
 ) -> int:
     """Open the log (a new one at the first start) and serve until stopped; return the exit status.
 
     ``log``: where its lines go. ``promote``: a recovered app begins to work without a checkpoint first.
-    ``trust_pickle``: the log may be of another home, with states that pickle wrote. ``place``: settings of a follower;
-    it follows the log while another process writes it (coordinator/instances/follower_places.py). ``make_app``: see
+    ``trust_pickle``: the log may be of another home, with states that pickle wrote. ``follower_settings``: follow the
+    log while another process writes it (coordinator/instances/follower_places.py). ``make_app``: see
     :class:`Coordinator`.
 
     Raises ImmortalError if it can't start; the next start may succeed.
@@ -530,7 +533,7 @@ def run_coordinator(
     process.raise_descriptor_limit()
     ensure_machine_keys(settings, registry)
     with registry.kept():
-        return _run(settings, registry, log, trust_pickle, place, make_app, promote=promote)
+        return _run(settings, registry, log, trust_pickle, follower_settings, make_app, promote=promote)
 
 
 def _run(
@@ -538,19 +541,26 @@ def _run(
     registry: Registry,
     log: Notices,
     trust_pickle: bool,
-    place: InstanceSettings | None,
+    follower_settings: InstanceSettings | None,
     make_app: MakeApp | None,
     *,
     promote: bool,
 ) -> int:
-    places = InstanceLog(settings, log, trust_pickle=trust_pickle)
+    instance_log = InstanceLog(settings, log, trust_pickle=trust_pickle)
     try:
-        if place is not None:
+        if follower_settings is not None:
             upgrade_to = _pending_version(settings)  # done as it takes over, unless the log has that version by then
             return Coordinator(
-                settings, registry, None, log, upgrade_to, promote=promote, follow=places, place=place
+                settings,
+                registry,
+                None,
+                log,
+                upgrade_to,
+                promote=promote,
+                follow=instance_log,
+                follower_settings=follower_settings,
             ).run()
-        store = places.open_store()
+        store = instance_log.open_store()
         try:
             upgrade_to = upgrade_asked_for(settings, registry, store)
             return Coordinator(settings, registry, store, log, upgrade_to, promote=promote, make_app=make_app).run()
@@ -560,7 +570,7 @@ def _run(
         log.error(str(error))
         return STATUS_NO_RECOVERY
     except LogLockedError as error:
-        if not places.is_shared:
+        if not instance_log.is_shared:
             raise
         log.error(str(error))
         return STATUS_FENCED

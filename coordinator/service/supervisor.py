@@ -78,9 +78,6 @@ class _Child:
         os.close(self.descriptor)
         return ProcessExit(self.role, self.process.pid, returncode)
 
-    def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
 
 class Supervisor:
     """Runs the coordinator and its app until they are stopped. For the main thread of a process that ends with it: it
@@ -117,8 +114,8 @@ class Supervisor:
         self._exit_stack = contextlib.ExitStack()  # announced
         self._stop_grace_s = stop_grace_s
         self._clean_stop_s = clean_stop_s
-        self._children: dict[Role, _Child] = {}  # those that run
-        self._exits: dict[Role, ProcessExit] = {}  # of those that were started last
+        self._children: dict[Role, _Child] = {}  # running
+        self._exits: dict[Role, ProcessExit] = {}  # of the processes started last
         self._ready_descriptor: int | None = None
         self._was_ready = self._app_was_ready = False  # since both were started, since the app was
         self._stop_requests = StopRequests()
@@ -139,12 +136,12 @@ class Supervisor:
                 return self._run()
         finally:
             for child in self._children.values():  # only where something raised
-                child.send(signal.SIGKILL)
+                child.process.kill()
                 child.collect()
             self._app_stdin.restore_terminal()
             signal.set_wakeup_fd(old_wake)
             for number in (*_STOP_SIGNALS, RESTART_SIGNAL):
-                signal.signal(number, signal.SIG_IGN)  # one more wish must not spoil the exit status
+                signal.signal(number, signal.SIG_IGN)  # one more signal must not change the exit status
             self._close_ready_pipe()
             self._wake_read.close()
             self._wake_write.close()
@@ -210,7 +207,7 @@ class Supervisor:
                 pause_s = 0.0
             else:
                 self._log.error(f"the app died: {dead}; its coordinator goes on", pid=dead.pid)
-                if self._app_was_ready:  # it got somewhere: it comes back at once, however often
+                if self._app_was_ready:  # it had recovered: it comes back at once, however often
                     pause = RestartBackoff(APP_DEATHS_AT_ONCE)
                 pause_s = pause.after(time.monotonic() - started_s, recovered=False)
                 self._log.info("restarting", pause_s=pause_s)
@@ -268,11 +265,11 @@ class Supervisor:
         if role in self._exits:
             return self._exits[role]
         child = self._children[role]
-        child.send(signal.SIGTERM)
+        child.process.terminate()
         if not self._wait_for(lambda: role in self._exits, self._stop_grace_s):
             grace = f"{self._stop_grace_s:g} s"
             self._log.warning(f"the {role.value} did not stop within {grace} and is killed", pid=child.process.pid)
-            child.send(signal.SIGKILL)
+            child.process.kill()
             self._wait_for(lambda: role in self._exits)
         return self._exits[role]
 
@@ -280,7 +277,7 @@ class Supervisor:
         """Ask the coordinator to stop, which says goodbye to the app; return the exit status once both have ended."""
         self._log.info("stopping")
         requests = self._stop_requests.count
-        self._children[Role.COORDINATOR].send(signal.SIGTERM)
+        self._children[Role.COORDINATOR].process.terminate()
 
         def is_over() -> bool:
             # After a failure nobody would end the other process; a second request means at once.

@@ -24,7 +24,7 @@ from immortal.protocol.trailer import BatchKind, decode_trailer
 
 RECORDS_MAX = 10_000  # records that the app has not been given; beyond it the oldest is written without that time
 SOURCES_MAX = 10_000
-ARRIVALS_MAX = 1_000  # of one source, not logged yet
+ARRIVALS_MAX = 1_000  # arrivals of one source that are not logged yet
 
 
 class Submitted(Struct):

@@ -179,10 +179,8 @@ def test_the_log_is_in_the_same_database_where_nothing_else_is_said(shared: Flee
 def test_each_machine_has_keys_of_its_own_which_stay_there(shared: Fleet, postgres: Postgres) -> None:
     machines = [shared.machine(name) for name in "ab"]
     machines[0].register("shop", PEER)
-    assert [ensure_machine_keys(registry.load("shop"), registry) for registry in map(shared.machine, "ab")] == [
-        True,
-        True,
-    ]
+    made = [ensure_machine_keys(registry.load("shop"), registry) for registry in map(shared.machine, "ab")]
+    assert made == [True, True]
     assert not ensure_machine_keys(machines[0].load("shop"), machines[0])
     pairs = [keys.read_pairs(registry.home / "shop")[0] for registry in machines]
     assert pairs[0] != pairs[1]
