@@ -127,7 +127,10 @@ def _encodable(text: str) -> str:
 
 
 def argument_mismatch(codec: ArgumentCodec, error: BaseException, data: bytes, front: int) -> str:
-    """Say which parameter does not fit: what was expected, what came. ``front``: number of items before the arguments."""
+    """Say which parameter does not fit: what was expected, what came.
+
+    ``front``: number of items before the arguments.
+    """
     names = list(codec.signature.parameters)
     problem = text_of(error)
     try:
@@ -265,7 +268,7 @@ _PLAIN = (bool, int, float, str, bytes)
 
 
 def attributes_of(error: BaseException, causes_max: int = CAUSES_MAX) -> dict[str, Any]:
-    """Return an exception's attributes by name, without its arguments; its cause only if that is a builtin exception."""
+    """Return an exception's attributes by name, without its arguments; its cause only if that is builtin."""
     found = {**vars(error)}
     for name, (field, is_own) in _fields(type(error)).items():
         with contextlib.suppress(AttributeError):  # a slot that has no value

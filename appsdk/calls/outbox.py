@@ -326,7 +326,9 @@ class Outbox:
         return is_first
 
     def _close_full(self, batch: Batch) -> None:
-        """Close a full batch; batches that were begun earlier go first if effects must not leave before their causes."""
+        """Close a full batch; batches that were begun earlier go first if effects must not leave before their
+        causes.
+        """
         if self.holder is None:
             self._open.remove(batch)
             self._close(batch)

@@ -190,7 +190,9 @@ class Search:
             self._waiting.append((function, receiver))
 
     def making(self, cls: type) -> Iterator[tuple[str, Value]]:
-        """Yield the code that runs when an instance is made: methods, and factories of fields (with the field's name)."""
+        """Yield the code that runs when an instance is made: methods, and factories of fields (with the field's
+        name).
+        """
         for name in ("__new__", "__init__", "__post_init__"):
             yield "", attribute(Instance(cls), name)
         if dataclasses.is_dataclass(cls):

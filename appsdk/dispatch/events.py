@@ -75,7 +75,10 @@ class HandlerTimeSamples:
         self._taken.append((name, duration_ns))
 
     def answer(self) -> dict[str, Any]:
-        """Answer a request for samples: [method, ns] of what was timed since the last one. The next handlers are timed."""
+        """Answer a request for samples: [method, ns] of what was timed since the last one.
+
+        The next handlers are timed.
+        """
         taken, self._taken = self._taken, []
         self.left = TIMED_MAX
         return {"handler": None, "times": taken}

@@ -37,7 +37,10 @@ _UNSET = object()
 
 
 class _Budget(Struct):
-    """Budget of bytes that may be compared. ``compared``: method IDs; the first query of each is compared in any case."""
+    """Budget of bytes that may be compared.
+
+    ``compared``: method IDs; the first query of each is compared in any case.
+    """
 
     bytes_per_query: int
     owed_bytes: int = 0

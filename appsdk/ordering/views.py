@@ -106,7 +106,10 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Outgoing(msgspec.Struct, array_like=True):
-    """Messages that one sender has sent to a group and that are not confirmed. All of ``unconfirmed`` went to ``view``."""
+    """Messages that one sender has sent to a group and that are not confirmed.
+
+    All of ``unconfirmed`` went to ``view``.
+    """
 
     view: View
     count: int = 0

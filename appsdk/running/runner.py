@@ -104,7 +104,9 @@ def load(target: str) -> type:
 
 
 def load_or_report(target: str) -> type | None:
-    """Load a class as :func:`load`, also from the current folder; on failure tell the user on stderr and return None."""
+    """Load a class as :func:`load`, also from the current folder; on failure tell the user on stderr and return
+    None.
+    """
     folder = os.getcwd()
     hidden = HiddenModules(folder)
     add_to_path(folder)

@@ -1,5 +1,4 @@
-"""Whether the state can still be saved, looked at where messages have been handled: so that a call which has put
-something into it that can't be kept fails by itself, and not the next checkpoint.
+"""Checks after messages that the state can still be saved: a call that broke it fails, not the next checkpoint.
 
 All of a small state is looked at. Of a large one only what a glance tells to be new: attributes that were assigned,
 and what was added at the end of lists and dicts. What was there before is never laid to a message, since nobody knows

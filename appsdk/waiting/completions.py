@@ -108,7 +108,10 @@ _decode_nothing = decoding.Decoder(_ReturnedNothing).decode
 
 
 class Incoming:
-    """Delivers results to waits of one instance. ``failed``: encoded error in place of all results; None: the results."""
+    """Delivers results to waits of one instance.
+
+    ``failed``: encoded error in place of all results; None: the results.
+    """
 
     def __init__(self, tasks: Host) -> None:
         self.failed: bytes | None = None
