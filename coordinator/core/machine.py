@@ -35,9 +35,8 @@ class Machine:
         self.stopped = False
         self.parts = parts
         self.view = StatusView(parts)
-        self.name, self.limits, self.running = parts.name, parts.limits, parts.running
-        self.write_lease, self.epoch = parts.write_lease, parts.epoch
-        self._turn, self._session, self._log, self._peers = parts.turn, parts.session, parts.log, parts.peers
+        self.state = state = parts.state
+        self._session, self._log, self._peers = state.session, state.log, parts.peers
         self._committer = committer = LogCommitter(parts)
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.Started: parts.failover.started,
@@ -57,8 +56,8 @@ class Machine:
             ev.LettersDropped: parts.operator.drop,
             ev.LettersRetried: parts.operator.retry,
             ev.MessageSkipped: parts.operator.skip,
-            ev.InstancePaused: parts.pause.requested,
-            ev.InstanceResumed: parts.pause.resume_requested,
+            ev.InstancePaused: parts.state.pause.requested,
+            ev.InstanceResumed: parts.state.pause.resume_requested,
             ev.HandlersAsked: parts.waiting_handlers.ask,
             ev.HandlerOrdered: parts.waiting_handlers.order,
             ev.Committed: committer.committed,
@@ -92,9 +91,9 @@ class Machine:
         ``events``: what has come in, in order. ``now_ns``: the instance's time (core/clock.py), ns since the Unix
         epoch. A step of it comes with the event that tells it.
         """
-        turn = self._turn
-        turn.now_ns = now_ns
-        self.running.reached(now_ns)
+        state = self.state
+        state.now_ns = now_ns
+        self.parts.running.reached(now_ns)
         for event in events:
             if self.stopped:
                 break
@@ -104,27 +103,27 @@ class Machine:
                 if isinstance(event, ev.AppData) and isinstance(error, RemoteProtocolError):
                     self.parts.inbox.refuse(error)
                 else:
-                    self._stop(self.parts.policy.explained(error))
-        return turn.take_effects()
+                    self._stop(self._peers.policy.explained(error))
+        return state.take_effects()
 
     def advance(self) -> Sequence[Effect]:
         """Do what has become possible after :meth:`take`: read, send, commit."""
         if not self.stopped:
             try:
-                self._advance(self._turn.now_ns)
+                self._advance(self.state.now_ns)
             except ImmortalError as error:
-                self._stop(self.parts.policy.explained(error))
-        return self._turn.take_effects()
+                self._stop(self._peers.policy.explained(error))
+        return self.state.take_effects()
 
     def settle(self) -> Sequence[Effect]:
         """Do the rest of the turn after the last :meth:`advance`: checkpoints, back-pressure, timers. It commits
         nothing and sends peers nothing."""
         if not self.stopped:
             try:
-                self._settle(self._turn.now_ns)
+                self._settle(self.state.now_ns)
             except ImmortalError as error:
-                self._stop(self.parts.policy.explained(error))
-        return self._turn.take_effects()
+                self._stop(self._peers.policy.explained(error))
+        return self.state.take_effects()
 
     def _advance(self, now_ns: int) -> None:
         peers, clients = self._peers, self.parts.clients
@@ -144,10 +143,10 @@ class Machine:
             self.parts.queries.advance()
         if self.parts.impulses.held_bytes:
             self.parts.inbox.admit_impulses()
-        if peers.turns.waiting_bytes:
-            peers.take_turns(now_ns)
-        peers.send(now_ns)
-        for answers in peers.take_answers():
+        if peers.inbound.turns.waiting_bytes:
+            peers.inbound.take_turns(now_ns)
+        peers.outbound.send(now_ns)
+        for answers in peers.outbound.take_answers():
             clients.answered(answers)
         clients.flush()
         if self.parts.snapshot_receiver.is_under_way and self._session.phase is NORMAL:
@@ -156,11 +155,11 @@ class Machine:
             self._committer.commit(now_ns)
 
     def _settle(self, now_ns: int) -> None:
-        if self._session.phase is NORMAL and self.parts.checkpoints.settled:
+        if self._session.phase is NORMAL and self.state.checkpoints.settled:
             self.parts.checkpoint_taker.ask_if_due()
         self.parts.back_pressure.update()
-        self.parts.timers.schedule_wakes(self._peers, now_ns)
-        shutdown = self.parts.shutdown
+        self.state.timers.schedule_wakes(self._peers, now_ns, following=self.state.following)
+        shutdown = self.state.shutdown
         if shutdown.said_goodbye and self._session.unsent_bytes <= 0:
             self._stop(None)
         elif shutdown.hands_over and self._log.is_idle:
@@ -189,34 +188,34 @@ class Machine:
     @property
     def waits_for_room(self) -> bool:
         """The log has too little room, so it must be measured again although nothing happens."""
-        return bool(self.parts.log_capacity.full)
+        return bool(self.state.log_capacity.full)
 
     # --- the app's connection ----------------------------------------------------------------------------------------
 
     @property
     def waits_for_app(self) -> bool:
         """An AppSent would change something now; otherwise it may come with the next event."""
-        return self._session.unsent_bytes >= self.limits.app_window_bytes or self.parts.shutdown.said_goodbye
+        return self._session.unsent_bytes >= self.state.limits.app_window_bytes or self.state.shutdown.said_goodbye
 
     def _app_sent(self, event: ev.AppSent) -> None:
         self._session.unsent_bytes -= event.size_bytes
 
     def _app_closed(self, event: ev.AppClosed) -> None:
-        session, turn, shutdown = self._session, self._turn, self.parts.shutdown
+        session, state, shutdown = self._session, self.state, self.state.shutdown
         if session.phase is Phase.WAITING:
             return
         if not session.refused and (session.reader.buffered_bytes or session.reader.inside_blob):
-            turn.report(notices.AppCutOff())
+            state.report(notices.AppCutOff())
         if shutdown.said_goodbye:
             self._stop(None)
             return
-        turn.report(notices.AppGone(session.phase.value))
+        state.report(notices.AppGone(session.phase.value))
         self.parts.upgrades.app_lost()
         # While it was not read, something that it had sent may be lost.
         at_query = self.parts.call_failures.died_at_query(stopping=shutdown.is_requested)
         self.parts.call_failures.app_lost(stopping=shutdown.is_requested, all_heard=not self.parts.back_pressure.paused)
         caller, deaths = self.parts.call_failures.poison_guard.died_of
-        self.parts.call_failures.caused_deaths(self.parts.clients.who_is(caller), deaths, turn.now_ns)
+        self.parts.call_failures.caused_deaths(self.parts.clients.who_is(caller), deaths, state.now_ns)
         self.parts.operator.app_lost()
         self.parts.unsaved_state.app_lost()
         self.parts.waiting_handlers.app_lost()
@@ -224,10 +223,10 @@ class Machine:
         session.advance(Step.APP_LOST)
         session.connect()
         self._log.forget_app()
-        self.parts.admission.open_calls.is_known = not self._peers.ready  # if it is, the next app recovers
-        self._peers.forget_outputs()
-        self.parts.checkpoints.abandon()
-        self.parts.checkpoints.wanted = False
+        self.parts.admission.open_calls.is_known = not self.state.ready  # if it is, the next app recovers
+        self._peers.outbound.forget()
+        self.state.checkpoints.abandon()
+        self.state.checkpoints.wanted = False
         self.parts.snapshot_sender.app_lost()
         self.parts.snapshot_receiver.app_lost()
         self.parts.lifecycle.app_lost()
@@ -242,22 +241,22 @@ class Machine:
     def waits_for_peers(self) -> bool:
         """A PeerReplied would change something now; otherwise it may come with the next event."""
         return (
-            self._peers.wants_replies
+            self.state.wants_replies
             or self.parts.back_pressure.paused
             or self.parts.lifecycle.is_cut
-            or self.parts.shutdown.is_requested
+            or self.state.shutdown.is_requested
         )
 
     def _peer_frame_received(self, event: ev.PeerFrameReceived) -> None:
-        self._peers.received(event.token, event.frame, self._turn.now_ns)
+        self._peers.inbound.received(event.token, event.frame, self.state.now_ns)
 
     def _client_frame_received(self, event: ev.ClientFrameReceived) -> None:
-        now_ns = self._turn.now_ns
+        now_ns = self.state.now_ns
         if event.frame.frame_type is ClientFrameType.QUERY:
             self.parts.queries.received(event.token, event.frame, event.caller)
             return
         if event.frame.frame_type is ClientFrameType.REQUEST:
-            self._peers.turns.note_sender(CLIENTS, now_ns)
+            self._peers.inbound.turns.note_sender(CLIENTS, now_ns)
         self.parts.clients.received(event.token, event.frame, now_ns, event.caller)
 
     def _permissions_changed(self, event: ev.PermissionsChanged) -> None:
@@ -265,32 +264,32 @@ class Machine:
         self._answer_parked()
 
     def _answer_parked(self) -> None:
-        if self._peers.ready:
-            self._peers.answer_parked(self._turn.now_ns)
+        if self.state.ready:
+            self._peers.inbound.answer_parked(self.state.now_ns)
 
     def _peer_replied(self, event: ev.PeerReplied) -> None:
-        self._peers.replied(event.destination, event.tag, event.frame)
+        self._peers.outbound.replied(event.destination, event.tag, event.frame)
 
     def _peer_moved(self, event: ev.PeerMoved) -> None:
-        self._peers.moved(event.destination)
+        self._peers.outbound.moved(event.destination)
 
     def _spilled_read(self, event: ev.SpilledRead) -> None:
-        self._peers.spilled_read(event.destination, event.first_position, event.batches)
+        self._peers.outbound.spilled_read(event.destination, event.first_position, event.batches)
 
     def _tick(self, event: ev.Tick) -> None:
         """Handle a Tick: time has passed."""
-        self.parts.log_requests.tick()
-        self.parts.timers.tick(self._turn.now_ns, self._peers.retry_failed, self._answer_parked)
+        self.state.log_requests.tick()
+        self.state.timers.tick(self.state.now_ns, self._peers.outbound.retry_failed, self._answer_parked)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _stop_requested(self, event: ev.StopRequested) -> None:
-        shutdown = self.parts.shutdown
+        shutdown = self.state.shutdown
         if shutdown.is_requested:
             return
         shutdown.request(hands_over=event.hands_over and self._session.phase in WORKS)
-        self._peers.accepting = self.parts.clients.accepting = False
-        self.parts.call_failures.stop_asked(self._turn.now_ns)
+        self.state.accepting = False
+        self.parts.call_failures.stop_asked(self.state.now_ns)
         if self._session.phase not in RECOVERED:
             shutdown.report_stop_reason()
             self._stop(None)
@@ -299,10 +298,10 @@ class Machine:
         if self.stopped:
             return
         if error is not None and self._session.phase is not Phase.WAITING:
-            self.parts.outbox.send_text(MessageType.REFUSAL, f"the coordinator stops: {error}")
+            self.state.outbox.send_text(MessageType.REFUSAL, f"the coordinator stops: {error}")
         self.stopped = True
         self._session.advance(Step.STOP)
-        self._turn.effects.append(Stop(error))
+        self.state.effects.append(Stop(error))
 
 
 # Commits: groups go to the log, and the log's answers are handled.
@@ -313,8 +312,12 @@ class LogCommitter:
 
     def __init__(self, parts: Components) -> None:
         self._parts = parts
-        self._turn, self._session, self._peers = parts.turn, parts.session, parts.peers
-        self._log, self._log_requests, self._checkpoints = parts.log, parts.log_requests, parts.checkpoints
+        self._state, self._session, self._peers = parts.state, parts.state.session, parts.peers
+        self._log, self._log_requests, self._checkpoints = (
+            parts.state.log,
+            parts.state.log_requests,
+            parts.state.checkpoints,
+        )
 
     def commit(self, now_ns: int) -> None:
         """Commit the next group, if there is one."""
@@ -322,17 +325,17 @@ class LogCommitter:
         log = self._log
         # Marks are new once only: they are taken when there is a record to hold them.
         marked = self._session.phase in WORKS and log.seals_next
-        group = log.next_commit(now_ns, self._peers.new_marks(log.next_ticket) if marked else {})
+        group = log.next_commit(now_ns, self._peers.outbound.new_marks(log.next_ticket) if marked else {})
         if group is not None:
-            expected_last, fence = group.expected_last_sequence_id, parts.write_lease.fence
+            expected_last, fence = group.expected_last_sequence_id, parts.state.write_lease.fence
             self._log_requests.write(Commit(group.ticket, group.transaction, group.size_bytes, expected_last, fence))
 
     def committed(self, event: ev.Committed) -> None:
-        parts = self._parts
+        parts, state = self._parts, self._state
         self._log_requests.write_done()
-        ticket, now_ns, peers = event.ticket, self._turn.now_ns, self._peers
+        ticket, now_ns, peers = event.ticket, state.now_ns, self._peers
         group = self._log.committed(ticket)
-        peers.turns.committed(ticket, now_ns)
+        peers.inbound.turns.committed(ticket, now_ns)
         transaction = group.transaction
         if group.impulses_accepted:
             self._session.note_accepted(group.impulses_accepted, self._log.durable_sequence_id)
@@ -340,14 +343,14 @@ class LogCommitter:
         if transaction.sources:
             peers.became_durable(transaction.sources.items(), now_ns)
         if CLIENTS in transaction.acknowledged:
-            peers.answers_durable(transaction.acknowledged[CLIENTS])
+            peers.outbound.answers_durable(transaction.acknowledged[CLIENTS])
         parts.peer_resets.committed(ticket)
         parts.operator.committed(ticket)
         if transaction.epoch is not None:
-            self._turn.report(notices.NewEpoch(transaction.epoch))
-        if peers.trim_ticket and ticket >= peers.trim_ticket:
-            peers.trim_ticket = 0
-            self._turn.effects.append(Trim())
+            state.report(notices.NewEpoch(transaction.epoch))
+        if state.trim_ticket and ticket >= state.trim_ticket:
+            state.trim_ticket = 0
+            state.effects.append(Trim())
         if transaction.cut_healed:
             parts.lifecycle.cut_healed()
         if transaction.version is not None:
@@ -373,8 +376,8 @@ class LogCommitter:
         parts = self._parts
         if event.retryable:
             self._log_requests.request_failed(event)
-            parts.timers.log_at(self._log_requests.due_ns)
-        elif isinstance(event.request, ReadCheckpointChunk) and parts.write_lease.follows:
+            parts.state.timers.log_at(self._log_requests.due_ns)
+        elif isinstance(event.request, ReadCheckpointChunk) and parts.state.write_lease.follows:
             if self._session.phase is Phase.RESTORING:  # its writer may have removed it; the next look says
                 self._session.reading = False
                 parts.lifecycle.start_over(f"the checkpoint can't be restored ({event.error})")
@@ -383,11 +386,10 @@ class LogCommitter:
 
     def fenced(self, event: ev.Fenced) -> None:
         """Stop: another process writes the log now, so nothing more may leave. Raises FencedError."""
-        parts = self._parts
-        epoch = parts.epoch.number
+        name, epoch = self._state.name, self._state.epoch
         raise FencedError(
             event.holder,
-            f"fenced by {event.holder} at epoch {epoch}: it writes the log of {parts.name!r} now; nothing that was "
+            f"fenced by {event.holder} at epoch {epoch}: it writes the log of {name!r} now; nothing that was "
             f"acknowledged is lost, and nothing more of this coordinator counts",
         )
 
@@ -403,15 +405,12 @@ class LogCommitter:
 
     def log_measured(self, event: ev.LogMeasured) -> None:
         """Take a measurement of the log. A full log takes only what the app makes, until a checkpoint makes room."""
-        parts = self._parts
-        room, session, turn = parts.log_capacity, self._session, self._turn
+        state, session, room = self._state, self._session, self._state.log_capacity
         if room.measured(event.space):
-            self._peers.log_full = room.full
-            parts.clients.log_full = bool(room.full)
             if room.full:
-                turn.report(notices.LogFull(room.full))
+                state.report(notices.LogFull(room.full))
             else:
-                turn.report(notices.LogHasRoom())
+                state.report(notices.LogHasRoom())
         last = self._checkpoints.last
         if session.phase is Phase.NORMAL and room.wants_checkpoint(
             session.fed_sequence_id, self._log.durable_sequence_id, last

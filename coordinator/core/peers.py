@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core import notices
 from immortal.coordinator.core.effects import PeerResetDone, ResetPeer
-from immortal.coordinator.core.group_commit import GroupCommit
 from immortal.coordinator.core.input.admission import Admission, Delivery
 from immortal.coordinator.core.input.inbound import Inbound
 from immortal.coordinator.core.interfaces import (
@@ -28,87 +27,40 @@ from immortal.coordinator.core.interfaces import (
     Transaction,
 )
 from immortal.coordinator.core.life_cycle.session import INTRODUCED
-from immortal.coordinator.core.output.handshake import Handshake, Receivers
 from immortal.coordinator.core.output.outbound import Outbound
 from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
-from immortal.coordinator.core.output.replay_check import ExpectedOutputs, FollowerOutputs, ReplayPolicy
-from immortal.coordinator.core.state import Epoch, LocalEndpoint, Turn
+from immortal.coordinator.core.output.replay_check import ReplayPolicy
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.messages import MessageType
 
 if TYPE_CHECKING:
     from immortal.coordinator.core.group_commit import Group
-    from immortal.coordinator.core.input.admission import OpenCalls
 
 
-@dataclass(eq=False, repr=False)
-class Peers(LocalEndpoint):
-    """Made of its parts, of which each knows only those above it."""
+class Peers:
+    """Streams of one instance, made of parts of which each knows only those before it."""
 
-    policy: ReplayPolicy = field(kw_only=True)  # for what a replay makes
-    admission: Admission = field(kw_only=True)
-    committer_ids: dict[str, int] = field(init=False, default_factory=dict)  # of receivers, once seen
-    starts: dict[str, StreamStart] = field(init=False, default_factory=dict)  # of the streams that were reset
-
-    def __post_init__(self) -> None:
-        self.delivery = Delivery(self.log, self.admission)
-        self.inbound = inbound = Inbound(self, self.delivery)
-        receivers = Receivers(self, self.committer_ids, self.starts)
-        handshake = Handshake(self, receivers)
-        expected = ExpectedOutputs(self, self.policy)
-        self.followed = followed = FollowerOutputs(self)
-        self.outbound = outbound = Outbound(self, receivers, handshake, expected, inbound, self.admission, followed)
-        replay = OutboundReplay(self, receivers, handshake, expected, inbound, outbound)
-        reset = Reset(self, receivers, handshake, inbound, outbound, self.admission.open_calls)
-
-        self.senders, self.grants, self.turns = inbound.senders, inbound.grants, inbound.turns
-        self.inputs, self.input = inbound.streams, inbound.stream
-        self.received = inbound.received
-        self.take_turns = inbound.take_turns
-        self.became_ready = inbound.became_ready
-        self.answer_parked = inbound.answer_parked
-
-        self.spilling = outbound.spilling
-        self.outputs, self.output, self.busy = outbound.streams, outbound.stream, outbound.busy
-        self.append, self.put_barrier = outbound.append, outbound.put_barrier
-        self.place = outbound.place
-        self.new_marks = outbound.new_marks
-        self.send = outbound.send
-        self.take_answers = outbound.take_answers
-        self.answers_durable = outbound.answers_durable
-        self.spilled_read = outbound.spilled_read
-        self.replied = outbound.replied
-        self.moved = outbound.moved
-        self.retry_failed = outbound.retry_failed
-        self.forget_outputs = outbound.forget
-
-        self.restore = replay.restore
-        self.expect = expected.record
-        self.log_grew = replay.log_grew
-        self.take_over = replay.take_over
-        self.replay_is_behind = replay.is_behind
-        self.unanswered_receivers = replay.unanswered_receivers
-        self.finish_replay = replay.finish
-        self.heal_cut = replay.heal_cut
-
-        self.known = reset.known
-        self.reset = reset.reset
+    def __init__(self, state: CoreState, admission: Admission) -> None:
+        self.admission = admission
+        self.policy = ReplayPolicy(state)  # for what a replay makes
+        self.delivery = Delivery(state, admission)
+        self.inbound = Inbound(state, self.delivery)
+        self.outbound = Outbound(state, self.inbound, self.policy, admission.open_calls)
+        self.replay = OutboundReplay(state, self.outbound)
+        self._state = state
 
     def load(self, summary: LogSummary) -> None:
         """Take in what the log says of other instances and of this one."""
-        self.committer_id, self.epoch = summary.committer_id, summary.epoch
-        self.ready = summary.extensions is not None
+        self._state.ready = summary.extensions is not None
         self.app_asked_for(summary.extensions or frozenset())
-        self.committer_ids.clear()
-        self.committer_ids.update(summary.peers)
-        self.starts.clear()
-        self.starts.update(summary.stream_starts)
-        self.senders.load(summary)
+        self.outbound.receivers.load_peers(summary)
+        self.inbound.senders.load(summary)
 
     def app_asked_for(self, extensions: Set[int]) -> None:
         """Note the ``extensions`` that the app which began the log asked for."""
-        self.app_knows_extensions = not INTRODUCED.isdisjoint(extensions)
-        self.app_takes_verdicts = MessageType.VERDICTS in extensions
+        self._state.app_knows_extensions = not INTRODUCED.isdisjoint(extensions)
+        self._state.app_takes_verdicts = MessageType.VERDICTS in extensions
 
     def became_durable(self, sources: Iterable[tuple[str, SourcePosition]], now_ns: int) -> None:
         """Acknowledge records up to these positions, which are on disk."""
@@ -126,23 +78,16 @@ class OutboundReplay:
     Of a log that another writes :meth:`log_grew` tells what is new, and :meth:`take_over` that it is ours now.
     """
 
-    end: LocalEndpoint
-    receivers: Receivers
-    handshake: Handshake
-    expected: ExpectedOutputs
-    inbound: Inbound
+    state: CoreState
     outbound: Outbound
 
-    def restore(
-        self, header: CheckpointHeader | None, summary: LogSummary, epoch: int, epoch_began_ns: int = 0
-    ) -> None:
+    def restore(self, header: CheckpointHeader | None, summary: LogSummary) -> None:
         """Restore the output streams of a checkpoint; replay and kept impulses continue them."""
-        end, outbound, expected = self.end, self.outbound, self.expected
-        end.epoch = epoch
-        end.epoch_began_ns = epoch_began_ns
-        end.catching_up = header is not None
-        end.held = False
-        self.receivers.load(summary.acknowledged)
+        state, outbound, expected = self.state, self.outbound, self.outbound.expected
+        state.use_epoch()
+        state.catching_up = header is not None
+        state.held = False
+        self.outbound.receivers.load(summary.acknowledged)
         outbound.forget_streams()
         expected.begin(header, summary.spilled)
         outputs: Mapping[str, OutputMark] = header.outputs if header else {}
@@ -151,12 +96,12 @@ class OutboundReplay:
             outbound.add(
                 OutputStream(
                     destination,
-                    end.limits,
+                    state.limits,
                     mark=outputs.get(destination),
                     unacknowledged=header.unacknowledged.get(destination, ()) if header else (),
                     acknowledged=outbound.acknowledged(destination),
                     impulses=impulses.get(destination, ()),
-                    attempt=epoch << 32,
+                    attempt=state.epoch << 32,
                     check=expected.check(destination),
                     spilled=expected.take_spilled(destination),
                 ),
@@ -166,23 +111,23 @@ class OutboundReplay:
         """The log that is followed is as ``summary`` says now: what is acknowledged there, or spilled, goes from memory
         here, and impulses have their places."""
         outbound = self.outbound
-        self.receivers.load(summary.acknowledged)
-        self.expected.spilled(summary.spilled)
+        self.outbound.receivers.load(summary.acknowledged)
+        self.outbound.expected.spilled(summary.spilled)
         for destination, impulses in summary.impulses_by_destination().items():
             outbound.stream(destination).keep_impulses(impulses)
         for destination, stream in outbound.streams.items():
             stream.acknowledge(outbound.acknowledged(destination))
             stream.spilled_by_writer(summary.spilled.get(destination, ()))
 
-    def take_over(self, epoch: int, epoch_began_ns: int) -> None:
+    def take_over(self) -> None:
         """The log was read to its end, and this epoch of ours is durable: what the app has made takes its place, and
         receivers are greeted."""
-        end, outbound = self.end, self.outbound
-        end.epoch, end.epoch_began_ns = epoch, epoch_began_ns
-        end.following = False
+        state, outbound = self.state, self.outbound
+        state.use_epoch()
+        state.following = False
         outbound.place_all()
         for destination, stream in outbound.streams.items():
-            stream.attempt = epoch << 32
+            stream.attempt = state.epoch << 32
             if destination not in (ONESELF, CLIENTS):
                 outbound.begin(stream)
         self._touch_all()
@@ -194,12 +139,12 @@ class OutboundReplay:
                 self._give_back_unmade(stream)
             stream.finish_replay(all_sent=all_sent)
             if destination not in (ONESELF, CLIENTS):
-                self.receivers.note_acknowledged(stream)
+                self.outbound.receivers.note_acknowledged(stream)
 
     def heal_cut(self) -> Transaction:
         """End the replay of a log that was cut; return what must become durable before anything is sent."""
         transaction = Transaction(cut_healed=True)
-        self.end.held = True
+        self.state.held = True
         for destination, stream in self._all_at_end(catching_up=False):
             end_position = stream.position
             rows, replaced = stream.heal_cut()
@@ -207,13 +152,13 @@ class OutboundReplay:
             transaction.impulses_removed += [(destination, position) for position in replaced]
             if destination not in (ONESELF, CLIENTS):
                 transaction.spilled_ends[destination] = end_position
-                self.receivers.note_acknowledged(stream)
+                self.outbound.receivers.note_acknowledged(stream)
         return transaction
 
     def _all_at_end(self, *, catching_up: bool) -> list[tuple[str, OutputStream]]:
         self._open_all_called()
         self._touch_all()
-        self.end.catching_up = catching_up
+        self.state.catching_up = catching_up
         return [*self.outbound.streams.items()]
 
     def is_behind(self) -> bool:
@@ -221,7 +166,7 @@ class OutboundReplay:
         self._touch_all()
         streams = self.outbound.streams.values()
         kept = [stream.has_kept_impulses for stream in streams]  # all of them: a mark may wait for one
-        return any(kept) or self.expected.has_more
+        return any(kept) or self.outbound.expected.has_more
 
     def unanswered_receivers(self) -> list[str]:
         """Return the receivers that were called before and have not said yet how much they have."""
@@ -234,8 +179,8 @@ class OutboundReplay:
 
     def _open_all_called(self) -> None:
         """Open all streams that were ever used, also those that the replay does not call."""
-        called = [*self.receivers.acknowledged, *self.expected.destinations]
-        own = self.inbound.streams.get(ONESELF)
+        called = [*self.outbound.receivers.acknowledged, *self.outbound.expected.destinations]
+        own = self.outbound.inbound.streams.get(ONESELF)
         if own is not None and own.durable:
             called.append(ONESELF)
         for destination in called:
@@ -243,11 +188,11 @@ class OutboundReplay:
 
     def _give_back_unmade(self, stream: OutputStream) -> None:
         """Stop a stream whose receiver has more than the complete replay made: this log is an older copy."""
-        known = self.receivers.acknowledged.get(stream.destination, 0)
+        known = self.outbound.receivers.acknowledged.get(stream.destination, 0)
         if stream.destination != ONESELF and known <= stream.end_of_replay < stream.acknowledged:
             received = stream.acknowledged - stream.offset
             stream.acknowledged = stream.end_of_replay
-            self.handshake.fail_forked(stream, received)
+            self.outbound.handshake.fail_forked(stream, received)
 
 
 # Resets for a peer with another log, by an operator: `peers reset` and `peers reclaim`.
@@ -261,48 +206,6 @@ RECLAIM_EPOCHS = 1 << 20  # more than the starts and sessions of an app that a c
 def _pending(start: StreamStart, *, forked: bool) -> StreamStart:
     """Return ``start`` for a stream that begins anew."""
     return replace(start, pending=True, forked=forked or (start.pending and start.forked))
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Reset:
-    """Reset of the streams of a running instance."""
-
-    end: LocalEndpoint
-    receivers: Receivers
-    handshake: Handshake
-    inbound: Inbound
-    outbound: Outbound
-    open_calls: OpenCalls
-
-    def known(self) -> list[str]:
-        """The peers whose logs are known."""
-        known = {name for name, stream in self.inbound.streams.items() if stream.committer_id}
-        return sorted((known | self.receivers.committer_ids.keys()) - {ONESELF, IMPULSES})
-
-    def reset(self, peer: str, *, forked: bool = False) -> Group | None:
-        """Let the streams from and to ``peer`` begin anew with whatever log it has; the group that makes it durable.
-
-        ``forked``: a copy of this log has sent something else. None if nothing is known of it.
-        """
-        receivers, source = self.receivers, self.inbound.streams.get(peer)
-        known_source = source is not None and source.committer_id != 0
-        if peer in (ONESELF, IMPULSES) or not (known_source or peer in receivers.committer_ids):
-            return None
-        self.open_calls.forget(peer)
-        group = self.end.log.append_outside_record(0)
-        if source is not None and known_source:
-            group.transaction.sources[peer] = source.reset()
-        stream = self.outbound.touched(peer)
-        if peer in receivers.committer_ids:
-            forked = forked or (stream is not None and stream.forked)
-            receivers.set_start(peer, _pending(receivers.start(peer), forked=forked), group)
-        if stream is not None:
-            known = receivers.acknowledged.get(peer, 0)  # more than that counts as far as it is made
-            stream.acknowledged = max(known, min(stream.acknowledged, stream.position))
-            stream.reset()
-            self.end.effects.append(ResetPeer(peer))
-            self.handshake.greet(stream)
-        return group
 
 
 def reset_transaction(summary: LogSummary, peer: str, *, forked: bool = False) -> Transaction | None:
@@ -339,37 +242,64 @@ def reclaim_transaction(summary: LogSummary) -> Transaction:
 
 @dataclass(slots=True, eq=False, repr=False)
 class PeerResets:
-    log: GroupCommit
+    state: CoreState
     peers: Peers
-    epoch: Epoch
-    turn: Turn
     _resets: deque[tuple[int, Token]] = field(default_factory=deque)  # (commit to wait for, token)
     _reclaims: deque[tuple[int, Token]] = field(default_factory=deque)  # the same, while their epoch is not durable
 
     def peer_reset(self, event: ev.PeerReset) -> None:
-        group = self.peers.reset(event.peer)
+        group = self._reset(event.peer)
         if group is None:
-            self.turn.effects.append(PeerResetDone(event.token, False))
+            self.state.effects.append(PeerResetDone(event.token, False))
             return
         self._resets.append((group.ticket, event.token))
-        self.turn.report(notices.PeerForgotten(event.peer))
+        self.state.report(notices.PeerForgotten(event.peer))
 
     def reclaimed(self, event: ev.Reclaimed) -> None:
         """Begin an epoch ahead of the copy's; greetings follow once it is durable."""
-        self._reclaims.append((self.epoch.begin(ahead=RECLAIM_EPOCHS), event.token))
+        self._reclaims.append((self.state.begin_epoch(ahead=RECLAIM_EPOCHS), event.token))
 
     def committed(self, ticket: int) -> None:
         """Go on with resets whose commits are durable up to ``ticket``."""
         while self._reclaims and self._reclaims[0][0] <= ticket:
             self._reset_all(self._reclaims.popleft()[1])
         while self._resets and self._resets[0][0] <= ticket:
-            self.turn.effects.append(PeerResetDone(self._resets.popleft()[1], True))
+            self.state.effects.append(PeerResetDone(self._resets.popleft()[1], True))
 
     def _reset_all(self, token: Token) -> None:
-        peers = self.peers
-        peers.epoch, peers.epoch_began_ns = self.epoch.number, self.epoch.began_ns
-        group = self.log.append_outside_record(0)
-        for peer in peers.known():
-            group = peers.reset(peer, forked=True) or group
+        self.state.use_epoch()
+        group = self.state.log.append_outside_record(0)
+        for peer in self._known():
+            group = self._reset(peer, forked=True) or group
         self._resets.append((group.ticket, token))
-        self.turn.report(notices.LogReclaimed(self.epoch.number))
+        self.state.report(notices.LogReclaimed(self.state.epoch))
+
+    def _known(self) -> list[str]:
+        """Return the peers whose logs are known."""
+        known = {name for name, stream in self.peers.inbound.streams.items() if stream.committer_id}
+        return sorted((known | self.peers.outbound.receivers.committer_ids.keys()) - {ONESELF, IMPULSES})
+
+    def _reset(self, peer: str, *, forked: bool = False) -> Group | None:
+        """Let the streams from and to ``peer`` begin anew with whatever log it has; the group that makes it durable.
+
+        ``forked``: a copy of this log has sent something else. None if nothing is known of it.
+        """
+        receivers, source = self.peers.outbound.receivers, self.peers.inbound.streams.get(peer)
+        known_source = source is not None and source.committer_id != 0
+        if peer in (ONESELF, IMPULSES) or not (known_source or peer in receivers.committer_ids):
+            return None
+        self.peers.admission.open_calls.forget(peer)
+        group = self.state.log.append_outside_record(0)
+        if source is not None and known_source:
+            group.transaction.sources[peer] = source.reset()
+        stream = self.peers.outbound.touched(peer)
+        if peer in receivers.committer_ids:
+            forked = forked or (stream is not None and stream.forked)
+            receivers.set_start(peer, _pending(receivers.start(peer), forked=forked), group)
+        if stream is not None:
+            known = receivers.acknowledged.get(peer, 0)  # more than that counts as far as it is made
+            stream.acknowledged = max(known, min(stream.acknowledged, stream.position))
+            stream.reset()
+            self.state.effects.append(ResetPeer(peer))
+            self.peers.outbound.handshake.greet(stream)
+        return group

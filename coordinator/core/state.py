@@ -1,34 +1,79 @@
-"""Shared state of the machine: turn, epoch, versions, output to the app, and the local end of streams."""
+"""Shared state of the machine: all components have it, and each says what it changes of it."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from immortal.coordinator.core.availability.write_lease import LogRequests, WriteLease
+from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy
 from immortal.coordinator.core.effects import Effect, Report, SendToApp
 from immortal.coordinator.core.group_commit import GroupCommit
 from immortal.coordinator.core.interfaces import CheckpointHeader, VersionStart
+from immortal.coordinator.core.life_cycle.pause_stop import Pause, Shutdown
 from immortal.coordinator.core.life_cycle.session import AppSession, Phase
 from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.log_capacity import LogCapacity
 from immortal.coordinator.core.notices import Notice
+from immortal.coordinator.core.timers import Timers
 from immortal.protocol.extensions import encode_impulses_accepted
+from immortal.protocol.limits import RPC_FRONT_SIZE_BYTES_MAX
 from immortal.protocol.messages import MessageType, encode_message
 from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
 from immortal.protocol.trailer import BatchSource
 
 
-class Turn:
-    """Turn under way. ``now_ns``: instance time (core/clock.py), ns since the Unix epoch. ``effects``: in the order
-    in which they are to be carried out; the list object stays the same."""
+class CoreState:
+    """State that the components of one machine share.
 
-    __slots__ = ("effects", "now_ns")
+    ``now_ns``: instance time (core/clock.py) of the turn under way, ns since the Unix epoch. ``effects``: in the order
+    in which they are to be carried out; the list object stays the same.
 
-    def __init__(self) -> None:
+    ``epoch``: the last one in the log. It rises with each app that connects, so that receivers can tell frames of a
+    past epoch. ``frame_epoch``: the one under which frames are sent, once a session has restored its streams.
+    """
+
+    def __init__(self, name: str, limits: Limits, upgrade_to: int | None = None) -> None:
+        self.name = name
+        self.limits = limits
         self.now_ns = 0
         self.effects: list[Effect] = []
 
+        # The log, and the right to write it.
+        self.log = GroupCommit(limits.group_size_bytes)
+        self.write_lease = WriteLease()
+        self.log_requests = LogRequests(self)
+        self.log_capacity = LogCapacity(name, limits)
+        self.committer_id = 0
+        self.versions = Versions(upgrade_to)
+        self.checkpoints = CheckpointPolicy(limits)
+
+        # The app.
+        self.session = AppSession(limits.arguments_bytes_max + RPC_FRONT_SIZE_BYTES_MAX)
+        self.outbox = AppOutbox(self.session, self.effects)
+        self.pause = Pause(self)
+        self.shutdown = Shutdown(self)
+        self.app_knows_extensions = False  # its calls and answers say who waits, see WIRE.md, part 4.1
+        self.app_takes_verdicts = False  # it can leave out a call that is refused
+
+        # Streams to and from other instances.
+        self.epoch = 0
+        self.epoch_began_ns = 0  # in this process; 0: before it
+        self.frame_epoch = 0
+        self.frame_epoch_began_ns = 0
+        self.ready = False  # the instance has completed its first start
+        self.accepting = False  # new input is taken: this process writes the log, and is not stopping
+        self.following = False  # another process writes the log: what the app makes goes nowhere
+        self.catching_up = False  # a replay makes messages again: receivers may have more than it has made yet
+        self.held = False  # nothing is sent before what replaces a cut's losses, or a taken-back message, is durable
+        self.held_ticket = 0  # commit of the last verdict: what the app sends behind it waits for that
+        self.wants_replies = True  # something is held up until a receiver answers
+        self.trim_ticket = 0  # commit behind which spilled outputs can be removed from the log; 0: none
+
+        self.timers = Timers(limits, self.effects)
+
     def report(self, notice: Notice) -> None:
+        """Tell the operator."""
         self.effects.append(Report(notice))
 
     def take_effects(self) -> Sequence[Effect]:
@@ -40,30 +85,45 @@ class Turn:
         effects.clear()
         return taken
 
-
-# Epoch: rises with each app that connects, so that receivers can tell frames of a past epoch.
-
-
-class Epoch:
-    """Epoch of the instance. ``number``: the last one in the log. ``began_ns``: when it began in this process; 0:
-    before."""
-
-    __slots__ = ("_log", "_turn", "began_ns", "number")
-
-    def __init__(self, log: GroupCommit, turn: Turn) -> None:
-        self.number = 0
-        self.began_ns = 0
-        self._log = log
-        self._turn = turn
-
-    def begin(self, *, ahead: int = 1) -> int:
+    def begin_epoch(self, *, ahead: int = 1) -> int:
         """Begin a new epoch, ``ahead`` of the last; return the commit to wait for, which is behind everything the
         last app sent."""
-        group = self._log.append_outside_record(0)
-        self.number += ahead
-        self.began_ns = self._turn.now_ns
-        group.transaction.epoch = self.number
+        group = self.log.append_outside_record(0)
+        self.epoch += ahead
+        self.epoch_began_ns = self.now_ns
+        group.transaction.epoch = self.epoch
         return group.ticket
+
+    def use_epoch(self) -> None:
+        """Send frames under the last epoch from now on."""
+        self.frame_epoch, self.frame_epoch_began_ns = self.epoch, self.epoch_began_ns
+
+    def frame(
+        self,
+        frame_type: FrameType,
+        receiver: str,
+        position: int,
+        *,
+        count: int = 0,
+        time_ns: int = 0,
+        payload: bytes = b"",
+        code: RefusedCode = RefusedCode.NONE,
+        reason: str = "",
+    ) -> PeerFrame:
+        """Return a frame of this instance in its epoch."""
+        return PeerFrame(
+            frame_type,
+            self.name,
+            receiver,
+            self.committer_id,
+            self.frame_epoch,
+            position,
+            count,
+            time_ns,
+            payload,
+            code,
+            reason,
+        )
 
 
 # Versions: which version of the app handles which part of the log, and the upgrade that is asked for.
@@ -129,26 +189,28 @@ def behind(starts: Sequence[VersionStart], header: CheckpointHeader) -> list[Ver
 
 
 class AppOutbox:
-    __slots__ = ("_session", "_turn")
+    """Sends the app its records and control records."""
 
-    def __init__(self, session: AppSession, turn: Turn) -> None:
+    __slots__ = ("_effects", "_session")
+
+    def __init__(self, session: AppSession, effects: list[Effect]) -> None:
         self._session = session
-        self._turn = turn
+        self._effects = effects
 
     def send(self, data: bytes | memoryview) -> None:
         self._session.unsent_bytes += len(data)
-        self._turn.effects.append(SendToApp(data))
+        self._effects.append(SendToApp(data))
 
     def send_record(self, record: memoryview, batches: Sequence[BatchSource]) -> None:
         """Send a logged ``record``, whose trailer has ``batches``."""
         sources = self._session.sources_record(batches)
         if sources is not None:
-            self._turn.effects.append(SendToApp(sources))
+            self._effects.append(SendToApp(sources))
         self.send(record)
 
     def send_control(self, message_type: MessageType, message: bytes | None = None) -> None:
         """Send a control record: ``message``, whole, or one of that type without data."""
-        self._turn.effects.append(SendToApp(self._session.control_record(message_type, message)))
+        self._effects.append(SendToApp(self._session.control_record(message_type, message)))
 
     def send_text(self, message_type: MessageType, text: str) -> None:
         """Send a text to an app that has asked for texts."""
@@ -162,54 +224,3 @@ class AppOutbox:
         accepted = self._session.acceptance_to_send()
         if accepted is not None and MessageType.IMPULSES_ACCEPTED in self._session.extensions:
             self.send_control(MessageType.IMPULSES_ACCEPTED, encode_impulses_accepted(accepted))
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class LocalEndpoint:
-    """Local end of all streams: the instance, its epoch, and what its streams share."""
-
-    name: str
-    limits: Limits
-    log: GroupCommit
-    effects: list[Effect]  # where effects go; the machine's
-    committer_id: int = 0
-    epoch: int = 0
-    ready: bool = False  # the instance has completed its first start
-    app_knows_extensions: bool = False  # its calls and answers are as WIRE.md's part 4.1 says: who waits shows
-    app_takes_verdicts: bool = False  # it can leave out a call that is refused
-    accepting: bool = False  # of new input: by the right to write, and not while stopping
-    following: bool = False  # another writes the log: what the app makes goes nowhere
-    log_full: str = ""  # why no input is taken from peers, in words; "" if it is
-    epoch_began_ns: int = 0  # ns since the Unix epoch
-    catching_up: bool = False  # a replay is making messages again: receivers may have more than there are yet
-    held: bool = False  # nothing is sent: what was put in place of a cut's losses, or taken back, is not durable yet
-    held_ticket: int = 0  # of the last verdict's commit: what the app sends behind it waits for that
-    wants_replies: bool = True  # something is held up until a receiver answers
-    trim_ticket: int = 0  # of the commit behind which spilled outputs can be removed from the log; 0: of none
-
-    def frame(
-        self,
-        frame_type: FrameType,
-        receiver: str,
-        position: int,
-        *,
-        count: int = 0,
-        time_ns: int = 0,
-        payload: bytes = b"",
-        code: RefusedCode = RefusedCode.NONE,
-        reason: str = "",
-    ) -> PeerFrame:
-        """Return a frame of this instance in its epoch."""
-        return PeerFrame(
-            frame_type,
-            self.name,
-            receiver,
-            self.committer_id,
-            self.epoch,
-            position,
-            count,
-            time_ns,
-            payload,
-            code,
-            reason,
-        )

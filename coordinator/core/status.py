@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from immortal.coordinator.core.availability.write_lease import LogRequests, WriteLease
 from immortal.coordinator.core.client.table import ClientTable
-from immortal.coordinator.core.group_commit import GroupCommit
-from immortal.coordinator.core.input.back_pressure import BackPressure, LogCapacity
-from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader
-from immortal.coordinator.core.life_cycle.session import GETS_RECORDS, WORKS, AppSession, Phase
-from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.input.back_pressure import BackPressure
+from immortal.coordinator.core.interfaces import ONESELF
+from immortal.coordinator.core.life_cycle.session import GETS_RECORDS, WORKS, Phase
 from immortal.coordinator.core.parts import Components
 from immortal.coordinator.core.peers import Peers
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.verdicts import MessageKey
 
@@ -56,9 +54,9 @@ class StatusView:
     def can_hand_over(self) -> bool:
         """The app works, so everything is in the log or can be made again from it."""
         return (
-            self._parts.write_lease.writes
-            and self._parts.session.phase in WORKS
-            and not self._parts.shutdown.is_requested
+            self._parts.state.write_lease.writes
+            and self._parts.state.session.phase in WORKS
+            and not self._parts.state.shutdown.is_requested
         )
 
     def long_handler_text(self, now_ns: int) -> str:
@@ -68,52 +66,35 @@ class StatusView:
     def status(self, now_ns: int) -> dict[str, object]:
         """Values for `immortal status` of a live instance."""
         parts = self._parts
-        return describe(
-            parts.name,
-            parts.peers.committer_id,
-            parts.epoch.number,
-            parts.session,
-            parts.log,
-            parts.peers,
-            parts.checkpoints.last,
-            now_ns,
-        ) | {
-            **describe_write_lease(parts.write_lease, parts.log_requests, now_ns),
-            **describe_flow(parts.back_pressure, parts.log_capacity, parts.log, parts.name, parts.limits),
+        return describe(parts.state, parts.peers, now_ns) | {
+            **describe_write_lease(parts.state, now_ns),
+            **describe_flow(parts.state, parts.back_pressure),
             **parts.call_failures.describe(now_ns),
             **parts.unsaved_state.describe(now_ns),
-            **parts.pause.describe(),
+            **parts.state.pause.describe(),
             "impulses": parts.impulses.count,
             "nested": dict(parts.call_failures.nested),
             "deaths_caused": parts.call_failures.penalties.deaths,
             "held_back": dict(parts.admission.permissions.held_back),
             "open_calls": parts.admission.open_calls.counts,
             "clients": parts.clients.describe() | parts.queries.describe(),
-            "version": parts.versions.current,
-            "upgrade_to": parts.versions.upgrade_to,
+            "version": parts.state.versions.current,
+            "upgrade_to": parts.state.versions.upgrade_to,
         }
 
 
 CLIENTS_TOLD_MAX = 200
 
 
-def describe(
-    name: str,
-    committer_id: int,
-    epoch: int,
-    session: AppSession,
-    log: GroupCommit,
-    peers: Peers,
-    checkpoint: CheckpointHeader | None,
-    now_ns: int,
-) -> dict[str, object]:
+def describe(state: CoreState, peers: Peers, now_ns: int) -> dict[str, object]:
     """Phase, sequence IDs, the last checkpoint, and each stream. Streams to and from oneself go by the own name."""
+    name, session, log, checkpoint = state.name, state.session, state.log, state.checkpoints.last
     fed = session.fed_sequence_id if session.phase in GETS_RECORDS else -1
     return {
         "name": name,
         "phase": session.phase.value,
-        "committer_id": committer_id,
-        "epoch": epoch,
+        "committer_id": state.committer_id,
+        "epoch": state.epoch,
         "sequence_id": log.durable_sequence_id,
         "fed_sequence_id": fed,
         "backlog_records": log.durable_sequence_id - fed,
@@ -128,7 +109,7 @@ def describe(
         },
         "inputs": {
             source or name: {"position": stream.durable} | _granted(peers, source)
-            for source, stream in peers.inputs.items()
+            for source, stream in peers.inbound.streams.items()
         },
         "outputs": {
             destination or name: {
@@ -141,20 +122,20 @@ def describe(
                 "state": stream.state.value,
                 "error": stream.error or None,
             }
-            for destination, stream in peers.outputs.items()
+            for destination, stream in peers.outbound.streams.items()
             if destination != CLIENTS
         },
     }
 
 
 def _granted(peers: Peers, source: str) -> dict[str, int]:
-    granted_bytes = peers.grants.granted_bytes.get(source)
+    granted_bytes = peers.inbound.grants.granted_bytes.get(source)
     return {} if granted_bytes is None else {"window_bytes": granted_bytes}
 
 
-def describe_write_lease(write_lease: WriteLease, log_requests: LogRequests, now_ns: int) -> dict[str, object]:
+def describe_write_lease(state: CoreState, now_ns: int) -> dict[str, object]:
     """Describe who writes the log, and since when it does not answer."""
-    since_ns = log_requests.silent_since_ns
+    write_lease, since_ns = state.write_lease, state.log_requests.silent_since_ns
     return {
         "role": write_lease.role.value,
         "follows": write_lease.holder if write_lease.follows else None,
@@ -162,19 +143,18 @@ def describe_write_lease(write_lease: WriteLease, log_requests: LogRequests, now
     }
 
 
-def describe_flow(
-    pressure: BackPressure, room: LogCapacity, log: GroupCommit, name: str, limits: Limits
-) -> dict[str, object]:
+def describe_flow(state: CoreState, pressure: BackPressure) -> dict[str, object]:
     """Describe whether and for whom the app is held up, and the log's room, as last measured."""
+    space = state.log_capacity.space
     return {
         "app_paused": pressure.paused,
-        "held_up_for": [destination or name for destination in pressure.held_up_for],
+        "held_up_for": [destination or state.name for destination in pressure.held_up_for],
         "log": {
-            "used_bytes": room.space.used_bytes if room.space else None,
-            "limit_bytes": limits.log_limit_bytes,
-            "free_bytes": room.space.free_bytes if room.space else None,
-            "full": room.full or None,
-            "pending_bytes": log.pending_bytes,  # on their way to the disk
+            "used_bytes": space.used_bytes if space else None,
+            "limit_bytes": state.limits.log_limit_bytes,
+            "free_bytes": space.free_bytes if space else None,
+            "full": state.log_capacity.full or None,
+            "pending_bytes": state.log.pending_bytes,  # on their way to the disk
         },
     }
 
@@ -201,15 +181,20 @@ def describe_clients(table: ClientTable) -> dict[str, object]:
 
 def describe_peers(peers: Peers, held_up_for: Collection[str]) -> dict[str, dict[str, object]]:
     """Describe each other instance by name: the streams to it and from it, and their errors. Positions are ours."""
-    names = {*peers.outputs, *peers.inputs, *peers.committer_ids} - {ONESELF, CLIENTS}
+    names = {*peers.outbound.streams, *peers.inbound.streams, *peers.outbound.receivers.committer_ids} - {
+        ONESELF,
+        CLIENTS,
+    }
     return {name: _describe_peer(peers, name) | {"held_up": name in held_up_for} for name in sorted(names)}
 
 
 def _describe_peer(peers: Peers, name: str) -> dict[str, object]:
-    output, source = peers.outputs.get(name), peers.inputs.get(name)
-    start = peers.starts.get(name)
+    output, source = peers.outbound.streams.get(name), peers.inbound.streams.get(name)
+    start = peers.outbound.receivers.starts.get(name)
     return {
-        "committer_id": peers.committer_ids.get(name) or (source.committer_id if source else 0) or None,
+        "committer_id": peers.outbound.receivers.committer_ids.get(name)
+        or (source.committer_id if source else 0)
+        or None,
         "state": output.state.value if output else None,
         "made": output.position if output else None,
         "sent": (output.buffer.sent_position or output.acknowledged) if output else None,
@@ -219,7 +204,7 @@ def _describe_peer(peers: Peers, name: str) -> dict[str, object]:
         "memory_bytes": output.memory_bytes if output else 0,
         "spilled_bytes": output.spilled_bytes if output else 0,
         "window_bytes": output.window_bytes if output else None,
-        "granted_bytes": peers.grants.granted_bytes.get(name),
+        "granted_bytes": peers.inbound.grants.granted_bytes.get(name),
         "received": source.durable if source else None,
         "offset": start.offset if start else 0,
         "reset_pending": bool((start and start.pending) or (source and source.reset_pending)),

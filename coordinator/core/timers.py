@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from immortal.coordinator.core.effects import Effect, WakeAt
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.peers import Peers
+
+if TYPE_CHECKING:
+    from immortal.coordinator.core.peers import Peers
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -38,13 +41,13 @@ class Timers:
         self._log_ns = time_ns
         self._plan()
 
-    def schedule_wakes(self, peers: Peers, now_ns: int) -> None:
+    def schedule_wakes(self, peers: Peers, now_ns: int, *, following: bool) -> None:
         """Wake for streams that have stopped, and for those that wait for their receivers."""
         if self._retry_ns is None and peers.outbound.any_failed:
             self._retry_ns = now_ns + self.limits.stream_retry_ns
             self._plan()
-        waits_for_writer = peers.following and bool(peers.spilling.full)
-        if self._spill_ns is None and (peers.spilling.waits_for_receiver or waits_for_writer):
+        waits_for_writer = following and bool(peers.outbound.spilling.full)
+        if self._spill_ns is None and (peers.outbound.spilling.waits_for_receiver or waits_for_writer):
             self._spill_ns = now_ns + self.limits.recent_ns
             self._plan()
         if self._held_back_ns is None and peers.inbound.holds_back:
@@ -53,7 +56,7 @@ class Timers:
         if self._barrier_ns is None and (barrier_ns := peers.outbound.barriers.due_ns) is not None:
             self._barrier_ns = barrier_ns
             self._plan()
-        if self._turn_ns is None and (turn_ns := peers.turns.due_ns(now_ns)) is not None:
+        if self._turn_ns is None and (turn_ns := peers.inbound.turns.due_ns(now_ns)) is not None:
             self._turn_ns = turn_ns
             self._plan()
 

@@ -55,7 +55,7 @@ class OperatorEndpoint:
             reach(FaultPoint.CONTROL)
             self._auditor.operator(f"uid {request.uid}", request.verb, request.argument.decode(errors="replace"))
             verb = self._verbs.get(request.verb)
-            lease = self._machine.write_lease
+            lease = self._machine.state.write_lease
             if verb is None:
                 request.answer({"error": f"unknown verb {request.verb!r}; known: {', '.join(self._verbs)}"})
             elif not lease.writes and request.verb not in READ_ONLY:

@@ -191,14 +191,14 @@ class Coordinator:
                 self._epoll.register(descriptor, select.EPOLLIN)
             self._driver.start()
             self._app.listen()
-            if self._machine.write_lease.writes:
+            if self._machine.state.write_lease.writes:
                 self._become_instance()
             else:
                 self._announce_follower()
             while not self._machine.stopped:
                 self._poll()
                 self._driver.turn()
-                if not self._is_the_instance and self._machine.write_lease.writes:
+                if not self._is_the_instance and self._machine.state.write_lease.writes:
                     self._become_instance()
             if not isinstance(self._error, FencedError):
                 self._peers.flush(patient=False)  # the last answers; none of one whose log is another's

@@ -220,7 +220,11 @@ class Driven:
         """The next life: what was durable, and nothing else."""
         machine = self.machine
         return Driven(
-            self.store.crash(), limits=machine.limits, auto=self.auto, name=machine.name, upgrade_to=upgrade_to
+            self.store.crash(),
+            limits=machine.state.limits,
+            auto=self.auto,
+            name=machine.state.name,
+            upgrade_to=upgrade_to,
         )
 
     # --- who follows -------------------------------------------------------------------------------------------------
@@ -307,7 +311,12 @@ class Driven:
     # --- a peer called "b" -------------------------------------------------------------------------------------------
 
     def peer_frame(self, frame_type: FrameType, position: int, **fields: object) -> PeerFrame:
-        values: dict = {"sender": "b", "receiver": self.machine.name, "committer_id": PEER_COMMITTER_ID, "epoch": 1}
+        values: dict = {
+            "sender": "b",
+            "receiver": self.machine.state.name,
+            "committer_id": PEER_COMMITTER_ID,
+            "epoch": 1,
+        }
         return PeerFrame(frame_type, position=position, **(values | fields))
 
     def batch(
@@ -316,8 +325,8 @@ class Driven:
         """``greeted``: a sender that is new here has said Hello before; of that nothing is kept."""
         payload = {"count": len(messages), "payload": b"".join(messages), "time_ns": 5}
         frame = self.peer_frame(FrameType.BATCH, position, **(payload | fields))
-        source = self.machine.parts.peers.input(frame.sender)
-        if greeted and not source.committer_id and frame.receiver == self.machine.name:
+        source = self.machine.parts.peers.inbound.stream(frame.sender)
+        if greeted and not source.committer_id and frame.receiver == self.machine.state.name:
             source._greeted_committer_id = frame.committer_id
         return self.handle(ev.PeerFrameReceived(token, frame))
 

@@ -16,7 +16,7 @@ from immortal.appsdk.handlers.proxy import all_method_names
 from immortal.appsdk.patterns.clone.model import Change
 from immortal.client import CallRefused, connect
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.input.admission import Admission
+from immortal.coordinator.core.parts import Components
 from immortal.coordinator.core.permissions import EVERYTHING, Permission, Permissions
 from immortal.coordinator.peers import keys
 from immortal.errors import DefinitionError
@@ -170,7 +170,7 @@ def test_a_multicast_gives_nobody_a_role(inner: Any) -> None:
     ],
 )
 def test_a_refusal_says_who_asked_which_role_it_takes_and_how_to_give_it(caller: str, method: str, text: str) -> None:
-    admission = Admission("jobs", {}, has_keys=True)
+    admission = Components("jobs", has_keys=True).admission
     admission.permissions.describe(AppDescription(1, all_method_names(definition_of(queue.Queue))))
     said = admission.why_forbidden(caller, method)
     assert said.startswith(f"{caller!r} may not call {method!r} of 'jobs': {text}")

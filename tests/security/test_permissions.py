@@ -18,8 +18,9 @@ from immortal.client import CalleeFailed, CallRefused, connect
 from immortal.coordinator.config import ConfigError
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.input.admission import Admission, OpenCalls
+from immortal.coordinator.core.input.admission import OpenCalls
 from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.parts import Components
 from immortal.coordinator.core.permissions import EVERYTHING, Permission, Permissions
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.memory import MemoryLogStore
@@ -788,7 +789,7 @@ def test_a_refused_call_is_open_until_its_caller_is_told() -> None:
 
 
 def test_a_peer_with_a_limit_waits_for_an_app_that_can_leave_calls_out() -> None:
-    admission = Admission("a", TWO)
+    admission = Components("a", permissions=TWO).admission
     assert "lets 'b' have 2 calls open at once" in admission.peer_wait_reason("b")
     assert (admission.peer_wait_reason("c"), admission.wait_reason("b")) == ("", "")
     admission.permissions.app_came(takes_verdicts=True)

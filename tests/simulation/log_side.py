@@ -247,7 +247,7 @@ class LogSide:
         assert machine is not None
         if isinstance(job, ef.Commit) and job.transaction.records:
             self._world.marks["record later than the machine's clock"] += (
-                machine.parts.log._last_time_ns > self._node.time.wall_ns
+                machine.state.log._last_time_ns > self._node.time.wall_ns
             )
         if self._disk.holds:
             return

@@ -38,7 +38,7 @@ from immortal.coordinator.core.output.handshake import Handshake
 from immortal.coordinator.core.output.output_stream import OutputStream
 from immortal.coordinator.core.output.replay_check import FollowerOutputs
 from immortal.coordinator.core.output.send_buffer import SendBuffer
-from immortal.coordinator.core.state import Epoch, Versions
+from immortal.coordinator.core.state import CoreState, Versions
 from immortal.coordinator.log import checkpoints, spilled, verdicts
 from immortal.log import RowLogStore
 from immortal.protocol.compiled import SETS
@@ -79,8 +79,8 @@ MUTATIONS = (
         "an append of which nobody knows whether it was done is done again",
         LogRequests,
         "tick",
-        "self._turn.effects.append(ReadTail())",
-        "self._unknown = self._log.held = False; self._turn.effects.extend(self._writes)",
+        "self._state.effects.append(ReadTail())",
+        "self._unknown = self._state.log.held = False; self._state.effects.extend(self._writes)",
         seed=1,
     ),
     Mutation(
@@ -123,8 +123,8 @@ MUTATIONS = (
         "a follower's state is taken for that of a later record",
         SnapshotSender,
         "advance",
-        "self._sequence_id = self.session.fed_sequence_id",
-        "self._sequence_id = self.session.fed_sequence_id + 1",
+        "self._sequence_id = self.state.session.fed_sequence_id",
+        "self._sequence_id = self.state.session.fed_sequence_id + 1",
         seed=147,
     ),
     Mutation(
@@ -147,15 +147,15 @@ MUTATIONS = (
         "who is fenced goes on",
         LogCommitter,
         "fenced",
-        "        epoch = parts.epoch.number\n",
-        "        epoch = parts.epoch.number\n        return\n",
+        "        name, epoch = self._state.name, self._state.epoch\n",
+        "        name, epoch = self._state.name, self._state.epoch\n        return\n",
     ),
     Mutation(
         "who takes over works on in the epoch of the one before",
         Failover,
         "_load_as_writer",
-        "self._epoch_ticket = self.epoch.begin()",
-        "self._epoch_ticket = 1; self.log.durable_ticket = 1",
+        "self._epoch_ticket = self.state.begin_epoch()",
+        "self._epoch_ticket = 1; self.state.log.durable_ticket = 1",
         seed=1,
     ),
     Mutation(
@@ -195,8 +195,8 @@ MUTATIONS = (
         "_calls",
         "impulses.take(calls)",
         "impulses.take(calls)\n"
-        "                self.peers.log.open.impulses_accepted -= calls.count\n"
-        "                self.session.note_accepted(calls.count, self.session.fed_sequence_id)",
+        "                self._state.log.open.impulses_accepted -= calls.count\n"
+        "                self._state.session.note_accepted(calls.count, self._state.session.fed_sequence_id)",
         seed=5,
     ),
     Mutation(
@@ -205,7 +205,7 @@ MUTATIONS = (
         "commit",
         "if group is not None:",
         "if group is not None and group.record is not None and self._session.phase is Phase.NORMAL:\n"
-        "            parts.outbox.send(group.record)\n"
+        "            parts.state.outbox.send(group.record)\n"
         "        if group is not None:",
     ),
     Mutation(
@@ -227,7 +227,7 @@ MUTATIONS = (
         CheckpointTaker,
         "ask_if_due",
         "session.checkpoint_sequence_id = session.fed_sequence_id",
-        "session.checkpoint_sequence_id = self.log.durable_sequence_id",
+        "session.checkpoint_sequence_id = self.state.log.durable_sequence_id",
         seed=181,
     ),
     Mutation(
@@ -263,14 +263,14 @@ MUTATIONS = (
         Inbound,
         "_took",
         "        delivered.group.transaction.sources[",
-        "        self._end.log.close_group().transaction.sources[",
+        "        self._state.log.close_group().transaction.sources[",
     ),
     Mutation(
         "the first record becomes durable before the first checkpoint",
         CheckpointTaker,
         "_end",
         "group = self._log_first_record()",
-        "self._log_first_record(); self.log.close_group(); group = self.log.append_outside_record(0)",
+        "self._log_first_record(); self.state.log.close_group(); group = self.state.log.append_outside_record(0)",
         seed=44,
     ),
     Mutation(
@@ -290,10 +290,10 @@ MUTATIONS = (
     ),
     Mutation(
         "an epoch is used twice",
-        Epoch,
-        "begin",
-        "self.number += ahead",
-        "self.number = max(self.number, ahead)",
+        CoreState,
+        "begin_epoch",
+        "self.epoch += ahead",
+        "self.epoch = max(self.epoch, ahead)",
     ),
     Mutation(
         "frames of a past life are taken",
@@ -404,8 +404,8 @@ MUTATIONS = (
         "_end",
         "            group.transaction.version = VersionStart(header.version, header.sequence_id, session.label)",
         "            version = VersionStart(header.version, header.sequence_id, session.label)\n"
-        "            self.log.close_group().transaction.version = version\n"
-        "            self.log.open.required = True",
+        "            self.state.log.close_group().transaction.version = version\n"
+        "            self.state.log.open.required = True",
         seed=972,
     ),
     Mutation(
@@ -437,7 +437,7 @@ MUTATIONS = (
         Clients,
         "_take",
         "identities[repeated : repeated + count], group.transaction)",
-        "identities[repeated : repeated + count], self.log.close_group().transaction)",
+        "identities[repeated : repeated + count], self.state.log.close_group().transaction)",
         seed=3,
     ),
     Mutation(
@@ -468,7 +468,7 @@ MUTATIONS = (
         "what follows a verdict leaves before it is durable",
         CallFailures,
         "give",
-        "self.peers.held_ticket = group.ticket",
+        "self.state.held_ticket = group.ticket",
         "pass",
         seed=63,
     ),

@@ -83,7 +83,7 @@ class Node:
 
     @property
     def phase(self) -> Phase:
-        return self.machine.parts.session.phase if self.machine is not None else Phase.STOPPED
+        return self.machine.state.session.phase if self.machine is not None else Phase.STOPPED
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class Node:
         self._connecting = False
         starts = self.disk.store.summary().versions
         self.checker.app_begins()
-        app = self.world.make_app(self, self.machine.parts.versions.upgrade_to or (starts[-1].version if starts else 1))
+        app = self.world.make_app(self, self.machine.state.versions.upgrade_to or (starts[-1].version if starts else 1))
         app.fails_upgrade = self.upgrade_fails
         self.app_life += 1
         assert self._app_side is not None
@@ -234,10 +234,10 @@ class Node:
             raise Violation(f"{self.name} goes on, though another writes its log")
         self._look_who_writes()
         self.disk.shared.tell_of_standbys()
-        peers = self._driver.machine.parts.peers
-        world.marks["batch waited for its turn"] += peers.turns.waiting_bytes > 0
-        for destination, stream in peers.outputs.items():
-            if destination not in peers.busy and not stream.is_idle and not peers.following:
+        state, peers = self._driver.machine.state, self._driver.machine.parts.peers
+        world.marks["batch waited for its turn"] += peers.inbound.turns.waiting_bytes > 0
+        for destination, stream in peers.outbound.streams.items():
+            if destination not in peers.outbound.busy and not stream.is_idle and not state.following:
                 raise Violation(f"{self.name} would not look at its stream to {destination!r}")
         self.post(*self._take_inbox())
         if self._stopped is not None:
@@ -251,8 +251,12 @@ class Node:
     def _look_who_writes(self) -> None:
         assert self._driver is not None
         machine, nodes = self._driver.machine, self.world.network.nodes
-        self.world.marks["log silent"] += machine.parts.log_requests.silent_since_ns is not None
-        if not (self.follows and machine.write_lease.writes) or nodes[self.name] is self or not self.disk.is_writer:
+        self.world.marks["log silent"] += machine.state.log_requests.silent_since_ns is not None
+        if (
+            not (self.follows and machine.state.write_lease.writes)
+            or nodes[self.name] is self
+            or not self.disk.is_writer
+        ):
             return
         self.world.marks["taken over"] += 1
         self.world.marks["taken over from one that lives"] += nodes[self.name].machine is not None
@@ -353,7 +357,11 @@ class Node:
             if not self.stop_asked:
                 raise Violation(f"{self.name} stopped, nobody had asked for it")
             marks["stopped cleanly"] += 1
-            if self.machine is not None and self.machine.parts.shutdown.hands_over and self.machine.write_lease.writes:
+            if (
+                self.machine is not None
+                and self.machine.state.shutdown.hands_over
+                and self.machine.state.write_lease.writes
+            ):
                 marks["handed over"] += 1
                 if any(isinstance(job, ef.Commit) for job in self.disk.jobs):
                     raise Violation(f"{self.name} hands its log over with an append on its way")
@@ -375,18 +383,18 @@ class Node:
         driver, app, log_side = self._driver, self._app_side, self.log_side
         if driver is None or app is None or log_side is None:
             return False
-        if self.phase is Phase.FOLLOWING and driver.machine.write_lease.follows:
-            fed, last = driver.machine.parts.session.fed_sequence_id, self.disk.store.last_sequence_id
+        if self.phase is Phase.FOLLOWING and driver.machine.state.write_lease.follows:
+            fed, last = driver.machine.state.session.fed_sequence_id, self.disk.store.last_sequence_id
             return fed == last and not driver.inbox
         if self.phase is not Phase.NORMAL:
             return False
         if driver.inbox or not app.is_quiet or not log_side.is_quiet:
             return False
         machine = driver.machine
-        log = machine.parts.log
-        if log.durable_sequence_id > machine.parts.session.fed_sequence_id or not log.open.empty:
+        log = machine.state.log
+        if log.durable_sequence_id > machine.state.session.fed_sequence_id or not log.open.empty:
             return False
-        return all(stream.acknowledged >= stream.position for stream in machine.parts.peers.outputs.values())
+        return all(stream.acknowledged >= stream.position for stream in machine.parts.peers.outbound.streams.values())
 
 
 class _StruckError(Exception):

@@ -228,7 +228,7 @@ class World:
 
     def _is_last_straw(self, machine: Machine) -> bool:
         """One more death now would be a verdict, maybe on a message that is innocent: it could not be told apart."""
-        return machine.parts.call_failures.poison_guard.suspect.runs_count + 1 >= (machine.limits.kills_max or 0)
+        return machine.parts.call_failures.poison_guard.suspect.runs_count + 1 >= (machine.state.limits.kills_max or 0)
 
     def _block(self, node: Node, fault: Fault) -> None:
         others = [name for name in self.plan.names if name != node.name]
@@ -252,7 +252,7 @@ class World:
             assert node.machine is not None
             for name in self.plan.names:
                 if name != node.name:
-                    stream = node.machine.parts.peers.outputs.get(name)
+                    stream = node.machine.parts.peers.outbound.streams.get(name)
                     self.marks["open stream moved"] += stream is not None and stream.state is StreamState.OPEN
                     node.post(ev.PeerMoved(name))
         elif kind == "clean stop":
@@ -310,11 +310,11 @@ class World:
     def _upgrade(self, node: Node, *, fails: bool, share: float) -> None:
         """The operator stops the instance one way or the other, and starts it with the code of another version."""
         machine = node.machine
-        if machine is None or self.plan.app == "plain" or not machine.parts.peers.ready or node.upgrade_to is not None:
+        if machine is None or self.plan.app == "plain" or not machine.state.ready or node.upgrade_to is not None:
             return
-        if machine.parts.versions.current >= VERSION_MAX:
+        if machine.state.versions.current >= VERSION_MAX:
             return
-        node.upgrade_to = machine.parts.versions.current + 1
+        node.upgrade_to = machine.state.versions.current + 1
         node.upgrade_fails = fails and self.plan.app != "sdk"
         if share < 0.5:
             node.ask_to_stop()

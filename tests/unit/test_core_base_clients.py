@@ -108,7 +108,7 @@ def test_they_are_dropped_with_an_upgrade_that_fails() -> None:
     second = upgrading()
     second.data(IMPULSE_OWN)
     second.close()
-    second.machine.parts.versions.upgrade_to = None  # an operator takes it back
+    second.machine.state.versions.upgrade_to = None  # an operator takes it back
     second.connect()
     second.data(checkpoint(b"old"))
     assert second.phase is Phase.NORMAL

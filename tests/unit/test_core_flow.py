@@ -8,11 +8,12 @@ from dataclasses import replace
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import DivergenceError
-from immortal.coordinator.core.input.back_pressure import HELD_OVERHEAD_BYTES, LogCapacity
+from immortal.coordinator.core.input.back_pressure import HELD_OVERHEAD_BYTES
 from immortal.coordinator.core.input.input_stream import WindowGrants
 from immortal.coordinator.core.interfaces import CheckpointHeader, LogSpace, SpilledBatch, Transaction
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.log_capacity import LogCapacity
 from immortal.coordinator.log.backend import Span
 from immortal.coordinator.log.format import SEQUENCE_KEY, decode_batch_count
 from immortal.coordinator.log.memory import MemoryLogStore
@@ -227,7 +228,7 @@ def test_for_others_that_were_called_long_ago_nothing_is_spilled() -> None:
     driven = Driven.started(limits=SMALL)
     driven.data(attach("c") + call("c", 1))
     driven.reply(FrameType.WELCOME, 0, destination="c")
-    driven.now_ns += driven.machine.limits.recent_ns
+    driven.now_ns += driven.machine.state.limits.recent_ns
     open_and_full(driven)
     assert pauses(driven) == ["PauseApp"]
     assert not driven.store.summary().spilled
@@ -237,7 +238,7 @@ def test_a_peer_that_stops_to_take_anything_holds_nobody_up() -> None:
     driven = Driven.started(limits=SMALL)
     open_and_full(driven)
     (wake,) = driven.of(ef.WakeAt)[-1:]
-    assert wake.time_ns == driven.now_ns + driven.machine.limits.recent_ns
+    assert wake.time_ns == driven.now_ns + driven.machine.state.limits.recent_ns
     driven.now_ns = wake.time_ns
     driven.handle(ev.Tick())
     assert pauses(driven) == ["PauseApp", "ResumeApp"]

@@ -42,7 +42,7 @@ def record(writer: Driven, position: int) -> None:
 def test_it_is_fed_what_the_log_has_and_what_comes() -> None:
     writer, follower = both()
     assert follower.phase is Phase.FOLLOWING
-    assert follower.machine.write_lease.holder == "process 77"
+    assert follower.machine.state.write_lease.holder == "process 77"
     for position in (1, 2):
         record(writer, position)
         follower.look()
@@ -75,11 +75,11 @@ def test_what_the_writers_log_says_was_acknowledged_leaves_its_memory() -> None:
     follower.data(call("b", 1))
     record(writer, 1)  # its mark covers the call
     follower.look()
-    assert follower.machine.parts.peers.outputs["b"].memory_bytes > 0
+    assert follower.machine.parts.peers.outbound.streams["b"].memory_bytes > 0
     writer.reply(FrameType.TRIM_TO, 1)
     record(writer, 2)
     follower.look()
-    assert follower.machine.parts.peers.outputs["b"].memory_bytes == 0
+    assert follower.machine.parts.peers.outbound.streams["b"].memory_bytes == 0
 
 
 def test_one_whose_app_waits_for_room_looks_at_what_the_log_says_by_now() -> None:
@@ -125,7 +125,7 @@ def test_one_that_has_read_all_looks_too_while_its_app_waits_for_room() -> None:
     record(writer, 1)
     follower.look()
     assert ef.PauseApp() in follower.effects
-    assert follower.machine.parts.session.reading, "it waits for record 2"
+    assert follower.machine.state.session.reading, "it waits for record 2"
     follower.now_ns = follower.of(ef.WakeAt)[-1].time_ns
     follower.forget()
     follower.handle(ev.Tick())
@@ -139,12 +139,12 @@ def test_a_call_takes_its_place_behind_an_impulse_that_is_read_later() -> None:
     record(writer, 1)
     follower.look()
     follower.data(call("b", 2))  # of record 1; which place it has is not known yet
-    assert follower.machine.parts.peers.outputs["b"].position == 1
+    assert follower.machine.parts.peers.outbound.streams["b"].position == 1
     writer.data(call("b", 7, rpc_type=RpcType.IMPULSE) + call("b", 2))
     record(writer, 2)
     follower.look()
-    stream = follower.machine.parts.peers.outputs["b"]
-    assert (stream.position, stream.mark) == (3, writer.machine.parts.peers.outputs["b"].mark)
+    stream = follower.machine.parts.peers.outbound.streams["b"]
+    assert (stream.position, stream.mark) == (3, writer.machine.parts.peers.outbound.streams["b"].mark)
 
 
 def test_it_takes_over_at_any_record_under_an_epoch_of_its_own() -> None:
@@ -162,7 +162,7 @@ def test_it_takes_over_at_any_record_under_an_epoch_of_its_own() -> None:
     assert [(commit.transaction.epoch, commit.fence) for commit in commits] == [(2, 2)]
     kinds = [type(one) for one in follower.effects]
     assert kinds.index(ef.Commit) < kinds.index(ef.SendToPeer), "the epoch is durable before anybody hears of it"
-    assert follower.machine.write_lease.role is LeaseRole.WRITING
+    assert follower.machine.state.write_lease.role is LeaseRole.WRITING
     follower.reply(FrameType.WELCOME, 0)
     assert follower.frames(FrameType.BATCH)[0].count == 1
 
@@ -188,9 +188,9 @@ def test_a_right_that_comes_while_no_app_is_there_makes_it_the_writer_at_once() 
     writer = Driven.started()
     follower = Driven(writer.store, follow=True)
     follower.take_over()
-    assert follower.machine.write_lease.role is LeaseRole.WRITING
+    assert follower.machine.state.write_lease.role is LeaseRole.WRITING
     follower.connect(HELLO)
-    assert follower.machine.epoch.number == 2
+    assert follower.machine.state.epoch == 2
     assert follower.phase is Phase.BECOMING_PRIMARY
 
 

@@ -121,7 +121,7 @@ def test_one_that_has_just_repeated_an_upgrade_gives_no_checkpoint_before_its_ne
     """A base app can't tell whether it is primary from then on."""
     writer, follower = both(b"")
     writer.store.commit(Transaction(version=VersionStart(2, 1, "x")))
-    writer.machine.parts.versions.starts.append(VersionStart(2, 1, "x"))
+    writer.machine.state.versions.starts.append(VersionStart(2, 1, "x"))
     record(writer, follower, 2)
     follower.forget()
     follower.handle(ev.CheckpointAsked(2, 1))

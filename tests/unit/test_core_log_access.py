@@ -55,7 +55,7 @@ def test_the_right_to_write_comes_before_the_log_is_loaded() -> None:
     store = MemoryLogStore(5)
     machine.take([ev.LogLoaded(store.summary(), store.clients())], 1)
     status = machine.view.status(0)
-    assert (status["role"], status["committer_id"], machine.write_lease.fence) == (LeaseRole.WRITING.value, 5, 7)
+    assert (status["role"], status["committer_id"], machine.state.write_lease.fence) == (LeaseRole.WRITING.value, 5, 7)
 
 
 def test_a_right_that_another_has_ends_who_is_not_to_follow() -> None:
@@ -122,7 +122,7 @@ def test_it_is_asked_again_after_longer_and_longer_pauses() -> None:
     driven.unanswered = (ef.ReadTail,)
     pauses = []
     for _ in range(8):
-        due_ns = driven.machine.parts.log_requests.due_ns
+        due_ns = driven.machine.state.log_requests.due_ns
         assert due_ns is not None
         pauses.append(round((due_ns - driven.now_ns) / 1e9, 3))
         later(driven, (due_ns - driven.now_ns) / 1e9)
@@ -167,7 +167,7 @@ def test_chunks_of_a_checkpoint_are_written_again_in_front_of_their_header() -> 
 
 def test_several_appends_are_under_way_where_the_log_takes_them() -> None:
     driven = Driven.started(auto=False)
-    driven.machine.parts.log.appends_max = 3
+    driven.machine.state.log.appends_max = 3
     for number in range(1, 6):
         driven.batch(f"t{number}", number, rpc(number))
     commits = driven.of(ef.Commit)
@@ -178,7 +178,7 @@ def test_several_appends_are_under_way_where_the_log_takes_them() -> None:
 
 def test_an_app_that_calls_on_is_slowed_while_the_log_is_silent() -> None:
     driven = silent()
-    limit = driven.machine.limits.log_pending_bytes
+    limit = driven.machine.state.limits.log_pending_bytes
     driven.data(call("a", bytes(limit + 1)))
     assert driven.of(ef.PauseApp)
 

@@ -376,7 +376,7 @@ def test_a_reset_that_was_not_used_survives_a_crash() -> None:
     assert peer_of(second)["reset_pending"]
     second.greeted("h", **OTHER)
     assert second.replies == [("h", FrameType.WELCOME, 0)]
-    assert not second.machine.parts.peers.inputs["b"].reset_pending
+    assert not second.machine.parts.peers.inbound.streams["b"].reset_pending
 
 
 def test_operators_see_a_reset_until_both_streams_have_met_the_new_log() -> None:
@@ -486,7 +486,7 @@ def test_a_receiver_that_has_heard_nothing_is_greeted_again() -> None:
 
 def test_a_hello_says_when_its_epoch_began() -> None:
     driven = three_of_five()
-    first = driven.machine.epoch.began_ns
+    first = driven.machine.state.epoch_began_ns
     driven.now_ns += 5
     driven.handle(ev.PeerMoved("b"))
     (again,) = driven.frames(FrameType.HELLO)
@@ -639,7 +639,7 @@ def test_a_stopped_stream_is_tried_again_and_goes_on_once_the_other_side_is_mend
         driven.handle(ev.Tick())
         assert hellos(driven) == [], "too early"
         driven.data(call("", 9))
-    driven.now_ns += driven.machine.limits.stream_retry_ns
+    driven.now_ns += driven.machine.state.limits.stream_retry_ns
     driven.handle(ev.Tick())
     assert hellos(driven) == [3]
     driven.reply(FrameType.REFUSED, 0, code=RefusedCode.COMMITTER_CHANGED, reason="another log")
@@ -659,7 +659,7 @@ def test_a_clock_that_is_stepped_does_not_hold_up_a_stopped_stream() -> None:
     driven.handle(ev.Tick())  # two seconds later, by a clock that nobody sets
     assert hellos(driven) == [3]
     driven.reply(FrameType.REFUSED, 0, code=RefusedCode.COMMITTER_CHANGED, reason="another log")
-    assert driven.of(ef.WakeAt)[-1].time_ns == driven.now_ns + driven.machine.limits.stream_retry_ns
+    assert driven.of(ef.WakeAt)[-1].time_ns == driven.now_ns + driven.machine.state.limits.stream_retry_ns
 
 
 def test_the_wake_up_of_a_stopped_stream_does_not_take_the_place_of_the_checkpoints() -> None:

@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[Callable[[], Driven], bytes, str]] = {
 def test_refused(case: str) -> None:
     make, data, message = REFUSED[case]
     driven = make()
-    extended = bool(driven.machine.parts.session.extensions)
+    extended = bool(driven.machine.state.session.extensions)
     driven.data(data)
     (error,) = [text for level, text in driven.reports if level == "error"]
     assert error.startswith("the app broke the protocol: ")

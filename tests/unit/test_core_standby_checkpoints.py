@@ -98,7 +98,7 @@ def test_a_follower_gives_its_state_behind_the_record_that_it_has() -> None:
     header = offer.header
     assert (offer.epoch, header.checkpoint_id, header.sequence_id) == (1, 2, 1)
     assert (header.size_bytes, header.check) == (len(BLOB), crc64(BLOB))
-    assert header.outputs == {"b": writer.machine.parts.peers.outputs["b"].mark}
+    assert header.outputs == {"b": writer.machine.parts.peers.outbound.streams["b"].mark}
     assert header.unacknowledged["b"][0].count == 1
     assert not follower.of(ef.Commit)
 
@@ -114,7 +114,7 @@ def test_calls_that_have_no_place_yet_are_waited_for_and_later_ones_do_not_count
     took(follower)
     assert offers(follower) == []
     writer.data(call("b", 2))
-    mark = writer.machine.parts.peers.outputs["b"].mark
+    mark = writer.machine.parts.peers.outbound.streams["b"].mark
     writer.data(call("b", 3))
     record(writer, 2, follower)
     (offer,) = offers(follower)
@@ -211,7 +211,7 @@ def offered(writer: Driven, **other: object) -> Offer:
     """What a follower has put into the log, and says of it."""
     (ask,) = writer.of(ef.AskStandby)
     writer.store.backend.durable.put(*_row(ef.OfferChunk(ask.checkpoint_id, 0, BLOB)))
-    outputs = {name: stream.mark for name, stream in writer.machine.parts.peers.outputs.items()}
+    outputs = {name: stream.mark for name, stream in writer.machine.parts.peers.outbound.streams.items()}
     values: dict = {"outputs": outputs, "version": 1, **other}
     header = CheckpointHeader(ask.checkpoint_id, 1, len(BLOB), crc64(BLOB), 0)
     return Offer(ask.epoch, replace(header, **values))
@@ -259,8 +259,8 @@ def test_its_app_goes_on_meanwhile() -> None:
 def test_what_is_not_what_its_app_would_give_is_not_adopted_and_the_app_is_asked(other: dict, says: str) -> None:
     writer = due()
     if "sequence_id" in other:
-        own = replace(writer.machine.parts.checkpoints.last, outputs={"b": OutputMark(1, 1)})
-        writer.machine.parts.checkpoints.last = own
+        own = replace(writer.machine.state.checkpoints.last, outputs={"b": OutputMark(1, 1)})
+        writer.machine.state.checkpoints.last = own
     writer.handle(ev.CheckpointOffered(offered(writer, **other)))
     assert not [one for one in writer.of(ef.Commit) if one.transaction.checkpoint is not None]
     ((level, text),) = [report for report in writer.reports if "no standby took" in report[1]]
@@ -353,7 +353,7 @@ def test_who_writes_has_a_record_for_marks_that_nobody_has_heard_of() -> None:
     took(follower)
     follower.look()
     (offer,) = offers(follower)
-    assert offer.header.outputs == {"b": writer.machine.parts.peers.outputs["b"].mark}
+    assert offer.header.outputs == {"b": writer.machine.parts.peers.outbound.streams["b"].mark}
     count = writer.store.last_sequence_id
     writer.handle(ev.Tick())
     assert writer.store.last_sequence_id == count, "one is enough"

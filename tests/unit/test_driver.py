@@ -148,7 +148,7 @@ def test_what_goes_to_a_peer_leaves_before_the_disk_is_waited_for() -> None:
 def test_answers_that_nobody_is_in_a_hurry_for_are_taken_when_all_else_is_done() -> None:
     turns = Turns()
     turns.turn(ev.AppData(attach("b") + call("b", 1)))
-    tag = turns.machine.parts.peers.outputs["b"].attempt
+    tag = turns.machine.parts.peers.outbound.streams["b"].attempt
     welcome = PeerFrame(FrameType.WELCOME, "b", "a", 77, 1, 0)
     turns.peers.waiting = [ev.PeerReplied("b", tag, welcome)]
     done = turns.turn(ev.AppData(call("", 2)))
@@ -158,22 +158,22 @@ def test_answers_that_nobody_is_in_a_hurry_for_are_taken_when_all_else_is_done()
 
 def test_what_the_app_has_taken_is_told_with_what_comes_next() -> None:
     turns = Turns()
-    turns.app.sent = [ev.AppSent(turns.machine.parts.session.unsent_bytes)]
+    turns.app.sent = [ev.AppSent(turns.machine.state.session.unsent_bytes)]
     turns.turn()
-    assert turns.machine.parts.session.unsent_bytes > 0, "nobody waits for it"
+    assert turns.machine.state.session.unsent_bytes > 0, "nobody waits for it"
     turns.turn(ev.Tick())
-    assert turns.machine.parts.session.unsent_bytes == 0
+    assert turns.machine.state.session.unsent_bytes == 0
 
 
 @pytest.mark.parametrize("window_bytes", [1, 1 << 20])
 def test_what_the_app_takes_within_a_turn_is_told_in_it_only_where_it_is_waited_for(window_bytes: int) -> None:
     turns = Turns()
-    turns.app.sent = [ev.AppSent(turns.machine.parts.session.unsent_bytes)]
+    turns.app.sent = [ev.AppSent(turns.machine.state.session.unsent_bytes)]
     turns.turn(ev.Tick())
-    turns.machine.limits = Limits(app_window_bytes=window_bytes)
+    turns.machine.state.limits = Limits(app_window_bytes=window_bytes)
     turns.app.takes_at_once = True
     assert "app" in turns.turn(ev.AppData(call("", 1)))
-    assert (turns.machine.parts.session.unsent_bytes == 0) is (window_bytes == 1)
+    assert (turns.machine.state.session.unsent_bytes == 0) is (window_bytes == 1)
 
 
 def test_what_comes_of_sending_to_the_app_is_handled_in_the_same_turn() -> None:
@@ -181,7 +181,7 @@ def test_what_comes_of_sending_to_the_app_is_handled_in_the_same_turn() -> None:
     turns.app.found_out = [ev.AppClosed()]
     turns.turn(ev.AppData(call("", 1)))
     assert turns.app.found_out == []
-    assert turns.machine.parts.session.phase is Phase.WAITING
+    assert turns.machine.state.session.phase is Phase.WAITING
 
 
 def test_what_the_clock_has_found_out_comes_before_what_came_in() -> None:

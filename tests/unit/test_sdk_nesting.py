@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -100,7 +101,8 @@ ANSWERS = {
 
 def lets_all_in(env: Environment, name: str) -> None:
     """Its coordinator knows no limit, as one of an older version: what the SDK does then by itself."""
-    env._world.nodes[name]._driver.machine.parts.admission._nesting_max = 1 << 30  # type: ignore[union-attr]
+    state = env._world.nodes[name]._driver.machine.state  # type: ignore[union-attr]
+    state.limits = replace(state.limits, nesting_max=1 << 30)
 
 
 @pytest.mark.parametrize("is_limited", [True, False])

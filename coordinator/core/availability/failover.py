@@ -7,19 +7,17 @@ what its app has made with the marks there, and sends it under an epoch of its o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core import notices
-from immortal.coordinator.core.availability.write_lease import LeaseRole, WriteLease
+from immortal.coordinator.core.availability.write_lease import LeaseRole
 from immortal.coordinator.core.effects import AcquireWriteLease, LoadLog
 from immortal.coordinator.core.errors import LogLockedError
-from immortal.coordinator.core.group_commit import GroupCommit
 from immortal.coordinator.core.interfaces import LogSummary, StoredClients
-from immortal.coordinator.core.life_cycle.recovery import Lifecycle
-from immortal.coordinator.core.life_cycle.session import AppSession, Phase
-from immortal.coordinator.core.state import Epoch, Turn
+from immortal.coordinator.core.life_cycle.recovery import Lifecycle, LogLoader
+from immortal.coordinator.core.life_cycle.session import Phase
+from immortal.coordinator.core.state import CoreState
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -27,55 +25,50 @@ class Failover:
     """The way to the write lease, at the start and after following. ``follow``: follow the log while another process
     writes it."""
 
-    name: str
-    turn: Turn
-    write_lease: WriteLease
-    session: AppSession
-    log: GroupCommit
-    epoch: Epoch
+    state: CoreState
     lifecycle: Lifecycle
-    load: Callable[[LogSummary, StoredClients | None], None]  # into all parts of the machine
+    loader: LogLoader
     follow: bool
     _granted: ev.WriteLeaseGranted | None = None  # and not made use of
     _epoch_ticket: int = 0  # of the commit of the epoch under which a session that has followed works; 0: none
 
     def started(self, event: ev.Started) -> None:
-        self.turn.effects.append(AcquireWriteLease())
+        self.state.effects.append(AcquireWriteLease())
 
     def lease_held(self, event: ev.WriteLeaseHeld) -> None:
         """Raises LogLockedError where nobody is to be followed."""
-        write_lease = self.write_lease
+        write_lease = self.state.write_lease
         if not self.follow:
             raise LogLockedError(
-                f"the log of {self.name!r} is in use by {event.holder}: two coordinators must not write one log; stop "
-                f"that process first"
+                f"the log of {self.state.name!r} is in use by {event.holder}: two coordinators must not write one log; "
+                f"stop that process first"
             )
         if event.holder != write_lease.holder:
-            self.turn.report(notices.Following(holder=event.holder))
+            self.state.report(notices.Following(holder=event.holder))
         write_lease.holder = event.holder
         if write_lease.role is LeaseRole.STARTING:
             write_lease.become(LeaseRole.FOLLOWING)
-            self.turn.effects.append(LoadLog())
+            self.state.effects.append(LoadLog())
 
     def lease_granted(self, event: ev.WriteLeaseGranted) -> None:
         self._granted = event
-        self.write_lease.is_granted = True
+        self.state.write_lease.is_granted = True
 
     def advance(self) -> None:
         """Take the next step that has become possible: load the log under the lease, or let the app take over."""
         if self._granted is not None and self._may_take_over:
             granted, self._granted = self._granted, None
-            write_lease = self.write_lease
+            write_lease = self.state.write_lease
             if write_lease.follows:
-                self.turn.report(notices.TakingOver(holder=write_lease.holder))
+                self.state.report(notices.TakingOver(holder=write_lease.holder))
             write_lease.become(LeaseRole.LOADING)
             write_lease.is_granted = False
             write_lease.fence = granted.term
-            self.log.appends_max = granted.appends_max
-            self.turn.effects.append(LoadLog(with_clients=True))
-        elif self._epoch_ticket and self.log.durable_ticket >= self._epoch_ticket:
+            self.state.log.appends_max = granted.appends_max
+            self.state.effects.append(LoadLog(with_clients=True))
+        elif self._epoch_ticket and self.state.log.durable_ticket >= self._epoch_ticket:
             self._epoch_ticket = 0
-            if self.session.phase is Phase.FOLLOWING:
+            if self.state.session.phase is Phase.FOLLOWING:
                 self.lifecycle.take_over()
 
     @property
@@ -86,40 +79,40 @@ class Failover:
     @property
     def _may_take_over(self) -> bool:
         """The app can be taken over now. While it is still being restored it can't: it would have to start over."""
-        if self.write_lease.role is LeaseRole.STARTING:
+        if self.state.write_lease.role is LeaseRole.STARTING:
             return True
-        is_between = self.session.phase in (Phase.WAITING, Phase.LOADING, Phase.FOLLOWING)
+        is_between = self.state.session.phase in (Phase.WAITING, Phase.LOADING, Phase.FOLLOWING)
         return (
-            self.write_lease.is_loaded
+            self.state.write_lease.is_loaded
             and is_between
             and self.lifecycle.may_restart_recovery
-            and not self.session.reading
+            and not self.state.session.reading
         )
 
     def log_loaded(self, event: ev.LogLoaded) -> None:
         if event.clients is not None:
             self._load_as_writer(event.summary, event.clients)
-        elif not self.write_lease.is_loaded:
+        elif not self.state.write_lease.is_loaded:
             self._load(event.summary, None)
-            if self.session.phase is Phase.LOADING:
+            if self.state.session.phase is Phase.LOADING:
                 self.lifecycle.start_recovery()
         else:
             self.lifecycle.log_loaded(event)
 
     def _load(self, summary: LogSummary, clients: StoredClients | None) -> None:
-        self.write_lease.is_loaded = True
-        self.load(summary, clients)
+        self.state.write_lease.is_loaded = True
+        self.loader.load(summary, clients)
 
     def _load_as_writer(self, summary: LogSummary, clients: StoredClients) -> None:
-        lifecycle, session = self.lifecycle, self.session
+        lifecycle, session = self.lifecycle, self.state.session
         is_followed = session.phase is Phase.FOLLOWING and not session.refused
         if is_followed and not lifecycle.log_grew(summary):
             is_followed = False  # it begins anew, by itself
         self._load(summary, clients)
-        self.write_lease.become(LeaseRole.WRITING)
-        self.log.held = False
+        self.state.write_lease.become(LeaseRole.WRITING)
+        self.state.log.held = False
         if is_followed:
-            self._epoch_ticket = self.epoch.begin()
+            self._epoch_ticket = self.state.begin_epoch()
             return
         lifecycle.call_failures.forget_unlogged()
         if session.phase is Phase.LOADING:

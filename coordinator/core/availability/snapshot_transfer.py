@@ -19,19 +19,14 @@ from msgspec.structs import replace
 
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core import notices
-from immortal.coordinator.core.availability.write_lease import WriteLease
-from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy, CheckpointWriter
+from immortal.coordinator.core.checkpoints.policy import CheckpointWriter
 from immortal.coordinator.core.effects import AskStandby, CheckCheckpoint, DropAsked, OfferCheckpoint, OfferChunk
 from immortal.coordinator.core.failures.call_failure import CallFailures
-from immortal.coordinator.core.group_commit import GroupCommit
-from immortal.coordinator.core.input.admission import Admission
 from immortal.coordinator.core.interfaces import CheckpointHeader, Offer
-from immortal.coordinator.core.life_cycle.session import WORKS, AppSession, Phase
-from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.output.replay_check import FollowerSnapshotCut, ReplayPolicy
+from immortal.coordinator.core.life_cycle.session import WORKS, Phase
+from immortal.coordinator.core.output.replay_check import FollowerSnapshotCut
 from immortal.coordinator.core.peers import Peers
-from immortal.coordinator.core.state import AppOutbox, Epoch, Turn, Versions
-from immortal.coordinator.core.timers import Timers
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.messages import MessageType
 
 
@@ -52,18 +47,9 @@ class SnapshotSender:
     """The follower's side: asks its app for a checkpoint and offers it to the writer. ``takes_blob``: the blob that
     comes next from the app belongs to such a checkpoint."""
 
-    turn: Turn
-    write_lease: WriteLease
-    outbox: AppOutbox
-    session: AppSession
-    log: GroupCommit
+    state: CoreState
     peers: Peers
-    admission: Admission
     call_failures: CallFailures
-    checkpoints: CheckpointPolicy
-    versions: Versions
-    policy: ReplayPolicy
-    limits: Limits
     stage: OfferStage = OfferStage.NOTHING
     takes_blob: bool = False
     has_work: bool = False  # :meth:`advance` may have something to do
@@ -85,7 +71,7 @@ class SnapshotSender:
     def checkpoint_asked(self, event: ev.CheckpointAsked) -> None:
         """Take the writer's request. It replaces an earlier one."""
         self._forget()
-        self._wanted = event if self.write_lease.follows and not self.write_lease.is_granted else None
+        self._wanted = event if self.state.write_lease.follows and not self.state.write_lease.is_granted else None
         self._reach(self.stage)
 
     def _forget(self) -> None:
@@ -105,9 +91,9 @@ class SnapshotSender:
         """Ask the app for its checkpoint, or offer the finished one, as soon as either is possible."""
         if self._wanted is not None and self.stage is OfferStage.NOTHING and self._may_ask_app:
             self._asked, self._wanted = self._wanted, None
-            self._sequence_id = self.session.fed_sequence_id
+            self._sequence_id = self.state.session.fed_sequence_id
             self._reach(OfferStage.ASKED)
-            self.outbox.send_control(MessageType.TAKE_CHECKPOINT)
+            self.state.outbox.send_control(MessageType.TAKE_CHECKPOINT)
         elif self.stage is OfferStage.WHOLE and self._is_confirmed:
             self._offer()
 
@@ -116,27 +102,27 @@ class SnapshotSender:
         """The app can give a checkpoint that the writer may adopt. An app that has repeated an upgrade and got no
         record since can't: it would take itself for primary. Nor can one whose outputs are not compared with the
         log's marks."""
-        session = self.session
+        session = self.state.session
         is_able = session.phase is Phase.FOLLOWING and not session.refused and not session.waits_for_hello
         has_record = session.fed_sequence_id > session.upgraded_sequence_id
-        return is_able and self.peers.following and has_record and self.policy.compares
+        return is_able and self.state.following and has_record and self.peers.policy.compares
 
     # --- the app's answer --------------------------------------------------------------------------------------------
 
     def snapshot_began(self) -> None:
         if self._asked is None:
             return
-        self._cut = self.peers.followed.cut(self.peers.outputs)
-        self._open_calls = self.admission.open_calls.open_at(self._sequence_id)
+        self._cut = self.peers.outbound.followed.cut(self.peers.outbound.streams)
+        self._open_calls = self.peers.admission.open_calls.open_at(self._sequence_id)
         self._chunks_waiting = 0
         self._writer = CheckpointWriter(
             self._asked.checkpoint_id,
             self._sequence_id,
-            self.versions.current,
+            self.state.versions.current,
             {},
             {},
             self._open_calls,
-            self.limits.chunk_size_bytes,
+            self.state.limits.chunk_size_bytes,
         )
         self._reach(OfferStage.COMING)
 
@@ -145,8 +131,8 @@ class SnapshotSender:
             chunk = self._writer.receive(data, last=last)
             if chunk is not None:
                 self._chunks_waiting += 1
-                self.checkpoints.chunks_pending_bytes += len(chunk.data)
-                self.turn.effects.append(OfferChunk(chunk.checkpoint_id, chunk.index, chunk.data))
+                self.state.checkpoints.chunks_pending_bytes += len(chunk.data)
+                self.state.effects.append(OfferChunk(chunk.checkpoint_id, chunk.index, chunk.data))
         if last:
             self._reach(OfferStage.NOTHING if self._writer is None else OfferStage.WHOLE)
 
@@ -158,12 +144,12 @@ class SnapshotSender:
         self._reach(OfferStage.NOTHING)
 
     def chunk_offered(self, event: ev.ChunkOffered) -> None:
-        self.checkpoints.chunks_pending_bytes -= event.size_bytes
+        self.state.checkpoints.chunks_pending_bytes -= event.size_bytes
         if self._asked is None or event.checkpoint_id != self._asked.checkpoint_id:
             return
         self._chunks_waiting -= 1
         if event.problem:
-            self.turn.report(notices.OfferRefused(event.checkpoint_id, event.problem))
+            self.state.report(notices.OfferRefused(event.checkpoint_id, event.problem))
             self._forget()
 
     # --- the offer ---------------------------------------------------------------------------------------------------
@@ -173,18 +159,18 @@ class SnapshotSender:
         """The whole blob is in the log, and the marks show that the app made the same outputs as the writer's app."""
         if self._chunks_waiting or self._cut.waits_for or not self.call_failures.agrees_up_to(self._sequence_id):
             return False
-        outputs = self.peers.outputs
+        outputs = self.peers.outbound.streams
         return all(outputs[name].has_confirmed(mark) for name, mark in self._cut.outputs.items())
 
     def _offer(self) -> None:
         asked, writer, cut = self._asked, self._writer, self._cut
         if asked is None or writer is None:
             return
-        header = writer.header(self.log.time_ns(self.turn.now_ns))
+        header = writer.header(self.state.log.time_ns(self.state.now_ns))
         header = replace(header, outputs=cut.outputs, unacknowledged=cut.unacknowledged)
         verdicts = self.call_failures.verdicts.known_until(self._sequence_id)
-        self.turn.effects.append(OfferCheckpoint(Offer(asked.epoch, header, verdicts)))
-        self.turn.report(notices.CheckpointOffered(header.checkpoint_id, header.sequence_id, header.size_bytes))
+        self.state.effects.append(OfferCheckpoint(Offer(asked.epoch, header, verdicts)))
+        self.state.report(notices.CheckpointOffered(header.checkpoint_id, header.sequence_id, header.size_bytes))
         self._forget()
 
 
@@ -209,16 +195,9 @@ class AdoptionStage(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class SnapshotReceiver:
-    turn: Turn
-    session: AppSession
-    log: GroupCommit
-    epoch: Epoch
+    state: CoreState
     peers: Peers
     call_failures: CallFailures
-    checkpoints: CheckpointPolicy
-    versions: Versions
-    limits: Limits
-    timers: Timers
     stage: AdoptionStage = AdoptionStage.NOTHING
     has_standby: bool = False
     is_for_app: bool = False  # the one that is due: it could not be had otherwise
@@ -231,12 +210,12 @@ class SnapshotReceiver:
 
     def request(self, *, at_once: bool) -> bool:
         """Decide whether the checkpoint that is due comes from a follower. ``at_once``: somebody waits for it."""
-        limits = self.limits
+        limits = self.state.limits
         if not limits.checkpoints_on_standby or self.is_for_app or (at_once and not self.has_standby):
             self.is_for_app = False
             return False
         self.stage = AdoptionStage.WAITING
-        self._due_ns = self.turn.now_ns + limits.standby_checkpoint_ns
+        self._due_ns = self.state.now_ns + limits.standby_checkpoint_ns
         self.advance()
         return True
 
@@ -247,11 +226,11 @@ class SnapshotReceiver:
 
     def advance(self) -> None:
         """Ask a follower, or check what it has offered, as soon as either is possible."""
-        self.timers.standby_at(min(self._due_ns, self.turn.now_ns + self.limits.recent_ns))
+        self.state.timers.standby_at(min(self._due_ns, self.state.now_ns + self.state.limits.recent_ns))
         if self.stage is AdoptionStage.WAITING and self.has_standby:
             self.stage = AdoptionStage.ASKED
-            self._checkpoint_id = self.checkpoints.next_id()
-            self.turn.effects.append(AskStandby(self._checkpoint_id, self.epoch.number))
+            self._checkpoint_id = self.state.checkpoints.next_id()
+            self.state.effects.append(AskStandby(self._checkpoint_id, self.state.epoch))
         elif (
             self.stage is AdoptionStage.ASKED and self._offer is not None and self._has_app_come_to(self._offer.header)
         ):
@@ -259,17 +238,17 @@ class SnapshotReceiver:
                 self.give_up(problem)
             else:
                 self.stage, self._reading_id = AdoptionStage.READING, self._checkpoint_id
-                self.turn.effects.append(CheckCheckpoint(self._offer.header))
-        elif self.stage is AdoptionStage.ASKED and self.log.is_idle and self.peers.outbound.any_unmarked:
+                self.state.effects.append(CheckCheckpoint(self._offer.header))
+        elif self.stage is AdoptionStage.ASKED and self.state.log.is_idle and self.peers.outbound.any_unmarked:
             # Who follows waits for marks of the last calls, and no record with input comes that would have them.
-            self.log.append_no_message()
+            self.state.log.append_no_message()
 
     @property
     def is_awaited(self) -> bool:
         """A follower's checkpoint is on its way, so the own app is not asked. Gives up when its time is over."""
         if self.stage in (AdoptionStage.NOTHING, AdoptionStage.ADOPTED):
             return False
-        if self.turn.now_ns >= self._due_ns:
+        if self.state.now_ns >= self._due_ns:
             self.give_up(
                 "nobody follows" if self.stage is AdoptionStage.WAITING else "who was asked has not given it in time"
             )
@@ -282,10 +261,10 @@ class SnapshotReceiver:
         if self.stage in (AdoptionStage.NOTHING, AdoptionStage.ADOPTED):
             return
         if self.stage is not AdoptionStage.WAITING:
-            self.turn.effects.append(DropAsked())
+            self.state.effects.append(DropAsked())
         if reason:
-            self.checkpoints.wanted = self.is_for_app = True
-            self.turn.report(notices.StandbyTakesNone(reason))
+            self.state.checkpoints.wanted = self.is_for_app = True
+            self.state.report(notices.StandbyTakesNone(reason))
         self.stage, self._offer = AdoptionStage.NOTHING, None
 
     def standbys_changed(self, event: ev.StandbysChanged) -> None:
@@ -297,22 +276,22 @@ class SnapshotReceiver:
         """Take the offer if it answers the last request of this epoch; ignore any other."""
         offer = event.offer
         is_asked = self.stage is AdoptionStage.ASKED and offer.header.checkpoint_id == self._checkpoint_id
-        if is_asked and offer.epoch == self.epoch.number:
+        if is_asked and offer.epoch == self.state.epoch:
             self._offer = offer
 
     def _has_app_come_to(self, header: CheckpointHeader) -> bool:
         """The own app has handled the checkpoint's last record. A follower may be ahead of it."""
-        return self.session.phase in WORKS and header.sequence_id <= self.session.fed_sequence_id
+        return self.state.session.phase in WORKS and header.sequence_id <= self.state.session.fed_sequence_id
 
     def _problem(self, offer: Offer) -> str:
         """Return why the offered checkpoint can't replace one of the own app; "" if it can."""
-        header, last, outputs = offer.header, self.checkpoints.last, self.peers.outputs
-        if header.sequence_id > self.log.durable_sequence_id:
-            return f"it is behind record {header.sequence_id}, the log ends with {self.log.durable_sequence_id}"
+        header, last, outputs = offer.header, self.state.checkpoints.last, self.peers.outbound.streams
+        if header.sequence_id > self.state.log.durable_sequence_id:
+            return f"it is behind record {header.sequence_id}, the log ends with {self.state.log.durable_sequence_id}"
         if last is None or header.sequence_id < last.sequence_id or header.checkpoint_id <= last.checkpoint_id:
             return "the log has a later one"
-        if header.version != self.versions.current:
-            return f"it is of version {header.version} of the app, which runs version {self.versions.current}"
+        if header.version != self.state.versions.current:
+            return f"it is of version {header.version} of the app, which runs version {self.state.versions.current}"
         settled = last.sequence_id
         verdicts = [key for key in offer.verdicts if key[0] > settled]
         own = [key for key in self.call_failures.verdicts.known_until(header.sequence_id) if key[0] > settled]
@@ -338,24 +317,24 @@ class SnapshotReceiver:
             pass  # it is not wanted any more
         elif event.problem is not None:
             self.give_up(event.problem)
-        elif self.checkpoints.settled and not self.checkpoints.on_its_way:
+        elif self.state.checkpoints.settled and not self.state.checkpoints.on_its_way:
             self._adopt(self._offer.header)
         else:  # the app is giving one, which is later
             self.give_up()
         return True
 
     def _adopt(self, header: CheckpointHeader) -> None:
-        transaction = self.log.append_outside_record(0).transaction
-        transaction.checkpoint = replace(header, time_ns=self.log.time_ns(self.turn.now_ns))
+        transaction = self.state.log.append_outside_record(0).transaction
+        transaction.checkpoint = replace(header, time_ns=self.state.log.time_ns(self.state.now_ns))
         transaction.adopts = True
-        self.checkpoints.settled = False
+        self.state.checkpoints.settled = False
         self.stage, self._offer = AdoptionStage.ADOPTED, None
 
     def checkpoint_durable(self, header: CheckpointHeader) -> None:
         self.stage = AdoptionStage.NOTHING
-        self.checkpoints.wanted = False
+        self.state.checkpoints.wanted = False
         self.call_failures.checkpoint_adopted(header.sequence_id)
-        self.turn.report(notices.CheckpointAdopted(header.checkpoint_id, header.sequence_id, header.size_bytes))
+        self.state.report(notices.CheckpointAdopted(header.checkpoint_id, header.sequence_id, header.size_bytes))
 
     def app_lost(self) -> None:
         """Forget the request: the own app is gone, and its successor takes a checkpoint anyway."""

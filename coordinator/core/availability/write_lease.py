@@ -13,14 +13,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from immortal.coordinator.core import notices
 from immortal.coordinator.core.effects import Commit, ReadTail, WriteCheckpointChunk
 from immortal.coordinator.core.errors import require
 from immortal.coordinator.core.events import Asked, LogFailed, TailRead
-from immortal.coordinator.core.group_commit import GroupCommit
-from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.state import Turn
+
+if TYPE_CHECKING:
+    from immortal.coordinator.core.state import CoreState
 
 
 class LeaseRole(Enum):
@@ -72,24 +73,22 @@ class LogRequests:
     """Requests to the log that are not answered yet. ``silent_since_ns``: when the log last failed to answer; None
     while it answers."""
 
-    __slots__ = ("_again", "_limits", "_log", "_pause_ns", "_turn", "_unknown", "_writes", "due_ns", "silent_since_ns")
+    __slots__ = ("_again", "_pause_ns", "_state", "_unknown", "_writes", "due_ns", "silent_since_ns")
 
-    def __init__(self, limits: Limits, log: GroupCommit, turn: Turn) -> None:
+    def __init__(self, state: CoreState) -> None:
         self.silent_since_ns: int | None = None
         self.due_ns: int | None = None  # when it is asked again
-        self._limits = limits
-        self._log = log
-        self._turn = turn
+        self._state = state
         self._writes: deque[Write] = deque()  # not answered, in their order
         self._unknown = False  # whether the first of them was done
         self._again: list[Asked] = []  # reads
-        self._pause_ns = limits.log_retry_ns_min
+        self._pause_ns = state.limits.log_retry_ns_min
 
     def write(self, write: Write) -> None:
         """Hand the write to the log, behind all writes before it."""
         self._writes.append(write)
         if not self._unknown:
-            self._turn.effects.append(write)
+            self._state.effects.append(write)
 
     def write_done(self) -> None:
         """Note that the oldest unanswered write is durable."""
@@ -104,46 +103,46 @@ class LogRequests:
 
     def request_failed(self, event: LogFailed) -> None:
         """Note a failure that may pass: ask again after a pause, which doubles each time."""
-        now_ns, request = self._turn.now_ns, event.request
+        now_ns, request = self._state.now_ns, event.request
         if isinstance(request, Write):
             require(bool(self._writes) and request is self._writes[0], "a write is answered out of its turn")
-            self._unknown = self._log.held = True
+            self._unknown = self._state.log.held = True
         elif request is not None and not isinstance(request, ReadTail):
             self._again.append(request)
         if self.silent_since_ns is None:
             self.silent_since_ns = now_ns
-            self._turn.report(notices.LogSilent(problem=str(event.error)))
+            self._state.report(notices.LogSilent(problem=str(event.error)))
         if self.due_ns is None:
             self.due_ns = now_ns + self._pause_ns
-            self._pause_ns = min(2 * self._pause_ns, self._limits.log_retry_ns_max)
+            self._pause_ns = min(2 * self._pause_ns, self._state.limits.log_retry_ns_max)
 
     def tick(self) -> None:
         """Ask again if the pause is over."""
-        if self.due_ns is None or self._turn.now_ns < self.due_ns:
+        if self.due_ns is None or self._state.now_ns < self.due_ns:
             return
         self.due_ns = None
         if self._unknown:
-            self._turn.effects.append(ReadTail())
+            self._state.effects.append(ReadTail())
         again, self._again = self._again, []
-        self._turn.effects.extend(again)
+        self._state.effects.extend(again)
 
     def resolve_writes(self, event: TailRead) -> Sequence[Write]:
         """Return the writes that turn out to be durable, now that the log has said where it ends. Write the others
         again."""
         if not self._unknown:
             return ()
-        self._unknown = self._log.held = False
+        self._unknown = self._state.log.held = False
         last = max([n for n, write in enumerate(self._writes) if _is_there(write, event)], default=-1)
         durable = [self._writes[index] for index in range(last + 1)]
         for write in list(self._writes)[last + 1 :]:
-            self._turn.effects.append(write)
+            self._state.effects.append(write)
         return durable
 
     def _log_answered(self, since_ns: int) -> None:
         self.silent_since_ns = None
-        self._pause_ns = self._limits.log_retry_ns_min
-        silent_s = round((self._turn.now_ns - since_ns) / 1e9, 3)
-        self._turn.report(notices.LogAnswers(silent_s=silent_s))
+        self._pause_ns = self._state.limits.log_retry_ns_min
+        silent_s = round((self._state.now_ns - since_ns) / 1e9, 3)
+        self._state.report(notices.LogAnswers(silent_s=silent_s))
 
 
 def _is_there(write: Write, tail: TailRead) -> bool:

@@ -10,21 +10,16 @@ from dataclasses import dataclass
 
 from immortal.coordinator.core import notices
 from immortal.coordinator.core.availability.snapshot_transfer import SnapshotReceiver, SnapshotSender
-from immortal.coordinator.core.availability.write_lease import LogRequests
-from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy
 from immortal.coordinator.core.effects import Trim
 from immortal.coordinator.core.errors import AppProtocolError
 from immortal.coordinator.core.failures.call_failure import CallFailures
 from immortal.coordinator.core.failures.unsaved_state import UnsavedState
-from immortal.coordinator.core.group_commit import Group, GroupCommit
-from immortal.coordinator.core.input.admission import Admission
+from immortal.coordinator.core.group_commit import Group
 from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader, VersionStart
-from immortal.coordinator.core.life_cycle.pause_stop import Shutdown
-from immortal.coordinator.core.life_cycle.recovery import BEHIND, Lifecycle, Proof, Upgrades
-from immortal.coordinator.core.life_cycle.session import AWAITING_CHECKPOINT, AppSession, Phase, Step
+from immortal.coordinator.core.life_cycle.recovery import BEHIND, Lifecycle, Proof
+from immortal.coordinator.core.life_cycle.session import AWAITING_CHECKPOINT, Phase, Step
 from immortal.coordinator.core.peers import Peers
-from immortal.coordinator.core.state import AppOutbox, Turn
-from immortal.coordinator.core.timers import Timers
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.messages import MessageType, encode_message
 from immortal.protocol.readers import BlobData, Message
 from immortal.protocol.trailer import BatchKind, BatchSource
@@ -35,36 +30,26 @@ from immortal.protocol.verdicts import decode_unsaved, decode_verdict
 class CheckpointTaker:
     """Asks the app for checkpoints and writes them to the log. ``name``: the instance."""
 
-    name: str
-    turn: Turn
-    outbox: AppOutbox
-    session: AppSession
-    log: GroupCommit
-    log_requests: LogRequests
+    state: CoreState
     peers: Peers
-    admission: Admission
-    call_failures: CallFailures
-    checkpoints: CheckpointPolicy
-    upgrades: Upgrades
     lifecycle: Lifecycle
-    shutdown: Shutdown
-    timers: Timers
+    call_failures: CallFailures
+    unsaved_state: UnsavedState
     snapshot_sender: SnapshotSender
     snapshot_receiver: SnapshotReceiver
-    unsaved_state: UnsavedState
 
     def ask_if_due(self) -> None:
         """Ask for a checkpoint if one is due. Call it while the app is in normal processing and no header is on its
         way."""
-        session, checkpoints, shutdown = self.session, self.checkpoints, self.shutdown
+        session, checkpoints, shutdown = self.state.session, self.state.checkpoints, self.state.shutdown
         if shutdown.feeds_no_more or self.snapshot_sender.takes_blob:  # an app gives one at a time
             return
         is_apps = shutdown.is_requested or self.lifecycle.proof is BEHIND
         snapshot_receiver, wanted = self.snapshot_receiver, checkpoints.wanted
         if snapshot_receiver.is_awaited and not is_apps:
             return
-        logged_bytes = self.log.logged_bytes
-        if is_apps or checkpoints.is_due(logged_bytes, self.turn.now_ns):
+        logged_bytes = self.state.log.logged_bytes
+        if is_apps or checkpoints.is_due(logged_bytes, self.state.now_ns):
             checkpoints.checkpoint_began(logged_bytes)
             # One that was promoted shows by its next checkpoint that it has made all that the log knows of.
             is_own = is_apps or self.unsaved_state.is_wished
@@ -75,23 +60,23 @@ class CheckpointTaker:
             session.advance(Step.CHECKPOINT_ASKED)
             session.checkpoint_sequence_id = session.fed_sequence_id
             self.unsaved_state.ask()
-            self.outbox.send_control(MessageType.TAKE_CHECKPOINT)
+            self.state.outbox.send_control(MessageType.TAKE_CHECKPOINT)
 
     # --- in one piece ------------------------------------------------------------------------------------------------
 
     def blob_began(self) -> None:
-        session = self.session
+        session = self.state.session
         if self.snapshot_sender.takes_blob:
             self.snapshot_sender.snapshot_began()
             return
-        if session.phase not in AWAITING_CHECKPOINT or self.checkpoints.on_its_way:
+        if session.phase not in AWAITING_CHECKPOINT or self.state.checkpoints.on_its_way:
             raise AppProtocolError(
                 f"the app sent a Checkpoint in the phase {session.phase.value!r}, none was asked for"
             )
         if session.phase is Phase.FIRST_START and session.initial_message is None:
             raise AppProtocolError("the app's first checkpoint came without an InitialMessage (type 9) before it")
         if session.phase is Phase.UPGRADING:
-            if self.upgrades.is_new():
+            if self.lifecycle.upgrades.is_new():
                 self.lifecycle.finish_replay()
             return  # only the checkpoint that confirms an upgrade is kept
         if session.phase is Phase.BECOMING_PRIMARY or self.lifecycle.proof is BEHIND:
@@ -102,9 +87,9 @@ class CheckpointTaker:
         if self.snapshot_sender.takes_blob:
             self.snapshot_sender.snapshot_data(blob.data, last=blob.last)
             return
-        if self.session.phase is Phase.UPGRADING:
+        if self.state.session.phase is Phase.UPGRADING:
             if blob.last:
-                self.upgrades.upgraded()
+                self.lifecycle.upgrades.upgraded()
             return
         self._receive(blob.data, last=blob.last)
         if blob.last:
@@ -113,11 +98,11 @@ class CheckpointTaker:
     # --- beside the app's work ---------------------------------------------------------------------------------------
 
     def snapshot_began(self, message: Message) -> None:
-        phase = self.session.phase
+        phase = self.state.session.phase
         if self.snapshot_sender.takes_blob:
             self.snapshot_sender.snapshot_began()
             return
-        if phase is not Phase.CHECKPOINTING or self.checkpoints.on_its_way:
+        if phase is not Phase.CHECKPOINTING or self.state.checkpoints.on_its_way:
             raise AppProtocolError(f"the app began a snapshot in the phase {phase.value!r}, none was asked for")
         self._begin()
 
@@ -142,26 +127,26 @@ class CheckpointTaker:
             self._receive(b"", last=True)
             self._end()
             return
-        self.checkpoints.abandon()
-        self.session.advance(Step.CHECKPOINT_ABANDONED)
-        self.turn.report(notices.CheckpointFailed(message.data.decode("utf-8", "replace")))
-        self.shutdown.checkpoint_failed()
+        self.state.checkpoints.abandon()
+        self.state.session.advance(Step.CHECKPOINT_ABANDONED)
+        self.state.report(notices.CheckpointFailed(message.data.decode("utf-8", "replace")))
+        self.state.shutdown.checkpoint_failed()
 
     @property
     def _snapshot_is_on_its_way(self) -> bool:
-        return self.checkpoints.on_its_way and self.session.phase is Phase.CHECKPOINTING
+        return self.state.checkpoints.on_its_way and self.state.session.phase is Phase.CHECKPOINTING
 
     # --- there is none -----------------------------------------------------------------------------------------------
 
     def failed(self, message: Message) -> None:
         """Take the app's word that its state can't be saved. The app works on without a checkpoint."""
-        session, lifecycle, unsaved = self.session, self.lifecycle, decode_unsaved(message.data)
+        session, lifecycle, unsaved = self.state.session, self.lifecycle, decode_unsaved(message.data)
         if self.snapshot_sender.takes_blob:
-            self.turn.report(notices.CheckpointFailed(unsaved.text))
+            self.state.report(notices.CheckpointFailed(unsaved.text))
             self.snapshot_sender.snapshot_failed()
             return
         is_recovery = session.phase is Phase.BECOMING_PRIMARY
-        if self.checkpoints.on_its_way or not (is_recovery or session.phase is Phase.CHECKPOINTING):
+        if self.state.checkpoints.on_its_way or not (is_recovery or session.phase is Phase.CHECKPOINTING):
             raise AppProtocolError(
                 f"the app sent a CheckpointFailed in the phase {session.phase.value!r}, no checkpoint was asked for"
             )
@@ -177,46 +162,49 @@ class CheckpointTaker:
             lifecycle.report_recovered()
         session.advance(Step.CHECKPOINT_ABANDONED)
         self.unsaved_state.save_failed(unsaved, session.checkpoint_sequence_id)
-        self.shutdown.checkpoint_failed()
+        self.state.shutdown.checkpoint_failed()
 
     def taken_back(self, message: Message) -> None:
         """The checkpoint that comes is of the state without a message."""
-        if self.session.phase not in (Phase.BECOMING_PRIMARY, Phase.CHECKPOINTING) or self.checkpoints.on_its_way:
+        if (
+            self.state.session.phase not in (Phase.BECOMING_PRIMARY, Phase.CHECKPOINTING)
+            or self.state.checkpoints.on_its_way
+        ):
             raise AppProtocolError(
-                f"the app sent a TakenBack in the phase {self.session.phase.value!r}, no checkpoint was asked for"
+                f"the app sent a TakenBack in the phase {self.state.session.phase.value!r}, no checkpoint was asked for"
             )
         self.unsaved_state.taken_back(decode_verdict(message.data))
 
     # --- either way --------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        session, versions = self.session, self.upgrades.versions
+        session, versions = self.state.session, self.state.versions
         self.lifecycle.prove_promotion()
-        outputs = self.peers.outputs
+        outputs = self.peers.outbound.streams
         version = versions.current
         if session.phase is Phase.FIRST_START:
             version = session.description.version
         elif session.phase is Phase.CONFIRMING_UPGRADE:
             version = versions.upgrade_to or version
-        checkpoint_id = self.checkpoints.begin(
+        checkpoint_id = self.state.checkpoints.begin(
             session.checkpoint_sequence_id,
             version,
             {name: stream.mark for name, stream in outputs.items()},
             {name: stream.unacknowledged for name, stream in outputs.items() if stream.memory_bytes},
-            self.admission.open_calls.open_at(session.checkpoint_sequence_id),
+            self.peers.admission.open_calls.open_at(session.checkpoint_sequence_id),
         )
-        self.shutdown.checkpoint_began(checkpoint_id)
-        self.turn.report(notices.CheckpointBegan(checkpoint_id))
+        self.state.shutdown.checkpoint_began(checkpoint_id)
+        self.state.report(notices.CheckpointBegan(checkpoint_id))
 
     def _receive(self, data: bytes, *, last: bool) -> None:
-        chunk = self.checkpoints.receive(data, last=last)
+        chunk = self.state.checkpoints.receive(data, last=last)
         if chunk is not None:
-            self.log_requests.write(chunk)
+            self.state.log_requests.write(chunk)
 
     def _end(self) -> None:
-        session = self.session
-        header = self.checkpoints.end(self.log.time_ns(self.turn.now_ns))
-        group = self.log.append_outside_record(0)
+        session = self.state.session
+        header = self.state.checkpoints.end(self.state.log.time_ns(self.state.now_ns))
+        group = self.state.log.append_outside_record(0)
         if session.phase is Phase.FIRST_START:
             group = self._log_first_record()
         if session.phase is Phase.BECOMING_PRIMARY:
@@ -224,7 +212,7 @@ class CheckpointTaker:
         self.lifecycle.take_healing(group.transaction)
         group.transaction.checkpoint = header
         self.unsaved_state.checkpoint_whole(group)
-        if self.shutdown.takes_last_checkpoint:
+        if self.state.shutdown.takes_last_checkpoint:
             self.call_failures.app_stopped(group.transaction)
         if session.phase is Phase.CONFIRMING_UPGRADE:
             group.transaction.version = VersionStart(header.version, header.sequence_id, session.label)
@@ -234,14 +222,14 @@ class CheckpointTaker:
 
     def _log_first_record(self) -> Group:
         """The initial message is record 0, durable together with the first checkpoint: never one without the other."""
-        session = self.session
-        self.log.with_record_time = MessageType.RECORD_TIME in session.extensions
+        session = self.state.session
+        self.state.log.with_record_time = MessageType.RECORD_TIME in session.extensions
         message = encode_message(MessageType.INITIAL_MESSAGE, session.initial_message or b"")
-        source = BatchSource(BatchKind.INITIAL, ONESELF, 1, 1, self.turn.now_ns)
+        source = BatchSource(BatchKind.INITIAL, ONESELF, 1, 1, self.state.now_ns)
         chunks = [message]
         if MessageType.INSTANCE_NAME in session.extensions:  # in the log, so that each replay tells it again
-            chunks.insert(0, encode_message(MessageType.INSTANCE_NAME, self.name.encode()))
-        group = self.log.append(chunks, sum(map(len, chunks)), source)
+            chunks.insert(0, encode_message(MessageType.INSTANCE_NAME, self.state.name.encode()))
+        group = self.state.log.append(chunks, sum(map(len, chunks)), source)
         group.transaction.extensions = session.logged_extensions = session.extensions
         self.peers.app_asked_for(session.extensions)
         group.transaction.version = VersionStart(session.description.version, -1, session.label)
@@ -249,16 +237,16 @@ class CheckpointTaker:
 
     def durable(self, header: CheckpointHeader, *, adopted: bool = False) -> None:
         """The checkpoint of ``header`` counts from now on. ``adopted``: a follower has taken it."""
-        wake_at_ns = self.checkpoints.became_durable(header)
+        wake_at_ns = self.state.checkpoints.became_durable(header)
         if wake_at_ns is not None:
-            self.timers.checkpoint_at(wake_at_ns)
+            self.state.timers.checkpoint_at(wake_at_ns)
         self.call_failures.checkpoint_durable(header.sequence_id)
         self.unsaved_state.durable()
         if adopted:
             self.snapshot_receiver.checkpoint_durable(header)
         else:
-            self.turn.report(notices.CheckpointTaken(header.checkpoint_id, header.sequence_id, header.size_bytes))
-        if not self.peers.ready:
-            self.peers.became_ready(self.turn.now_ns)
-        self.turn.effects.append(Trim())
-        self.shutdown.checkpoint_durable(header.checkpoint_id)
+            self.state.report(notices.CheckpointTaken(header.checkpoint_id, header.sequence_id, header.size_bytes))
+        if not self.state.ready:
+            self.peers.inbound.became_ready(self.state.now_ns)
+        self.state.effects.append(Trim())
+        self.state.shutdown.checkpoint_durable(header.checkpoint_id)

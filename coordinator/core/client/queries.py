@@ -22,10 +22,8 @@ from immortal.coordinator.core.failures.call_failure import CallFailures
 from immortal.coordinator.core.failures.poison_guard import digest_of
 from immortal.coordinator.core.input.admission import Admission
 from immortal.coordinator.core.interfaces import Token
-from immortal.coordinator.core.life_cycle.session import WORKS, AppSession
-from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.peers import Peers
-from immortal.coordinator.core.state import AppOutbox, Turn
+from immortal.coordinator.core.life_cycle.session import WORKS
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.client_frames import ClientCode, ClientFrame, Reply, ReplyKind, decode_query_call
 from immortal.protocol.errors import ProtocolError
 from immortal.protocol.messages import MessageType
@@ -68,15 +66,10 @@ class _Query:
 class Queries:
     """Open queries of one instance, ``name``."""
 
-    name: str
-    limits: Limits
-    session: AppSession
-    outbox: AppOutbox
+    state: CoreState
     clients: Clients
-    admission: Admission
     call_failures: CallFailures
-    peers: Peers
-    turn: Turn
+    admission: Admission
     answered_count: int = 0
     _ticket: int = 0
     _open: dict[Key, _Query] = field(default_factory=dict)
@@ -115,12 +108,13 @@ class Queries:
         self._waiting.setdefault(query.asker, deque()).append(query)
 
     def _refusal(self, frame: ClientFrame, caller: str) -> tuple[ClientCode, str] | None:
-        session, permissions, now_ns = self.session, self.admission.permissions, self.turn.now_ns
+        state, session, permissions = self.state, self.state.session, self.admission.permissions
+        name, now_ns = state.name, state.now_ns
         if session.phase not in WORKS or session.fed_sequence_id < 0:  # an app is primary behind its first record
-            text = f"the app of {self.name!r} does not work now (phase: {session.phase.value}): ask again once it does"
+            text = f"the app of {name!r} does not work now (phase: {session.phase.value}): ask again once it does"
             return ClientCode.NOT_READY, text
         if MessageType.QUERY_ASKED not in session.extensions:
-            return ClientCode.LOGGED_ONLY, f"the app of {self.name!r} takes queries as logged calls only"
+            return ClientCode.LOGGED_ONLY, f"the app of {self.state.name!r} takes queries as logged calls only"
         try:
             method_id, arguments = decode_query_call(frame.payload)
         except ProtocolError as error:
@@ -136,24 +130,30 @@ class Queries:
             self.call_failures.note_nested(asker, 1, f"{text} (from {asker!r})")
             return ClientCode.MALFORMED, text
         if not permissions.is_query(method_id):
-            return ClientCode.MALFORMED, f"{method!r} of {self.name!r} is no query: it is called without .query"
+            return ClientCode.MALFORMED, f"{method!r} of {self.state.name!r} is no query: it is called without .query"
         if self._barred.get(method_id, 0) > now_ns:
-            return ClientCode.MALFORMED, f"{method!r} of {self.name!r} has changed the state: it is asked again later"
+            return (
+                ClientCode.MALFORMED,
+                f"{method!r} of {self.state.name!r} has changed the state: it is asked again later",
+            )
         penalties = self.call_failures.penalties
         if why := penalties.hold_reason(asker, now_ns):
             return ClientCode.BUSY, why
         if why := penalties.query_refusal(digest_of(asker, method_id, arguments)) if penalties.has_suspects else "":
             return ClientCode.MALFORMED, why
-        limits, asker_count = self.limits, self._open_by[asker]
+        limits, asker_count = self.state.limits, self._open_by[asker]
         if (
             len(self._open) >= limits.queries_open_max
             or asker_count >= limits.caller_queries_max
             or self._open_bytes + len(frame.payload) > max(limits.queries_bytes, len(frame.payload))
         ):
-            return ClientCode.BUSY, f"{self.name!r} has {len(self._open)} queries to answer, {asker_count} of them here"
+            return (
+                ClientCode.BUSY,
+                f"{self.state.name!r} has {len(self._open)} queries to answer, {asker_count} of them here",
+            )
         open_count = self.clients.table.open_by[caller] + asker_count
         if not self.admission.first_of(caller, frame.payload, 1, now_ns, open_count)[0]:
-            return ClientCode.BUSY, f"{caller!r} has used up what it may call of {self.name!r} for now"
+            return ClientCode.BUSY, f"{caller!r} has used up what it may call of {self.state.name!r} for now"
         return None
 
     # --- the app -----------------------------------------------------------------------------------------------------
@@ -174,10 +174,10 @@ class Queries:
                 del self._waiting[asker]
             self._ticket += 1
             self._asked[self._ticket] = query
-            query.asked_ns = self.turn.now_ns
-            question = QueryQuestion(self._ticket, query.method_id, query.arguments, self.turn.now_ns)
-            self.outbox.send_control(MessageType.QUERY_ASKED, encode_query(question))
-        while self._held and self._held[0][0] <= self.peers.log.durable_ticket:
+            query.asked_ns = self.state.now_ns
+            question = QueryQuestion(self._ticket, query.method_id, query.arguments, self.state.now_ns)
+            self.state.outbox.send_control(MessageType.QUERY_ASKED, encode_query(question))
+        while self._held and self._held[0][0] <= self.state.log.durable_ticket:
             _, query, reply = self._held.popleft()
             self._send_answer(query, reply)
 
@@ -193,26 +193,26 @@ class Queries:
         self._alone = False
         if self.call_failures.penalties.has_suspects:
             self.call_failures.penalties.query_answered(query.digest)
-        self._adapt_concurrency(self.turn.now_ns - query.asked_ns)
+        self._adapt_concurrency(self.state.now_ns - query.asked_ns)
         if answer.changed:
-            self._barred[query.method_id] = self.turn.now_ns + self.limits.query_barred_ns
-            self.turn.report(notices.QueryChangedState(self.admission.permissions.name_of(query.method_id)))
+            self._barred[query.method_id] = self.state.now_ns + self.state.limits.query_barred_ns
+            self.state.report(notices.QueryChangedState(self.admission.permissions.name_of(query.method_id)))
         # Verdicts that the app has given before are in the log, or about to be: what follows from them waits for that.
         reply = self.admission.checked_reply(Reply(query.frame.number, answer.kind, answer.value))
-        if self.peers.held_ticket <= self.peers.log.durable_ticket:
+        if self.state.held_ticket <= self.state.log.durable_ticket:
             self._send_answer(query, reply)
         else:
-            self._held.append((self.peers.held_ticket, query, reply))
+            self._held.append((self.state.held_ticket, query, reply))
 
     def _has_room(self) -> bool:
-        room = min(self._concurrency, self.limits.queries_at_app_max)
-        return len(self._asked) < room and not self._alone and self.session.phase in WORKS
+        room = min(self._concurrency, self.state.limits.queries_at_app_max)
+        return len(self._asked) < room and not self._alone and self.state.session.phase in WORKS
 
     def _adapt_concurrency(self, answered_ns: int) -> None:
         """Allow one more query at the app after an answer that came soon; allow half as many after a late one."""
-        if answered_ns > self.limits.queries_at_app_ns:
+        if answered_ns > self.state.limits.queries_at_app_ns:
             self._concurrency = max(ROOM_MIN, self._concurrency // 2)
-        elif len(self._asked) + 1 >= self._concurrency < self.limits.queries_at_app_max:
+        elif len(self._asked) + 1 >= self._concurrency < self.state.limits.queries_at_app_max:
             self._concurrency += 1
 
     def _send_answer(self, query: _Query, reply: Reply) -> None:
@@ -240,11 +240,11 @@ class Queries:
         if at_query and self._asked:
             query = next(iter(self._asked.values()))
             self.call_failures.penalties.query_died(query.digest)
-            self.call_failures.caused_deaths(query.asker, 1, self.turn.now_ns)
+            self.call_failures.caused_deaths(query.asker, 1, self.state.now_ns)
         self._alone = False
         for query in list(self._open.values()):
             self._close(query)
-            text = f"the app of {self.name!r} has ended before it answered"
+            text = f"the app of {self.state.name!r} has ended before it answered"
             self.clients.answers.refuse(query.token, query.frame, ClientCode.NOT_READY, text)
         self._waiting.clear()
         self._asked.clear()

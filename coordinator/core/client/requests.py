@@ -15,16 +15,15 @@ replies, or use up its numbers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from immortal.coordinator.core.client.table import REPLY_OVERHEAD_BYTES, Client, ClientTable, TokenBucket
 from immortal.coordinator.core.clock import RunningTime
-from immortal.coordinator.core.effects import Effect, ReplyToClient
-from immortal.coordinator.core.group_commit import GroupCommit
+from immortal.coordinator.core.effects import ReplyToClient
 from immortal.coordinator.core.input.admission import Delivery
 from immortal.coordinator.core.interfaces import ONESELF, OutputBatch, StoredClients, Token
-from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.client_frames import (
     CLIENTS,
     KEY_PREFIX,
@@ -54,17 +53,11 @@ _FROM_CLIENTS = (ClientFrameType.HELLO, ClientFrameType.REQUEST, ClientFrameType
 
 @dataclass(slots=True, eq=False, repr=False)
 class Clients:
-    """Requests of clients to one instance. ``effects``: the machine's list of effects."""
+    """Requests of clients to one instance."""
 
-    name: str
-    limits: Limits
-    log: GroupCommit
-    effects: list[Effect]
-    is_ready: Callable[[], bool]
+    state: CoreState
     delivery: Delivery
     running: RunningTime
-    accepting: bool = False  # once there is the right to write, and not while stopping
-    log_full: bool = False  # no more is taken until there is room again
     table: ClientTable = field(init=False)
     answers: ClientAnswers = field(init=False)
     _methods: bytes = field(default_factory=lambda: encode_methods({}))  # of the app; the last one that was here
@@ -74,12 +67,11 @@ class Clients:
     _ungathered_bytes: int = 0  # replies that no commit has been asked for
 
     def __post_init__(self) -> None:
-        self.table = ClientTable(self.limits, self.log, self.running)
-        self.answers = ClientAnswers(self.name, self.limits, self.table, self.effects)
+        self.table = ClientTable(self.state.limits, self.state.log, self.running)
+        self.answers = ClientAnswers(self.state, self.table)
 
-    def load(self, committer_id: int, stored: StoredClients) -> None:
+    def load(self, stored: StoredClients) -> None:
         """Take in what the log knows of clients. Called once."""
-        self.answers.committer_id = committer_id
         self.table.load(stored)
 
     def describe_methods(self, description: AppDescription) -> None:
@@ -114,7 +106,7 @@ class Clients:
         if frame.frame_type is ClientFrameType.REQUEST:
             self._request(token, frame, client, now_ns, caller)
         elif frame.frame_type is ClientFrameType.HELLO:
-            self.answers.welcome(token, frame, client or Client(), self.log.time_ns(now_ns), self._methods)
+            self.answers.welcome(token, frame, client or Client(), self.state.log.time_ns(now_ns), self._methods)
         else:
             self.answers.pong(token, frame, client or Client())
             if client is not None:
@@ -131,12 +123,12 @@ class Clients:
     def _refusal(self, frame: ClientFrame, caller: str) -> tuple[ClientCode, str] | None:
         if frame.frame_type is ClientFrameType.UNKNOWN:
             return ClientCode.UNKNOWN, f"{frame.reason} is not known here: {KNOWN_TO_COORDINATORS}"
-        if frame.instance != self.name:
-            return ClientCode.NOT_ME, f"this is {self.name!r}, the request is for {frame.instance!r}"
-        if not self.is_ready():
-            return ClientCode.NOT_READY, f"{self.name!r} has not completed its first start"
-        if not self.accepting:
-            return ClientCode.NOT_READY, f"{self.name!r} is stopping"
+        if frame.instance != self.state.name:
+            return ClientCode.NOT_ME, f"this is {self.state.name!r}, the request is for {frame.instance!r}"
+        if not self.state.ready:
+            return ClientCode.NOT_READY, f"{self.state.name!r} has not completed its first start"
+        if not self.state.accepting:
+            return ClientCode.NOT_READY, f"{self.state.name!r} is stopping"
         if frame.frame_type not in _FROM_CLIENTS:
             return ClientCode.MALFORMED, f"unexpected frame {frame.frame_type.name}"
         if split_name(frame.client_id)[1]:
@@ -199,7 +191,9 @@ class Clients:
         known = client or Client(token=token, owner=caller)
         first_new = known.number + 1
         if client is None and 0 < frame.time_ns <= self.table.forgotten_ns:
-            reason = f"{self.name!r} does not know any more whether client {frame.client_id!r} has called it before"
+            reason = (
+                f"{self.state.name!r} does not know any more whether client {frame.client_id!r} has called it before"
+            )
             self.answers.refuse(token, frame, ClientCode.FORGOTTEN, reason)
             return
         if frame.number > first_new:  # what is between was lost on the way; or this is not the log that it was
@@ -239,19 +233,19 @@ class Clients:
         self._undurable.append((group.ticket, delivered.record_size_bytes))
         self._undurable_bytes += delivered.record_size_bytes
         client.number = frame.number + repeated + count - 1
-        client.time_ns = self.log.time_ns(now_ns)
+        client.time_ns = self.state.log.time_ns(now_ns)
         self.table.took(frame.client_id, client, identities[repeated : repeated + count], group.transaction)
         for forgotten in self.table.forget_unused():
             self.answers.forget(forgotten)
         return count == new
 
     def _is_busy(self, client: Client, frame: ClientFrame) -> bool:
-        while self._undurable and self._undurable[0][0] <= self.log.durable_ticket:
+        while self._undurable and self._undurable[0][0] <= self.state.log.durable_ticket:
             self._undurable_bytes -= self._undurable.popleft()[1]
-        limits, table = self.limits, self.table
+        limits, table = self.state.limits, self.table
         released = max(client.released, min(frame.acknowledged, client.number))
         return (
-            self.log_full
+            bool(self.state.log_capacity.full)
             or table.open_count >= limits.requests_open_max
             or self._undurable_bytes >= limits.log_pending_bytes
             or frame.number + frame.count - 1 - released > limits.client_span_max
@@ -267,11 +261,11 @@ class Clients:
             answer = decode_answer(batch.payload, start, end)
             if answer is not None:
                 size_bytes += self._answered(answer[0], self.delivery.admission.checked_reply(answer[1]))
-        group = self.log.open
+        group = self.state.log.open
         group.transaction.acknowledged[CLIENTS] = batch.last_position
         group.size_bytes += size_bytes
         self._ungathered_bytes = size_bytes + (self._ungathered_bytes if not group.required else 0)
-        if self._ungathered_bytes >= self.limits.replies_gather_bytes:
+        if self._ungathered_bytes >= self.state.limits.replies_gather_bytes:
             group.required = True
 
     def _answered(self, client_id: str, reply: Reply) -> int:
@@ -320,17 +314,19 @@ LOOKING_BYTES = 4  # for each byte of a PING: to look takes as long as to tell s
 class ClientAnswers:
     """Replies to clients of the instance ``name``. ``effects``: the machine's list of effects."""
 
-    def __init__(self, name: str, limits: Limits, table: ClientTable, effects: list[Effect]) -> None:
-        self.committer_id = 0
-        self._name = name
-        self._limits = limits
+    def __init__(self, state: CoreState, table: ClientTable) -> None:
+        self._state = state
         self._table = table
-        self._effects = effects
         self._outgoing: dict[str, dict[int, Reply]] = {}  # by client and number
-        self._again = TokenBucket(limits.again_bytes, 0)
+        self._again = TokenBucket(state.limits.again_bytes, 0)
         self._asked: set[str] = set()  # who has sent a PING in this turn
 
     # --- at once -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _committer_id(self) -> int:
+        """Committer ID of the log; 0 as long as another process writes it."""
+        return self._state.committer_id if self._state.write_lease.writes else 0
 
     def welcome(self, token: Token, frame: ClientFrame, client: Client, time_ns: int, methods: bytes) -> None:
         numbers = client.number, client.released
@@ -358,10 +354,10 @@ class ClientAnswers:
             self._say(token, ClientFrame(ClientFrameType.REPLY, *self._ends(frame), *numbers, payload=payload))
 
     def _ends(self, frame: ClientFrame) -> tuple[str, str, int]:
-        return frame.client_id, self._name, self.committer_id
+        return frame.client_id, self._state.name, self._committer_id
 
     def _say(self, token: Token, answer: ClientFrame) -> None:
-        self._effects.append(ReplyToClient(token, answer))
+        self._state.effects.append(ReplyToClient(token, answer))
 
     # --- at the end of the turn --------------------------------------------------------------------------------------
 
@@ -401,7 +397,7 @@ class ClientAnswers:
 
     def _again_of(self, client: Client, now_ns: int) -> TokenBucket:
         if client.again is None:
-            client.again = TokenBucket(self._limits.client_again_bytes, now_ns)
+            client.again = TokenBucket(self._state.limits.client_again_bytes, now_ns)
         return client.again
 
     def forget(self, client_id: str) -> None:
@@ -417,7 +413,12 @@ class ClientAnswers:
                 numbers = client.number, client.released, len(some)
                 payload = encode_replies(some)
                 reply = ClientFrame(
-                    ClientFrameType.REPLY, client_id, self._name, self.committer_id, *numbers, payload=payload
+                    ClientFrameType.REPLY,
+                    client_id,
+                    self._state.name,
+                    self._committer_id,
+                    *numbers,
+                    payload=payload,
                 )
                 self._say(client.token, reply)
         self._outgoing.clear()

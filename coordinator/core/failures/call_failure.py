@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from immortal.coordinator.core import notices
-from immortal.coordinator.core.availability.write_lease import WriteLease
-from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy
-from immortal.coordinator.core.effects import CloseApp, Effect, Report, SendToApp
+from immortal.coordinator.core.effects import CloseApp, Report, SendToApp
 from immortal.coordinator.core.errors import AppProtocolError
 from immortal.coordinator.core.failures.poison_guard import (
     KNOWN_MAX,
@@ -23,11 +21,10 @@ from immortal.coordinator.core.failures.poison_guard import (
     format_message_position,
 )
 from immortal.coordinator.core.formatting import Methods
-from immortal.coordinator.core.group_commit import Group, GroupCommit
+from immortal.coordinator.core.group_commit import Group
 from immortal.coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, LogSummary, Suspect, Transaction
-from immortal.coordinator.core.life_cycle.session import SENDS_CALLS, WORKS, AppSession
-from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.peers import Peers
+from immortal.coordinator.core.life_cycle.session import SENDS_CALLS, WORKS
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.messages import MessageType
 from immortal.protocol.readers import Message
 from immortal.protocol.verdicts import (
@@ -48,18 +45,10 @@ from immortal.protocol.verdicts import (
 
 @dataclass(slots=True, eq=False, repr=False)
 class CallFailures:
-    """Verdicts on messages of one instance. ``effects``: the machine's list of effects."""
+    """Verdicts on messages of one instance, and who is told of them."""
 
-    name: str
-    limits: Limits
-    log: GroupCommit
-    session: AppSession
-    peers: Peers
-    checkpoints: CheckpointPolicy
-    effects: list[Effect]
+    state: CoreState
     verdicts: Verdicts
-    poison_guard: PoisonGuard
-    write_lease: WriteLease
     penalties: CallerPenalties
     methods: Methods = field(default_factory=dict)  # of the app that was here last
     forbidden: Counter[str] = field(default_factory=Counter)  # calls that a caller may not make, since the start
@@ -72,12 +61,16 @@ class CallFailures:
     _leaving: bool = False
     _unlogged: dict[MessageKey, Verdict] = field(default_factory=dict)  # of apps that follow, and not in the log yet
     _awaited: set[MessageKey] = field(default_factory=set)  # in the log, on what the app that follows has been given
+    poison_guard: PoisonGuard = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.poison_guard = PoisonGuard(NO_SUSPECT, self.state.limits.kills_max)
 
     def load(self, summary: LogSummary) -> None:
         """Take in what the log says."""
         self.poison_guard.suspect = self._suspect = summary.suspect
         self.verdicts.load(summary)
-        if self.write_lease.follows:
+        if self.state.write_lease.follows:
             self.verdicts.know(self._unlogged.values())
 
     # --- a session ---------------------------------------------------------------------------------------------------
@@ -95,7 +88,7 @@ class CallFailures:
         if self._verdicts_sent or self._summary is None:
             return
         summary, self._summary = self._summary, None
-        extensions = self.session.extensions
+        extensions = self.state.session.extensions
         if MessageType.VERDICTS in extensions:
             self._verdicts_sent = True
             for message in encode_verdicts(self.verdicts.behind(self._settled_sequence_id, summary)):
@@ -107,14 +100,14 @@ class CallFailures:
                 self._send(MessageType.CAREFUL, encode_careful(careful))
 
     def _send(self, message_type: MessageType, message: bytes) -> None:
-        self.effects.append(SendToApp(self.session.control_record(message_type, message)))
+        self.state.effects.append(SendToApp(self.state.session.control_record(message_type, message)))
 
     # --- a session that follows --------------------------------------------------------------------------------------
 
     def log_grew(self, summary: LogSummary) -> bool:
         """The log that is followed has these verdicts: the app is told those on records to come. False where it was
         given a record that was passed over since then: it has to begin anew."""
-        fed_sequence_id, known = self.session.fed_sequence_id, self.verdicts.known
+        fed_sequence_id, known = self.state.session.fed_sequence_id, self.verdicts.known
         told: list[Verdict] = []
         for verdict in summary.verdicts:
             key = verdict.key
@@ -164,8 +157,8 @@ class CallFailures:
 
     def died_at_query(self, *, stopping: bool) -> bool:
         """Return whether the lost app may have ended at a query: it had reported no message that it was handling."""
-        is_death = self.session.phase in WORKS and not (stopping or self.session.refused or self._leaving)
-        return is_death and self.write_lease.writes and self.poison_guard.is_between
+        is_death = self.state.session.phase in WORKS and not (stopping or self.state.session.refused or self._leaving)
+        return is_death and self.state.write_lease.writes and self.poison_guard.is_between
 
     def caused_deaths(self, caller: str, count: int, now_ns: int) -> None:
         """The app's process has ended so often at a call of ``caller``."""
@@ -177,7 +170,7 @@ class CallFailures:
 
     def app_lost(self, *, stopping: bool, all_heard: bool) -> None:
         """The connection has ended; the session is still that of the app that is gone."""
-        session = self.session
+        session = self.state.session
         may_have_crashed = (
             session.phase in SENDS_CALLS
             and session.fed_sequence_id > self._settled_sequence_id
@@ -186,7 +179,7 @@ class CallFailures:
         )
         self._summary = None
         self._verdicts_sent = False
-        if not may_have_crashed or not self.write_lease.writes:  # a follower's deaths are no other's
+        if not may_have_crashed or not self.state.write_lease.writes:  # a follower's deaths are no other's
             self.poison_guard.forget()
             return
         verdict = self.poison_guard.app_died(session.fed_sequence_id, all_heard=all_heard)
@@ -199,7 +192,7 @@ class CallFailures:
         if self.give(verdict) is None:
             self._report(notices.FailedBefore(verdict.text, where))
             return
-        then = "its caller is told" if verdict.caller is not None else f"see 'immortal dead-letters {self.name}'"
+        then = "its caller is told" if verdict.caller is not None else f"see 'immortal dead-letters {self.state.name}'"
         self._report(notices.NotCalledAgain(verdict.method or "a message", where, verdict.text, then))
 
     def absolve(self, sequence_id: int) -> None:
@@ -209,16 +202,16 @@ class CallFailures:
             self._keep_suspect()
 
     def _keep_suspect(self) -> None:
-        if self.poison_guard.suspect != self._suspect and self.write_lease.writes:
+        if self.poison_guard.suspect != self._suspect and self.state.write_lease.writes:
             self._suspect = self.poison_guard.suspect
-            self.log.append_outside_record(0).transaction.suspect = self._suspect
+            self.state.log.append_outside_record(0).transaction.suspect = self._suspect
 
     # --- what the app says -------------------------------------------------------------------------------------------
 
     def app_reported(self, message: Message, now_ns: int, *, stopping: bool) -> None:
         """A Verdict, a Handling or a Leaving. Raises RemoteProtocolError."""
         message_type = message.message_type
-        if message_type == MessageType.LEAVING and MessageType.VERDICTS in self.session.extensions:
+        if message_type == MessageType.LEAVING and MessageType.VERDICTS in self.state.session.extensions:
             self._leaving = True
             why = message.data[:TEXT_CHARACTERS_MAX].decode("utf-8", "replace")
             self._report(notices.AppLeaves(why))
@@ -240,14 +233,14 @@ class CallFailures:
         self._keep_suspect()
 
     def _require_fed(self, what: str, sequence_id: int) -> None:
-        fed_sequence_id = self.session.fed_sequence_id
+        fed_sequence_id = self.state.session.fed_sequence_id
         if sequence_id > fed_sequence_id:
             raise AppProtocolError(
                 f"the app sent {what} of record {sequence_id}, it was given the records up to {fed_sequence_id}"
             )
 
     def _verdict(self, verdict: Verdict) -> None:
-        session = self.session
+        session = self.state.session
         if session.phase not in SENDS_CALLS:
             raise AppProtocolError(f"the app sent a Verdict in the phase {session.phase.value!r}, it has no record")
         self._require_fed("a Verdict on a message", verdict.sequence_id)
@@ -259,7 +252,7 @@ class CallFailures:
         self._awaited.discard(verdict.key)
         if verdict.sequence_id <= self._adopted_sequence_id:
             self._start_over(verdict)
-        elif self.write_lease.writes and not self.peers.following:
+        elif self.state.write_lease.writes and not self.state.following:
             self.give(_clipped(verdict), from_app=True)
         elif self.verdicts.known(verdict.key) is None:
             self._unlogged[verdict.key] = _clipped(verdict)
@@ -272,21 +265,21 @@ class CallFailures:
         self._report(
             notices.AppBeginsAnew(f"{where} has failed here and not at the standby whose checkpoint the log has by now")
         )
-        self.session.refused = True
-        self.effects.append(CloseApp())
+        self.state.session.refused = True
+        self.state.effects.append(CloseApp())
 
     def give(self, verdict: Verdict, *, from_app: bool = False) -> Group | None:
         """Log a verdict, and hold back all outputs behind it until it is durable. None if the message has a verdict
         already."""
         group = self.verdicts.give(verdict, from_app=from_app)
         if group is not None:
-            self.peers.held_ticket = group.ticket
+            self.state.held_ticket = group.ticket
         return group
 
     def needs_checkpoint(self) -> bool:
         """Too many verdicts are kept, so no more refusable calls are taken before a checkpoint, which this asks for."""
-        full = self.verdicts.known_count >= self.limits.verdicts_max
-        self.checkpoints.wanted = self.checkpoints.wanted or full
+        full = self.verdicts.known_count >= self.state.limits.verdicts_max
+        self.state.checkpoints.wanted = self.state.checkpoints.wanted or full
         return full
 
     def refuse(
@@ -300,7 +293,7 @@ class CallFailures:
         first = sum([batch.count for batch in group.batches[:-1]])
         given: list[Verdict] = []
         for index, method, text in refused:
-            key = self.log.open_sequence_id, first + index
+            key = self.state.log.open_sequence_id, first + index
             verdict = Verdict(*key, VerdictKind.REFUSED, "", text, cause, method=method, caller=who_waits)
             if self.verdicts.give(verdict, group=group) is not None:  # else it has one for another reason
                 given.append(verdict)
@@ -322,7 +315,7 @@ class CallFailures:
 
     def note_nested(self, caller: str, count: int, text: str) -> None:
         """Count ``count`` more messages of ``caller`` that are nested too deeply."""
-        caller = caller or self.name
+        caller = caller or self.state.name
         if caller not in self.nested and len(self.nested) >= KNOWN_MAX:
             caller = "others"
         if not self.nested[caller]:
@@ -330,7 +323,7 @@ class CallFailures:
         self.nested[caller] += count
 
     def _report_long_handler(self, now_ns: int, *, stopping: bool) -> None:
-        least_s = 0.001 if stopping else self.limits.long_handler_s
+        least_s = 0.001 if stopping else self.state.limits.long_handler_s
         if news := self.poison_guard.long_handler_warning(least_s, now_ns):
             self._report(notices.StopWaits(news) if stopping else notices.HandlerTakesLong(news))
 
@@ -339,7 +332,7 @@ class CallFailures:
             self._report(notices.StopWaits(words))
 
     def _report(self, notice: notices.Notice) -> None:
-        self.effects.append(Report(notice))
+        self.state.effects.append(Report(notice))
 
     # --- status ------------------------------------------------------------------------------------------------------
 
@@ -385,13 +378,12 @@ OVERRULING = (VerdictKind.KILLED, VerdictKind.SKIPPED)  # also what runs again a
 class Verdicts:
     """Verdicts of one instance. ``letters``: sizes in bytes of the dead letters that are kept, oldest first."""
 
-    def __init__(self, limits: Limits, log: GroupCommit) -> None:
+    def __init__(self, state: CoreState) -> None:
         self.counts: Counter[VerdictKind] = Counter()  # since this coordinator was started
         self.letters: dict[MessageKey, int] = {}
         self.letters_bytes = 0
         self.letters_lost = 0  # since this coordinator was started: there was no room for them any more
-        self._limits = limits
-        self._log = log
+        self._state = state
         self._known: dict[MessageKey, Verdict] = {}  # on what a replay may come to
 
     def load(self, summary: LogSummary) -> None:
@@ -435,9 +427,9 @@ class Verdicts:
             return None
         size_bytes = FRONT_SIZE_BYTES + len(verdict.text) + len(verdict.message) + len(verdict.trace)
         if group is None:
-            group = self._log.append_outside_record(size_bytes, from_app=from_app)
+            group = self._state.log.append_outside_record(size_bytes, from_app=from_app)
         else:
-            self._log.add(group, size_bytes)
+            self._state.log.add(group, size_bytes)
         group.transaction.verdicts.append(verdict)
         self._known[verdict.key] = verdict.without_letter()
         self.counts[verdict.kind] += 1
@@ -449,7 +441,7 @@ class Verdicts:
         return group
 
     def _stay_within(self, transaction: Transaction) -> None:
-        limits = self._limits
+        limits = self._state.limits
         while len(self.letters) > limits.letters_max or self.letters_bytes > limits.letters_bytes:
             self.letters_lost += 1
             self.remove_letter(next(iter(self.letters)), transaction)

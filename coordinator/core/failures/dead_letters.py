@@ -16,14 +16,14 @@ from immortal.coordinator.core import events as ev
 from immortal.coordinator.core import notices
 from immortal.coordinator.core.effects import CloseApp, OperatorAnswered, ReadLetters
 from immortal.coordinator.core.errors import AppProtocolError
-from immortal.coordinator.core.failures.call_failure import CallFailures, Verdicts
+from immortal.coordinator.core.failures.call_failure import CallFailures
 from immortal.coordinator.core.failures.unsaved_state import UnsavedState
 from immortal.coordinator.core.formatting import format_counted_method
 from immortal.coordinator.core.group_commit import Group
-from immortal.coordinator.core.input.back_pressure import Impulses, LogCapacity
+from immortal.coordinator.core.input.back_pressure import Impulses
 from immortal.coordinator.core.interfaces import ONESELF, AuditEntry, Letter, Transaction
 from immortal.coordinator.core.life_cycle.session import Phase
-from immortal.coordinator.core.state import Turn, Versions
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.client_frames import split_caller
 from immortal.protocol.errors import ImmortalError, RemoteProtocolError
 from immortal.protocol.messages import (
@@ -47,13 +47,10 @@ class _RefusedError(ImmortalError):
 
 @dataclass(slots=True, eq=False, repr=False)
 class OperatorActions:
+    state: CoreState
     call_failures: CallFailures
-    verdicts: Verdicts
     impulses: Impulses
-    log_capacity: LogCapacity
-    versions: Versions
     unsaved_state: UnsavedState
-    turn: Turn
     _upgraded: bool = False  # the session's app has upgraded the log, durably
     _retries_refused: bool = False  # ... and wants the letters that were refused before
     _answers: deque[tuple[int, OperatorAnswered]] = field(default_factory=deque)  # (commit to wait for, what to say)
@@ -61,26 +58,26 @@ class OperatorActions:
     def committed(self, ticket: int) -> None:
         """Answer operators whose actions are durable up to the commit ``ticket``."""
         while self._answers and self._answers[0][0] <= ticket:
-            self.turn.effects.append(self._answers.popleft()[1])
+            self.state.effects.append(self._answers.popleft()[1])
 
     def _answer(self, ticket: int, token: object, answer: Mapping[str, object]) -> None:
         """Answer the operator once that commit is durable; 0: now."""
         if ticket:
             self._answers.append((ticket, OperatorAnswered(token, answer)))
         else:
-            self.turn.effects.append(OperatorAnswered(token, answer))
+            self.state.effects.append(OperatorAnswered(token, answer))
 
     # --- dead letters ------------------------------------------------------------------------------------------------
 
     def drop(self, event: ev.LettersDropped) -> None:
-        kept = self.verdicts.letters
+        kept = self.call_failures.verdicts.letters
         keys = [key for key in (kept if event.keys is None else dict.fromkeys(event.keys)) if key in kept]
         if not keys:
             self._answer(0, event.token, {"dropped": 0})
             return
-        group = self.call_failures.log.append_outside_record(0)
+        group = self.state.log.append_outside_record(0)
         for key in keys:
-            self.verdicts.remove_letter(key, group.transaction)
+            self.call_failures.verdicts.remove_letter(key, group.transaction)
         self._audit(group.transaction, event.who, f"dropped {_format_letters(keys)}")
         self._answer(group.ticket, event.token, {"dropped": len(keys)})
 
@@ -103,7 +100,7 @@ class OperatorActions:
                 refused[_format_key(key)] = str(error)
                 continue
             group = self.impulses.log_own(1, call)
-            self.verdicts.remove_letter(key, group.transaction)
+            self.call_failures.verdicts.remove_letter(key, group.transaction)
             retried.setdefault(group.ticket, (group, []))[1].append(key)
         for group, keys in retried.values():
             self._audit(group.transaction, who, f"retried {_format_letters(keys)}")
@@ -111,10 +108,10 @@ class OperatorActions:
 
     def _call_again(self, key: MessageKey, letter: Letter | None) -> bytes:
         """The call as an impulse. Raises _RefusedError, RemoteProtocolError."""
-        if letter is None or key not in self.verdicts.letters:
+        if letter is None or key not in self.call_failures.verdicts.letters:
             raise _RefusedError("there is no such letter")
-        if self.log_capacity.full:
-            raise _RefusedError(self.log_capacity.full)
+        if self.state.log_capacity.full:
+            raise _RefusedError(self.state.log_capacity.full)
         message = letter.verdict.message
         if not message:
             raise _RefusedError("its message was too large to be kept")
@@ -138,26 +135,26 @@ class OperatorActions:
 
     def retry_refused(self) -> None:
         """Note that the app wants the letters that were refused before. Raises AppProtocolError."""
-        if not self._upgraded and self.call_failures.session.phase is not Phase.COMPLETING_UPGRADE:
+        if not self._upgraded and self.state.session.phase is not Phase.COMPLETING_UPGRADE:
             raise AppProtocolError("the app sent a RetryRefused, which belongs behind the checkpoint of an upgrade")
         self._retries_refused = True
         self._read_refused()
 
     def _read_refused(self) -> None:
-        if self._upgraded and self._retries_refused and self.verdicts.letters:
+        if self._upgraded and self._retries_refused and self.call_failures.verdicts.letters:
             self._retries_refused = False
-            self.turn.effects.append(ReadLetters(list(self.verdicts.letters)))
+            self.state.effects.append(ReadLetters(list(self.call_failures.verdicts.letters)))
 
     def letters_read(self, event: ev.LettersRead) -> None:
         for problem in event.problems:
-            self.turn.report(notices.LetterUnreadable(problem))
+            self.state.report(notices.LetterUnreadable(problem))
         letters = {one.verdict.key: one for one in event.letters if one.verdict.cause in _VERSION_CAUSES}
-        version = self.versions.current
+        version = self.state.versions.current
         _, refused = self._call_all_again(letters, f"the upgrade to version {version}")
         if count := len(letters) - len(refused):
-            self.turn.report(notices.LettersRetried(version, count))
+            self.state.report(notices.LettersRetried(version, count))
         for key, reason in refused.items():
-            self.turn.report(notices.LetterNotRetried(version, key, reason))
+            self.state.report(notices.LetterNotRetried(version, key, reason))
 
     # --- a message that stops the app --------------------------------------------------------------------------------
 
@@ -183,17 +180,17 @@ class OperatorActions:
         self._audit(group.transaction, event.who, what)
         self._answer(group.ticket, event.token, {"skipped": True})
         self.call_failures.absolve(event.sequence_id)
-        self.turn.report(notices.MessageSkipped(event.who, what))
-        session = self.call_failures.session
+        self.state.report(notices.MessageSkipped(event.who, what))
+        session = self.state.session
         if session.phase is not Phase.WAITING:
             session.refused = True
-            self.turn.effects.append(CloseApp())
+            self.state.effects.append(CloseApp())
 
     def _require_skippable(self, event: ev.MessageSkipped, message: str) -> None:
         """Raises _RefusedError for what an app may have handled well: what it did then has been seen."""
-        call_failures, name = self.call_failures, self.call_failures.name
-        sequence_id, last = event.sequence_id, call_failures.log.durable_sequence_id
-        checkpoint = call_failures.checkpoints.last
+        call_failures, name = self.call_failures, self.state.name
+        sequence_id, last = event.sequence_id, self.state.log.durable_sequence_id
+        checkpoint = self.state.checkpoints.last
         if not 0 <= sequence_id <= last:
             raise _RefusedError(f"there is no record {sequence_id}: the log of {name!r} ends with record {last}")
         if checkpoint is not None and sequence_id <= checkpoint.sequence_id:
@@ -203,7 +200,7 @@ class OperatorActions:
             )
         if event.message is None:
             raise _RefusedError(f"record {sequence_id} has no message {event.message_index}")
-        session = call_failures.session
+        session = self.state.session
         is_connected = session.phase is not Phase.WAITING
         has_it = is_connected and sequence_id <= session.fed_sequence_id
         if has_it and not call_failures.poison_guard.is_at(sequence_id, event.message_index):
@@ -234,7 +231,7 @@ class OperatorActions:
         )
 
     def _audit(self, transaction: Transaction, who: str, what: str) -> None:
-        transaction.audit.append(AuditEntry(self.turn.now_ns, who, what))
+        transaction.audit.append(AuditEntry(self.state.now_ns, who, what))
 
 
 def clipped_letter(message: bytes) -> bytes:

@@ -11,18 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from immortal.coordinator.core import notices
-from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy
 from immortal.coordinator.core.effects import OperatorAnswered
 from immortal.coordinator.core.errors import AppProtocolError
 from immortal.coordinator.core.failures.call_failure import Verdicts
 from immortal.coordinator.core.failures.poison_guard import format_message_position
 from immortal.coordinator.core.group_commit import Group
-from immortal.coordinator.core.input.back_pressure import LogCapacity
 from immortal.coordinator.core.interfaces import AuditEntry
-from immortal.coordinator.core.life_cycle.session import AppSession
-from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.peers import Peers
-from immortal.coordinator.core.state import AppOutbox, Turn
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.messages import MessageType
 from immortal.protocol.verdicts import MessageKey, Unsaved, Verdict, VerdictKind, encode_verdict
 
@@ -42,15 +37,8 @@ class Wish:
 class UnsavedState:
     """Handling of a state that can't be saved. ``failed``: why the last checkpoint failed; None: it did not."""
 
-    name: str
-    limits: Limits
-    turn: Turn
-    outbox: AppOutbox
-    session: AppSession
-    peers: Peers
-    checkpoints: CheckpointPolicy
+    state: CoreState
     verdicts: Verdicts
-    log_capacity: LogCapacity
     failed: Unsaved | None = None
     failures: int = 0  # in a row
     since_ns: int = 0  # of the first of them
@@ -63,23 +51,25 @@ class UnsavedState:
     def save_failed(self, unsaved: Unsaved, sequence_id: int) -> None:
         """The app has no checkpoint to give of the state behind that record."""
         if not self.failures:
-            self.since_ns = self.turn.now_ns
+            self.since_ns = self.state.now_ns
         self.failures += 1
         self.failed, self.failed_sequence_id = unsaved, sequence_id
-        self.checkpoints.tried_ns = self.turn.now_ns
-        self.turn.report(notices.StateUnsaved(self.problem_text(), self.cost_text(), self.remedy_text(), self.failures))
+        self.state.checkpoints.tried_ns = self.state.now_ns
+        self.state.report(
+            notices.StateUnsaved(self.problem_text(), self.cost_text(), self.remedy_text(), self.failures)
+        )
         self._answer_wishes(unsaved)
 
     def taken_back(self, verdict: Verdict) -> None:
         """The checkpoint that comes is of the state without that message. Raises AppProtocolError."""
-        sequence_id = self.session.fed_sequence_id
+        sequence_id = self.state.session.fed_sequence_id
         if verdict.kind is not VerdictKind.TAKEN_BACK or not verdict.sequence_id <= verdict.behind <= sequence_id:
             raise AppProtocolError(
                 f"the app sent a TakenBack of record {verdict.sequence_id}, behind record {verdict.behind}, it was "
                 f"given the records up to {sequence_id}"
             )
         self._taken_back.append(verdict)
-        self.peers.held = True
+        self.state.held = True
 
     def checkpoint_whole(self, group: Group) -> None:
         """Log the verdicts on taken-back messages in ``group``, together with the checkpoint's header."""
@@ -88,20 +78,20 @@ class UnsavedState:
             wish = self._wishes.get(verdict.key)
             what = f"took back {_format_message(verdict)}: {verdict.text}"
             if wish is not None:
-                group.transaction.audit.append(AuditEntry(self.turn.now_ns, wish.who, what))
+                group.transaction.audit.append(AuditEntry(self.state.now_ns, wish.who, what))
         if self._taken_back:
-            self.peers.held_ticket = group.ticket
+            self.state.held_ticket = group.ticket
 
     def durable(self) -> None:
         """The checkpoint counts."""
         for verdict in self._taken_back:
             where = format_message_position(verdict.sequence_id, verdict.message_index, verdict.caller)
-            self.turn.report(notices.TakenBack(verdict.method or "a message", where, verdict.text, verdict.behind))
+            self.state.report(notices.TakenBack(verdict.method or "a message", where, verdict.text, verdict.behind))
         if self.failed is not None:
-            self.turn.report(notices.StateSavedAgain(self.failures))
+            self.state.report(notices.StateSavedAgain(self.failures))
         taken = {verdict.key for verdict in self._taken_back}
         if taken:
-            self.peers.held = False
+            self.state.held = False
         for key, wish in self._wishes.items():
             if key in taken:
                 self._answer(wish, {"skipped": True})
@@ -112,7 +102,7 @@ class UnsavedState:
 
     def app_lost(self) -> None:
         if self._taken_back:
-            self.peers.held = False
+            self.state.held = False
         self._taken_back = []
         for wish in self._wishes.values():
             self._answer(wish, {"refused": "the app is gone: ask again once it works"})
@@ -128,7 +118,7 @@ class UnsavedState:
     def wish(self, verdict: Verdict, who: str, token: object) -> None:
         """An operator wants it taken back: the app is asked for a checkpoint without it."""
         self._wishes[verdict.key] = Wish(verdict, who, token)
-        self.checkpoints.wanted = True
+        self.state.checkpoints.wanted = True
 
     @property
     def is_wished(self) -> bool:
@@ -138,13 +128,13 @@ class UnsavedState:
         """Tell the app, before a TakeCheckpoint, which messages to take back."""
         for wish in self._wishes.values():
             wish.asked = True
-            self.outbox.send_control(MessageType.TAKE_BACK, encode_verdict(wish.verdict, MessageType.TAKE_BACK))
+            self.state.outbox.send_control(MessageType.TAKE_BACK, encode_verdict(wish.verdict, MessageType.TAKE_BACK))
 
     def _answer_wishes(self, unsaved: Unsaved) -> None:
         """Answer operators that the checkpoint failed without those messages too. The wishes stay if another message
         is in the way, until it is skipped as well."""
         if not all(wish.asked for wish in self._wishes.values()):  # with the next one
-            self.checkpoints.wanted = True
+            self.state.checkpoints.wanted = True
             return
         key = unsaved.sequence_id, unsaved.message_index, 0, 0
         another = unsaved.sequence_id >= 0 and key not in self._wishes and not unsaved.why
@@ -159,7 +149,7 @@ class UnsavedState:
 
     def _answer(self, wish: Wish, answer: dict[str, object]) -> None:
         if wish.token is not None:
-            self.turn.effects.append(OperatorAnswered(wish.token, answer))
+            self.state.effects.append(OperatorAnswered(wish.token, answer))
             wish.token = None
 
     # --- in words ----------------------------------------------------------------------------------------------------
@@ -178,13 +168,13 @@ class UnsavedState:
     @property
     def _records(self) -> int:
         """Number of records after the last checkpoint."""
-        last = self.checkpoints.last
-        return self.peers.log.durable_sequence_id - (-1 if last is None else last.sequence_id)
+        last = self.state.checkpoints.last
+        return self.state.log.durable_sequence_id - (-1 if last is None else last.sequence_id)
 
     def cost_text(self) -> str:
         """Describe what it costs to go on without a checkpoint, and how much room the log has left."""
         text = f"a recovery goes over {self._records} records, and the log is not trimmed"
-        space, limit = self.log_capacity.space, self.limits.log_limit_bytes
+        space, limit = self.state.log_capacity.space, self.state.limits.log_limit_bytes
         if space is None:
             return text
         if limit is None:
@@ -196,7 +186,7 @@ class UnsavedState:
         """Describe what an operator can do."""
         failed = self.failed
         skip = "" if failed is None or failed.sequence_id < 0 else f"{failed.sequence_id}:{failed.message_index}"
-        ways = [f"'immortal skip {self.name} {skip} --reason ...'"] if skip else []
+        ways = [f"'immortal skip {self.state.name} {skip} --reason ...'"] if skip else []
         return ", ".join([*ways, "new code whose state can be saved ('immortal upgrade')", "a codec for the type"])
 
     def describe(self, now_ns: int) -> dict[str, object]:

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import structs
 
-from immortal.coordinator.core.group_commit import Group, GroupCommit
+from immortal.coordinator.core.failures.call_failure import CallFailures
+from immortal.coordinator.core.group_commit import Group
 from immortal.coordinator.core.interfaces import ONESELF
 from immortal.coordinator.core.output.replay_check import stream_batches
 from immortal.coordinator.core.permissions import Permission, Permissions
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.batch import encode_batch
 from immortal.protocol.client_frames import Reply, ReplyKind, decode_answered_number, decode_caller
 from immortal.protocol.extensions import OWNERS, QUERIES
-from immortal.protocol.limits import NESTING_MAX_DEFAULT
 from immortal.protocol.messages import RpcKind, decode_messages
 from immortal.protocol.nesting import is_nested_beyond, messages_nested_too_deep
 from immortal.protocol.trailer import BatchSource
 from immortal.protocol.varint import decode_zigzag_int
 from immortal.protocol.verdicts import FAILED_CALL, Cause
-
-if TYPE_CHECKING:
-    from immortal.coordinator.core.failures.call_failure import CallFailures
 
 
 class Admission:
@@ -32,17 +29,16 @@ class Admission:
 
     def __init__(
         self,
-        name: str,
+        state: CoreState,
+        call_failures: CallFailures,
         given: Mapping[str, Permission],
-        nesting_max: int = NESTING_MAX_DEFAULT,
         *,
         has_keys: bool = False,
     ) -> None:
-        self.permissions = Permissions(name, given, has_keys=has_keys)
+        self.permissions = Permissions(state.name, given, has_keys=has_keys)
         self.open_calls = OpenCalls(given, is_known=True)  # of peers
-        self.call_failures: CallFailures | None = None  # given once it is there
-        self._name = name
-        self._nesting_max = nesting_max
+        self.call_failures = call_failures
+        self._state = state
 
     def change(self, given: Mapping[str, Permission], *, has_keys: bool) -> None:
         """Take new settings, or the news that callers have keys."""
@@ -60,15 +56,13 @@ class Admission:
         if why or limit is None or (self.open_calls.is_known and self.permissions.takes_verdicts):
             return why
         return (
-            f"{self._name!r} lets {caller!r} have {limit} calls open at once, and how many are is not known before its "
-            f"app has gone over the log (one of the base protocol can't leave a call out at all)"
+            f"{self._state.name!r} lets {caller!r} have {limit} calls open at once, and how many are is not known "
+            f"before its app has gone over the log (one of the base protocol can't leave a call out at all)"
         )
 
     def is_full(self, caller: str) -> bool:
         """Return whether ``caller`` has made so many refused calls that a checkpoint must come first."""
         call_failures = self.call_failures
-        if call_failures is None:
-            return False
         is_limited = self.permissions.limits(caller) or self.open_calls.limit(caller) is not None
         return (is_limited or caller in call_failures.nested) and call_failures.needs_checkpoint()
 
@@ -78,12 +72,12 @@ class Admission:
 
     def hold_off_reason(self, caller: str, now_ns: int) -> str:
         """Return why ``caller`` is held off, as its calls ended the app's process; "" if it is not."""
-        return "" if self.call_failures is None else self.call_failures.penalties.hold_reason(caller, now_ns)
+        return self.call_failures.penalties.hold_reason(caller, now_ns)
 
     @property
     def holds_back(self) -> bool:
         """A rate or a hold-off may make somebody wait."""
-        return self.permissions.has_rates or (self.call_failures is not None and self.call_failures.penalties.has_held)
+        return self.permissions.has_rates or self.call_failures.penalties.has_held
 
     def first_of(
         self, caller: str, calls: bytes, count: int, now_ns: int, open_count: int | None = None
@@ -101,22 +95,20 @@ class Admission:
         ``reserved``: indices of calls of methods that only the app itself may call.
         """
         call_failures = self.call_failures
-        if call_failures is None:
-            return
         self.refuse_nested(group, calls, count, caller, who_waits)
         refused: dict[int, tuple[str, str]] = {}  # index -> (method, why)
         for index, method in self.permissions.methods_of(calls, reserved):
             refused[index] = (
                 method,
-                f"{caller!r} called {method} of {self._name!r}: only an app itself may call negative ones",
+                f"{caller!r} called {method} of {self._state.name!r}: only an app itself may call negative ones",
             )
         for index, method in self.permissions.forbidden(caller, calls, is_instance=who_waits == caller):
             refused.setdefault(index, (method, self.why_forbidden(caller, method)))
         if who_waits == caller:  # a peer
             limit = self.open_calls.limit(caller)
-            beyond = self.open_calls.taken(caller, calls, call_failures.log.open_sequence_id)
+            beyond = self.open_calls.taken(caller, calls, self._state.log.open_sequence_id)
             for index, method in self.permissions.methods_of(calls, beyond):
-                why = f"{caller!r} has {limit} calls of {self._name!r} open, and may have no more"
+                why = f"{caller!r} has {limit} calls of {self._state.name!r} open, and may have no more"
                 refused.setdefault(index, (method, why))
         if refused:
             found = [(index, *refused[index]) for index in sorted(refused)]
@@ -127,41 +119,40 @@ class Admission:
 
         Arguments of an app of the base protocol are its own matter, and need not be MessagePack.
         """
-        call_failures = self.call_failures
-        if call_failures is None or not call_failures.peers.app_knows_extensions:
+        if not self._state.app_knows_extensions:
             return
         refused = [
             (index, *self._describe_nested(calls, start, caller or who_waits))
-            for index, start in messages_nested_too_deep(calls, count, self._nesting_max)
+            for index, start in messages_nested_too_deep(calls, count, self._state.limits.nesting_max)
         ]
         if refused:
-            call_failures.refuse(group, refused, caller, who_waits, Cause.UNUSABLE)
+            self.call_failures.refuse(group, refused, caller, who_waits, Cause.UNUSABLE)
 
     def _describe_nested(self, calls: bytes, start: int, caller: str) -> tuple[str, str]:
         """Return the method of the RPC whose data begins at ``start``, and why it is refused."""
         method = self.permissions.name_of(decode_zigzag_int(calls, start + 1)[0])
         what = f"a call of {method}" if calls[start] == RpcKind.CALL else "an answer"
-        return method, f"{self.format_nesting_refusal(what)} (from {caller or self._name!r})"
+        return method, f"{self.format_nesting_refusal(what)} (from {caller or self._state.name!r})"
 
     def format_nesting_refusal(self, what: str) -> str:
-        return f"{what} is nested more than {self._nesting_max} levels deep (nesting_max)"
+        return f"{what} is nested more than {self._state.limits.nesting_max} levels deep (nesting_max)"
 
     def is_nested(self, arguments: bytes) -> bool:
         """Return whether the arguments of a query are nested too deeply."""
-        return is_nested_beyond(arguments, 0, len(arguments), self._nesting_max + 1)
+        return is_nested_beyond(arguments, 0, len(arguments), self._state.limits.nesting_max + 1)
 
     def checked_reply(self, reply: Reply) -> Reply:
         """Return the app's reply, or an error in its place where it is nested too deeply for a client."""
         value = b"\x91" + reply.value if reply.kind == ReplyKind.VALUE else b"\x93" + reply.value
-        if not is_nested_beyond(value, 0, len(value), self._nesting_max + 1):
+        if not is_nested_beyond(value, 0, len(value), self._state.limits.nesting_max + 1):
             return reply
-        text = self.format_nesting_refusal(f"the answer of {self._name!r}")
+        text = self.format_nesting_refusal(f"the answer of {self._state.name!r}")
         failed = msgspec.msgpack.encode((FAILED_CALL, ("NestedTooDeeply", text, ""), {}))
         return Reply(reply.number, ReplyKind.RAISED, failed[1:])
 
     def why_forbidden(self, caller: str, method: str) -> str:
         """Explain a refusal: who called, what it lacks, and how to allow it."""
-        text = f"{caller!r} may not call {method!r} of {self._name!r}"
+        text = f"{caller!r} may not call {method!r} of {self._state.name!r}"
         if self.permissions.lacks_queries(caller):
             return f"{text}; its app marks no method as {QUERIES}"
         roles = self.permissions.roles_of(method)
@@ -320,9 +311,9 @@ class Delivery:
     """Delivery policy: takes input to the log of one instance. ``admission``: decides what may be taken and what is
     refused."""
 
-    def __init__(self, log: GroupCommit, admission: Admission) -> None:
+    def __init__(self, state: CoreState, admission: Admission) -> None:
         self.admission = admission
-        self._log = log
+        self._state = state
 
     def deliver(
         self,
@@ -358,5 +349,5 @@ class Delivery:
     def _append(self, source: BatchSource, calls: bytes, *, from_app: bool) -> Delivered:
         front = encode_batch(calls, source.count)
         size_bytes = len(front) + len(calls)
-        group = self._log.append((front, calls) if front else (calls,), size_bytes, source, from_app=from_app)
+        group = self._state.log.append((front, calls) if front else (calls,), size_bytes, source, from_app=from_app)
         return Delivered(group, source.count, calls, size_bytes)

@@ -7,27 +7,15 @@ to one destination and all impulses or none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.checkpoints.taking import CheckpointTaker
-from immortal.coordinator.core.client.queries import Queries
-from immortal.coordinator.core.client.requests import Clients
 from immortal.coordinator.core.effects import CloseApp, OpenPeer
 from immortal.coordinator.core.errors import AppProtocolError
-from immortal.coordinator.core.failures.call_failure import CallFailures
-from immortal.coordinator.core.failures.dead_letters import OperatorActions
-from immortal.coordinator.core.input.admission import Admission
-from immortal.coordinator.core.input.back_pressure import Impulses, LogCapacity
 from immortal.coordinator.core.interfaces import ONESELF
-from immortal.coordinator.core.life_cycle.pause_stop import Shutdown
-from immortal.coordinator.core.life_cycle.recovery import Lifecycle, Upgrades
 from immortal.coordinator.core.life_cycle.session import SENDS_CALLS, SENDS_IMPULSES, AppSession, Phase
-from immortal.coordinator.core.life_cycle.waiting_handlers import WaitingHandlers
 from immortal.coordinator.core.notices import AppBrokeProtocol, CallTooLarge
-from immortal.coordinator.core.peers import Peers
-from immortal.coordinator.core.state import AppOutbox, Turn
 from immortal.protocol.batch import decode_batch
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.errors import LimitExceededError, RemoteProtocolError
@@ -45,6 +33,9 @@ from immortal.protocol.messages import (
 )
 from immortal.protocol.peer_frames import PAYLOAD_SIZE_BYTES_MAX
 from immortal.protocol.readers import BlobStart, Message, TooLargeRpc
+
+if TYPE_CHECKING:
+    from immortal.coordinator.core.parts import Components
 
 CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
 _DEMULTIPLEXED = frozenset({MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
@@ -153,31 +144,16 @@ LOGGED_EXTENSIONS = frozenset({MessageType.RECORD_TIME, MessageType.INSTANCE_NAM
 """Extensions that change what the log holds: an app must ask for the same ones all its life."""
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class AppInbox:
-    """Dispatches the app's messages to the parts that handle them. ``name``: the instance."""
+    """Dispatches the app's messages to the components that handle them."""
 
-    name: str
-    turn: Turn
-    outbox: AppOutbox
-    session: AppSession
-    peers: Peers
-    clients: Clients
-    impulses: Impulses
-    log_capacity: LogCapacity
-    admission: Admission
-    call_failures: CallFailures
-    operator: OperatorActions
-    waiting_handlers: WaitingHandlers
-    queries: Queries
-    lifecycle: Lifecycle
-    checkpoint_taker: CheckpointTaker
-    upgrades: Upgrades
-    shutdown: Shutdown
-    _by_type: dict[int, Callable[[Message], None]] = field(init=False)  # what takes which message
-
-    def __post_init__(self) -> None:
-        self._by_type = {
+    def __init__(self, parts: Components) -> None:
+        self._parts = parts
+        self._state = parts.state
+        self._peers = parts.peers
+        self._impulses = parts.impulses
+        checkpoint_taker = parts.checkpoint_taker
+        self._by_type: dict[int, Callable[[Message], None]] = {
             **dict.fromkeys(CALLS, self._calls),
             **dict.fromkeys(REPORTS, self._report_of_app),
             MessageType.HELLO: late_hello,
@@ -186,20 +162,20 @@ class AppInbox:
             MessageType.APP_DESCRIPTION: self._description,
             MessageType.INITIAL_MESSAGE: self._initial_message,
             MessageType.TAKE_CHECKPOINT: self._checkpoint_wanted,
-            MessageType.SNAPSHOT_BEGIN: self.checkpoint_taker.snapshot_began,
-            MessageType.SNAPSHOT_CHUNK: self.checkpoint_taker.snapshot_chunk,
-            MessageType.SNAPSHOT_END: self.checkpoint_taker.snapshot_ended,
-            MessageType.CHECKPOINT_FAILED: self.checkpoint_taker.failed,
-            MessageType.TAKEN_BACK: self.checkpoint_taker.taken_back,
-            MessageType.UPGRADE_FAILED: self.upgrades.failed,
+            MessageType.SNAPSHOT_BEGIN: checkpoint_taker.snapshot_began,
+            MessageType.SNAPSHOT_CHUNK: checkpoint_taker.snapshot_chunk,
+            MessageType.SNAPSHOT_END: checkpoint_taker.snapshot_ended,
+            MessageType.CHECKPOINT_FAILED: checkpoint_taker.failed,
+            MessageType.TAKEN_BACK: checkpoint_taker.taken_back,
+            MessageType.UPGRADE_FAILED: parts.upgrades.failed,
             MessageType.RETRY_REFUSED: self._retry_refused,
-            MessageType.HANDLERS: self.waiting_handlers.answered,
-            MessageType.QUERY_ANSWERED: self.queries.answered,
+            MessageType.HANDLERS: parts.waiting_handlers.answered,
+            MessageType.QUERY_ANSWERED: parts.queries.answered,
         }
 
     def received(self, event: ev.AppData) -> None:
         """Handle bytes from the app. Raises RemoteProtocolError."""
-        session = self.session
+        session = self._state.session
         if session.phase is Phase.WAITING or session.refused:
             return
         reader = session.reader
@@ -211,15 +187,15 @@ class AppInbox:
                 self._message(message)
             elif isinstance(message, BlobStart):
                 self._base_app_began()
-                self.checkpoint_taker.blob_began()
+                self._parts.checkpoint_taker.blob_began()
             elif isinstance(message, TooLargeRpc):
                 self._base_app_began()
-                self.turn.report(refuse_too_large(session, message))
+                self._state.report(refuse_too_large(session, message))
             else:
-                self.checkpoint_taker.blob_received(message)
+                self._parts.checkpoint_taker.blob_received(message)
 
     def _message(self, message: Message) -> None:
-        if not self.session.has_spoken:
+        if not self._state.session.has_spoken:
             self._first_message(message)
             if message.message_type == MessageType.HELLO:
                 return
@@ -233,42 +209,42 @@ class AppInbox:
     # --- the first message -------------------------------------------------------------------------------------------
 
     def _first_message(self, message: Message) -> None:
-        session = self.session
+        session = self._state.session
         session.note_first_message(message)
         self._check_extensions()
-        self.admission.permissions.app_came(
+        self._parts.admission.permissions.app_came(
             takes_verdicts=MessageType.VERDICTS in session.extensions,
             describes=MessageType.APP_DESCRIPTION in session.extensions,
         )
         if message.message_type == MessageType.HELLO and session.phase is Phase.FIRST_START:
-            self.lifecycle.send_introduction()
+            self._parts.lifecycle.send_introduction()
 
     def _base_app_began(self) -> None:
         """Note a first message that is no Hello: an app of the base protocol."""
-        if not self.session.has_spoken:
-            self.session.note_first_message(None)
-            self.admission.permissions.app_came(takes_verdicts=False)
+        if not self._state.session.has_spoken:
+            self._state.session.note_first_message(None)
+            self._parts.admission.permissions.app_came(takes_verdicts=False)
             self._check_extensions()
 
     def _check_extensions(self) -> None:
         """The log's records have, or have not, what the app asked for at its first start."""
-        if not self.peers.ready:
+        if not self._state.ready:
             return
-        logged = LOGGED_EXTENSIONS & (self.session.logged_extensions or frozenset())
-        asked = LOGGED_EXTENSIONS & self.session.extensions
+        logged = LOGGED_EXTENSIONS & (self._state.session.logged_extensions or frozenset())
+        asked = LOGGED_EXTENSIONS & self._state.session.extensions
         if logged != asked - (frozenset({MessageType.INSTANCE_NAME}) - logged):  # an older log may lack the name
             raise AppProtocolError(
-                f"the log of {self.name!r} was begun by an app with the extensions {sorted(map(int, logged))}, "
+                f"the log of {self._state.name!r} was begun by an app with the extensions {sorted(map(int, logged))}, "
                 f"this one asks for {sorted(map(int, asked))}: an instance keeps the kind of app that it was begun with"
             )
 
     # --- calls and impulses ------------------------------------------------------------------------------------------
 
     def _calls(self, message: Message) -> None:
-        impulses = self.impulses
-        for calls in read_calls(self.session, self.name, message):
+        impulses = self._impulses
+        for calls in read_calls(self._state.session, self._state.name, message):
             if not calls.impulses:
-                self.peers.append(calls.destination, calls.count, calls.payload)
+                self._peers.outbound.append(calls.destination, calls.count, calls.payload)
             elif self._impulses_wait or impulses.held_bytes:
                 impulses.hold(calls)
             else:
@@ -277,53 +253,53 @@ class AppInbox:
     def admit_impulses(self) -> None:
         """Take the impulses that were held back, unless they must still wait."""
         if not self._impulses_wait:
-            self.impulses.take_held()
+            self._impulses.take_held()
 
     @property
     def _impulses_wait(self) -> bool:
         """Impulses must wait for room in the log, or for the upgrade to be durable."""
-        return bool(self.log_capacity.full) or self.session.phase not in SENDS_IMPULSES
+        return bool(self._state.log_capacity.full) or self._state.session.phase not in SENDS_IMPULSES
 
     def _attach(self, message: Message) -> None:
         destination = decode_attach_to(message.data)
-        if destination != self.name:
-            self.session.attached.add(destination)
+        if destination != self._state.name:
+            self._state.session.attached.add(destination)
             if destination != CLIENTS:
-                self.turn.effects.append(OpenPeer(destination))
+                self._state.effects.append(OpenPeer(destination))
 
     def _barrier(self, message: Message) -> None:
-        self.peers.put_barrier(decode_attach_to(message.data), self.turn.now_ns)
+        self._peers.outbound.put_barrier(decode_attach_to(message.data), self._state.now_ns)
 
     # --- what it says of itself --------------------------------------------------------------------------------------
 
     def _description(self, message: Message) -> None:
-        description = self.session.description = decode_app_description(message.data)
-        self.call_failures.methods = description.methods
-        self.clients.describe_methods(description)
-        self.admission.permissions.describe(description)
-        if self.peers.ready:
-            self.peers.answer_parked(self.turn.now_ns)
+        description = self._state.session.description = decode_app_description(message.data)
+        self._parts.call_failures.methods = description.methods
+        self._parts.clients.describe_methods(description)
+        self._parts.admission.permissions.describe(description)
+        if self._state.ready:
+            self._peers.inbound.answer_parked(self._state.now_ns)
 
     def _initial_message(self, message: Message) -> None:
-        session = self.session
+        session = self._state.session
         if session.phase is not Phase.FIRST_START or session.initial_message is not None:
             raise AppProtocolError("an InitialMessage may come once, at the first start, before the checkpoint")
         session.initial_message = message.data
 
     def _checkpoint_wanted(self, message: Message) -> None:
-        self.checkpoint_taker.checkpoints.wanted = True
+        self._state.checkpoints.wanted = True
 
     def _retry_refused(self, message: Message) -> None:
-        self.operator.retry_refused()
+        self._parts.operator.retry_refused()
 
     def _report_of_app(self, message: Message) -> None:
-        self.call_failures.app_reported(message, self.turn.now_ns, stopping=self.shutdown.is_requested)
+        self._parts.call_failures.app_reported(message, self._state.now_ns, stopping=self._state.shutdown.is_requested)
 
     # --- it breaks the protocol --------------------------------------------------------------------------------------
 
     def refuse(self, error: RemoteProtocolError) -> None:
         """End the connection of an app that broke the protocol; its successor recovers."""
-        self.session.refused = True
-        self.turn.report(AppBrokeProtocol(str(error)))
-        self.outbox.send_text(MessageType.REFUSAL, str(error))
-        self.turn.effects.append(CloseApp())
+        self._state.session.refused = True
+        self._state.report(AppBrokeProtocol(str(error)))
+        self._state.outbox.send_text(MessageType.REFUSAL, str(error))
+        self._state.effects.append(CloseApp())

@@ -8,86 +8,25 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from immortal.coordinator.core import notices
-from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy
 from immortal.coordinator.core.effects import PauseApp, Report, ResumeApp
 from immortal.coordinator.core.errors import AppProtocolError
-from immortal.coordinator.core.group_commit import Group, GroupCommit
+from immortal.coordinator.core.group_commit import Group
 from immortal.coordinator.core.interfaces import (
     IMPULSES,
     ONESELF,
-    CheckpointHeader,
-    LogSpace,
     LogSummary,
     SourcePosition,
 )
-from immortal.coordinator.core.life_cycle.pause_stop import Pause, Shutdown
-from immortal.coordinator.core.life_cycle.session import AppSession, Phase
-from immortal.coordinator.core.limits import MIB, Limits
+from immortal.coordinator.core.life_cycle.session import Phase
+from immortal.coordinator.core.limits import MIB
+from immortal.coordinator.core.output.outbound import Outbound
 from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
 from immortal.coordinator.core.peers import Peers
-from immortal.coordinator.core.state import Epoch, Turn
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.trailer import BatchKind, BatchSource
 
 if TYPE_CHECKING:
     from immortal.coordinator.core.input.app_inbox import Calls
-
-
-CHECKPOINTS_IN_ONE_PLACE_MAX = 2  # of two that are kept, both must be new before old records can go
-
-
-class LogCapacity:
-    """Room in the log. ``full``: why the log takes no more than it must; "" while there is room."""
-
-    def __init__(self, name: str, limits: Limits) -> None:
-        self.full = ""
-        self.space: LogSpace | None = None
-        self._name = name
-        self._limits = limits
-        self._asked_at = -2  # the record behind which a checkpoint was last asked for
-        self._asked = 0  # how often there
-
-    def measured(self, space: LogSpace) -> bool:
-        """Take a measurement; return whether :attr:`full` has changed. A full log has room at 90 % of its limit."""
-        self.space = space
-        limits, was_full = self._limits, bool(self.full)
-        most_bytes = limits.log_limit_bytes
-        least_bytes = limits.disk_free_bytes_min
-        too_large = most_bytes is not None and space.used_bytes > (most_bytes * 9 // 10 if was_full else most_bytes)
-        too_little = space.free_bytes < (least_bytes * 11 // 10 if was_full else least_bytes)
-        if was_full == (too_large or too_little):
-            return False
-        self.full = self._reason(space, too_large=too_large) if not was_full else ""
-        self._asked_at = -2
-        return True
-
-    def _reason(self, space: LogSpace, *, too_large: bool) -> str:
-        if too_large:
-            limit_text = _mib_text(self._limits.log_limit_bytes or 0)
-            what = f"its log takes {_mib_text(space.used_bytes)}, log_limit_mb is {limit_text}"
-        else:
-            free, least = _mib_text(space.free_bytes), _mib_text(self._limits.disk_free_bytes_min)
-            what = f"its disk has {free} left, disk_free_mb is {least}"
-        return f"{self._name!r} is full: {what}; its app must catch up, or the limit be raised"
-
-    def wants_checkpoint(self, fed_sequence_id: int, durable_sequence_id: int, last: CheckpointHeader | None) -> bool:
-        """Return whether a checkpoint now would free records: the app has handled a good part of those after the
-        last one.
-
-        Call it once for each measurement.
-        """
-        if not self.full or last is None:
-            return False
-        behind = durable_sequence_id - last.sequence_id
-        if fed_sequence_id < durable_sequence_id and (fed_sequence_id - last.sequence_id) * 4 < behind:
-            return False
-        if self._asked_at != fed_sequence_id:
-            self._asked_at, self._asked = fed_sequence_id, 0
-        self._asked += 1
-        return self._asked <= CHECKPOINTS_IN_ONE_PLACE_MAX
-
-
-def _mib_text(size_bytes: int) -> str:
-    return f"{size_bytes / MIB:.0f} MiB"
 
 
 # Impulses: input from outside the deterministic world, on its way to the log.
@@ -102,27 +41,23 @@ HELD_OVERHEAD_BYTES = 300  # of Python's objects around a batch that is held
 class Impulses:
     """Impulses of one instance. ``count``: how many it has sent to itself in all its life."""
 
-    def __init__(self, limits: Limits, log: GroupCommit, peers: Peers, epoch: Epoch, turn: Turn) -> None:
+    def __init__(self, state: CoreState, peers: Peers) -> None:
         self.count = 0
         self.held_bytes = 0
         self._held: list[Calls] = []  # that must not be taken yet
-        self._held_bytes_max = limits.held_impulses_bytes + limits.arguments_bytes_max
-        self._committer_id = 0
-        self._log = log
+        self._held_bytes_max = state.limits.held_impulses_bytes + state.limits.arguments_bytes_max
+        self._state = state
         self._peers = peers
-        self._epoch = epoch
-        self._turn = turn
 
     @property
     def open_sequence_id(self) -> int:
         """Sequence ID of the record that holds the last logged impulse."""
-        return self._log.open_sequence_id
+        return self._state.log.open_sequence_id
 
     def load(self, summary: LogSummary) -> None:
         """Take in what the log says."""
         known = summary.sources.get(IMPULSES)
         self.count = known.position if known else 0
-        self._committer_id = summary.committer_id
 
     def hold(self, calls: Calls) -> None:
         """Hold impulses until the log has room, or the app's upgrade is durable. Raises AppProtocolError."""
@@ -151,17 +86,17 @@ class Impulses:
         if calls.destination == ONESELF:
             group = self.log_own(calls.count, calls.payload)
         else:
-            stream = self._peers.output(calls.destination)
-            group = self._log.append_outside_record(len(calls.payload), from_app=True)
+            stream = self._peers.outbound.stream(calls.destination)
+            group = self._state.log.append_outside_record(len(calls.payload), from_app=True)
             group.transaction.impulses.append(stream.append_impulses(calls.count, calls.payload, group.ticket))
         group.impulses_accepted += calls.count
 
     def log_own(self, count: int, payload: bytes) -> Group:
         """Log impulses to the own app; return the group that makes them durable."""
-        source = BatchSource(BatchKind.IMPULSES, ONESELF, self.count + 1, count, self._turn.now_ns)
+        source = BatchSource(BatchKind.IMPULSES, ONESELF, self.count + 1, count, self._state.now_ns)
         group = self._peers.delivery.deliver_own(source, payload).group
         self.count += count
-        group.transaction.sources[IMPULSES] = SourcePosition(self._committer_id, self._epoch.number, self.count)
+        group.transaction.sources[IMPULSES] = SourcePosition(self._state.committer_id, self._state.epoch, self.count)
         return group
 
 
@@ -188,52 +123,46 @@ class _ReportedLoad:
 
 @dataclass(slots=True, eq=False, repr=False)
 class BackPressure:
-    limits: Limits
-    session: AppSession
-    log: GroupCommit
-    peers: Peers
-    checkpoints: CheckpointPolicy
+    state: CoreState
+    outbound: Outbound
     impulses: Impulses
-    shutdown: Shutdown
-    pause: Pause
-    turn: Turn
     paused: bool = False
     held_up_for: list[str] = field(default_factory=list)  # ONESELF among them where the own log is what is too slow
     _reported: dict[str, _ReportedLoad] = field(default_factory=dict)
 
     def update(self) -> None:
         """Pause or resume the app, and tell the operator what has changed for the streams."""
-        limits, peers, effects = self.limits, self.peers, self.turn.effects
-        if peers.busy or self._reported:
-            spilling = peers.spilling
+        limits, outbound, effects = self.state.limits, self.outbound, self.state.effects
+        if outbound.busy or self._reported:
+            spilling = outbound.spilling
             self.held_up_for = spilling.full
             if self.held_up_for or self._reported or spilling.kept_bytes:
-                effects.extend(self._report_changes(peers, self.turn.now_ns))
+                effects.extend(self._report_changes(self.state.now_ns))
         else:  # nothing waits for anybody
             self.held_up_for = []
         full = (
-            self.log.from_app_bytes > limits.log_pending_bytes
-            or self.checkpoints.chunks_pending_bytes > limits.chunks_pending_bytes
+            self.state.log.from_app_bytes > limits.log_pending_bytes
+            or self.state.checkpoints.chunks_pending_bytes > limits.chunks_pending_bytes
             # ... the last checkpoint comes behind what the app has sent
-            or (bool(self.held_up_for) and not self.shutdown.is_requested)
+            or (bool(self.held_up_for) and not self.state.shutdown.is_requested)
             or (self.impulses.held_bytes > limits.log_pending_bytes and self._app_has_nothing_to_do)
-            or self.shutdown.hands_over
+            or self.state.shutdown.hands_over
         )
-        if full != self.paused and self.session.phase is not Phase.WAITING:
+        if full != self.paused and self.state.session.phase is not Phase.WAITING:
             self.paused = full
             effects.append(PauseApp() if full else ResumeApp())
 
     @property
     def _app_has_nothing_to_do(self) -> bool:
         """The app has handled all records and owes no checkpoint, so nothing it could send is waited for."""
-        session = self.session
-        has_all = session.fed_sequence_id == self.log.durable_sequence_id or self.pause.is_paused
+        session = self.state.session
+        has_all = session.fed_sequence_id == self.state.log.durable_sequence_id or self.state.pause.is_paused
         has_nothing = has_all and session.unsent_bytes <= 0
-        return has_nothing and session.phase is Phase.NORMAL and not self.shutdown.is_requested
+        return has_nothing and session.phase is Phase.NORMAL and not self.state.shutdown.is_requested
 
-    def _report_changes(self, peers: Peers, now_ns: int) -> Iterator[Report]:
-        spill_is_full = bool(self.held_up_for) and peers.spilling.is_full
-        for destination, stream in peers.outputs.items():
+    def _report_changes(self, now_ns: int) -> Iterator[Report]:
+        spill_is_full = bool(self.held_up_for) and self.outbound.spilling.is_full
+        for destination, stream in self.outbound.streams.items():
             load = self._load_of(stream, spill_is_full)
             if destination != ONESELF and (load or destination in self._reported):
                 yield from self._report_load(stream, load, now_ns)
@@ -263,10 +192,10 @@ class BackPressure:
         if load is Load.WAITED_FOR:
             return Report(notices.AppWaitsFor(*waits))
         state = "takes its messages too slowly" if stream.state is StreamState.OPEN else "takes no messages"
-        limit_mib = _mib(self.limits.output_memory_bytes)
+        limit_mib = _mib(self.state.limits.output_memory_bytes)
         if load is Load.SPILLED:
             return Report(notices.Spills(*waits, state, limit_mib))
-        return Report(notices.HeldUp(*waits, state, limit_mib, _mib(self.limits.spill_limit_bytes)))
+        return Report(notices.HeldUp(*waits, state, limit_mib, _mib(self.state.limits.spill_limit_bytes)))
 
 
 def _mib(size_bytes: int) -> float | int:

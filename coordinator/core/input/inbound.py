@@ -17,7 +17,7 @@ from immortal.coordinator.core.input.input_stream import InputStream, Senders, W
 from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, OutputBatch, SourcePosition, Token
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.notices import FrameRefused
-from immortal.coordinator.core.state import LocalEndpoint
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.call_permissions import from_base_app_peer
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
@@ -43,12 +43,12 @@ class _Reply:
 class Inbound:
     """Input side of all streams. ``streams``: by sender, the own one among them."""
 
-    def __init__(self, end: LocalEndpoint, delivery: Delivery) -> None:
-        self.grants = WindowGrants(end.limits)
-        self.turns = FairTurns(end.limits)
-        self.senders = Senders(end, self.grants)
+    def __init__(self, state: CoreState, delivery: Delivery) -> None:
+        self.grants = WindowGrants(state.limits)
+        self.turns = FairTurns(state.limits)
+        self.senders = Senders(state, self.grants)
         self.streams = self.senders.streams
-        self._end = end
+        self._state = state
         self._delivery = delivery
         self._admission = delivery.admission
         self._parked: dict[str, deque[_ParkedHello]] = {}  # by sender
@@ -59,7 +59,7 @@ class Inbound:
 
     def received(self, token: Token, frame: PeerFrame, now_ns: int) -> None:
         """Handle a frame from a peer. While stopping, frames are ignored: their senders keep them."""
-        if not self._end.accepting:
+        if not self._state.accepting:
             return
         self.grants.now_ns = now_ns
         if frame.frame_type is FrameType.HELLO and self._must_wait(frame.sender, now_ns):
@@ -79,16 +79,16 @@ class Inbound:
 
     def _must_wait(self, sender: str, now_ns: int) -> bool:
         admission = self._admission
-        return not self._end.ready or bool(admission.peer_wait_reason(sender)) or admission.must_wait(sender, now_ns)
+        return not self._state.ready or bool(admission.peer_wait_reason(sender)) or admission.must_wait(sender, now_ns)
 
     @property
     def holds_back(self) -> bool:
         """A Hello waits for its sender's rate, or for the end of a hold-off."""
-        return bool(self._parked) and self._end.ready and self._admission.holds_back
+        return bool(self._parked) and self._state.ready and self._admission.holds_back
 
     def _park(self, hello: _ParkedHello) -> None:
         """Keep a Hello until it can be answered. Only the newest few of a sender are kept."""
-        sender, limits = hello.frame.sender, self._end.limits
+        sender, limits = hello.frame.sender, self._state.limits
         if sender not in self._parked and len(self._parked) >= limits.parked_senders_max:
             self._reply(hello.token, sender, self._not_ready(self._admission.peer_wait_reason(sender)))
             return
@@ -97,7 +97,7 @@ class Inbound:
 
     def became_ready(self, now_ns: int) -> None:
         """Note that the first start is complete, and answer parked Hellos."""
-        self._end.ready = True
+        self._state.ready = True
         self.answer_parked(now_ns)
 
     def answer_parked(self, now_ns: int) -> None:
@@ -119,7 +119,7 @@ class Inbound:
             return False
         count, waiting_bytes = self.turns.waiting_of(sender)
         here_bytes, allowed_bytes = stream.pending_bytes + waiting_bytes, self.grants.allowed_bytes(sender)
-        too_many = stream.waiting_count + count >= self._end.limits.waiting_frames_max
+        too_many = stream.waiting_count + count >= self._state.limits.waiting_frames_max
         if not too_many and not (here_bytes and here_bytes + size_bytes > allowed_bytes):
             self.turns.wait(token, frame)
         elif not self.turns.continues(frame, stream.received):
@@ -136,7 +136,7 @@ class Inbound:
         """Take the batches whose turn has come. While stopping, none."""
         self.grants.now_ns = now_ns
         allowed = self.grants.allowed_bytes
-        while self._end.accepting and (waiting := self.turns.next(self._pending_bytes, allowed, now_ns)):
+        while self._state.accepting and (waiting := self.turns.next(self._pending_bytes, allowed, now_ns)):
             self._respond(waiting.token, waiting.frame, now_ns)
 
     def _pending_bytes(self, sender: str) -> int:
@@ -148,18 +148,18 @@ class Inbound:
     def _answer(self, token: Token, frame: PeerFrame, now_ns: int) -> _Reply | None:
         """Handle a frame of its sender; return the answer, or None if it follows once the log is durable."""
         stream = self.streams.get(frame.sender) or InputStream(frame.sender, None)
-        if stream.waiting_count >= self._end.limits.waiting_frames_max:
+        if stream.waiting_count >= self._state.limits.waiting_frames_max:
             return self._too_many(stream, stream.waiting_count)
         if frame.frame_type is FrameType.HELLO:
             return self._answer_hello(token, frame, stream)
-        if not self._end.ready:
+        if not self._state.ready:
             return self._not_ready()
         if frame.frame_type is not FrameType.BATCH:
             return _refuse(RefusedCode.MALFORMED, f"unexpected frame {frame.frame_type.name}")
         if self._admission.peer_wait_reason(frame.sender):
             return _Reply(FrameType.RESEND, 0)  # it greets again, and is answered once its calls can be judged
         if self._admission.is_full(frame.sender):
-            name = self._end.name
+            name = self._state.name
             return self._not_ready(f"{name!r} takes a checkpoint: too many calls that were refused are behind it")
         if frame.position > stream.received + 1 or not stream.has_greeted(frame.committer_id):
             return _Reply(FrameType.RESEND, stream.received)
@@ -167,12 +167,12 @@ class Inbound:
         if last_position <= stream.durable:
             return _Reply(FrameType.TRIM_TO, stream.durable)
         try:
-            part = stream.new_part(frame, stream.rules if self._end.app_knows_extensions else from_base_app_peer)
+            part = stream.new_part(frame, stream.rules if self._state.app_knows_extensions else from_base_app_peer)
         except RemoteProtocolError as error:
             return _refuse(RefusedCode.MALFORMED, str(error))
         if part is not None:
             first_position, count, payload, reserved = part
-            if reserved and not self._end.app_takes_verdicts:
+            if reserved and not self._state.app_takes_verdicts:
                 reason = f"message {reserved[0]} of a batch has a negative method: only an app itself may call those"
                 return _refuse(RefusedCode.MALFORMED, reason)
             allowed_bytes = self.grants.allowed_bytes(frame.sender)
@@ -191,7 +191,7 @@ class Inbound:
 
     def _answer_hello(self, token: Token, frame: PeerFrame, stream: InputStream) -> _Reply | None:
         if (known := stream.new_epoch()) is not None:
-            self._end.log.append_outside_record(0).transaction.sources[frame.sender] = known
+            self._state.log.append_outside_record(0).transaction.sources[frame.sender] = known
         if not stream.settled:  # the sender must hear of all that is taken, and nothing older be taken from now on
             stream.wait_for(stream.received, _ParkedHello(token, frame))
             return None
@@ -202,7 +202,7 @@ class Inbound:
 
     def take_own(self, batch: OutputBatch, now_ns: int) -> None:
         """Take the next batch of the stream to oneself."""
-        frame = self._end.frame(FrameType.BATCH, ONESELF, batch.first_position, count=batch.count, time_ns=now_ns)
+        frame = self._state.frame(FrameType.BATCH, ONESELF, batch.first_position, count=batch.count, time_ns=now_ns)
         source = BatchSource(BatchKind.STREAM, ONESELF, batch.first_position, batch.count, now_ns)
         delivered = self._delivery.deliver_own(source, batch.payload)
         self._took(self.stream(ONESELF), frame, batch.first_position, delivered)
@@ -221,7 +221,7 @@ class Inbound:
                 continue  # impulses; or of the log that its sender had before a reset
             position = known.position
             tokens = stream.became_durable(position, known.epoch)
-            if self._end.accepting:
+            if self._state.accepting:
                 for token in tokens:
                     if isinstance(token, _ParkedHello):
                         self._respond(token.token, token.frame, now_ns)
@@ -231,7 +231,7 @@ class Inbound:
     # --- what is answered --------------------------------------------------------------------------------------------
 
     def _not_ready(self, why: str = "") -> _Reply:
-        return _refuse(RefusedCode.NOT_READY, why or f"{self._end.name!r} has not completed its first start")
+        return _refuse(RefusedCode.NOT_READY, why or f"{self._state.name!r} has not completed its first start")
 
     def _too_many(self, stream: InputStream, count: int) -> _Reply:
         return self._beyond_window(stream, f"{count} frames wait to be acknowledged")
@@ -243,15 +243,15 @@ class Inbound:
     def _beyond_window(self, stream: InputStream, reason: str) -> _Reply:
         if not stream.reported_beyond_window:
             stream.reported_beyond_window = True
-            self._end.effects.append(Report(FrameRefused(stream.source, reason)))
+            self._state.effects.append(Report(FrameRefused(stream.source, reason)))
         return _refuse(RefusedCode.BEYOND_WINDOW, reason)
 
     def _reply(self, token: Token, receiver: str, reply: _Reply) -> None:
         window_bytes = 0
         if reply.frame_type in (FrameType.WELCOME, FrameType.TRIM_TO):
-            pending_bytes = self._end.log.pending_bytes + self.turns.waiting_bytes
+            pending_bytes = self._state.log.pending_bytes + self.turns.waiting_bytes
             window_bytes = self.grants.window_bytes(receiver, pending_bytes)
-        frame = self._end.frame(
+        frame = self._state.frame(
             reply.frame_type,
             receiver,
             reply.position,
@@ -259,7 +259,7 @@ class Inbound:
             code=reply.code,
             reason=reply.reason,
         )
-        self._end.effects.append(ReplyToPeer(token, frame))
+        self._state.effects.append(ReplyToPeer(token, frame))
 
 
 def _refuse(code: RefusedCode, reason: str) -> _Reply:

@@ -16,7 +16,7 @@ from immortal.coordinator.core.formatting import sender_swapped
 from immortal.coordinator.core.interfaces import IMPULSES, LogSummary, SourcePosition
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.notices import OldPeerRefused, PeerRefused
-from immortal.coordinator.core.state import LocalEndpoint
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.batch import CallRules, offset_after
 from immortal.protocol.call_permissions import from_peer
 from immortal.protocol.client_frames import CLIENTS
@@ -251,11 +251,11 @@ class Senders:
     """Known senders. ``streams``: input streams by sender. Names that only say Hello, or are refused, leave little
     for long."""
 
-    def __init__(self, end: LocalEndpoint, grants: WindowGrants) -> None:
+    def __init__(self, state: CoreState, grants: WindowGrants) -> None:
         self.streams: dict[str, InputStream] = {}
         self.refused: OrderedDict[str, str] = OrderedDict()  # why, of senders without a stream
         self._greeted: OrderedDict[str, None] = OrderedDict()  # those of which nothing was taken yet
-        self._end = end
+        self._state = state
         self._grants = grants
 
     def load(self, summary: LogSummary) -> None:
@@ -273,7 +273,7 @@ class Senders:
 
     def refusal(self, frame: PeerFrame) -> tuple[RefusedCode, str] | None:
         """Return why ``frame`` is refused; None if it is taken. A Hello makes its sender known."""
-        name, sender, is_hello = self._end.name, frame.sender, frame.frame_type is FrameType.HELLO
+        name, sender, is_hello = self._state.name, frame.sender, frame.frame_type is FrameType.HELLO
         if frame.frame_type is FrameType.UNKNOWN:
             return RefusedCode.UNKNOWN, f"{frame.reason} is not known here: {KNOWN_TO_RECEIVERS}"
         if frame.receiver != name:
@@ -286,8 +286,8 @@ class Senders:
         if refused is None and is_hello and frame.position > stream.durable and not stream.was_reset:
             reason = formatting.has_less_than_once(name, sender, stream.durable, frame.position)
             refused = RefusedCode.ROLLED_BACK, reason
-        if refused is None and self._end.log_full:
-            refused = RefusedCode.LOG_FULL, self._end.log_full
+        if refused is None and self._state.log_capacity.full:
+            refused = RefusedCode.LOG_FULL, self._state.log_capacity.full
         if refused is not None:
             self._note_refused(frame, stream, *refused, is_known=known is not None)
             return refused
@@ -300,25 +300,25 @@ class Senders:
         self, frame: PeerFrame, stream: InputStream, code: RefusedCode, reason: str, *, is_known: bool
     ) -> None:
         """Report the refusal; each reason is reported once."""
-        sender, effects = frame.sender, self._end.effects
+        sender, effects = frame.sender, self._state.effects
         told, stream.error = stream.error == reason, reason
         if not is_known:
             told = self.refused.pop(sender, "") == reason
             self.refused[sender] = reason
-            if len(self.refused) > self._end.limits.refused_senders_max:
+            if len(self.refused) > self._state.limits.refused_senders_max:
                 self.refused.popitem(last=False)
         if code is RefusedCode.LOG_FULL or told:
             return  # that the log is full is told once, for all peers
         if code is not RefusedCode.STALE_EPOCH:
             effects.append(Report(PeerRefused(sender, reason)))
         elif frame.frame_type is FrameType.HELLO:  # one that was late is no error: its sender knows
-            effects.append(Report(OldPeerRefused(sender, formatting.perhaps_older(self._end.name, sender, reason))))
+            effects.append(Report(OldPeerRefused(sender, formatting.perhaps_older(self._state.name, sender, reason))))
 
     def _add(self, stream: InputStream) -> None:
         self.streams[stream.source] = stream
         self.refused.pop(stream.source, None)
         self._greeted[stream.source] = None
-        while len(self._greeted) > self._end.limits.greeted_senders_max:
+        while len(self._greeted) > self._state.limits.greeted_senders_max:
             name, _ = self._greeted.popitem(last=False)
             if self.streams[name].is_empty:
                 del self.streams[name]

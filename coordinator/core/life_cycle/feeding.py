@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.availability.write_lease import WriteLease
-from immortal.coordinator.core.checkpoints.policy import Recovery
 from immortal.coordinator.core.effects import ReadRecords
-from immortal.coordinator.core.group_commit import Group, GroupCommit
-from immortal.coordinator.core.input.admission import Admission
-from immortal.coordinator.core.life_cycle.pause_stop import Pause, Shutdown
+from immortal.coordinator.core.group_commit import Group
 from immortal.coordinator.core.life_cycle.recovery import BEHIND, Lifecycle
 from immortal.coordinator.core.life_cycle.session import (
     GETS_RECORDS,
@@ -18,71 +14,64 @@ from immortal.coordinator.core.life_cycle.session import (
     RECOVERING,
     REPLAYS,
     WORKS,
-    AppSession,
     Phase,
     Step,
 )
-from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.peers import Peers
-from immortal.coordinator.core.state import AppOutbox, Turn, Versions
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.record import decode_header
 from immortal.protocol.trailer import decode_trailer
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class RecordFeeder:
-    turn: Turn
-    outbox: AppOutbox
-    session: AppSession
-    write_lease: WriteLease
-    limits: Limits
-    log: GroupCommit
+    state: CoreState
     peers: Peers
-    admission: Admission
-    versions: Versions
-    recovery: Recovery
     lifecycle: Lifecycle
-    shutdown: Shutdown
-    pause: Pause
 
     def feed(self) -> None:
         """Give the app what it may have and has room for."""
-        session = self.session
+        session = self.state.session
         if session.phase in RECOVERING:
             if not self._recover():
                 return
-            if session.phase is Phase.FOLLOWING and not self.write_lease.writes:
-                if self.write_lease.follows and not self.write_lease.is_granted:
+            if session.phase is Phase.FOLLOWING and not self.state.write_lease.writes:
+                if self.state.write_lease.follows and not self.state.write_lease.is_granted:
                     self._read()  # to its end, and what comes behind it
                 return
         elif session.reading or self._takes_none:
             return
         if (
-            session.fed_sequence_id < self.log.durable_sequence_id  # most of the time it has all of them
+            session.fed_sequence_id < self.state.log.durable_sequence_id  # most of the time it has all of them
             and session.phase in GETS_RECORDS
             and not session.reading
             and session.fed_sequence_id < self._last_sequence_id()
         ):
             self._read()
         if session.acceptances:
-            self.outbox.send_acceptances()
+            self.state.outbox.send_acceptances()
 
     def _read(self) -> None:
-        session = self.session
+        session = self.state.session
         session.reading = True
         first = session.fed_sequence_id + 1
-        self.turn.effects.append(ReadRecords(first, self.limits.read_size_bytes, session.number))
+        self.state.effects.append(ReadRecords(first, self.state.limits.read_size_bytes, session.number))
 
     def _recover(self) -> bool:
         """Go on with the recovery; whether more may be given to the app in this turn."""
-        session = self.session
+        session = self.state.session
         if session.phase is Phase.LOADING:
             self.lifecycle.load_if_due()
             return False
         if session.refused:
             return False
         gets_none = session.reading or self._takes_none or session.waits_for_hello
-        if gets_none and session.phase in REPLAYS and self.write_lease.follows and self.peers.spilling.full:
+        if (
+            gets_none
+            and session.phase in REPLAYS
+            and self.state.write_lease.follows
+            and self.peers.outbound.spilling.full
+        ):
             self.lifecycle.reload_if_due()
         if session.reading or self._takes_none:
             return False
@@ -100,52 +89,52 @@ class RecordFeeder:
     def _takes_none(self) -> bool:
         """The app has enough to read, its last checkpoint to take, or is paused."""
         return (
-            self.session.unsent_bytes >= self.limits.app_window_bytes
-            or self.shutdown.feeds_no_more
-            or self.pause.is_paused
+            self.state.session.unsent_bytes >= self.state.limits.app_window_bytes
+            or self.state.shutdown.feeds_no_more
+            or self.state.pause.is_paused
         )
 
     def _last_sequence_id(self) -> int:
         """The last record that the app may be given now."""
-        session = self.session
+        session = self.state.session
         if self.lifecycle.proof is BEHIND:
             return session.replay_target  # of a later one's calls nobody could tell those that are still missing
         if session.phase in WORKS:
-            return self.log.durable_sequence_id
+            return self.state.log.durable_sequence_id
         if session.phase in REPLAYS:
-            return self.versions.replay_bound(session.replay_target)
-        return self.log.durable_sequence_id if session.flushes else session.replay_target  # as above
+            return self.state.versions.replay_bound(session.replay_target)
+        return self.state.log.durable_sequence_id if session.flushes else session.replay_target  # as above
 
     # --- the blob ----------------------------------------------------------------------------------------------------
 
     def _read_blob(self) -> None:
-        read = self.recovery.next_read()
+        read = self.lifecycle.recovery.next_read()
         if read is None:
-            self.session.advance(Step.BLOB_SENT)
+            self.state.session.advance(Step.BLOB_SENT)
         else:
-            self.session.reading = True
-            self.turn.effects.append(read)
+            self.state.session.reading = True
+            self.state.effects.append(read)
 
     def checkpoint_chunk_read(self, event: ev.CheckpointChunkRead) -> None:
-        session = self.session
+        session = self.state.session
         session.reading = False
         if session.phase is not Phase.RESTORING:
             return
-        self.recovery.chunk_read(event.data)
-        self.outbox.send(event.data)
-        if self.recovery.next_read() is None:
+        self.lifecycle.recovery.chunk_read(event.data)
+        self.state.outbox.send(event.data)
+        if self.lifecycle.recovery.next_read() is None:
             session.advance(Step.BLOB_SENT)  # what the app says from here on, it may say as one that is restored
 
     # --- records -----------------------------------------------------------------------------------------------------
 
     def records_read(self, event: ev.RecordsRead) -> None:
-        session = self.session
+        session = self.state.session
         if event.session not in (None, session.number):
             return  # whoever asked is gone
         session.reading = False
-        if session.phase not in GETS_RECORDS or self.shutdown.feeds_no_more or self.pause.is_paused:
+        if session.phase not in GETS_RECORDS or self.state.shutdown.feeds_no_more or self.state.pause.is_paused:
             return
-        if self.write_lease.follows and event.summary is not None and not self.lifecycle.log_grew(event.summary):
+        if self.state.write_lease.follows and event.summary is not None and not self.lifecycle.log_grew(event.summary):
             return
         replaying = session.phase in REPLAYS
         for value in event.values:
@@ -157,17 +146,17 @@ class RecordFeeder:
             record = memoryview(value)[: header.size_bytes]
             trailer = decode_trailer(memoryview(value)[header.size_bytes :], header.check)
             if replaying:
-                self.peers.expect(header.sequence_id, record, trailer)
-                self.admission.replayed(header.sequence_id, record, trailer.batches)
-                if self.peers.following:
-                    self.peers.place(trailer.outputs)
+                self.peers.outbound.expected.record(header.sequence_id, record, trailer)
+                self.peers.admission.replayed(header.sequence_id, record, trailer.batches)
+                if self.state.following:
+                    self.peers.outbound.place(trailer.outputs)
             session.fed_sequence_id = header.sequence_id
-            self.outbox.send_record(record, trailer.batches)
+            self.state.outbox.send_record(record, trailer.batches)
 
     def committed(self, group: Group) -> None:
         """The record of ``group``, if it has one, is durable. An app that is up to date gets the very bytes that were
         just written."""
-        session = self.session
+        session = self.state.session
         if (
             group.record is not None
             and group.sequence_id == session.fed_sequence_id + 1
@@ -176,4 +165,4 @@ class RecordFeeder:
             and not self._takes_none
         ):
             session.fed_sequence_id = group.sequence_id
-            self.outbox.send_record(group.record, group.batches)
+            self.state.outbox.send_record(group.record, group.batches)

@@ -6,50 +6,51 @@ It is kept in memory, so it ends with this process. To the rest of the machine t
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core import notices
 from immortal.coordinator.core.effects import CloseApp, OperatorAnswered
-from immortal.coordinator.core.life_cycle.session import WORKS, AppSession
-from immortal.coordinator.core.state import AppOutbox, Turn
+from immortal.coordinator.core.life_cycle.session import WORKS
 from immortal.protocol.messages import MessageType
+
+if TYPE_CHECKING:
+    from immortal.coordinator.core.state import CoreState
 
 
 class Pause:
     """Pause of the app by an operator. ``by``: who paused it, "" if nobody; ``since_ns``: when, instance time."""
 
-    def __init__(self, name: str, session: AppSession, turn: Turn) -> None:
+    def __init__(self, state: CoreState) -> None:
         self.is_paused = False
         self.by = ""
         self.since_ns = 0
-        self._name = name
-        self._session = session
-        self._turn = turn
+        self._state = state
 
     def requested(self, event: ev.InstancePaused) -> None:
         """Pause the app. One that recovers is not paused: its state would be neither of before nor of now."""
-        session, turn = self._session, self._turn
+        session, state = self._state.session, self._state
         changed = not self.is_paused
         if changed and session.phase not in WORKS:
             problem = (
-                f"the app of {self._name!r} does not work now (phase: {session.phase.value}), and only one that does "
+                f"the app of {state.name!r} does not work now (phase: {session.phase.value}), and only one that does "
                 f"can be paused: try again once it does"
             )
-            turn.effects.append(OperatorAnswered(event.token, {"refused": problem}))
+            state.effects.append(OperatorAnswered(event.token, {"refused": problem}))
             return
         if changed:
-            self.is_paused, self.by, self.since_ns = True, event.who, turn.now_ns
-            turn.report(notices.InstancePaused(event.who))
-        turn.effects.append(OperatorAnswered(event.token, {"changed": changed, **self.describe()}))
+            self.is_paused, self.by, self.since_ns = True, event.who, state.now_ns
+            state.report(notices.InstancePaused(event.who))
+        state.effects.append(OperatorAnswered(event.token, {"changed": changed, **self.describe()}))
 
     def resume_requested(self, event: ev.InstanceResumed) -> None:
-        turn, before = self._turn, self.describe()
+        state, before = self._state, self.describe()
         changed = self.is_paused
         if changed:
-            paused_s = round(max(0, turn.now_ns - self.since_ns) / 1e9, 3)
-            turn.report(notices.InstanceResumed(event.who, self.by, paused_s))
+            paused_s = round(max(0, state.now_ns - self.since_ns) / 1e9, 3)
+            state.report(notices.InstanceResumed(event.who, self.by, paused_s))
             self.is_paused, self.by, self.since_ns = False, "", 0
-        turn.effects.append(OperatorAnswered(event.token, {"changed": changed, **before}))
+        state.effects.append(OperatorAnswered(event.token, {"changed": changed, **before}))
 
     def describe(self) -> dict[str, object]:
         return {"paused": {"by": self.by, "since_ns": self.since_ns} if self.is_paused else None}
@@ -77,14 +78,13 @@ class Shutdown:
     attributes repeat the stage as plain values, since each turn asks for them. ``feeds_no_more``: the app gets no
     more records."""
 
-    def __init__(self, outbox: AppOutbox, turn: Turn) -> None:
+    def __init__(self, state: CoreState) -> None:
         self.is_requested = self.takes_last_checkpoint = self.said_goodbye = self.hands_over = self.feeds_no_more = (
             False
         )
         self.stage = StopStage.NOT_ASKED
         self._last_checkpoint_id = 0
-        self._outbox = outbox
-        self._turn = turn
+        self._state = state
 
     def _reach(self, stage: StopStage) -> None:
         self.stage = stage
@@ -118,8 +118,8 @@ class Shutdown:
     def _say_goodbye(self) -> None:
         self._reach(StopStage.GOODBYE)
         self.report_stop_reason()
-        self._turn.effects.append(CloseApp())
+        self._state.effects.append(CloseApp())
 
     def report_stop_reason(self) -> None:
         """Tell the app that the coordinator stops."""
-        self._outbox.send_text(MessageType.GOODBYE, "the coordinator was asked to stop")
+        self._state.outbox.send_text(MessageType.GOODBYE, "the coordinator was asked to stop")

@@ -9,28 +9,23 @@ app that is primary may have to make more of what the log knows of before anythi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core import notices
-from immortal.coordinator.core.availability.write_lease import WriteLease
-from immortal.coordinator.core.checkpoints.policy import CheckpointPolicy, Recovery
+from immortal.coordinator.core.checkpoints.policy import Recovery
 from immortal.coordinator.core.client.requests import Clients
 from immortal.coordinator.core.clock import AppClock
 from immortal.coordinator.core.effects import CloseApp, LoadLog, UpgradeEnded
 from immortal.coordinator.core.errors import AppProtocolError, DivergenceError, FencedError, FollowerError
 from immortal.coordinator.core.failures.call_failure import CallFailures
 from immortal.coordinator.core.failures.dead_letters import OperatorActions
-from immortal.coordinator.core.group_commit import GroupCommit
-from immortal.coordinator.core.input.admission import Admission
-from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary, Transaction, VersionStart
-from immortal.coordinator.core.life_cycle.session import REPLAYS, UPGRADES, AppSession, Phase, Step
-from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.output.replay_check import ReplayPolicy
+from immortal.coordinator.core.input.back_pressure import Impulses
+from immortal.coordinator.core.interfaces import CheckpointHeader, LogSummary, StoredClients, Transaction, VersionStart
+from immortal.coordinator.core.life_cycle.session import REPLAYS, UPGRADES, Phase, Step
 from immortal.coordinator.core.peers import Peers
-from immortal.coordinator.core.state import AppOutbox, Epoch, Turn, Versions
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.extensions import encode_version
 from immortal.protocol.messages import MessageType, encode_checkpoint, encode_message
 from immortal.protocol.readers import Message
@@ -49,27 +44,46 @@ BEHIND = Proof.BEHIND  # each turn asks
 
 
 @dataclass(slots=True, eq=False, repr=False)
+class LogLoader:
+    """Takes what the log says into all components."""
+
+    state: CoreState
+    peers: Peers
+    clients: Clients
+    impulses: Impulses
+    call_failures: CallFailures
+
+    def load(self, summary: LogSummary, clients: StoredClients | None = None) -> None:
+        """Let all components take in what the log says. ``clients``: given if this process writes it from now on."""
+        state = self.state
+        state.log.load(summary)
+        state.committer_id = summary.committer_id
+        state.epoch = state.frame_epoch = summary.epoch
+        state.session.load(summary.committer_id, summary.extensions)
+        self.peers.load(summary)
+        self.impulses.load(summary)
+        state.checkpoints.load(summary.checkpoints)
+        state.versions.load(summary.versions)
+        self.call_failures.load(summary)
+        self.peers.admission.open_calls.is_known = not state.ready  # if it is, the next app recovers
+        if clients is not None:
+            self.clients.load(clients)
+            state.accepting = not state.shutdown.is_requested
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Lifecycle:
     """Way of the app to being primary. ``promote``: a recovered app starts to work without a checkpoint first."""
 
-    turn: Turn
-    write_lease: WriteLease
-    outbox: AppOutbox
-    session: AppSession
-    app_clock: AppClock
-    log: GroupCommit
-    epoch: Epoch
+    state: CoreState
     peers: Peers
     clients: Clients
-    admission: Admission
-    policy: ReplayPolicy
     call_failures: CallFailures
-    recovery: Recovery
-    checkpoints: CheckpointPolicy
+    app_clock: AppClock
     upgrades: Upgrades
-    load: Callable[[LogSummary], None]  # into all parts of the machine
-    limits: Limits
+    loader: LogLoader
     promote: bool
+    recovery: Recovery = field(init=False)
     is_cut: bool = False  # the log that is replayed was cut by hand
     proof: Proof = Proof.COMPLETE
     _healing: Transaction | None = None  # what heals the cut, until a checkpoint takes it along
@@ -81,20 +95,23 @@ class Lifecycle:
     _reload_due_ns: int = 0  # when a follower may look again at what the log says
     _rechecked_id: int = 0  # the checkpoint of a log that is followed that was no good when it was last looked at
 
+    def __post_init__(self) -> None:
+        self.recovery = Recovery(self.state.name)
+
     # --- the app connects, and is gone -------------------------------------------------------------------------------
 
     def connected(self, event: ev.AppConnected) -> None:
-        self.session.connect()
-        self.session.advance(Step.APP_CONNECTED)
+        self.state.session.connect()
+        self.state.session.advance(Step.APP_CONNECTED)
         self.app_clock.connected()
         self.start_recovery()
 
     def start_recovery(self) -> None:
         """Load the log for the connected app, now or as soon as it may be read."""
-        if self.write_lease.writes:
+        if self.state.write_lease.writes:
             # The new epoch's commit is behind all that the last app has sent: once it is durable, so is that.
-            self._load_ticket = self.epoch.begin()
-        self._load_due = self.write_lease.may_read
+            self._load_ticket = self.state.begin_epoch()
+        self._load_due = self.state.write_lease.may_read
 
     def app_lost(self) -> None:
         self.recovery.forget()
@@ -102,19 +119,19 @@ class Lifecycle:
         self.took_over = False
 
     def load_if_due(self) -> None:
-        is_due = self._load_due and not self._loading and self.write_lease.may_read
-        if is_due and self.log.durable_ticket >= self._load_ticket:
+        is_due = self._load_due and not self._loading and self.state.write_lease.may_read
+        if is_due and self.state.log.durable_ticket >= self._load_ticket:
             self._load_due = False
             self._loading = True
-            self.turn.effects.append(LoadLog())
+            self.state.effects.append(LoadLog())
 
     def reload_if_due(self) -> None:
         """Look from time to time what the writer has spilled and what is acknowledged, so that it can leave memory
         here. For a follower whose app waits for room, and so reads no record that would tell."""
-        if not self._loading and self.turn.now_ns >= self._reload_due_ns:
-            self._reload_due_ns = self.turn.now_ns + self.limits.recent_ns
+        if not self._loading and self.state.now_ns >= self._reload_due_ns:
+            self._reload_due_ns = self.state.now_ns + self.state.limits.recent_ns
             self._loading = True
-            self.turn.effects.append(LoadLog())
+            self.state.effects.append(LoadLog())
 
     @property
     def may_restart_recovery(self) -> bool:
@@ -129,70 +146,72 @@ class Lifecycle:
     # --- the log is loaded: a first start, or a checkpoint to restore ------------------------------------------------
 
     def log_loaded(self, event: ev.LogLoaded) -> None:
-        session, epoch = self.session, self.epoch
+        session, epoch = self.state.session, self.state.epoch
         self._loading = False
-        self.peers.following = self.write_lease.follows
-        if session.phase in REPLAYS and self.write_lease.follows and self.log_grew(event.summary):
+        self.state.following = self.state.write_lease.follows
+        if session.phase in REPLAYS and self.state.write_lease.follows and self.log_grew(event.summary):
             return
         if session.phase is not Phase.LOADING or self._load_due:
             return  # of a session that has ended
-        if self.write_lease.writes and event.summary.epoch > epoch.number:
+        if self.state.write_lease.writes and event.summary.epoch > epoch:
             raise FencedError(
                 "another coordinator",
-                f"fenced by another coordinator at epoch {epoch.number}: its log has {event.summary.epoch} by now",
+                f"fenced by another coordinator at epoch {epoch}: its log has {event.summary.epoch} by now",
             )
-        if self.write_lease.follows and not event.summary.checkpoints:
+        if self.state.write_lease.follows and not event.summary.checkpoints:
             return  # the first start has not come to its end, and its writer is gone: it is ours to begin
-        if self.peers.ready:
-            self.turn.effects.append(self.recovery.choose(event.summary))
+        if self.state.ready:
+            self.state.effects.append(self.recovery.choose(event.summary))
             return
-        self.peers.restore(None, event.summary, epoch.number, epoch.began_ns)
+        self.peers.replay.restore(None, event.summary)
         self.call_failures.session_began(event.summary, -1)
         if session.has_spoken:  # else as soon as its Hello is here
             self.send_introduction()
         session.advance(Step.LOG_IS_NEW)
-        self.outbox.send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+        self.state.outbox.send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
 
     def checkpoint_checked(self, event: ev.CheckpointChecked) -> None:
-        if self.session.phase is not Phase.LOADING:
+        if self.state.session.phase is not Phase.LOADING:
             return
-        if self.write_lease.is_granted:  # the log is about to be loaded anew, by its writer: this is of what was before
+        if (
+            self.state.write_lease.is_granted
+        ):  # the log is about to be loaded anew, by its writer: this is of what was before
             self.recovery.forget()
-        elif event.problem is not None and self.write_lease.follows and event.checkpoint_id != self._rechecked_id:
+        elif event.problem is not None and self.state.write_lease.follows and event.checkpoint_id != self._rechecked_id:
             self._rechecked_id = event.checkpoint_id  # its writer may have removed it since
             self.recovery.forget()
             self._load_due = True
         elif event.problem is not None:
-            self.turn.report(notices.CheckpointDamaged(event.checkpoint_id, event.problem))
+            self.state.report(notices.CheckpointDamaged(event.checkpoint_id, event.problem))
             if (check := self.recovery.choose_another(event.checkpoint_id)) is not None:
-                self.turn.effects.append(check)
+                self.state.effects.append(check)
         elif (chosen := self.recovery.chosen(event.checkpoint_id)) is not None:
             self._restore(*chosen)
 
     def _restore(self, header: CheckpointHeader, summary: LogSummary) -> None:
-        session, epoch = self.session, self.epoch
+        session, epoch = self.state.session, self.state.epoch
         session.advance(Step.CHECKPOINT_CHOSEN)
         session.fed_sequence_id = header.sequence_id
-        session.replay_target = self.log.durable_sequence_id
-        self.checkpoints.checkpoint_began(self.log.logged_bytes)
-        self.upgrades.versions.begin_at(header)
+        session.replay_target = self.state.log.durable_sequence_id
+        self.state.checkpoints.checkpoint_began(self.state.log.logged_bytes)
+        self.state.versions.begin_at(header)
         self.is_cut = summary.cut_sequence_id is not None
         self.proof = Proof.COMPLETE
         self._healing = None
         self._wait_reported = False
-        self.peers.restore(header, summary, epoch.number, epoch.began_ns)
-        self.admission.open_calls.restore(header.open_calls, header.sequence_id)
+        self.peers.replay.restore(header, summary)
+        self.peers.admission.open_calls.restore(header.open_calls, header.sequence_id)
         self.call_failures.session_began(summary, header.sequence_id)
         size = encode_checkpoint(header.size_bytes)
-        self.outbox.send(encode_record(self.peers.committer_id, CHECKPOINT_SEQUENCE_ID, size))
+        self.state.outbox.send(encode_record(self.state.committer_id, CHECKPOINT_SEQUENCE_ID, size))
         to_replay = session.replay_target - header.sequence_id
-        self.turn.report(notices.Recovering(header.checkpoint_id, header.sequence_id, to_replay, epoch.number))
+        self.state.report(notices.Recovering(header.checkpoint_id, header.sequence_id, to_replay, epoch))
 
     # --- a log that another writes -----------------------------------------------------------------------------------
 
     def check_writer(self) -> None:
-        if self.session.phase is Phase.REPLAYING and self.peers.following:
-            self.session.advance(Step.FOLLOWS)
+        if self.state.session.phase is Phase.REPLAYING and self.state.following:
+            self.state.session.advance(Step.FOLLOWS)
 
     def log_grew(self, summary: LogSummary) -> bool:
         """Take in that the followed log is now as ``summary`` says. False where the app must start over, which this
@@ -200,19 +219,19 @@ class Lifecycle:
 
         Raises FollowerError.
         """
-        session = self.session
+        session = self.state.session
         problem = self._restart_reason(summary)
         if problem:
             self.start_over(f"the app that follows has the records up to {session.fed_sequence_id}: {problem}")
             return False
-        self.load(summary)
+        self.loader.load(summary)
         session.replay_target = summary.last_sequence_id
-        self.peers.log_grew(summary)
+        self.peers.replay.log_grew(summary)
         return True
 
     def _restart_reason(self, summary: LogSummary) -> str:
         """Return why the following app can't go on with the log; "" if it can. Raises FollowerError."""
-        session, versions = self.session, self.upgrades.versions
+        session, versions = self.state.session, self.state.versions
         if len(summary.versions) > len(versions.starts):
             started, had = summary.versions[-1], versions.current
             if started.version != versions.upgrade_to or len(summary.versions) > len(versions.starts) + 1:
@@ -221,7 +240,7 @@ class Lifecycle:
                     f"and this follower runs version {had}: start it again with the new code"
                 )
             if not versions.continues_with(started, session.fed_sequence_id):
-                self.load(summary)
+                self.loader.load(summary)
                 return f"record {started.sequence_id} was the last one of the old version, the next have the new one"
         if summary.last_sequence_id < session.fed_sequence_id:
             return f"the log ends with record {summary.last_sequence_id}, it was cut or replaced"
@@ -233,9 +252,9 @@ class Lifecycle:
 
     def start_over(self, why: str) -> None:
         """Drop the app, whose state is of no use any more; its successor begins at a checkpoint."""
-        self.turn.report(notices.FollowerBeginsAnew(problem=why))
-        self.session.refused = True
-        self.turn.effects.append(CloseApp())
+        self.state.report(notices.FollowerBeginsAnew(problem=why))
+        self.state.session.refused = True
+        self.state.effects.append(CloseApp())
 
     def take_over(self) -> None:
         """Let the following app take over: this process writes the log now, and its epoch is durable."""
@@ -244,14 +263,14 @@ class Lifecycle:
             self.start_over("messages have failed for the app that follows, or for the one before it, and not for both")
             return
         self.took_over = True
-        self.session.advance(Step.RIGHT_TAKEN)
-        self.peers.take_over(self.epoch.number, self.epoch.began_ns)
+        self.state.session.advance(Step.RIGHT_TAKEN)
+        self.peers.replay.take_over()
 
     # --- the end of the replay ---------------------------------------------------------------------------------------
 
     def end_replay_if_due(self) -> None:
         """Tell the app what to become, at the start of another version and at the end of the replay."""
-        session, versions = self.session, self.upgrades.versions
+        session, versions = self.state.session, self.state.versions
         fed = session.fed_sequence_id
         if versions.version_starts_after(fed):
             if not session.hello_is_due:
@@ -268,40 +287,40 @@ class Lifecycle:
         else:
             session.advance(Step.CAUGHT_UP)
             session.checkpoint_sequence_id = fed
-            self.outbox.send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+            self.state.outbox.send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
 
     @property
     def _was_promoted(self) -> bool:
         """The app followed another writer's log, and may go on without a checkpoint. A client of the base protocol
         expects TakeBecomingPrimaryCheckpoint there."""
-        return self.took_over and self.session.hello is not None
+        return self.took_over and self.state.session.hello is not None
 
     def _promote_if_due(self) -> None:
         """Promote the app once it has made everything that the log knows of; its next checkpoint proves the rest."""
-        if self.peers.replay_is_behind():
+        if self.peers.replay.is_behind():
             return
-        self.session.advance(Step.PROMOTED)
+        self.state.session.advance(Step.PROMOTED)
         self.proof = Proof.AT_CHECKPOINT
         self._replay_is_known()  # but for what the last calls come to: for a moment, more may count as open than are
-        self.outbox.send_control(MessageType.BECOMING_PRIMARY)
+        self.state.outbox.send_control(MessageType.BECOMING_PRIMARY)
         self.report_recovered()
 
     def report_recovered(self) -> None:
-        self.turn.report(notices.Recovered(self.epoch.number, self.session.fed_sequence_id))
+        self.state.report(notices.Recovered(self.state.epoch, self.state.session.fed_sequence_id))
 
     def _waits_for_receivers(self) -> bool:
         """Return whether a receiver must still say how much it has: an acknowledgement may be lost in a cut."""
-        unanswered_receivers = self.peers.unanswered_receivers()
+        unanswered_receivers = self.peers.replay.unanswered_receivers()
         if unanswered_receivers and not self._wait_reported:
             self._wait_reported = True
-            self.turn.report(notices.WaitsForReceivers(", ".join(map(repr, unanswered_receivers))))
+            self.state.report(notices.WaitsForReceivers(", ".join(map(repr, unanswered_receivers))))
         return bool(unanswered_receivers)
 
     # --- the proof: all is made that the log knows of ----------------------------------------------------------------
 
     def check_replay_complete(self) -> None:
         """Note if the outputs that were missing have come."""
-        if not self.peers.replay_is_behind():
+        if not self.peers.replay.is_behind():
             self.proof = Proof.COMPLETE
 
     def prove_promotion(self) -> None:
@@ -313,21 +332,21 @@ class Lifecycle:
         """Finish the replay: the app has made everything but what it holds back. Raises DivergenceError."""
         self._replay_is_known()
         if self.is_cut:
-            self._healing = self.peers.heal_cut()
+            self._healing = self.peers.replay.heal_cut()
             self.clients.mark_open_lost()
             return
         # What was held back at one checkpoint comes behind it, so before the next.
-        all_sent = self.session.flushes or self.proof is Proof.BEHIND
-        self.peers.finish_replay(all_sent=all_sent)
-        behind = not all_sent and self.policy.compares and self.peers.replay_is_behind()
+        all_sent = self.state.session.flushes or self.proof is Proof.BEHIND
+        self.peers.replay.finish(all_sent=all_sent)
+        behind = not all_sent and self.peers.policy.compares and self.peers.replay.is_behind()
         self.proof = Proof.BEHIND if behind else Proof.COMPLETE
 
     def _replay_is_known(self) -> None:
         """Count open calls from here on: the recovery has made all answers again."""
-        if not self.admission.open_calls.is_known:
-            self.admission.open_calls.is_known = True
-            if self.peers.ready:
-                self.peers.answer_parked(self.turn.now_ns)
+        if not self.peers.admission.open_calls.is_known:
+            self.peers.admission.open_calls.is_known = True
+            if self.state.ready:
+                self.peers.inbound.answer_parked(self.state.now_ns)
 
     def take_healing(self, transaction: Transaction) -> None:
         """Add what heals a cut to the checkpoint's transaction."""
@@ -336,7 +355,7 @@ class Lifecycle:
             self._healing = None
 
     def cut_healed(self) -> None:
-        self.is_cut = self.peers.held = False
+        self.is_cut = self.state.held = False
 
 
 # Upgrades of the app: those of the log's past, which each replay repeats, and a new one that an operator asks for.
@@ -347,32 +366,28 @@ class Lifecycle:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Upgrades:
-    versions: Versions
-    session: AppSession
-    outbox: AppOutbox
+    state: CoreState
     operator: OperatorActions
-    epoch: Epoch
-    turn: Turn
     _replayed_version: VersionStart | None = None  # the version of the log's past that the app is being upgraded to
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
     def repeat_next(self) -> None:
         """Ask the app for the next version of the log's past, where the replay has come to its start."""
-        self._replayed_version = self.versions.take_next()
+        self._replayed_version = self.state.versions.take_next()
         self._ask(self._replayed_version.version)
 
     def ask_for_new(self) -> None:
         """Ask the app for the version that the operator wants: the replay is complete."""
-        self.session.checkpoint_sequence_id = self.session.fed_sequence_id
-        self._ask(self.versions.upgrade_to)
+        self.state.session.checkpoint_sequence_id = self.state.session.fed_sequence_id
+        self._ask(self.state.versions.upgrade_to)
 
     def _ask(self, version: int | None) -> None:
-        self.session.advance(Step.UPGRADE_ASKED)
+        self.state.session.advance(Step.UPGRADE_ASKED)
         messages = encode_message(MessageType.UPGRADE_TAKE_CHECKPOINT)
-        if version is not None and MessageType.VERSION in self.session.extensions:
+        if version is not None and MessageType.VERSION in self.state.session.extensions:
             messages = encode_version(version) + messages
-        self.outbox.send_control(MessageType.UPGRADE_TAKE_CHECKPOINT, messages)
+        self.state.outbox.send_control(MessageType.UPGRADE_TAKE_CHECKPOINT, messages)
 
     # --- the app's answer --------------------------------------------------------------------------------------------
 
@@ -381,7 +396,7 @@ class Upgrades:
         names another version than was asked for."""
         if self._replayed_version is not None:
             return False
-        session, wanted = self.session, self.versions.upgrade_to
+        session, wanted = self.state.session, self.state.versions.upgrade_to
         if MessageType.APP_DESCRIPTION in session.extensions and session.description.version != wanted:
             problem = f"the app is of version {session.description.version}, the upgrade is to version {wanted}"
             self._give_up(problem)
@@ -390,7 +405,7 @@ class Upgrades:
 
     def upgraded(self) -> None:
         """Take the app's checkpoint that begins an upgrade."""
-        session = self.session
+        session = self.state.session
         session.upgraded = True
         session.upgraded_sequence_id = session.fed_sequence_id
         if self._replayed_version is not None:
@@ -398,11 +413,11 @@ class Upgrades:
             session.advance(Step.UPGRADE_REPLAYED)
             return
         session.advance(Step.CHECKPOINT_RECEIVED)
-        self.outbox.send_control(MessageType.TAKE_CHECKPOINT)
+        self.state.outbox.send_control(MessageType.TAKE_CHECKPOINT)
 
     def failed(self, message: Message) -> None:
         """Handle the app's UpgradeFailed. Raises DivergenceError where it repeats an upgrade of the log's past."""
-        session = self.session
+        session = self.state.session
         reason = message.data.decode("utf-8", "replace")
         if session.phase not in UPGRADES:
             raise AppProtocolError("the app says that an upgrade failed, none was asked for")
@@ -413,30 +428,30 @@ class Upgrades:
             )
         session.refused = True
         self._give_up(reason)
-        self.turn.effects.append(CloseApp())
+        self.state.effects.append(CloseApp())
 
     def _give_up(self, reason: str) -> None:
-        version, self.versions.upgrade_to = self.versions.upgrade_to, None
+        version, self.state.versions.upgrade_to = self.state.versions.upgrade_to, None
         if version is not None:
-            self.turn.report(notices.UpgradeFailed(version, reason, self.versions.current))
-            self.turn.effects.append(UpgradeEnded(version, reason))
+            self.state.report(notices.UpgradeFailed(version, reason, self.state.versions.current))
+            self.state.effects.append(UpgradeEnded(version, reason))
 
     def app_lost(self) -> None:
-        if self.session.phase in UPGRADES and self.versions.upgrade_to is not None:
-            self.turn.report(notices.UpgradeInterrupted(self.versions.upgrade_to))
+        if self.state.session.phase in UPGRADES and self.state.versions.upgrade_to is not None:
+            self.state.report(notices.UpgradeInterrupted(self.state.versions.upgrade_to))
 
     # --- durable -----------------------------------------------------------------------------------------------------
 
     def began(self, start: VersionStart) -> None:
         """Note that a version is durable: of the first start, or of an upgrade."""
-        before = self.versions.current
-        self.versions.began(start)
+        before = self.state.versions.current
+        self.state.versions.began(start)
         if start.sequence_id < 0:
             return
-        session = self.session
+        session = self.state.session
         if session.phase is Phase.COMPLETING_UPGRADE:
             session.advance(Step.UPGRADE_DURABLE)
-            self.turn.report(notices.Recovered(self.epoch.number, session.fed_sequence_id))
-        self.turn.report(notices.Upgraded(before, start.version, start.sequence_id))
-        self.turn.effects.append(UpgradeEnded(start.version))
+            self.state.report(notices.Recovered(self.state.epoch, session.fed_sequence_id))
+        self.state.report(notices.Upgraded(before, start.version, start.sequence_id))
+        self.state.effects.append(UpgradeEnded(start.version))
         self.operator.upgraded()

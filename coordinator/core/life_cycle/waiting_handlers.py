@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.effects import OperatorAnswered
 from immortal.coordinator.core.errors import AppProtocolError
-from immortal.coordinator.core.input.back_pressure import Impulses, LogCapacity
+from immortal.coordinator.core.input.back_pressure import Impulses
 from immortal.coordinator.core.interfaces import AuditEntry, Token
-from immortal.coordinator.core.life_cycle.pause_stop import Pause
-from immortal.coordinator.core.life_cycle.session import WORKS, AppSession
-from immortal.coordinator.core.state import AppOutbox, Turn
+from immortal.coordinator.core.life_cycle.session import WORKS
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.messages import MessageType
 from immortal.protocol.readers import Message
 from immortal.protocol.system_methods import HandlersQuestion, decode_answer, encode_handlers_question, encode_order
@@ -38,13 +37,8 @@ class _Ordered:
 class WaitingHandlers:
     """Questions and orders about handlers that wait. ``name``: the instance."""
 
-    name: str
-    session: AppSession
-    outbox: AppOutbox
+    state: CoreState
     impulses: Impulses
-    log_capacity: LogCapacity
-    pause: Pause
-    turn: Turn
     _ticket: int = 0
     _asked: dict[int, tuple[Token, _Ordered | None]] = field(default_factory=dict)  # by ticket
     _ordered: deque[_Ordered] = field(default_factory=deque)  # what they have come to is not asked yet
@@ -61,41 +55,39 @@ class WaitingHandlers:
             self._send(event.token, None, event.task, event.retries)
 
     def order(self, event: ev.HandlerOrdered) -> None:
-        problem = self._problem() or self.log_capacity.full or self._paused()
+        problem = self._problem() or self.state.log_capacity.full or self._paused()
         if problem:
             self._answer(event.token, {"refused": problem})
             return
         order = event.order
         group = self.impulses.log_own(1, encode_order(order))
         index = sum([batch.count for batch in group.batches[:-1]])
-        group.transaction.audit.append(AuditEntry(self.turn.now_ns, order.who, order.in_words()))
+        group.transaction.audit.append(AuditEntry(self.state.now_ns, order.who, order.in_words()))
         self._ordered.append(_Ordered(event.token, self.impulses.open_sequence_id, index))
 
     def _problem(self) -> str:
-        session = self.session
+        name, session = self.state.name, self.state.session
         if session.phase not in WORKS:
             return (
-                f"the app of {self.name!r} does not work now (phase: {session.phase.value}), and only it knows what "
+                f"the app of {name!r} does not work now (phase: {session.phase.value}), and only it knows what "
                 f"its handlers wait for: try again once it does"
             )
         if MessageType.HANDLERS_ASKED not in session.extensions:
-            return f"the app of {self.name!r} has an SDK that does not tell of its handlers: restart it with this one"
+            return f"the app of {name!r} has an SDK that does not tell of its handlers: restart it with this one"
         if len(self._asked) + len(self._ordered) >= OPEN_MAX:
-            return f"the app of {self.name!r} has not answered {OPEN_MAX} questions yet: it is busy"
+            return f"the app of {name!r} has not answered {OPEN_MAX} questions yet: it is busy"
         return ""
 
     def _paused(self) -> str:
         """Return why an order must wait for somebody to resume; "" if it need not."""
-        if not self.pause.is_paused:
+        name, pause = self.state.name, self.state.pause
+        if not pause.is_paused:
             return ""
-        return (
-            f"{self.name!r} is paused by {self.pause.by}, and its handlers get no order until 'immortal resume "
-            f"{self.name}'"
-        )
+        return f"{name!r} is paused by {pause.by}, and its handlers get no order until 'immortal resume {name}'"
 
     def advance(self) -> None:
         """Ask the app about the orders whose records it has been given."""
-        while self._ordered and self._ordered[0].sequence_id <= self.session.fed_sequence_id:
+        while self._ordered and self._ordered[0].sequence_id <= self.state.session.fed_sequence_id:
             one = self._ordered.popleft()
             self._send(one.token, one)
 
@@ -104,7 +96,7 @@ class WaitingHandlers:
         self._asked[self._ticket] = token, ordered
         place = (-1, 0) if ordered is None else (ordered.sequence_id, ordered.message_index)
         question = HandlersQuestion(self._ticket, task, *place, retries)
-        self.outbox.send_control(MessageType.HANDLERS_ASKED, encode_handlers_question(question))
+        self.state.outbox.send_control(MessageType.HANDLERS_ASKED, encode_handlers_question(question))
 
     def answered(self, message: Message) -> None:
         """Pass the app's answer on to the operator. Raises RemoteProtocolError."""
@@ -130,11 +122,11 @@ class WaitingHandlers:
         for one in ordered:
             text = (
                 f"the order is in the log, as record {one.sequence_id}, or about to be, and the app has ended before "
-                f"it said what that came to: the next one obeys it ('immortal handlers {self.name}')"
+                f"it said what that came to: the next one obeys it ('immortal handlers {self.state.name}')"
             )
             self._answer(
                 one.token, {"done": None, "text": text, "record": one.sequence_id, "message": one.message_index}
             )
 
     def _answer(self, token: Token, answer: Mapping[str, object]) -> None:
-        self.turn.effects.append(OperatorAnswered(token, answer))
+        self.state.effects.append(OperatorAnswered(token, answer))

@@ -11,31 +11,31 @@ from collections.abc import Mapping
 from immortal.coordinator.core import formatting
 from immortal.coordinator.core.effects import Report, ResetPeer, SendToPeer
 from immortal.coordinator.core.group_commit import Group
-from immortal.coordinator.core.interfaces import StreamStart
+from immortal.coordinator.core.interfaces import LogSummary, StreamStart
 from immortal.coordinator.core.notices import StreamReset, StreamStopped, StreamWaits
 from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
-from immortal.coordinator.core.state import LocalEndpoint
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
 
 
 class Handshake:
     """Handshake with any receiver. ``some_failed``: a stream has stopped since the start; mostly none has."""
 
-    def __init__(self, end: LocalEndpoint, receivers: Receivers) -> None:
+    def __init__(self, state: CoreState, receivers: Receivers) -> None:
         self.some_failed = False
-        self._end = end
+        self._state = state
         self._receivers = receivers
 
     def greet(self, stream: OutputStream) -> None:
         """Send Hello, which asks how much the receiver has."""
-        end = self._end
+        state = self._state
         stream.state = StreamState.GREETING
         pending = self._receivers.start(stream.destination).pending
         stream.greeted_position = 0 if pending else stream.acknowledged - stream.offset
-        frame = end.frame(
-            FrameType.HELLO, stream.destination, position=stream.greeted_position, time_ns=end.epoch_began_ns
+        frame = state.frame(
+            FrameType.HELLO, stream.destination, position=stream.greeted_position, time_ns=state.frame_epoch_began_ns
         )
-        end.effects.append(SendToPeer(stream.destination, stream.attempt, frame))
+        state.effects.append(SendToPeer(stream.destination, stream.attempt, frame))
 
     def replied(self, stream: OutputStream, tag: int, frame: PeerFrame) -> None:
         """Handle the receiver's answer to the attempt ``tag``."""
@@ -57,7 +57,7 @@ class Handshake:
         if not self._is_same_receiver(stream, frame):
             return
         position = frame.position + stream.offset
-        if position > stream.sent_through and not self._end.catching_up:
+        if position > stream.sent_through and not self._state.catching_up:
             self.fail_forked(stream, frame.position)
             return
         if frame.frame_type in (FrameType.TRIM_TO, FrameType.WELCOME):
@@ -81,13 +81,13 @@ class Handshake:
             stream.reset()  # by the word of its operator, to whom alone the rest is lost
             self._start_over(stream, frame)
         elif frame.position < once:
-            self._fail(stream, formatting.receiver_older(self._end.name, stream.destination, frame.position, once))
+            self._fail(stream, formatting.receiver_older(self._state.name, stream.destination, frame.position, once))
         else:
             stream.open()
             self._receivers.acknowledge(stream, position)
 
     def _note_window(self, stream: OutputStream, frame: PeerFrame) -> None:
-        limits = self._end.limits
+        limits = self._state.limits
         stream.window_bytes = frame.count or min(limits.peer_window_bytes, limits.unsaid_window_bytes)
 
     def _start_over(self, stream: OutputStream, frame: PeerFrame) -> None:
@@ -96,14 +96,14 @@ class Handshake:
         Where it is the log that it was, with all that it had, and so is this one, nothing changes. Where this one is an
         older copy, what the receiver has beyond the acknowledged may be something else: all of it is sent.
         """
-        end, receivers, destination = self._end, self._receivers, stream.destination
+        state, receivers, destination = self._state, self._receivers, stream.destination
         position = frame.position + stream.offset
         # By numbers of which nothing was ever acknowledged, what a new log has is what late frames brought it.
         is_known = receivers.committer_ids.get(destination) == frame.committer_id
         same = stream.acknowledged == stream.offset or is_known
         forked = receivers.start(destination).forked or frame.code == RefusedCode.STALE_EPOCH
-        all_sent = position <= stream.sent_through or end.catching_up
-        group = end.log.append_outside_record(0)
+        all_sent = position <= stream.sent_through or state.catching_up
+        group = state.log.append_outside_record(0)
         if forked or not same or position < stream.acknowledged or not all_sent:
             position = stream.acknowledged
             stream.offset = position - frame.position
@@ -113,7 +113,7 @@ class Handshake:
         receivers.set_committer(destination, frame.committer_id, group)
         stream.open(group.ticket)
         receivers.acknowledge(stream, position)
-        end.effects.append(Report(StreamReset(destination, stream.acknowledged, frame.position)))
+        state.effects.append(Report(StreamReset(destination, stream.acknowledged, frame.position)))
 
     # --- what stops a stream -----------------------------------------------------------------------------------------
 
@@ -121,11 +121,11 @@ class Handshake:
         destination = stream.destination
         known = self._receivers.committer_ids.get(destination)
         if known is None:
-            group = self._end.log.append_outside_record(0)
+            group = self._state.log.append_outside_record(0)
             self._receivers.set_committer(destination, frame.committer_id, group)
         elif known != frame.committer_id:
             reason = formatting.receiver_swapped(
-                self._end.name, destination, known, frame.committer_id, stream.acknowledged, stream.position
+                self._state.name, destination, known, frame.committer_id, stream.acknowledged, stream.position
             )
             self._fail(stream, reason, failure=f"committer {frame.committer_id}")
             return False
@@ -134,14 +134,14 @@ class Handshake:
     def _refused(self, stream: OutputStream, frame: PeerFrame) -> None:
         stream.forked = stream.forked or frame.code == RefusedCode.STALE_EPOCH
         full = frame.code == RefusedCode.LOG_FULL
-        reason = formatting.refused(self._end.name, stream.destination, frame)
+        reason = formatting.refused(self._state.name, stream.destination, frame)
         self._fail(stream, reason, failure="log full" if full else "", notice=StreamWaits if full else StreamStopped)
 
     def fail_forked(self, stream: OutputStream, received: int) -> None:
         """Stop a stream whose receiver has ``received`` messages, by its numbers: more than this log ever sent."""
         sent = stream.sent_through - stream.offset
         stream.forked = True
-        reason = formatting.own_log_older(self._end.name, stream.destination, received, sent)
+        reason = formatting.own_log_older(self._state.name, stream.destination, received, sent)
         self._fail(stream, reason, failure="own log older")
 
     def _fail(
@@ -153,9 +153,9 @@ class Handshake:
         stream.failure = failure or reason
         stream.fail(reason)
         self.some_failed = True
-        self._end.effects.append(ResetPeer(stream.destination))
+        self._state.effects.append(ResetPeer(stream.destination))
         if not told:
-            self._end.effects.append(Report(notice(stream.destination, reason)))
+            self._state.effects.append(Report(notice(stream.destination, reason)))
 
     def moved(self, stream: OutputStream) -> None:
         """Ask how much the receiver has, as nothing in flight will arrive. A stopped stream waits for its turn."""
@@ -175,17 +175,22 @@ class Receivers:
     that were made.
     """
 
-    def __init__(self, end: LocalEndpoint, committer_ids: dict[str, int], starts: dict[str, StreamStart]) -> None:
-        self.committer_ids = committer_ids
-        self.starts = starts
+    def __init__(self, state: CoreState) -> None:
+        self.committer_ids: dict[str, int] = {}
+        self.starts: dict[str, StreamStart] = {}
         self.acknowledged: dict[str, int] = {}
-        self._end = end
+        self._state = state
         self._freed_bytes = 0  # spilled and acknowledged since the end's trim_ticket
 
     def load(self, acknowledged: Mapping[str, int]) -> None:
         """Take in what the log says."""
         for receiver, position in acknowledged.items():
             self.note_durable_acknowledgement(receiver, position)
+
+    def load_peers(self, summary: LogSummary) -> None:
+        """Take in whom the log knows, and how its streams to them were reset."""
+        self.committer_ids = dict(summary.peers)
+        self.starts = dict(summary.stream_starts)
 
     def note_durable_acknowledgement(self, receiver: str, position: int) -> None:
         """Note that the log has the acknowledgement of ``position``."""
@@ -214,12 +219,12 @@ class Receivers:
         receiver, position = stream.destination, stream.acknowledged
         if position > self.acknowledged.get(receiver, -1):
             self.acknowledged[receiver] = position
-            self._end.log.open.transaction.acknowledged[receiver] = position
+            self._state.log.open.transaction.acknowledged[receiver] = position
 
     def _trim_spilled(self, stream: OutputStream, size_bytes: int) -> None:
         """Let spilled messages that are acknowledged be removed from the log, a batch at a time."""
-        end = self._end
+        state = self._state
         self._freed_bytes += size_bytes
-        if self._freed_bytes >= end.limits.spill_trim_bytes or not stream.spill.kept_bytes:
+        if self._freed_bytes >= state.limits.spill_trim_bytes or not stream.spill.kept_bytes:
             self._freed_bytes = 0
-            end.trim_ticket = end.log.append_outside_record(0).ticket
+            state.trim_ticket = state.log.append_outside_record(0).ticket

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from immortal.coordinator.core.effects import OpenPeer, ReadSpilled, ResetPeer, SendToPeer
-from immortal.coordinator.core.input.admission import Admission
+from immortal.coordinator.core.input.admission import OpenCalls
 from immortal.coordinator.core.input.inbound import Inbound
 from immortal.coordinator.core.interfaces import ONESELF, OutputBatch, OutputMark, SpilledBatch
 from immortal.coordinator.core.output.handshake import Handshake, Receivers
 from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
-from immortal.coordinator.core.output.replay_check import ExpectedOutputs, FollowerOutputs
-from immortal.coordinator.core.state import LocalEndpoint
+from immortal.coordinator.core.output.replay_check import ExpectedOutputs, FollowerOutputs, ReplayPolicy
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.peer_frames import FrameType, PeerFrame
 from immortal.protocol.trailer import OutputMarkEntry
@@ -27,13 +27,14 @@ from immortal.protocol.trailer import OutputMarkEntry
 class Outbound:
     """Output side of all streams. ``streams``: by destination; ``busy``: the ones that are not idle, perhaps others."""
 
-    end: LocalEndpoint
-    receivers: Receivers
-    handshake: Handshake
-    expected: ExpectedOutputs
+    state: CoreState
     inbound: Inbound
-    admission: Admission
-    followed: FollowerOutputs
+    policy: ReplayPolicy
+    open_calls: OpenCalls
+    receivers: Receivers = field(init=False)
+    handshake: Handshake = field(init=False)
+    expected: ExpectedOutputs = field(init=False)
+    followed: FollowerOutputs = field(init=False)
     streams: dict[str, OutputStream] = field(default_factory=dict)
     busy: dict[str, OutputStream] = field(default_factory=dict)
     spilling: SpillPolicy = field(init=False)
@@ -41,8 +42,12 @@ class Outbound:
     _moved: set[str] = field(default_factory=set)  # those that may have a new mark
 
     def __post_init__(self) -> None:
-        self.spilling = SpillPolicy(self.end, self.streams, self.busy)
-        self.barriers = Barriers(self.end.limits.barrier_ns)
+        self.receivers = Receivers(self.state)
+        self.handshake = Handshake(self.state, self.receivers)
+        self.expected = ExpectedOutputs(self.state, self.policy)
+        self.followed = FollowerOutputs(self.state)
+        self.spilling = SpillPolicy(self.state, self.streams, self.busy)
+        self.barriers = Barriers(self.state.limits.barrier_ns)
 
     # --- which there are ---------------------------------------------------------------------------------------------
 
@@ -54,12 +59,12 @@ class Outbound:
         return self.add(
             OutputStream(
                 destination,
-                self.end.limits,
+                self.state.limits,
                 acknowledged=self.acknowledged(destination),
-                attempt=self.end.epoch << 32,
+                attempt=self.state.frame_epoch << 32,
                 check=self.expected.check(destination),
                 spilled=self.expected.take_spilled(destination),
-                begins_now=not self.end.catching_up,
+                begins_now=not self.state.catching_up,
             ),
         )
 
@@ -81,21 +86,21 @@ class Outbound:
         self.streams[destination] = self.busy[destination] = stream
         if destination in (ONESELF, CLIENTS):
             stream.state = StreamState.OPEN
-        elif not self.end.following:
+        elif not self.state.following:
             self.begin(stream)
         return stream
 
     def begin(self, stream: OutputStream) -> None:
         """Greet the receiver: the stream belongs to an app that works, or is to."""
         stream.offset = self.receivers.start(stream.destination).offset
-        self.end.effects.append(OpenPeer(stream.destination))
+        self.state.effects.append(OpenPeer(stream.destination))
         self.handshake.greet(stream)
 
     def forget(self) -> None:
         """Forget the streams of an app that is gone: its replay makes the outputs again."""
         for destination, stream in self.streams.items():
             if destination not in (ONESELF, CLIENTS) and stream.state is not StreamState.CLOSED:
-                self.end.effects.append(ResetPeer(destination))
+                self.state.effects.append(ResetPeer(destination))
         self.forget_streams()
 
     def forget_streams(self) -> None:
@@ -108,20 +113,20 @@ class Outbound:
 
     def append(self, destination: str, count: int, payload: bytes) -> None:
         """Add the app's next ``count`` messages to ``destination``."""
-        self.admission.open_calls.answered(destination, payload)
+        self.open_calls.answered(destination, payload)
         self._moved.add(destination)
         stream = self.stream(destination)
-        if self.end.following:
+        if self.state.following:
             self.followed.made(stream, count, payload)
         else:
             if self.barriers.is_open:
                 self.barriers.stop(stream)
-            stream.append(count, payload, self.end.held_ticket)
+            stream.append(count, payload, self.state.held_ticket)
 
     def put_barrier(self, destination: str, now_ns: int) -> None:
         """Hold back what the app sends to others from here on until ``destination`` has everything sent so far."""
         stream = self.streams.get(destination)
-        if stream is not None and destination not in (ONESELF, CLIENTS) and not self.end.following:
+        if stream is not None and destination not in (ONESELF, CLIENTS) and not self.state.following:
             self.barriers.add(stream, now_ns)
 
     def place(self, marks: Iterable[OutputMarkEntry]) -> None:
@@ -140,7 +145,7 @@ class Outbound:
         of what is held for a checkpoint that changes what a replay makes.
         """
         marks: dict[str, OutputMark] = {}
-        if self.end.held_ticket > ticket or self.end.held:
+        if self.state.held_ticket > ticket or self.state.held:
             return marks
         for destination in sorted(self._moved):
             mark = self.streams[destination].take_new_mark(ticket)
@@ -158,11 +163,11 @@ class Outbound:
 
     def send(self, now_ns: int) -> None:
         """Send all batches that may go now; none before the first checkpoint is durable."""
-        end, busy, spilling = self.end, self.busy, self.spilling
-        if not end.ready or end.held or end.following:
+        state, busy, spilling = self.state, self.busy, self.spilling
+        if not state.ready or state.held or state.following:
             return
-        durable_ticket = end.log.durable_ticket
-        end.wants_replies = spilling.waits_for_receiver = False
+        durable_ticket = state.log.durable_ticket
+        state.wants_replies = spilling.waits_for_receiver = False
         if self.barriers.is_open:
             self.barriers.update(self.streams, now_ns)
         if not busy:
@@ -182,7 +187,7 @@ class Outbound:
                 if destination == ONESELF:
                     self.inbound.take_own(batch, now_ns)
                     continue
-                frame = end.frame(
+                frame = state.frame(
                     FrameType.BATCH,
                     destination,
                     batch.first_position - stream.offset,
@@ -190,18 +195,18 @@ class Outbound:
                     time_ns=now_ns,
                     payload=batch.payload,
                 )
-                end.effects.append(SendToPeer(destination, stream.attempt, frame))
+                state.effects.append(SendToPeer(destination, stream.attempt, frame))
             if destination != ONESELF and stream.wants_reply:
-                end.wants_replies = True
+                state.wants_replies = True
         for destination in [destination for destination, stream in busy.items() if stream.is_idle]:
             del busy[destination]
 
     def take_answers(self) -> list[OutputBatch]:
         """Return the app's new answers to clients; under the same conditions as :meth:`send`."""
         stream = self.streams.get(CLIENTS)
-        if stream is None or not self.end.ready or self.end.held or self.end.following:
+        if stream is None or not self.state.ready or self.state.held or self.state.following:
             return []
-        return stream.buffer.take_all(self.end.log.durable_ticket, stream.open_up_to(self.barriers.passed))
+        return stream.buffer.take_all(self.state.log.durable_ticket, stream.open_up_to(self.barriers.passed))
 
     def spilled_read(self, destination: str, first_position: int, batches: Sequence[OutputBatch]) -> None:
         """Take the result of a ReadSpilled."""
@@ -334,20 +339,18 @@ class SpillPolicy:
     ``waits_for_receiver``: one waits instead of spilling, and is looked at again after a while.
     """
 
-    def __init__(
-        self, end: LocalEndpoint, streams: Mapping[str, OutputStream], busy: Mapping[str, OutputStream]
-    ) -> None:
+    def __init__(self, state: CoreState, streams: Mapping[str, OutputStream], busy: Mapping[str, OutputStream]) -> None:
         self.waits_for_receiver = False
-        self._end = end
+        self._state = state
         self._streams = streams
         self._busy = busy
 
     def update(self, stream: OutputStream, now_ns: int) -> None:
         """Spill what has gathered in ``stream``, and read back what memory has room for again."""
-        log, limits, spill = self._end.log, self._end.limits, stream.spill
+        log, limits, spill = self._state.log, self._state.limits, stream.spill
         read = stream.next_read(log.durable_ticket)
         if read is not None:
-            self._end.effects.append(ReadSpilled(stream.destination, *read))
+            self._state.effects.append(ReadSpilled(stream.destination, *read))
         size_bytes = spill.gathered_bytes
         if size_bytes < limits.spill_row_bytes or self.kept_bytes + size_bytes > limits.spill_limit_bytes:
             return
@@ -368,7 +371,7 @@ class SpillPolicy:
         Spilling would only make the disk slower, for both. What was spilled before goes on to shrink: half as much as
         was sent may be spilled anew.
         """
-        recent_ns = self._end.limits.recent_ns
+        recent_ns = self._state.limits.recent_ns
         if stream.state is not StreamState.OPEN or now_ns - stream.moved_on_ns >= recent_ns:
             return False
         if stream.spill.stored_bytes == 0:
@@ -392,5 +395,5 @@ class SpillPolicy:
 
     @property
     def is_full(self) -> bool:
-        limits = self._end.limits
+        limits = self._state.limits
         return self.kept_bytes + limits.spill_row_bytes > limits.spill_limit_bytes

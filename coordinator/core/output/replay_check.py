@@ -6,19 +6,18 @@ Number and order of calls are always strict: what a receiver has is known by its
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from immortal.coordinator.core.effects import Effect, Report
+from immortal.coordinator.core.effects import Report
 from immortal.coordinator.core.errors import DivergenceError
 from immortal.coordinator.core.formatting import format_divergence
 from immortal.coordinator.core.interfaces import ONESELF, CheckpointHeader, OutputBatch, OutputMark, SpilledExtent
-from immortal.coordinator.core.life_cycle.session import AppSession
-from immortal.coordinator.core.limits import Limits, ReplayCheck
+from immortal.coordinator.core.limits import ReplayCheck
 from immortal.coordinator.core.notices import Diverged
 from immortal.coordinator.core.output.output_check import Divergence, OutputCheck, OutputDivergenceError
 from immortal.coordinator.core.output.output_stream import OutputStream
-from immortal.coordinator.core.state import LocalEndpoint
+from immortal.coordinator.core.state import CoreState
 from immortal.protocol.batch import decode_batch, offset_after
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.messages import MessageType, decode_message
@@ -29,24 +28,21 @@ _INPUT = (MessageType.RPC, MessageType.RPC_BATCH, MessageType.COUNT_REPLAYABLE_R
 
 
 class ReplayPolicy:
-    """Strictness of one instance. ``effects``: the machine's list of effects."""
+    """Strictness of one instance."""
 
-    def __init__(self, name: str, limits: Limits, session: AppSession, effects: MutableSequence[Effect]) -> None:
-        self._name = name
-        self._limits = limits
-        self._session = session
-        self._effects = effects
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
 
     @property
     def compares(self) -> bool:
-        return self._limits.replay_check is not ReplayCheck.OFF
+        return self._state.limits.replay_check is not ReplayCheck.OFF
 
     @property
     def counts(self) -> bool:
         """Calls are only counted; other arguments are let pass."""
-        if self._limits.replay_check is None:
-            return self._session.hello is None
-        return self._limits.replay_check is ReplayCheck.COUNTS
+        if self._state.limits.replay_check is None:
+            return self._state.session.hello is None
+        return self._state.limits.replay_check is ReplayCheck.COUNTS
 
     def differs(self, divergence: Divergence) -> None:
         """Handle a mark that does not fit. Raises OutputDivergenceError, or warns once per stream and recovery."""
@@ -56,20 +52,21 @@ class ReplayPolicy:
         holds = f"what {to!r} has already stays as it was sent, the rest is sent as it is now"
         if to == ONESELF:
             holds = "what the log has stays as it was, the rest is as it is now"
-        self._effects.append(Report(Diverged(to, self._divergence_text(divergence), holds)))
+        self._state.effects.append(Report(Diverged(to, self._divergence_text(divergence), holds)))
 
     def explained(self, error: ImmortalError) -> ImmortalError:
         """Return an error about a replay in an operator's words; other errors unchanged."""
         if not isinstance(error, OutputDivergenceError):
             return error
+        name = self._state.name
         return DivergenceError(
             f"{self._divergence_text(error.divergence)}: a handler does what a replay can't repeat, or its code was "
-            f"changed without an upgrade. 'immortal verify {self._name}' finds where (with --peer-log PEER also what "
+            f"changed without an upgrade. 'immortal verify {name}' finds where (with --peer-log PEER also what "
             f"was sent then); nothing is lost: mend it so that it does what it did, and start again"
         )
 
     def _divergence_text(self, divergence: Divergence) -> str:
-        return format_divergence(divergence, self._name, self._session.description.methods)
+        return format_divergence(divergence, self._state.name, self._state.session.description.methods)
 
 
 def own_calls(record: memoryview, batches: Sequence[BatchSource]) -> Iterator[OutputBatch]:
@@ -104,8 +101,8 @@ def stream_batches(
 class ExpectedOutputs:
     """Marks and spilled extents that a replay must reach, by destination, for streams that exist or not."""
 
-    def __init__(self, end: LocalEndpoint, policy: ReplayPolicy) -> None:
-        self._end = end
+    def __init__(self, state: CoreState, policy: ReplayPolicy) -> None:
+        self._state = state
         self._policy = policy
         self._checks: dict[str, OutputCheck] = {}  # by destination
         self._spilled: dict[str, Sequence[SpilledExtent]] = {}  # of streams that there are not yet
@@ -120,7 +117,7 @@ class ExpectedOutputs:
 
     def check(self, destination: str) -> OutputCheck | None:
         """Return the check of a stream that the replay may fill."""
-        if not (self._end.catching_up and self._policy.compares):
+        if not (self._state.catching_up and self._policy.compares):
             return None
         return self._checks.setdefault(destination, OutputCheck(destination, differs=self._policy.differs))
 
@@ -185,8 +182,8 @@ class FollowerSnapshotCut:
 class FollowerOutputs:
     """Outputs of a follower's app that have no place yet, by destination."""
 
-    def __init__(self, end: LocalEndpoint) -> None:
-        self._end = end
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
         self._cut: FollowerSnapshotCut | None = None
         self._made: dict[str, deque[tuple[int, bytes]]] = {}  # (count, payload)
         self._marked: dict[str, int] = {}  # the last position that a mark of the log has
@@ -238,4 +235,4 @@ class FollowerOutputs:
         self._cut = None
         for destination, made in waiting.items():
             for count, payload in made:
-                streams[destination].append(count, payload, self._end.held_ticket)
+                streams[destination].append(count, payload, self._state.held_ticket)
