@@ -127,7 +127,7 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
         " head of a row it is found at the start",
         "damaged",
         RESTORE + "; where it was started and met its peers since the copy was made, their streams stop and name"
-        " `immortal peers reset` ([guide/peers.md](guide/peers.md))",
+        " `immortal peers reset` ([how-to/peers.md](how-to/peers.md))",
     ),
     (Fault.TRUNCATION, Thing.RECORD): Cell(
         STOPPED, "found before the file is mapped: status 3", "is truncated", RESTORE
