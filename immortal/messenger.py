@@ -1,4 +1,4 @@
-"""Conversations over ZeroMQ that survive lost connections. `docs/guide/messenger.md`."""
+"""Conversations over ZeroMQ that survive lost connections. `docs/patterns/messenger.md`."""
 
 from immortal.coordinator.messenger import (
     AlreadyRepliedError,

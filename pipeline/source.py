@@ -114,7 +114,7 @@ def _time_ns(options: Mapping[str, str], name: str, default: int, rest_ns: int =
 
 
 class ImmortalSource(DataSource):
-    """``spark.read.format("immortal")``: pipeline.schema has the tables, docs/guide/pipeline.md the options."""
+    """``spark.read.format("immortal")``: pipeline.schema has the tables, docs/reference/pipeline.md the options."""
 
     @classmethod
     def name(cls) -> str:

@@ -1,4 +1,4 @@
-"""A table and its live copies. `docs/guide/clone.md`."""
+"""A table and its live copies. `docs/patterns/clone.md`."""
 
 from immortal.appsdk.patterns.clone import (
     AsyncChanges,

@@ -1,4 +1,4 @@
-"""Batches over a cluster of workers. `docs/guide/harmony.md`."""
+"""Batches over a cluster of workers. `docs/patterns/harmony.md`."""
 
 from immortal.appsdk.patterns.harmony import (
     BaseCollector,

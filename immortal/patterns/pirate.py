@@ -1,4 +1,4 @@
-"""Requests to a pool of servers, each executed once. `docs/guide/pirate.md`."""
+"""Requests to a pool of servers, each executed once. `docs/patterns/pirate.md`."""
 
 from immortal.appsdk.patterns.pirate import (
     Answer,

@@ -1,4 +1,4 @@
-"""A durable queue of tasks. `docs/guide/queue.md`."""
+"""A durable queue of tasks. `docs/patterns/queue.md`."""
 
 from immortal.appsdk.patterns.queue import (
     AsyncJob,

@@ -1,4 +1,4 @@
-"""docs/guide/topologies.md as it is typed: its commands are run, with other places, and machines are lost."""
+"""docs/patterns/topologies.md as it is typed: its commands are run, with other places, and machines are lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.postgres import Postgres, binaries, user_of_servers
 from tests.soak.service import SoakError, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
-GUIDE = REPOSITORY / "docs" / "guide" / "topologies.md"
+GUIDE = REPOSITORY / "docs" / "patterns" / "topologies.md"
 WAIT_S = 180.0
 SHOP = """
 from immortal import Immortal, rpc

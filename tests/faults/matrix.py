@@ -108,7 +108,7 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
         " at the start",
         "damaged",
         RESTORE + "; streams of peers that are ahead of the copy stop and name `immortal peers reset`"
-        " ([guide/peers.md](guide/peers.md))",
+        " ([how-to/peers.md](how-to/peers.md))",
     ),
     (Fault.TRUNCATION, Thing.RECORD): Cell(
         STOPPED, "found before the file is mapped: status 3", "is truncated", RESTORE

@@ -1,6 +1,6 @@
 """Pools on a simulated network that loses and delays, with servers that die: what is promised holds for each seed.
 
-The pool is the real one. A server is what docs/guide/pirate.md says of one: it does what it is asked in order, keeps
+The pool is the real one. A server is what docs/patterns/pirate.md says of one: it does what it is asked in order, keeps
 the reply together with the effect where it has a store, and can die before, and behind that.
 """
 

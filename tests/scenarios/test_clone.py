@@ -21,7 +21,8 @@ from immortal.patterns.clone import CloneError, Ended, NotEntitled, Place, Table
 from tests.helpers.cli import HOME, Run, immortal
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "guide" / "clone.md").read_text()
+GUIDE = (ROOT / "docs" / "patterns" / "clone.md").read_text()
+REQUIREMENTS = (ROOT / "tests" / "requirements" / "clone.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 OUTPUTS = dict(re.findall(r"```output (\w+)\n(.*?)```", GUIDE, re.DOTALL))
 WAIT_S = 40.0
@@ -292,7 +293,7 @@ def test_the_end_of_a_clone_is_heard_at_once(folder: Path) -> None:
         assert next(one for one in changes if one.key == key).is_gone
 
 
-def test_each_test_that_the_guide_names_is_there() -> None:
+def test_each_test_that_the_requirements_name_is_there() -> None:
     files = [
         "scenarios/test_clone",
         "properties/test_clone_rules",
@@ -300,7 +301,7 @@ def test_each_test_that_the_guide_names_is_there() -> None:
         "unit/test_clone_publishing",
     ]
     sources = "".join((ROOT / "tests" / f"{name}.py").read_text() for name in files)
-    named = set(re.findall(r"`(test_\w+)`", GUIDE))
+    named = set(re.findall(r"`(test_\w+)`", REQUIREMENTS))
     assert len(named) > 12
     assert not {name for name in named if f"def {name}(" not in sources}
     assert f"| rows | {limits.ROWS_MAX:,}, {limits.SIZE_BYTES_MAX >> 20} MiB" in GUIDE

@@ -18,7 +18,8 @@ from immortal.patterns.harmony import BatchConflict, connect
 from tests.helpers.cli import HOME, Run, immortal
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "guide" / "harmony.md").read_text()
+GUIDE = (ROOT / "docs" / "patterns" / "harmony.md").read_text()
+REQUIREMENTS = (ROOT / "tests" / "requirements" / "harmony.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 OUTPUTS = dict(re.findall(r"```output (\w+)\n(.*?)```", GUIDE, re.DOTALL))
 TIMEOUT_S = 40.0
@@ -172,7 +173,7 @@ def test_mistakes_are_said(tmp_path: Path) -> None:
 
 def test_the_guide_names_what_there_is() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_harmony*.py"))
-    named = set(re.findall(r"`(test_\w+)`", GUIDE))
+    named = set(re.findall(r"`(test_\w+)`", REQUIREMENTS))
     assert len(named) > 10
     assert not {name for name in named if f"def {name}(" not in sources}
     for said in (

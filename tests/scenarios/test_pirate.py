@@ -22,7 +22,7 @@ from immortal.patterns.pirate import GaveUp, Policy, connect, connect_instances
 from tests.helpers.cli import HOME, Run, immortal
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "guide" / "pirate.md").read_text()
+GUIDE = (ROOT / "docs" / "patterns" / "pirate.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 OUTPUTS = dict(re.findall(r"```output (\w+)\n(.*?)```", GUIDE, re.DOTALL))
 DEADLINE_S = 30.0

@@ -19,7 +19,8 @@ from immortal.patterns.queue import Queue, TaskFailed, Worker, connect
 from tests.helpers.cli import HOME, Run, immortal
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "guide" / "queue.md").read_text()
+GUIDE = (ROOT / "docs" / "patterns" / "queue.md").read_text()
+REQUIREMENTS = (ROOT / "tests" / "requirements" / "queue.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 OUTPUTS = dict(re.findall(r"```output (\w+)\n(.*?)```", GUIDE, re.DOTALL))
 WORKER = """
@@ -131,9 +132,9 @@ def test_a_worker_that_is_stopped_while_the_queue_is_away(tmp_path: Path, monkey
         assert not working.is_alive()
 
 
-def test_each_test_that_the_guide_names_is_there() -> None:
+def test_each_test_that_the_requirements_name_is_there() -> None:
     sources = Path(__file__).read_text() + (ROOT / "tests" / "unit" / "test_queue_scheduler.py").read_text()
-    named = set(re.findall(r"`(test_\w+)`", GUIDE))
+    named = set(re.findall(r"`(test_\w+)`", REQUIREMENTS))
     assert len(named) > 8
     assert not {name for name in named if f"def {name}(" not in sources}
     assert f"| {limits.OPEN_TASKS_MAX:,}, with" in GUIDE

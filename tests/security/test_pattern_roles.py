@@ -31,7 +31,7 @@ from tests.helpers.cli import HOME, Run, immortal
 from tests.helpers.clients import request
 from tests.security.test_permissions import Guarded, by
 
-GUIDES = Path(__file__).parents[2] / "docs" / "guide"
+GUIDES = Path(__file__).parents[2] / "docs" / "patterns"
 ROW = re.compile(r"^\| (.*) \| (.*) \| (`.*`|all|) ?\|$")
 
 

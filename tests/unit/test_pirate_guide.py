@@ -1,4 +1,4 @@
-"""docs/guide/pirate.md: the tests and the limits that it names are those that there are. Its programs run elsewhere."""
+"""docs/patterns/pirate.md, its frames and requirements name what there is. Its programs run elsewhere."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from immortal.appsdk.patterns.pirate.frames import Kind
 from immortal.appsdk.patterns.pirate.pool import Policy
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "guide" / "pirate.md").read_text()
+GUIDE = (ROOT / "docs" / "patterns" / "pirate.md").read_text()
+FRAMES = (ROOT / "docs" / "reference" / "pattern-frames.md").read_text()
+REQUIREMENTS = (ROOT / "tests" / "requirements" / "pirate.md").read_text()
 
 
-def test_each_test_that_it_names_is_there() -> None:
+def test_each_test_that_the_requirements_name_is_there() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_pirate_*.py"))
     sources += (ROOT / "tests" / "scenarios" / "test_pirate.py").read_text()
-    named = set(re.findall(r"`(test_\w+)`", GUIDE))
+    named = set(re.findall(r"`(test_\w+)`", REQUIREMENTS))
     assert len(named) > 20
     assert not {name for name in named if f"def {name}(" not in sources}
 
@@ -39,5 +41,5 @@ def test_its_limits() -> None:
 
 
 def test_its_types_of_messages() -> None:
-    rows = re.findall(r"^\| (\d) \| ([A-Z]+) \|", GUIDE, re.MULTILINE)
+    rows = re.findall(r"^\| (\d) \| ([A-Z]+) \|", FRAMES, re.MULTILINE)
     assert [(int(number), name) for number, name in rows] == [(kind.value, kind.name) for kind in Kind]

@@ -1,4 +1,4 @@
-"""docs/guide/sight.md names each table, option and column that there is."""
+"""docs/how-to/sight.md names each table, option and column that there is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from immortal.cli.trace import trace
 from immortal.pipeline.sql.database import FLEET_STATES, LOG_TABLES
 from immortal.pipeline.sql.states import AS_OF
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "sight.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "sight.md").read_text()
 
 
 def test_the_tables() -> None:

@@ -1,4 +1,4 @@
-"""What clients and publishers say to each other: bytes to messages and back. docs/guide/clone.md has every field.
+"""What clients and publishers say to each other: bytes to messages and back. docs/reference/pattern-frames.md.
 
 0   4  "ICL" and the version
     ?  MessagePack: an array that begins with the name of the message

@@ -1,7 +1,7 @@
 """Reliable request-reply to a pool of servers: ``with connect([...]) as pool: pool.request(b"...")``.
 
 Plain servers are processes with one function (``serve``); instances are found by their names
-(``connect_instances``). `docs/guide/pirate.md`.
+(``connect_instances``). `docs/patterns/pirate.md`.
 """
 
 from __future__ import annotations

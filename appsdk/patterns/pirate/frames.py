@@ -1,4 +1,4 @@
-"""What clients and servers say to each other: bytes to frames and back. docs/guide/pirate.md has every byte.
+"""What clients and servers say to each other: bytes to frames and back. docs/reference/pattern-frames.md.
 
 0   3  "IPR"
 3   1  version

@@ -1,7 +1,7 @@
 """A durable queue: clients submit tasks, workers do them, and no crash of either or of the queue loses one.
 
 The queue is an instance, ``immortal run jobs immortal.appsdk.patterns.queue:Queue``; clients (``connect``) and workers
-(``work``) are plain processes. `docs/guide/queue.md`.
+(``work``) are plain processes. `docs/patterns/queue.md`.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ ROLES = {
 
 
 class Queue(Immortal, roles=ROLES):
-    """Tasks of clients for workers: `docs/guide/queue.md`. Clients and workers use what this package gives them."""
+    """Tasks of clients for workers: `docs/patterns/queue.md`. Clients and workers use what this package gives them."""
 
     records: QueueState
     alarm_ns: int  # when the alarm goes off; 0: it is not set
