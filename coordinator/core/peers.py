@@ -62,9 +62,9 @@ class Peers:
         self._state.app_knows_extensions = not INTRODUCED.isdisjoint(extensions)
         self._state.app_takes_verdicts = MessageType.VERDICTS in extensions
 
-    def became_durable(self, sources: Iterable[tuple[str, SourcePosition]], now_ns: int) -> None:
+    def became_durable(self, sources: Iterable[tuple[str, SourcePosition]]) -> None:
         """Acknowledge records up to these positions, which are on disk."""
-        self.inbound.became_durable(sources, now_ns)
+        self.inbound.became_durable(sources)
         self.outbound.own_became_durable()
 
 
@@ -125,7 +125,7 @@ class OutboundReplay:
         state, outbound = self.state, self.outbound
         state.use_epoch()
         state.following = False
-        outbound.place_all()
+        outbound.followed.place_all(outbound.streams)
         for destination, stream in outbound.streams.items():
             stream.attempt = state.epoch << 32
             if destination not in (ONESELF, CLIENTS):

@@ -169,7 +169,7 @@ MUTATIONS = (
         "a Welcome names what is not durable",
         Inbound,
         "_answer_hello",
-        "stream.wait_for(stream.received, _ParkedHello(token, frame))\n            return None",
+        "stream.wait_for(stream.received, PeerFrameReceived(token, frame))\n            return None",
         "return _Reply(FrameType.WELCOME, stream.received)",
         seed=2,
     ),

@@ -247,6 +247,6 @@ class CheckpointTaker:
         else:
             self.state.report(notices.CheckpointTaken(header.checkpoint_id, header.sequence_id, header.size_bytes))
         if not self.state.ready:
-            self.peers.inbound.became_ready(self.state.now_ns)
+            self.peers.inbound.became_ready()
         self.state.effects.append(Trim())
         self.state.shutdown.checkpoint_durable(header.checkpoint_id)

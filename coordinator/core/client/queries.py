@@ -152,7 +152,7 @@ class Queries:
                 f"{self.state.name!r} has {len(self._open)} queries to answer, {asker_count} of them here",
             )
         open_count = self.clients.table.open_by[caller] + asker_count
-        if not self.admission.first_of(caller, frame.payload, 1, now_ns, open_count)[0]:
+        if not self.admission.first_of(caller, frame.payload, 1, open_count)[0]:
             return ClientCode.BUSY, f"{caller!r} has used up what it may call of {self.state.name!r} for now"
         return None
 
@@ -240,7 +240,7 @@ class Queries:
         if at_query and self._asked:
             query = next(iter(self._asked.values()))
             self.call_failures.penalties.query_died(query.digest)
-            self.call_failures.caused_deaths(query.asker, 1, self.state.now_ns)
+            self.call_failures.caused_deaths(query.asker, 1)
         self._alone = False
         for query in list(self._open.values()):
             self._close(query)

@@ -35,6 +35,7 @@ from immortal.protocol.messages import (
     decode_message,
     encode_incoming_rpc,
 )
+from immortal.protocol.readers import Message
 from immortal.protocol.verdicts import LETTER_SIZE_BYTES_MAX, Cause, MessageKey, Verdict, VerdictKind
 
 NAMED_MAX = 20  # letters that one entry of the audit names
@@ -133,7 +134,7 @@ class OperatorActions:
         self._upgraded = True
         self._read_refused()
 
-    def retry_refused(self) -> None:
+    def retry_refused(self, message: Message) -> None:
         """Note that the app wants the letters that were refused before. Raises AppProtocolError."""
         if not self._upgraded and self.state.session.phase is not Phase.COMPLETING_UPGRADE:
             raise AppProtocolError("the app sent a RetryRefused, which belongs behind the checkpoint of an upgrade")

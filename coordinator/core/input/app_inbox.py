@@ -155,7 +155,7 @@ class AppInbox:
         checkpoint_taker = parts.checkpoint_taker
         self._by_type: dict[int, Callable[[Message], None]] = {
             **dict.fromkeys(CALLS, self._calls),
-            **dict.fromkeys(REPORTS, self._report_of_app),
+            **dict.fromkeys(REPORTS, parts.call_failures.app_reported),
             MessageType.HELLO: late_hello,
             MessageType.ATTACH_TO: self._attach,
             MessageType.BARRIER: self._barrier,
@@ -168,7 +168,7 @@ class AppInbox:
             MessageType.CHECKPOINT_FAILED: checkpoint_taker.failed,
             MessageType.TAKEN_BACK: checkpoint_taker.taken_back,
             MessageType.UPGRADE_FAILED: parts.upgrades.failed,
-            MessageType.RETRY_REFUSED: self._retry_refused,
+            MessageType.RETRY_REFUSED: parts.operator.retry_refused,
             MessageType.HANDLERS: parts.waiting_handlers.answered,
             MessageType.QUERY_ANSWERED: parts.queries.answered,
         }
@@ -268,7 +268,7 @@ class AppInbox:
                 self._state.effects.append(OpenPeer(destination))
 
     def _barrier(self, message: Message) -> None:
-        self._peers.outbound.put_barrier(decode_attach_to(message.data), self._state.now_ns)
+        self._peers.outbound.put_barrier(decode_attach_to(message.data))
 
     # --- what it says of itself --------------------------------------------------------------------------------------
 
@@ -277,8 +277,7 @@ class AppInbox:
         self._parts.call_failures.methods = description.methods
         self._parts.clients.describe_methods(description)
         self._parts.admission.permissions.describe(description)
-        if self._state.ready:
-            self._peers.inbound.answer_parked(self._state.now_ns)
+        self._peers.inbound.answer_parked()
 
     def _initial_message(self, message: Message) -> None:
         session = self._state.session
@@ -288,12 +287,6 @@ class AppInbox:
 
     def _checkpoint_wanted(self, message: Message) -> None:
         self._state.checkpoints.wanted = True
-
-    def _retry_refused(self, message: Message) -> None:
-        self._parts.operator.retry_refused()
-
-    def _report_of_app(self, message: Message) -> None:
-        self._parts.call_failures.app_reported(message, self._state.now_ns, stopping=self._state.shutdown.is_requested)
 
     # --- it breaks the protocol --------------------------------------------------------------------------------------
 

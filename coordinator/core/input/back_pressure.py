@@ -49,11 +49,6 @@ class Impulses:
         self._state = state
         self._peers = peers
 
-    @property
-    def open_sequence_id(self) -> int:
-        """Sequence ID of the record that holds the last logged impulse."""
-        return self._state.log.open_sequence_id
-
     def load(self, summary: LogSummary) -> None:
         """Take in what the log says."""
         known = summary.sources.get(IMPULSES)
@@ -137,7 +132,7 @@ class BackPressure:
             spilling = outbound.spilling
             self.held_up_for = spilling.full
             if self.held_up_for or self._reported or spilling.kept_bytes:
-                effects.extend(self._report_changes(self.state.now_ns))
+                effects.extend(self._report_changes())
         else:  # nothing waits for anybody
             self.held_up_for = []
         full = (
@@ -160,19 +155,20 @@ class BackPressure:
         has_nothing = has_all and session.unsent_bytes <= 0
         return has_nothing and session.phase is Phase.NORMAL and not self.state.shutdown.is_requested
 
-    def _report_changes(self, now_ns: int) -> Iterator[Report]:
+    def _report_changes(self) -> Iterator[Report]:
         spill_is_full = bool(self.held_up_for) and self.outbound.spilling.is_full
         for destination, stream in self.outbound.streams.items():
             load = self._load_of(stream, spill_is_full)
             if destination != ONESELF and (load or destination in self._reported):
-                yield from self._report_load(stream, load, now_ns)
+                yield from self._report_load(stream, load)
 
     def _load_of(self, stream: OutputStream, spill_is_full: bool) -> Load:
         if stream.destination in self.held_up_for:
             return Load.HELD_UP if spill_is_full else Load.WAITED_FOR
         return Load.SPILLED if stream.spilled_bytes else Load.IN_MEMORY
 
-    def _report_load(self, stream: OutputStream, load: Load, now_ns: int) -> Iterator[Report]:
+    def _report_load(self, stream: OutputStream, load: Load) -> Iterator[Report]:
+        now_ns = self.state.now_ns
         reported = self._reported.get(stream.destination)
         if reported is not None and load == reported.load:
             reported.seen_ns = now_ns

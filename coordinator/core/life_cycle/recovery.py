@@ -67,7 +67,7 @@ class LogLoader:
         self.call_failures.load(summary)
         self.peers.admission.open_calls.is_known = not state.ready  # if it is, the next app recovers
         if clients is not None:
-            self.clients.load(clients)
+            self.clients.table.load(clients)
             state.accepting = not state.shutdown.is_requested
 
 
@@ -345,8 +345,7 @@ class Lifecycle:
         """Count open calls from here on: the recovery has made all answers again."""
         if not self.peers.admission.open_calls.is_known:
             self.peers.admission.open_calls.is_known = True
-            if self.state.ready:
-                self.peers.inbound.answer_parked(self.state.now_ns)
+            self.peers.inbound.answer_parked()
 
     def take_healing(self, transaction: Transaction) -> None:
         """Add what heals a cut to the checkpoint's transaction."""
