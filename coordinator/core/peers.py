@@ -108,8 +108,8 @@ class OutboundReplay:
             )
 
     def log_grew(self, summary: LogSummary) -> None:
-        """The log that is followed is as ``summary`` says now: what is acknowledged there, or spilled, goes from memory
-        here, and impulses have their places."""
+        """Take in that the followed log is now as ``summary`` says: what is acknowledged or spilled there leaves
+        memory here, and impulses get their places."""
         outbound = self.outbound
         self.outbound.receivers.load(summary.acknowledged)
         self.outbound.expected.spilled(summary.spilled)
@@ -120,8 +120,7 @@ class OutboundReplay:
             stream.spilled_by_writer(summary.spilled.get(destination, ()))
 
     def take_over(self) -> None:
-        """The log was read to its end, and this epoch of ours is durable: what the app has made takes its place, and
-        receivers are greeted."""
+        """Place what the app has made, and greet receivers: the log was read to its end, and our epoch is durable."""
         state, outbound = self.state, self.outbound
         state.use_epoch()
         state.following = False

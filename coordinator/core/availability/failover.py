@@ -36,7 +36,7 @@ class Failover:
         self.state.effects.append(AcquireWriteLease())
 
     def lease_held(self, event: ev.WriteLeaseHeld) -> None:
-        """Raises LogLockedError where nobody is to be followed."""
+        """Follow the holder of the lease. Raises LogLockedError where nobody is to be followed."""
         write_lease = self.state.write_lease
         if not self.follow:
             raise LogLockedError(

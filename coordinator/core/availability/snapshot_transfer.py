@@ -137,7 +137,7 @@ class SnapshotSender:
             self._reach(OfferStage.NOTHING if self._writer is None else OfferStage.WHOLE)
 
     def snapshot_failed(self) -> None:
-        """The app has none to give."""
+        """Note that the app has no checkpoint to give."""
         wanted, self.takes_blob = self._wanted, False
         self._forget()
         self._wanted = wanted
@@ -280,7 +280,7 @@ class SnapshotReceiver:
             self._offer = offer
 
     def _has_app_come_to(self, header: CheckpointHeader) -> bool:
-        """The own app has handled the checkpoint's last record. A follower may be ahead of it."""
+        """Return whether the own app has handled the checkpoint's last record. A follower may be ahead of it."""
         return self.state.session.phase in WORKS and header.sequence_id <= self.state.session.fed_sequence_id
 
     def _problem(self, offer: Offer) -> str:

@@ -28,7 +28,7 @@ from immortal.protocol.verdicts import decode_unsaved, decode_verdict
 
 @dataclass(slots=True, eq=False, repr=False)
 class CheckpointTaker:
-    """Asks the app for checkpoints and writes them to the log. ``name``: the instance."""
+    """Asks the app for checkpoints and writes them to the log."""
 
     state: CoreState
     peers: Peers
@@ -165,7 +165,7 @@ class CheckpointTaker:
         self.state.shutdown.checkpoint_failed()
 
     def taken_back(self, message: Message) -> None:
-        """The checkpoint that comes is of the state without a message."""
+        """Note that the app has taken a message back: the checkpoint that comes is of the state without it."""
         if (
             self.state.session.phase not in (Phase.BECOMING_PRIMARY, Phase.CHECKPOINTING)
             or self.state.checkpoints.on_its_way
@@ -221,7 +221,7 @@ class CheckpointTaker:
             session.advance(Step.CHECKPOINT_RECEIVED)
 
     def _log_first_record(self) -> Group:
-        """The initial message is record 0, durable together with the first checkpoint: never one without the other."""
+        """Log the initial message as record 0, in one transaction with the first checkpoint."""
         session = self.state.session
         self.state.log.with_record_time = MessageType.RECORD_TIME in session.extensions
         message = encode_message(MessageType.INITIAL_MESSAGE, session.initial_message or b"")
@@ -236,7 +236,7 @@ class CheckpointTaker:
         return group
 
     def durable(self, header: CheckpointHeader, *, adopted: bool = False) -> None:
-        """The checkpoint of ``header`` counts from now on. ``adopted``: a follower has taken it."""
+        """Note that the checkpoint of ``header`` is durable. ``adopted``: a follower has taken it."""
         wake_at_ns = self.state.checkpoints.became_durable(header)
         if wake_at_ns is not None:
             self.state.timers.checkpoint_at(wake_at_ns)

@@ -64,7 +64,7 @@ class _Query:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Queries:
-    """Open queries of one instance, ``name``."""
+    """Open queries of one instance."""
 
     state: CoreState
     clients: Clients
@@ -90,7 +90,7 @@ class Queries:
     # --- what clients ask --------------------------------------------------------------------------------------------
 
     def received(self, token: Token, frame: ClientFrame, caller: str) -> None:
-        """A QUERY, by the key of ``caller``."""
+        """Take a QUERY, or refuse it. ``caller``: the name of its key."""
         if self.clients.refuses(token, frame, caller):
             return
         known = self._open.get((caller, frame.client_id, frame.number))
@@ -182,7 +182,7 @@ class Queries:
             self._send_answer(query, reply)
 
     def answered(self, message: Message) -> None:
-        """The app has answered. Raises RemoteProtocolError."""
+        """Take the app's answer. Raises RemoteProtocolError."""
         answer = decode_query_answer(message.data)
         query = self._asked.pop(answer.ticket, None)
         if query is None or answer.kind not in ANSWER_KINDS:

@@ -89,7 +89,8 @@ class Clients:
     # --- what clients say --------------------------------------------------------------------------------------------
 
     def received(self, token: Token, frame: ClientFrame, caller: str = "") -> None:
-        """A frame has come, by the key of ``caller``. Each is answered at once, but for requests that are taken."""
+        """Handle a client's frame, by the key of ``caller``. Each is answered at once, but for requests that are
+        taken."""
         if self.refuses(token, frame, caller):
             return
         client = self.table.get(frame.client_id)
@@ -161,7 +162,7 @@ class Clients:
         return len(others) > 0
 
     def _asks_for_another(self, token: Token, frame: ClientFrame, client: Client) -> bool:
-        """The reason of a PING says which method its one number is to be of, where it says anything."""
+        """Refuse a PING about another method than its number is known for. Its reason names the method, if any."""
         if not frame.reason.isdecimal() or frame.count != 1:
             return False
         (number,) = frame.asked_numbers()
@@ -253,7 +254,7 @@ class Clients:
     # --- what the app answers ----------------------------------------------------------------------------------------
 
     def answered(self, batch: OutputBatch) -> None:
-        """The app's next answers, at their place in the stream to CLIENTS; what is none of them is passed over."""
+        """Handle the app's next answers in the stream to CLIENTS; anything else there is passed over."""
         size_bytes = 0
         for _, start, end in decode_messages(batch.payload):
             answer = decode_answer(batch.payload, start, end)
@@ -279,7 +280,7 @@ class Clients:
         self.answers.tell(client_id, client, reply)
 
     def mark_open_lost(self) -> None:
-        """The log was cut: of what is open it is not known whether its record was lost."""
+        """Answer open requests as lost after a cut: their records may be lost."""
         for client_id, client in self.table.items():
             for number in client.open_numbers():
                 self._came_to(client_id, client, Reply(number, ReplyKind.LOST))
@@ -306,7 +307,7 @@ LOOKING_BYTES = 4  # for each byte of a PING: to look takes as long as to tell s
 
 
 class ClientAnswers:
-    """Replies to clients of the instance ``name``. ``effects``: the machine's list of effects."""
+    """Replies to clients."""
 
     def __init__(self, state: CoreState, table: ClientTable) -> None:
         self._state = state
@@ -332,7 +333,7 @@ class ClientAnswers:
         self._say(token, ClientFrame(ClientFrameType.PONG, *self._ends(frame), *numbers, code=code))
 
     def refuse(self, token: Token, frame: ClientFrame, code: ClientCode, reason: str) -> None:
-        """The number says which query is meant; it is 0 where it is none."""
+        """Refuse a frame. Its number says which query is meant; 0: none."""
         number = frame.number if frame.frame_type is ClientFrameType.QUERY else 0
         self._say(token, ClientFrame(ClientFrameType.REFUSED, *self._ends(frame), number, code=code, reason=reason))
 
@@ -361,7 +362,7 @@ class ClientAnswers:
             self._outgoing.setdefault(client_id, {})[reply.number] = reply
 
     def asked(self, frame: ClientFrame, client: Client) -> None:
-        """A PING: to look is not free either, and counts as what it brings."""
+        """Answer a PING. Looking numbers up counts against the rate limit, too."""
         now_ns = self._state.now_ns
         if frame.client_id in self._asked:
             return  # it asks again, after this turn

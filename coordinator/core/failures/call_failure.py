@@ -76,7 +76,7 @@ class CallFailures:
     # --- a session ---------------------------------------------------------------------------------------------------
 
     def session_began(self, summary: LogSummary, settled_sequence_id: int) -> None:
-        """A session begins, at a checkpoint that holds this record."""
+        """Start a session at a checkpoint after this record."""
         self._summary = summary
         self._settled_sequence_id = settled_sequence_id
         self._verdicts_sent = self._leaving = False
@@ -102,8 +102,8 @@ class CallFailures:
     # --- a session that follows --------------------------------------------------------------------------------------
 
     def log_grew(self, summary: LogSummary) -> bool:
-        """The log that is followed has these verdicts: the app is told those on records to come. False where it was
-        given a record that was passed over since then: it has to begin anew."""
+        """Tell the following app new verdicts on records to come. False where one concerns a record that it was
+        given: then it must start over."""
         fed_sequence_id, known = self.state.session.fed_sequence_id, self.verdicts.known
         told: list[Verdict] = []
         for verdict in summary.verdicts:
@@ -133,7 +133,7 @@ class CallFailures:
         return not any(key[0] <= sequence_id for key in (*self._awaited, *self._unlogged))
 
     def forget_unlogged(self) -> None:
-        """The app that has said it is gone."""
+        """Forget verdicts of a following app that is gone."""
         self._unlogged = {}
 
     # --- what befalls a session --------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class CallFailures:
         self.verdicts.forget_until(sequence_id)
 
     def checkpoint_adopted(self, sequence_id: int) -> None:
-        """The log has a checkpoint of a follower, whose app may have handled what this one is still at."""
+        """Note a follower's checkpoint in the log: its app may have handled messages that this one is still at."""
         self._adopted_sequence_id = sequence_id
 
     def app_stopped(self, transaction: Transaction) -> None:
@@ -164,7 +164,7 @@ class CallFailures:
         return is_death and state.write_lease.writes and self.poison_guard.is_between
 
     def caused_deaths(self, caller: str, count: int) -> None:
-        """The app's process has ended so often at a call of ``caller``."""
+        """Count deaths of the app's process at a call of ``caller``, and hold it off if there were too many."""
         if not caller or not count:
             return
         deaths, hold_ns = self.penalties.died_of(caller, self.state.now_ns, count)
@@ -172,7 +172,7 @@ class CallFailures:
             self.state.report(notices.CallerHeldOff(caller, deaths, hold_ns / 1e9))
 
     def app_lost(self, *, all_heard: bool) -> None:
-        """The connection has ended; the session is still that of the app that is gone."""
+        """Find the suspect after the app's connection has ended. The session is still that of the lost app."""
         session = self.state.session
         may_have_crashed = (
             session.phase in SENDS_CALLS
@@ -212,7 +212,7 @@ class CallFailures:
     # --- what the app says -------------------------------------------------------------------------------------------
 
     def app_reported(self, message: Message) -> None:
-        """A Verdict, a Handling or a Leaving. Raises RemoteProtocolError."""
+        """Handle a Verdict, a Handling or a Leaving. Raises RemoteProtocolError."""
         message_type = message.message_type
         if message_type == MessageType.LEAVING and MessageType.VERDICTS in self.state.session.extensions:
             self._leaving = True
@@ -262,8 +262,8 @@ class CallFailures:
             self.verdicts.know([_clipped(verdict)])
 
     def _start_over(self, verdict: Verdict) -> None:
-        """The log has a checkpoint behind that message, with the state of an app for which it did not fail. What this
-        app has sent behind the verdict is not read any more, so nobody has heard of it."""
+        """Drop the app: the log has a checkpoint after that message, of an app for which it did not fail. Nothing
+        that this app sent after the verdict was read, so nobody has heard of it."""
         where = format_message_position(verdict.sequence_id, verdict.message_index, verdict.caller)
         self.state.report(
             notices.AppBeginsAnew(f"{where} has failed here and not at the standby whose checkpoint the log has by now")
@@ -280,7 +280,8 @@ class CallFailures:
         return group
 
     def needs_checkpoint(self) -> bool:
-        """Too many verdicts are kept, so no more refusable calls are taken before a checkpoint, which this asks for."""
+        """Return whether too many verdicts are kept. Then a checkpoint is asked for, and no more refusable calls are
+        taken before it."""
         full = self.verdicts.known_count >= self.state.limits.verdicts_max
         self.state.checkpoints.wanted = self.state.checkpoints.wanted or full
         return full

@@ -108,7 +108,7 @@ class OperatorActions:
         return max(retried, default=0), refused
 
     def _call_again(self, key: MessageKey, letter: Letter | None) -> bytes:
-        """The call as an impulse. Raises _RefusedError, RemoteProtocolError."""
+        """Return the call as an impulse. Raises _RefusedError, RemoteProtocolError."""
         if letter is None or key not in self.call_failures.verdicts.letters:
             raise _RefusedError("there is no such letter")
         if self.state.log_capacity.full:
@@ -188,7 +188,8 @@ class OperatorActions:
             self.state.effects.append(CloseApp())
 
     def _require_skippable(self, event: ev.MessageSkipped, message: str) -> None:
-        """Raises _RefusedError for what an app may have handled well: what it did then has been seen."""
+        """Check that the app can't have handled the message well, as others may have seen what it did. Raises
+        _RefusedError."""
         call_failures, name = self.call_failures, self.state.name
         sequence_id, last = event.sequence_id, self.state.log.durable_sequence_id
         checkpoint = self.state.checkpoints.last
@@ -241,7 +242,7 @@ def clipped_letter(message: bytes) -> bytes:
 
 
 def _rpc(message: bytes) -> IncomingRpc:
-    """Raises RemoteProtocolError."""
+    """Decode one RPC message. Raises RemoteProtocolError."""
     message_type, start, end = decode_message(message)
     if message_type != MessageType.RPC or end != len(message):
         raise RemoteProtocolError(f"it is a message of type {message_type}, not one RPC")

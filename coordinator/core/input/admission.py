@@ -199,7 +199,7 @@ class _Open:
                 del self._records[number]
 
     def up_to(self, sequence_id: int) -> list[int]:
-        """The numbers of those in records up to that one, ascending."""
+        """Return the numbers of calls in records up to that one, ascending."""
         return sorted(
             number for number, records in self._records.items() for record in records if record <= sequence_id
         )
@@ -280,7 +280,7 @@ class OpenCalls:
 
 
 def _numbers(calls: bytes) -> Iterator[tuple[int, int]]:
-    """(index, number of the call) of those that wait for an answer."""
+    """Yield (index, call number) of the calls that wait for an answer."""
     for index, (_, start, end) in enumerate(decode_messages(calls)):
         waits = decode_caller(calls, start, end)
         if waits is not None:

@@ -74,10 +74,8 @@ def read_calls(session: AppSession, own_name: str, message: Message) -> Iterator
 
 
 def refuse_too_large(session: AppSession, rpc: TooLargeRpc) -> CallTooLarge:
-    """An RPC was dropped. For an app that says a Hello it breaks the protocol: LimitExceededError.
-
-    To end the connection would not help a client of the base protocol: its replay makes the same call again.
-    """
+    """Return the notice about an RPC that was dropped. Raises LimitExceededError for an app that says Hello, as it
+    breaks the protocol."""
     if session.hello is not None:
         raise LimitExceededError("an RPC", rpc.size_bytes, rpc.limit_bytes)
     destination, _ = decode_name(rpc.front, 0)
@@ -227,7 +225,7 @@ class AppInbox:
             self._check_extensions()
 
     def _check_extensions(self) -> None:
-        """The log's records have, or have not, what the app asked for at its first start."""
+        """Check that the app asks for the extensions that shaped the log's records at its first start."""
         if not self._state.ready:
             return
         logged = LOGGED_EXTENSIONS & (self._state.session.logged_extensions or frozenset())

@@ -345,7 +345,7 @@ class FairTurns:
         self.waiting_bytes += size_bytes
 
     def waiting_of(self, sender: str) -> tuple[int, int]:
-        """(batches, bytes)"""
+        """Return how much of ``sender`` waits: (batches, bytes)."""
         return len(self._waiting.get(sender, ())), self._waiting_bytes.get(sender, 0)
 
     def continues(self, frame: PeerFrame, received: int) -> bool:
@@ -363,7 +363,7 @@ class FairTurns:
         return list(self._waiting.pop(sender, ()))
 
     def next(self, pending: Callable[[str], int], allowed: Callable[[str], int], now_ns: int) -> WaitingBatch | None:
-        """The next batch that has its turn. ``allowed``: what a sender may have pending, apart from others."""
+        """Return the next batch that has its turn. ``allowed``: what a sender may have pending, apart from others."""
         for sender, waiting in self._waiting.items():
             size_bytes, pending_bytes = len(waiting[0].frame.payload), pending(sender)
             fits = not pending_bytes or pending_bytes + size_bytes <= allowed(sender)
@@ -383,7 +383,7 @@ class FairTurns:
         return first
 
     def calls_taken(self, sender: str, size_bytes: int, ticket: int, now_ns: int) -> None:
-        """A batch goes into the log, with the commit ``ticket``."""
+        """Note that a batch goes into the log, with the commit ``ticket``."""
         if size_bytes > self.limits.turn_bytes:
             self._long = _Long(sender, ticket, now_ns)
 

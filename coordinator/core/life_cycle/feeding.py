@@ -58,7 +58,7 @@ class RecordFeeder:
         self.state.effects.append(ReadRecords(first, self.state.limits.read_size_bytes, session.number))
 
     def _recover(self) -> bool:
-        """Go on with the recovery; whether more may be given to the app in this turn."""
+        """Go on with the recovery; return whether the app may be given more in this turn."""
         session = self.state.session
         if session.phase is Phase.LOADING:
             self.lifecycle.load_if_due()
@@ -95,7 +95,7 @@ class RecordFeeder:
         )
 
     def _last_sequence_id(self) -> int:
-        """The last record that the app may be given now."""
+        """Return the last record that the app may be given now."""
         session = self.state.session
         if self.lifecycle.proof is BEHIND:
             return session.replay_target  # of a later one's calls nobody could tell those that are still missing
@@ -154,8 +154,7 @@ class RecordFeeder:
             self.state.outbox.send_record(record, trailer.batches)
 
     def committed(self, group: Group) -> None:
-        """The record of ``group``, if it has one, is durable. An app that is up to date gets the very bytes that were
-        just written."""
+        """Give an app that is up to date the record of ``group``, which is durable: the very bytes just written."""
         session = self.state.session
         if (
             group.record is not None

@@ -35,7 +35,7 @@ class _Ordered:
 
 @dataclass(slots=True, eq=False, repr=False)
 class WaitingHandlers:
-    """Questions and orders about handlers that wait. ``name``: the instance."""
+    """Questions and orders about handlers that wait."""
 
     state: CoreState
     impulses: Impulses

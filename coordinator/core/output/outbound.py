@@ -53,7 +53,7 @@ class Outbound:
     # --- which there are ---------------------------------------------------------------------------------------------
 
     def stream(self, destination: str) -> OutputStream:
-        """The stream to ``destination``, opened if it is new; the next :meth:`send` looks at it."""
+        """Return the stream to ``destination``, opened if it is new; the next :meth:`send` looks at it."""
         stream = self.touched(destination)
         if stream is not None:
             return stream
@@ -77,7 +77,7 @@ class Outbound:
         return stream
 
     def acknowledged(self, destination: str) -> int:
-        """The position up to which the receiver is known to have the stream."""
+        """Return the position up to which the receiver is known to have the stream."""
         if destination == ONESELF:
             return self.inbound.senders.stream(ONESELF).durable
         return self.receivers.acknowledged.get(destination, 0)
