@@ -223,10 +223,10 @@ class Machine:
         session.advance(Step.APP_LOST)
         session.connect()
         self._log.forget_app()
-        self.parts.admission.open_calls.is_known = not self.state.ready  # if it is, the next app recovers
+        self.parts.admission.open_calls.is_known = not state.ready  # if it is, the next app recovers
         self._peers.outbound.forget()
-        self.state.checkpoints.abandon()
-        self.state.checkpoints.wanted = False
+        state.checkpoints.abandon()
+        state.checkpoints.wanted = False
         self.parts.snapshot_sender.app_lost()
         self.parts.snapshot_receiver.app_lost()
         self.parts.lifecycle.app_lost()
@@ -391,8 +391,8 @@ class LogCommitter:
                 state.report(notices.LogFull(room.full))
             else:
                 state.report(notices.LogHasRoom())
-        last = self._state.checkpoints.last
+        last = state.checkpoints.last
         if session.phase is Phase.NORMAL and room.wants_checkpoint(
             session.fed_sequence_id, self._log.durable_sequence_id, last
         ):
-            self._state.checkpoints.wanted = True
+            state.checkpoints.wanted = True

@@ -266,12 +266,13 @@ class PeerResets:
             self.state.effects.append(PeerResetDone(self._resets.popleft()[1], True))
 
     def _reset_all(self, token: Token) -> None:
-        self.state.use_epoch()
-        group = self.state.log.append_outside_record(0)
+        state = self.state
+        state.use_epoch()
+        group = state.log.append_outside_record(0)
         for peer in self._known():
             group = self._reset(peer, forked=True) or group
         self._resets.append((group.ticket, token))
-        self.state.report(notices.LogReclaimed(self.state.epoch))
+        state.report(notices.LogReclaimed(state.epoch))
 
     def _known(self) -> list[str]:
         """Return the peers whose logs are known."""

@@ -41,16 +41,16 @@ class Timers:
 
     def schedule_wakes(self, peers: Peers) -> None:
         """Wake for streams that have stopped, and for those that wait for their receivers."""
-        now_ns = self.state.now_ns
+        state, now_ns = self.state, self.state.now_ns
         if self._retry_ns is None and peers.outbound.any_failed:
-            self._retry_ns = now_ns + self.state.limits.stream_retry_ns
+            self._retry_ns = now_ns + state.limits.stream_retry_ns
             self._plan()
-        waits_for_writer = self.state.following and bool(peers.outbound.spilling.full)
+        waits_for_writer = state.following and bool(peers.outbound.spilling.full)
         if self._spill_ns is None and (peers.outbound.spilling.waits_for_receiver or waits_for_writer):
-            self._spill_ns = now_ns + self.state.limits.recent_ns
+            self._spill_ns = now_ns + state.limits.recent_ns
             self._plan()
         if self._held_back_ns is None and peers.inbound.holds_back:
-            self._held_back_ns = now_ns + self.state.limits.held_back_ns
+            self._held_back_ns = now_ns + state.limits.held_back_ns
             self._plan()
         if self._barrier_ns is None and (barrier_ns := peers.outbound.barriers.due_ns) is not None:
             self._barrier_ns = barrier_ns

@@ -154,8 +154,8 @@ MUTATIONS = (
         "who takes over works on in the epoch of the one before",
         Failover,
         "_load_as_writer",
-        "self._epoch_ticket = self.state.begin_epoch()",
-        "self._epoch_ticket = 1; self.state.log.durable_ticket = 1",
+        "self._epoch_ticket = state.begin_epoch()",
+        "self._epoch_ticket = 1; state.log.durable_ticket = 1",
         seed=1,
     ),
     Mutation(

@@ -120,14 +120,15 @@ class Clients:
         return refusal is not None
 
     def _refusal(self, frame: ClientFrame, caller: str) -> tuple[ClientCode, str] | None:
+        state = self.state
         if frame.frame_type is ClientFrameType.UNKNOWN:
             return ClientCode.UNKNOWN, f"{frame.reason} is not known here: {KNOWN_TO_COORDINATORS}"
-        if frame.instance != self.state.name:
-            return ClientCode.NOT_ME, f"this is {self.state.name!r}, the request is for {frame.instance!r}"
-        if not self.state.ready:
-            return ClientCode.NOT_READY, f"{self.state.name!r} has not completed its first start"
-        if not self.state.accepting:
-            return ClientCode.NOT_READY, f"{self.state.name!r} is stopping"
+        if frame.instance != state.name:
+            return ClientCode.NOT_ME, f"this is {state.name!r}, the request is for {frame.instance!r}"
+        if not state.ready:
+            return ClientCode.NOT_READY, f"{state.name!r} has not completed its first start"
+        if not state.accepting:
+            return ClientCode.NOT_READY, f"{state.name!r} is stopping"
         if frame.frame_type not in _FROM_CLIENTS:
             return ClientCode.MALFORMED, f"unexpected frame {frame.frame_type.name}"
         if split_name(frame.client_id)[1]:

@@ -327,10 +327,11 @@ class CallFailures:
         self.nested[caller] += count
 
     def _report_long_handler(self) -> None:
-        stopping = self.state.shutdown.is_requested
-        least_s = 0.001 if stopping else self.state.limits.long_handler_s
-        if news := self.poison_guard.long_handler_warning(least_s, self.state.now_ns):
-            self.state.report(notices.StopWaits(news) if stopping else notices.HandlerTakesLong(news))
+        state = self.state
+        stopping = state.shutdown.is_requested
+        least_s = 0.001 if stopping else state.limits.long_handler_s
+        if news := self.poison_guard.long_handler_warning(least_s, state.now_ns):
+            state.report(notices.StopWaits(news) if stopping else notices.HandlerTakesLong(news))
 
     def stop_asked(self) -> None:
         if words := self.poison_guard.long_handler_text(self.state.now_ns):

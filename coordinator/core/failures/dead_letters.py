@@ -147,15 +147,16 @@ class OperatorActions:
             self.state.effects.append(ReadLetters(list(self.call_failures.verdicts.letters)))
 
     def letters_read(self, event: ev.LettersRead) -> None:
+        state = self.state
         for problem in event.problems:
-            self.state.report(notices.LetterUnreadable(problem))
+            state.report(notices.LetterUnreadable(problem))
         letters = {one.verdict.key: one for one in event.letters if one.verdict.cause in _VERSION_CAUSES}
-        version = self.state.versions.current
+        version = state.versions.current
         _, refused = self._call_all_again(letters, f"the upgrade to version {version}")
         if count := len(letters) - len(refused):
-            self.state.report(notices.LettersRetried(version, count))
+            state.report(notices.LettersRetried(version, count))
         for key, reason in refused.items():
-            self.state.report(notices.LetterNotRetried(version, key, reason))
+            state.report(notices.LetterNotRetried(version, key, reason))
 
     # --- a message that stops the app --------------------------------------------------------------------------------
 
@@ -190,9 +191,10 @@ class OperatorActions:
     def _require_skippable(self, event: ev.MessageSkipped, message: str) -> None:
         """Check that the app can't have handled the message well, as others may have seen what it did. Raises
         _RefusedError."""
-        call_failures, name = self.call_failures, self.state.name
-        sequence_id, last = event.sequence_id, self.state.log.durable_sequence_id
-        checkpoint = self.state.checkpoints.last
+        state = self.state
+        call_failures, name = self.call_failures, state.name
+        sequence_id, last = event.sequence_id, state.log.durable_sequence_id
+        checkpoint = state.checkpoints.last
         if not 0 <= sequence_id <= last:
             raise _RefusedError(f"there is no record {sequence_id}: the log of {name!r} ends with record {last}")
         if checkpoint is not None and sequence_id <= checkpoint.sequence_id:
@@ -202,7 +204,7 @@ class OperatorActions:
             )
         if event.message is None:
             raise _RefusedError(f"record {sequence_id} has no message {event.message_index}")
-        session = self.state.session
+        session = state.session
         is_connected = session.phase is not Phase.WAITING
         has_it = is_connected and sequence_id <= session.fed_sequence_id
         if has_it and not call_failures.poison_guard.is_at(sequence_id, event.message_index):

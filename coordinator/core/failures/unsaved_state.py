@@ -50,14 +50,13 @@ class UnsavedState:
 
     def save_failed(self, unsaved: Unsaved, sequence_id: int) -> None:
         """Note that the app has no checkpoint to give of the state after that record."""
+        state = self.state
         if not self.failures:
-            self.since_ns = self.state.now_ns
+            self.since_ns = state.now_ns
         self.failures += 1
         self.failed, self.failed_sequence_id = unsaved, sequence_id
-        self.state.checkpoints.tried_ns = self.state.now_ns
-        self.state.report(
-            notices.StateUnsaved(self.problem_text(), self.cost_text(), self.remedy_text(), self.failures)
-        )
+        state.checkpoints.tried_ns = state.now_ns
+        state.report(notices.StateUnsaved(self.problem_text(), self.cost_text(), self.remedy_text(), self.failures))
         self._answer_wishes(unsaved)
 
     def taken_back(self, verdict: Verdict) -> None:

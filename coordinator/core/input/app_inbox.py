@@ -226,13 +226,14 @@ class AppInbox:
 
     def _check_extensions(self) -> None:
         """Check that the app asks for the extensions that shaped the log's records at its first start."""
-        if not self._state.ready:
+        state = self._state
+        if not state.ready:
             return
-        logged = LOGGED_EXTENSIONS & (self._state.session.logged_extensions or frozenset())
-        asked = LOGGED_EXTENSIONS & self._state.session.extensions
+        logged = LOGGED_EXTENSIONS & (state.session.logged_extensions or frozenset())
+        asked = LOGGED_EXTENSIONS & state.session.extensions
         if logged != asked - (frozenset({MessageType.INSTANCE_NAME}) - logged):  # an older log may lack the name
             raise AppProtocolError(
-                f"the log of {self._state.name!r} was begun by an app with the extensions {sorted(map(int, logged))}, "
+                f"the log of {state.name!r} was begun by an app with the extensions {sorted(map(int, logged))}, "
                 f"this one asks for {sorted(map(int, asked))}: an instance keeps the kind of app that it was begun with"
             )
 
@@ -290,7 +291,8 @@ class AppInbox:
 
     def refuse(self, error: RemoteProtocolError) -> None:
         """End the connection of an app that broke the protocol; its successor recovers."""
-        self._state.session.refused = True
-        self._state.report(AppBrokeProtocol(str(error)))
-        self._state.outbox.send_text(MessageType.REFUSAL, str(error))
-        self._state.effects.append(CloseApp())
+        state = self._state
+        state.session.refused = True
+        state.report(AppBrokeProtocol(str(error)))
+        state.outbox.send_text(MessageType.REFUSAL, str(error))
+        state.effects.append(CloseApp())

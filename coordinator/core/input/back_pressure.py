@@ -127,7 +127,7 @@ class BackPressure:
 
     def update(self) -> None:
         """Pause or resume the app, and tell the operator what has changed for the streams."""
-        limits, outbound, effects = self.state.limits, self.outbound, self.state.effects
+        state, limits, outbound, effects = self.state, self.state.limits, self.outbound, self.state.effects
         if outbound.busy or self._reported:
             spilling = outbound.spilling
             self.held_up_for = spilling.full
@@ -136,24 +136,24 @@ class BackPressure:
         else:  # nothing waits for anybody
             self.held_up_for = []
         full = (
-            self.state.log.from_app_bytes > limits.log_pending_bytes
-            or self.state.checkpoints.chunks_pending_bytes > limits.chunks_pending_bytes
+            state.log.from_app_bytes > limits.log_pending_bytes
+            or state.checkpoints.chunks_pending_bytes > limits.chunks_pending_bytes
             # ... the last checkpoint comes behind what the app has sent
-            or (bool(self.held_up_for) and not self.state.shutdown.is_requested)
+            or (bool(self.held_up_for) and not state.shutdown.is_requested)
             or (self.impulses.held_bytes > limits.log_pending_bytes and self._app_has_nothing_to_do)
-            or self.state.shutdown.hands_over
+            or state.shutdown.hands_over
         )
-        if full != self.paused and self.state.session.phase is not Phase.WAITING:
+        if full != self.paused and state.session.phase is not Phase.WAITING:
             self.paused = full
             effects.append(PauseApp() if full else ResumeApp())
 
     @property
     def _app_has_nothing_to_do(self) -> bool:
         """The app has handled all records and owes no checkpoint, so nothing it could send is waited for."""
-        session = self.state.session
-        has_all = session.fed_sequence_id == self.state.log.durable_sequence_id or self.state.pause.is_paused
+        state, session = self.state, self.state.session
+        has_all = session.fed_sequence_id == state.log.durable_sequence_id or state.pause.is_paused
         has_nothing = has_all and session.unsent_bytes <= 0
-        return has_nothing and session.phase is Phase.NORMAL and not self.state.shutdown.is_requested
+        return has_nothing and session.phase is Phase.NORMAL and not state.shutdown.is_requested
 
     def _report_changes(self) -> Iterator[Report]:
         spill_is_full = bool(self.held_up_for) and self.outbound.spilling.is_full

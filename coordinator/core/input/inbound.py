@@ -143,20 +143,20 @@ class Inbound:
 
     def _answer(self, token: Token, frame: PeerFrame) -> _Reply | None:
         """Handle a frame of its sender; return the answer, or None if it follows once the log is durable."""
-        now_ns = self._state.now_ns
+        state, now_ns = self._state, self._state.now_ns
         stream = self.streams.get(frame.sender) or InputStream(frame.sender, None)
-        if stream.waiting_count >= self._state.limits.waiting_frames_max:
+        if stream.waiting_count >= state.limits.waiting_frames_max:
             return self._too_many(stream, stream.waiting_count)
         if frame.frame_type is FrameType.HELLO:
             return self._answer_hello(token, frame, stream)
-        if not self._state.ready:
+        if not state.ready:
             return self._not_ready()
         if frame.frame_type is not FrameType.BATCH:
             return _refuse(RefusedCode.MALFORMED, f"unexpected frame {frame.frame_type.name}")
         if self._admission.peer_wait_reason(frame.sender):
             return _Reply(FrameType.RESEND, 0)  # it greets again, and is answered once its calls can be judged
         if self._admission.is_full(frame.sender):
-            name = self._state.name
+            name = state.name
             return self._not_ready(f"{name!r} takes a checkpoint: too many calls that were refused are behind it")
         if frame.position > stream.received + 1 or not stream.has_greeted(frame.committer_id):
             return _Reply(FrameType.RESEND, stream.received)
@@ -164,12 +164,12 @@ class Inbound:
         if last_position <= stream.durable:
             return _Reply(FrameType.TRIM_TO, stream.durable)
         try:
-            part = stream.new_part(frame, stream.rules if self._state.app_knows_extensions else from_base_app_peer)
+            part = stream.new_part(frame, stream.rules if state.app_knows_extensions else from_base_app_peer)
         except RemoteProtocolError as error:
             return _refuse(RefusedCode.MALFORMED, str(error))
         if part is not None:
             first_position, count, payload, reserved = part
-            if reserved and not self._state.app_takes_verdicts:
+            if reserved and not state.app_takes_verdicts:
                 reason = f"message {reserved[0]} of a batch has a negative method: only an app itself may call those"
                 return _refuse(RefusedCode.MALFORMED, reason)
             allowed_bytes = self.grants.allowed_bytes(frame.sender)

@@ -201,10 +201,11 @@ class Outbound:
 
     def take_answers(self) -> list[OutputBatch]:
         """Return the app's new answers to clients; under the same conditions as :meth:`send`."""
+        state = self.state
         stream = self.streams.get(CLIENTS)
-        if stream is None or not self.state.ready or self.state.held or self.state.following:
+        if stream is None or not state.ready or state.held or state.following:
             return []
-        return stream.buffer.take_all(self.state.log.durable_ticket, stream.open_up_to(self.barriers.passed))
+        return stream.buffer.take_all(state.log.durable_ticket, stream.open_up_to(self.barriers.passed))
 
     def spilled_read(self, event: ev.SpilledRead) -> None:
         """Take the result of a ReadSpilled."""
