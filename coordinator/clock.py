@@ -79,7 +79,7 @@ class InstanceClock:
         self._save()
 
     def take_over(self, summary: LogSummary) -> None:
-        """The instance is run by this process from now on: its time goes on as the one before had it."""
+        """Run the instance's clock from now on: its time continues that of the process before."""
         before, self._keeper = self._keeper, self._continued(summary, self._hold_ns)
         now, running = self._keeper, before.running
         now.clock.offset_ns = max(now.clock.offset_ns, before.clock.offset_ns)
@@ -118,10 +118,7 @@ class InstanceClock:
         return self._keeper.take_events()
 
     def now_ns(self, *, accept: bool = False) -> int:
-        """The instance's time, ns since the Unix epoch. It never goes back.
-
-        ``accept``: an operator says that the machine's clock is right.
-        """
+        """Return the instance's time, ns since the Unix epoch. It never goes back."""
         self._looked_ns = steady_ns = self._steady_ns()
         wall_ns = self._wall_ns()
         if not accept and (time_ns := self._keeper.usual(wall_ns, steady_ns)) is not None:
@@ -149,7 +146,8 @@ class InstanceClock:
             self._log.info("the machine's clock agrees with the instance's time again")
 
     def wake_at(self, effect: WakeAt) -> None:
-        """A Tick is due when as much time has passed as is left to then, whatever the wall clock does meanwhile."""
+        """Ask for a Tick once as much time has passed as is left to ``time_ns``, whatever the wall clock does
+        meanwhile."""
         self.wake_due_ns = time.monotonic_ns() + effect.time_ns - self.now_ns()
 
     def take_due(self, now_ns: int) -> list[Event]:
@@ -250,7 +248,7 @@ def in_words(duration_ns: int) -> str:
 
 
 def earliest(*moments_ns: int | None) -> int | None:
-    """The first of ``moments_ns``; None if there is none."""
+    """Return the first of ``moments_ns``; None if there is none."""
     first_ns: int | None = None
     for moment_ns in moments_ns:
         if moment_ns is not None and (first_ns is None or moment_ns < first_ns):

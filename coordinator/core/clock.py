@@ -78,7 +78,7 @@ class SteadyClock:
         return Reading(steady_ns + self.offset_ns)
 
     def accept(self, wall_ns: int, steady_ns: int) -> Reading:
-        """An operator says that the wall clock is right."""
+        """Accept the wall clock, on an operator's word."""
         reading = self.read(wall_ns, steady_ns)
         if self.held_ns is None or self.slowed or reading.taken_ns is not None:
             return reading
@@ -145,7 +145,7 @@ class Timekeeper:
         self._events: list[ClockMoved] = list(self.steps)
 
     def usual(self, wall_ns: int, steady_ns: int) -> int | None:
-        """The time where both clocks agree, which costs little; None: :meth:`read` it."""
+        """Return the time if both clocks agree, which costs little; None: :meth:`read` it."""
         clock = self.clock
         if clock.held_ns is None and self._told_offset_ns is not None:
             ahead_ns = wall_ns - steady_ns - clock.offset_ns

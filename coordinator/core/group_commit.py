@@ -67,7 +67,7 @@ class GroupCommit:
         self.logged_bytes = 0  # committed since the start
 
     def load(self, summary: LogSummary) -> None:
-        """The log is as ``summary`` says: what comes goes behind that. For who has nothing on its way there."""
+        """Continue the log that ``summary`` describes. Call it with nothing on its way there."""
         self._committer_id = summary.committer_id
         self._next_sequence_id = summary.last_sequence_id + 1
         self._last_time_ns = max(summary.last_time_ns, *(header.time_ns for header in summary.checkpoints), 0)
@@ -114,7 +114,7 @@ class GroupCommit:
         return group
 
     def append_no_message(self) -> None:
-        """Have a record without messages: for the marks that it has."""
+        """Ask for a record without messages, for the marks that it carries."""
         group = self._waiting[-1]
         group.chunks.append(b"")
         group.required = True
@@ -125,11 +125,11 @@ class GroupCommit:
         return self._next_sequence_id + sum(1 for group in self._waiting if group.chunks and group is not self.open)
 
     def add(self, group: Group, size_bytes: int) -> None:
-        """The caller adds something of ``size_bytes`` to the transaction of ``group``, which has a record."""
+        """Count ``size_bytes`` that the caller adds to the transaction of ``group``, which becomes a record."""
         self._count(group, size_bytes, from_app=False)
 
     def append_outside_record(self, size_bytes: int, *, from_app: bool = False) -> Group:
-        """The group for something of ``size_bytes`` that the caller adds to its transaction itself."""
+        """Return the group to whose transaction the caller adds ``size_bytes`` itself."""
         group = self._with_room(size_bytes)
         group.required = True
         self._count(group, size_bytes, from_app)
@@ -188,7 +188,7 @@ class GroupCommit:
         self.logged_bytes += len(value)
 
     def committed(self, ticket: int) -> Group:
-        """The group on its way is durable."""
+        """Return the group with this ticket, which is durable."""
         first = self._committing[0].ticket if self._committing else None
         if ticket != first:
             fail(f"commit {ticket} is done, but was not on its way")
@@ -201,7 +201,7 @@ class GroupCommit:
         return group
 
     def forget_app(self) -> None:
-        """The app is gone: what it sent still becomes durable, but nobody waits for the answer."""
+        """Forget an app that is gone: what it sent still becomes durable, but nobody waits for it."""
         for group in (*self._waiting, *self._committing):
             group.impulses_accepted = 0
 

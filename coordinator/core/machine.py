@@ -46,11 +46,11 @@ class Machine:
             ev.AppData: parts.inbox.received,
             ev.AppSent: self._app_sent,
             ev.AppClosed: self._app_closed,
-            ev.PeerFrameReceived: self._peer_frame_received,
+            ev.PeerFrameReceived: parts.peers.inbound.received,
             ev.ClientFrameReceived: self._client_frame_received,
             ev.PermissionsChanged: self._permissions_changed,
-            ev.PeerReplied: self._peer_replied,
-            ev.PeerMoved: self._peer_moved,
+            ev.PeerReplied: parts.peers.outbound.replied,
+            ev.PeerMoved: parts.peers.outbound.moved,
             ev.PeerReset: parts.peer_resets.peer_reset,
             ev.Reclaimed: parts.peer_resets.reclaimed,
             ev.LettersDropped: parts.operator.drop,
@@ -70,7 +70,7 @@ class Machine:
             ev.CheckpointChecked: committer.was_read(self._checkpoint_checked),
             ev.CheckpointChunkRead: committer.was_read(parts.record_feeder.checkpoint_chunk_read),
             ev.RecordsRead: committer.was_read(parts.record_feeder.records_read),
-            ev.SpilledRead: committer.was_read(self._spilled_read),
+            ev.SpilledRead: committer.was_read(parts.peers.outbound.spilled_read),
             ev.LettersRead: committer.was_read(parts.operator.letters_read),
             ev.TailRead: committer.tail_read,
             ev.Fenced: committer.fenced,
@@ -110,7 +110,7 @@ class Machine:
         """Do what has become possible after :meth:`take`: read, send, commit."""
         if not self.stopped:
             try:
-                self._advance(self.state.now_ns)
+                self._advance()
             except ImmortalError as error:
                 self._stop(self._peers.policy.explained(error))
         return self.state.take_effects()
@@ -120,12 +120,12 @@ class Machine:
         nothing and sends peers nothing."""
         if not self.stopped:
             try:
-                self._settle(self.state.now_ns)
+                self._settle()
             except ImmortalError as error:
                 self._stop(self._peers.policy.explained(error))
         return self.state.take_effects()
 
-    def _advance(self, now_ns: int) -> None:
+    def _advance(self) -> None:
         peers, clients = self._peers, self.parts.clients
         if self.parts.lifecycle.proof is BEHIND:
             self.parts.lifecycle.check_replay_complete()
@@ -144,21 +144,21 @@ class Machine:
         if self.parts.impulses.held_bytes:
             self.parts.inbox.admit_impulses()
         if peers.inbound.turns.waiting_bytes:
-            peers.inbound.take_turns(now_ns)
-        peers.outbound.send(now_ns)
+            peers.inbound.take_turns()
+        peers.outbound.send()
         for answers in peers.outbound.take_answers():
             clients.answered(answers)
-        clients.flush()
+        clients.answers.flush()
         if self.parts.snapshot_receiver.is_under_way and self._session.phase is NORMAL:
             self.parts.snapshot_receiver.advance()
         while self._log.commits_next:
-            self._committer.commit(now_ns)
+            self._committer.commit()
 
-    def _settle(self, now_ns: int) -> None:
+    def _settle(self) -> None:
         if self._session.phase is NORMAL and self.state.checkpoints.settled:
             self.parts.checkpoint_taker.ask_if_due()
         self.parts.back_pressure.update()
-        self.state.timers.schedule_wakes(self._peers, now_ns, following=self.state.following)
+        self.state.timers.schedule_wakes(self._peers)
         shutdown = self.state.shutdown
         if shutdown.said_goodbye and self._session.unsent_bytes <= 0:
             self._stop(None)
@@ -212,10 +212,10 @@ class Machine:
         state.report(notices.AppGone(session.phase.value))
         self.parts.upgrades.app_lost()
         # While it was not read, something that it had sent may be lost.
-        at_query = self.parts.call_failures.died_at_query(stopping=shutdown.is_requested)
-        self.parts.call_failures.app_lost(stopping=shutdown.is_requested, all_heard=not self.parts.back_pressure.paused)
+        at_query = self.parts.call_failures.died_at_query()
+        self.parts.call_failures.app_lost(all_heard=not self.parts.back_pressure.paused)
         caller, deaths = self.parts.call_failures.poison_guard.died_of
-        self.parts.call_failures.caused_deaths(self.parts.clients.who_is(caller), deaths, state.now_ns)
+        self.parts.call_failures.caused_deaths(self.parts.clients.who_is(caller), deaths)
         self.parts.operator.app_lost()
         self.parts.unsaved_state.app_lost()
         self.parts.waiting_handlers.app_lost()
@@ -223,10 +223,10 @@ class Machine:
         session.advance(Step.APP_LOST)
         session.connect()
         self._log.forget_app()
-        self.parts.admission.open_calls.is_known = not self.state.ready  # if it is, the next app recovers
+        self.parts.admission.open_calls.is_known = not state.ready  # if it is, the next app recovers
         self._peers.outbound.forget()
-        self.state.checkpoints.abandon()
-        self.state.checkpoints.wanted = False
+        state.checkpoints.abandon()
+        state.checkpoints.wanted = False
         self.parts.snapshot_sender.app_lost()
         self.parts.snapshot_receiver.app_lost()
         self.parts.lifecycle.app_lost()
@@ -247,9 +247,6 @@ class Machine:
             or self.state.shutdown.is_requested
         )
 
-    def _peer_frame_received(self, event: ev.PeerFrameReceived) -> None:
-        self._peers.inbound.received(event.token, event.frame, self.state.now_ns)
-
     def _client_frame_received(self, event: ev.ClientFrameReceived) -> None:
         now_ns = self.state.now_ns
         if event.frame.frame_type is ClientFrameType.QUERY:
@@ -257,29 +254,16 @@ class Machine:
             return
         if event.frame.frame_type is ClientFrameType.REQUEST:
             self._peers.inbound.turns.note_sender(CLIENTS, now_ns)
-        self.parts.clients.received(event.token, event.frame, now_ns, event.caller)
+        self.parts.clients.received(event.token, event.frame, event.caller)
 
     def _permissions_changed(self, event: ev.PermissionsChanged) -> None:
         self.parts.admission.change(event.given, has_keys=event.has_keys)
-        self._answer_parked()
-
-    def _answer_parked(self) -> None:
-        if self.state.ready:
-            self._peers.inbound.answer_parked(self.state.now_ns)
-
-    def _peer_replied(self, event: ev.PeerReplied) -> None:
-        self._peers.outbound.replied(event.destination, event.tag, event.frame)
-
-    def _peer_moved(self, event: ev.PeerMoved) -> None:
-        self._peers.outbound.moved(event.destination)
-
-    def _spilled_read(self, event: ev.SpilledRead) -> None:
-        self._peers.outbound.spilled_read(event.destination, event.first_position, event.batches)
+        self._peers.inbound.answer_parked()
 
     def _tick(self, event: ev.Tick) -> None:
         """Handle a Tick: time has passed."""
         self.state.log_requests.tick()
-        self.state.timers.tick(self.state.now_ns, self._peers.outbound.retry_failed, self._answer_parked)
+        self.state.timers.tick(self._peers)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -289,7 +273,7 @@ class Machine:
             return
         shutdown.request(hands_over=event.hands_over and self._session.phase in WORKS)
         self.state.accepting = False
-        self.parts.call_failures.stop_asked(self.state.now_ns)
+        self.parts.call_failures.stop_asked()
         if self._session.phase not in RECOVERED:
             shutdown.report_stop_reason()
             self._stop(None)
@@ -313,19 +297,15 @@ class LogCommitter:
     def __init__(self, parts: Components) -> None:
         self._parts = parts
         self._state, self._session, self._peers = parts.state, parts.state.session, parts.peers
-        self._log, self._log_requests, self._checkpoints = (
-            parts.state.log,
-            parts.state.log_requests,
-            parts.state.checkpoints,
-        )
+        self._log, self._log_requests = parts.state.log, parts.state.log_requests
 
-    def commit(self, now_ns: int) -> None:
+    def commit(self) -> None:
         """Commit the next group, if there is one."""
         parts = self._parts
         log = self._log
         # Marks are new once only: they are taken when there is a record to hold them.
         marked = self._session.phase in WORKS and log.seals_next
-        group = log.next_commit(now_ns, self._peers.outbound.new_marks(log.next_ticket) if marked else {})
+        group = log.next_commit(self._state.now_ns, self._peers.outbound.new_marks(log.next_ticket) if marked else {})
         if group is not None:
             expected_last, fence = group.expected_last_sequence_id, parts.state.write_lease.fence
             self._log_requests.write(Commit(group.ticket, group.transaction, group.size_bytes, expected_last, fence))
@@ -341,7 +321,7 @@ class LogCommitter:
             self._session.note_accepted(group.impulses_accepted, self._log.durable_sequence_id)
         parts.record_feeder.committed(group)
         if transaction.sources:
-            peers.became_durable(transaction.sources.items(), now_ns)
+            peers.became_durable(transaction.sources.items())
         if CLIENTS in transaction.acknowledged:
             peers.outbound.answers_durable(transaction.acknowledged[CLIENTS])
         parts.peer_resets.committed(ticket)
@@ -360,10 +340,10 @@ class LogCommitter:
 
     def chunk_written(self, event: ev.ChunkWritten) -> None:
         self._log_requests.write_done()
-        self._checkpoints.chunks_pending_bytes -= event.size_bytes
+        self._state.checkpoints.chunks_pending_bytes -= event.size_bytes
 
     def checkpoint_requested(self, event: ev.CheckpointRequested) -> None:
-        self._checkpoints.wanted = True
+        self._state.checkpoints.wanted = True
 
     def tail_read(self, event: ev.TailRead) -> None:
         for write in self._log_requests.resolve_writes(event):
@@ -411,8 +391,8 @@ class LogCommitter:
                 state.report(notices.LogFull(room.full))
             else:
                 state.report(notices.LogHasRoom())
-        last = self._checkpoints.last
+        last = state.checkpoints.last
         if session.phase is Phase.NORMAL and room.wants_checkpoint(
             session.fed_sequence_id, self._log.durable_sequence_id, last
         ):
-            self._checkpoints.wanted = True
+            state.checkpoints.wanted = True

@@ -62,9 +62,9 @@ class Peers:
         self._state.app_knows_extensions = not INTRODUCED.isdisjoint(extensions)
         self._state.app_takes_verdicts = MessageType.VERDICTS in extensions
 
-    def became_durable(self, sources: Iterable[tuple[str, SourcePosition]], now_ns: int) -> None:
+    def became_durable(self, sources: Iterable[tuple[str, SourcePosition]]) -> None:
         """Acknowledge records up to these positions, which are on disk."""
-        self.inbound.became_durable(sources, now_ns)
+        self.inbound.became_durable(sources)
         self.outbound.own_became_durable()
 
 
@@ -108,8 +108,8 @@ class OutboundReplay:
             )
 
     def log_grew(self, summary: LogSummary) -> None:
-        """The log that is followed is as ``summary`` says now: what is acknowledged there, or spilled, goes from memory
-        here, and impulses have their places."""
+        """Take in that the followed log is now as ``summary`` says: what is acknowledged or spilled there leaves
+        memory here, and impulses get their places."""
         outbound = self.outbound
         self.outbound.receivers.load(summary.acknowledged)
         self.outbound.expected.spilled(summary.spilled)
@@ -120,12 +120,11 @@ class OutboundReplay:
             stream.spilled_by_writer(summary.spilled.get(destination, ()))
 
     def take_over(self) -> None:
-        """The log was read to its end, and this epoch of ours is durable: what the app has made takes its place, and
-        receivers are greeted."""
+        """Place what the app has made, and greet receivers: the log was read to its end, and our epoch is durable."""
         state, outbound = self.state, self.outbound
         state.use_epoch()
         state.following = False
-        outbound.place_all()
+        outbound.followed.place_all(outbound.streams)
         for destination, stream in outbound.streams.items():
             stream.attempt = state.epoch << 32
             if destination not in (ONESELF, CLIENTS):
@@ -267,12 +266,13 @@ class PeerResets:
             self.state.effects.append(PeerResetDone(self._resets.popleft()[1], True))
 
     def _reset_all(self, token: Token) -> None:
-        self.state.use_epoch()
-        group = self.state.log.append_outside_record(0)
+        state = self.state
+        state.use_epoch()
+        group = state.log.append_outside_record(0)
         for peer in self._known():
             group = self._reset(peer, forked=True) or group
         self._resets.append((group.ticket, token))
-        self.state.report(notices.LogReclaimed(self.state.epoch))
+        state.report(notices.LogReclaimed(state.epoch))
 
     def _known(self) -> list[str]:
         """Return the peers whose logs are known."""

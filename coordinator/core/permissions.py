@@ -61,7 +61,7 @@ class _Bucket:
         self._filled_ns: int | None = None
 
     def fill(self, now_ns: int) -> None:
-        """The clock may be set: a second at most counts, and none backwards."""
+        """Add what has come since. At most one second counts, and none backwards, since the clock may be set."""
         if self._filled_ns is not None:
             passed_ns = min(max(0, now_ns - self._filled_ns), _SECOND_NS)
             self.left = min(float(self.rate), self.left + passed_ns * self.rate / _SECOND_NS)
@@ -126,7 +126,7 @@ class Permissions:
         self._look_up()
 
     def app_came(self, *, takes_verdicts: bool, describes: bool = False) -> None:
-        """An app has said its first word. ``describes``: it is about to say what its methods are."""
+        """Note an app's first message. ``describes``: it is about to name its methods."""
         self.takes_verdicts = takes_verdicts
         self._roles_known = not describes or not takes_verdicts
         if self._roles_known:  # that there are none
@@ -187,7 +187,7 @@ class Permissions:
         return QUERIES in (self._given.get(caller, ANYTHING).methods or ()) and not self._queries
 
     def is_query(self, method_id: int) -> bool:
-        """The app says that the method only reads."""
+        """Return whether the app says that the method only reads."""
         return method_id in self._queries
 
     def limits(self, caller: str) -> bool:
@@ -195,7 +195,8 @@ class Permissions:
         return caller in self._allowed or (bool(self._for_roles) and self._needs_roles(caller))
 
     def _needs_roles(self, caller: str) -> bool:
-        """The settings list no methods for it, and it is not the owner: what is for a role it may not call."""
+        """Return whether methods with roles are closed to ``caller``: its settings list no methods, and it is not
+        the owner."""
         return self._has_keys and caller != self._name and self._given.get(caller, ANYTHING).methods is None
 
     def wait_reason(self, caller: str, *, is_instance: bool = False) -> str:
@@ -285,7 +286,7 @@ class Permissions:
         return found
 
     def roles_of(self, method: str) -> list[str]:
-        """The groups that may call the method of that name, where not everybody may: "@worker"."""
+        """Return the groups that may call the method, such as "@worker", where not everybody may."""
         method_ids = {method_id for method_id, name in (self._names or {}).items() if name == method}
         return sorted(group for group, found in self._groups.items() if group != QUERIES and method_ids & found)
 

@@ -70,7 +70,7 @@ class CoreState:
         self.wants_replies = True  # something is held up until a receiver answers
         self.trim_ticket = 0  # commit behind which spilled outputs can be removed from the log; 0: none
 
-        self.timers = Timers(limits, self.effects)
+        self.timers = Timers(self)
 
     def report(self, notice: Notice) -> None:
         """Tell the operator."""

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from immortal.coordinator.core.effects import Effect, WakeAt
-from immortal.coordinator.core.limits import Limits
+from immortal.coordinator.core.effects import WakeAt
 
 if TYPE_CHECKING:
     from immortal.coordinator.core.peers import Peers
+    from immortal.coordinator.core.state import CoreState
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Timers:
     """Times in ns since the Unix epoch; None where nothing is waited for."""
 
-    limits: Limits
-    effects: list[Effect]  # where effects go; the machine's
+    state: CoreState
     _checkpoint_ns: int | None = None  # one is due by age
     _retry_ns: int | None = None  # for streams that have stopped
     _spill_ns: int | None = None  # for streams whose receivers are waited for, or what their writer says of them
@@ -41,17 +39,18 @@ class Timers:
         self._log_ns = time_ns
         self._plan()
 
-    def schedule_wakes(self, peers: Peers, now_ns: int, *, following: bool) -> None:
+    def schedule_wakes(self, peers: Peers) -> None:
         """Wake for streams that have stopped, and for those that wait for their receivers."""
+        state, now_ns = self.state, self.state.now_ns
         if self._retry_ns is None and peers.outbound.any_failed:
-            self._retry_ns = now_ns + self.limits.stream_retry_ns
+            self._retry_ns = now_ns + state.limits.stream_retry_ns
             self._plan()
-        waits_for_writer = following and bool(peers.outbound.spilling.full)
+        waits_for_writer = state.following and bool(peers.outbound.spilling.full)
         if self._spill_ns is None and (peers.outbound.spilling.waits_for_receiver or waits_for_writer):
-            self._spill_ns = now_ns + self.limits.recent_ns
+            self._spill_ns = now_ns + state.limits.recent_ns
             self._plan()
         if self._held_back_ns is None and peers.inbound.holds_back:
-            self._held_back_ns = now_ns + self.limits.held_back_ns
+            self._held_back_ns = now_ns + state.limits.held_back_ns
             self._plan()
         if self._barrier_ns is None and (barrier_ns := peers.outbound.barriers.due_ns) is not None:
             self._barrier_ns = barrier_ns
@@ -60,19 +59,19 @@ class Timers:
             self._turn_ns = turn_ns
             self._plan()
 
-    def tick(self, now_ns: int, retry: Callable[[], None], answer_parked: Callable[[], None]) -> None:
-        """Time has passed. What is to be done about checkpoints, spilling and turns is looked at
-        anyway."""
+    def tick(self, peers: Peers) -> None:
+        """Clear the timers that are due. Checkpoints, spilling and turns are looked at in each turn anyway."""
+        now_ns = self.state.now_ns
         if self._checkpoint_ns is not None and now_ns >= self._checkpoint_ns:
             self._checkpoint_ns = None
         if self._spill_ns is not None and now_ns >= self._spill_ns:
             self._spill_ns = None
         if self._retry_ns is not None and now_ns >= self._retry_ns:
             self._retry_ns = None
-            retry()
+            peers.outbound.retry_failed()
         if self._held_back_ns is not None and now_ns >= self._held_back_ns:
             self._held_back_ns = None
-            answer_parked()
+            peers.inbound.answer_parked()
         if self._barrier_ns is not None and now_ns >= self._barrier_ns:
             self._barrier_ns = None
         if self._turn_ns is not None and now_ns >= self._turn_ns:
@@ -97,4 +96,4 @@ class Timers:
         )
         due_ns = [at_ns for at_ns in wishes_ns if at_ns is not None]
         if due_ns:
-            self.effects.append(WakeAt(min(due_ns)))
+            self.state.effects.append(WakeAt(min(due_ns)))

@@ -58,7 +58,7 @@ class PeerPort(Protocol):
     def reply_to_client(self, effect: ef.ReplyToClient, /) -> None: ...
 
     def hold(self) -> None:
-        """A turn begins that ends in :meth:`flush`."""
+        """Begin a turn that ends in :meth:`flush`."""
 
     @property
     def has_new(self) -> bool:
@@ -86,7 +86,7 @@ class LogPort(Protocol):
     def acquire(self, effect: ef.AcquireWriteLease, /) -> None: ...
 
     def submit(self, request: Write | Read, /) -> None:
-        """Raises nothing: what fails is answered by LogFailed."""
+        """Hand a request to the log. Raises nothing: a failure is answered by LogFailed."""
 
     def trim(self, effect: ef.Trim, /) -> None: ...
 

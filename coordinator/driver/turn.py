@@ -75,7 +75,7 @@ class Driver:
         self._observer = observer
 
     def start(self) -> None:
-        """The first turn of all: the machine asks for the right to write its log."""
+        """Do the first turn: the machine asks for the write lease."""
         self.inbox.insert(0, Started())
         self.turn()
 

@@ -325,7 +325,7 @@ class Driven:
         """``greeted``: a sender that is new here has said Hello before; of that nothing is kept."""
         payload = {"count": len(messages), "payload": b"".join(messages), "time_ns": 5}
         frame = self.peer_frame(FrameType.BATCH, position, **(payload | fields))
-        source = self.machine.parts.peers.inbound.stream(frame.sender)
+        source = self.machine.parts.peers.inbound.senders.stream(frame.sender)
         if greeted and not source.committer_id and frame.receiver == self.machine.state.name:
             source._greeted_committer_id = frame.committer_id
         return self.handle(ev.PeerFrameReceived(token, frame))

@@ -36,19 +36,19 @@ class Failover:
         self.state.effects.append(AcquireWriteLease())
 
     def lease_held(self, event: ev.WriteLeaseHeld) -> None:
-        """Raises LogLockedError where nobody is to be followed."""
-        write_lease = self.state.write_lease
+        """Follow the holder of the lease. Raises LogLockedError where nobody is to be followed."""
+        state, write_lease = self.state, self.state.write_lease
         if not self.follow:
             raise LogLockedError(
-                f"the log of {self.state.name!r} is in use by {event.holder}: two coordinators must not write one log; "
+                f"the log of {state.name!r} is in use by {event.holder}: two coordinators must not write one log; "
                 f"stop that process first"
             )
         if event.holder != write_lease.holder:
-            self.state.report(notices.Following(holder=event.holder))
+            state.report(notices.Following(holder=event.holder))
         write_lease.holder = event.holder
         if write_lease.role is LeaseRole.STARTING:
             write_lease.become(LeaseRole.FOLLOWING)
-            self.state.effects.append(LoadLog())
+            state.effects.append(LoadLog())
 
     def lease_granted(self, event: ev.WriteLeaseGranted) -> None:
         self._granted = event
@@ -56,19 +56,20 @@ class Failover:
 
     def advance(self) -> None:
         """Take the next step that has become possible: load the log under the lease, or let the app take over."""
+        state = self.state
         if self._granted is not None and self._may_take_over:
             granted, self._granted = self._granted, None
-            write_lease = self.state.write_lease
+            write_lease = state.write_lease
             if write_lease.follows:
-                self.state.report(notices.TakingOver(holder=write_lease.holder))
+                state.report(notices.TakingOver(holder=write_lease.holder))
             write_lease.become(LeaseRole.LOADING)
             write_lease.is_granted = False
             write_lease.fence = granted.term
-            self.state.log.appends_max = granted.appends_max
-            self.state.effects.append(LoadLog(with_clients=True))
-        elif self._epoch_ticket and self.state.log.durable_ticket >= self._epoch_ticket:
+            state.log.appends_max = granted.appends_max
+            state.effects.append(LoadLog(with_clients=True))
+        elif self._epoch_ticket and state.log.durable_ticket >= self._epoch_ticket:
             self._epoch_ticket = 0
-            if self.state.session.phase is Phase.FOLLOWING:
+            if state.session.phase is Phase.FOLLOWING:
                 self.lifecycle.take_over()
 
     @property
@@ -79,14 +80,15 @@ class Failover:
     @property
     def _may_take_over(self) -> bool:
         """The app can be taken over now. While it is still being restored it can't: it would have to start over."""
-        if self.state.write_lease.role is LeaseRole.STARTING:
+        state = self.state
+        if state.write_lease.role is LeaseRole.STARTING:
             return True
-        is_between = self.state.session.phase in (Phase.WAITING, Phase.LOADING, Phase.FOLLOWING)
+        is_between = state.session.phase in (Phase.WAITING, Phase.LOADING, Phase.FOLLOWING)
         return (
-            self.state.write_lease.is_loaded
+            state.write_lease.is_loaded
             and is_between
             and self.lifecycle.may_restart_recovery
-            and not self.state.session.reading
+            and not state.session.reading
         )
 
     def log_loaded(self, event: ev.LogLoaded) -> None:
@@ -104,15 +106,16 @@ class Failover:
         self.loader.load(summary, clients)
 
     def _load_as_writer(self, summary: LogSummary, clients: StoredClients) -> None:
-        lifecycle, session = self.lifecycle, self.state.session
+        state = self.state
+        lifecycle, session = self.lifecycle, state.session
         is_followed = session.phase is Phase.FOLLOWING and not session.refused
         if is_followed and not lifecycle.log_grew(summary):
             is_followed = False  # it begins anew, by itself
         self._load(summary, clients)
-        self.state.write_lease.become(LeaseRole.WRITING)
-        self.state.log.held = False
+        state.write_lease.become(LeaseRole.WRITING)
+        state.log.held = False
         if is_followed:
-            self._epoch_ticket = self.state.begin_epoch()
+            self._epoch_ticket = state.begin_epoch()
             return
         lifecycle.call_failures.forget_unlogged()
         if session.phase is Phase.LOADING:

@@ -137,7 +137,7 @@ class SnapshotSender:
             self._reach(OfferStage.NOTHING if self._writer is None else OfferStage.WHOLE)
 
     def snapshot_failed(self) -> None:
-        """The app has none to give."""
+        """Note that the app has no checkpoint to give."""
         wanted, self.takes_blob = self._wanted, False
         self._forget()
         self._wanted = wanted
@@ -163,14 +163,15 @@ class SnapshotSender:
         return all(outputs[name].has_confirmed(mark) for name, mark in self._cut.outputs.items())
 
     def _offer(self) -> None:
+        state = self.state
         asked, writer, cut = self._asked, self._writer, self._cut
         if asked is None or writer is None:
             return
-        header = writer.header(self.state.log.time_ns(self.state.now_ns))
+        header = writer.header(state.log.time_ns(state.now_ns))
         header = replace(header, outputs=cut.outputs, unacknowledged=cut.unacknowledged)
         verdicts = self.call_failures.verdicts.known_until(self._sequence_id)
-        self.state.effects.append(OfferCheckpoint(Offer(asked.epoch, header, verdicts)))
-        self.state.report(notices.CheckpointOffered(header.checkpoint_id, header.sequence_id, header.size_bytes))
+        state.effects.append(OfferCheckpoint(Offer(asked.epoch, header, verdicts)))
+        state.report(notices.CheckpointOffered(header.checkpoint_id, header.sequence_id, header.size_bytes))
         self._forget()
 
 
@@ -226,11 +227,12 @@ class SnapshotReceiver:
 
     def advance(self) -> None:
         """Ask a follower, or check what it has offered, as soon as either is possible."""
-        self.state.timers.standby_at(min(self._due_ns, self.state.now_ns + self.state.limits.recent_ns))
+        state = self.state
+        state.timers.standby_at(min(self._due_ns, state.now_ns + state.limits.recent_ns))
         if self.stage is AdoptionStage.WAITING and self.has_standby:
             self.stage = AdoptionStage.ASKED
-            self._checkpoint_id = self.state.checkpoints.next_id()
-            self.state.effects.append(AskStandby(self._checkpoint_id, self.state.epoch))
+            self._checkpoint_id = state.checkpoints.next_id()
+            state.effects.append(AskStandby(self._checkpoint_id, state.epoch))
         elif (
             self.stage is AdoptionStage.ASKED and self._offer is not None and self._has_app_come_to(self._offer.header)
         ):
@@ -238,10 +240,10 @@ class SnapshotReceiver:
                 self.give_up(problem)
             else:
                 self.stage, self._reading_id = AdoptionStage.READING, self._checkpoint_id
-                self.state.effects.append(CheckCheckpoint(self._offer.header))
-        elif self.stage is AdoptionStage.ASKED and self.state.log.is_idle and self.peers.outbound.any_unmarked:
+                state.effects.append(CheckCheckpoint(self._offer.header))
+        elif self.stage is AdoptionStage.ASKED and state.log.is_idle and self.peers.outbound.any_unmarked:
             # Who follows waits for marks of the last calls, and no record with input comes that would have them.
-            self.state.log.append_no_message()
+            state.log.append_no_message()
 
     @property
     def is_awaited(self) -> bool:
@@ -280,18 +282,19 @@ class SnapshotReceiver:
             self._offer = offer
 
     def _has_app_come_to(self, header: CheckpointHeader) -> bool:
-        """The own app has handled the checkpoint's last record. A follower may be ahead of it."""
+        """Return whether the own app has handled the checkpoint's last record. A follower may be ahead of it."""
         return self.state.session.phase in WORKS and header.sequence_id <= self.state.session.fed_sequence_id
 
     def _problem(self, offer: Offer) -> str:
         """Return why the offered checkpoint can't replace one of the own app; "" if it can."""
-        header, last, outputs = offer.header, self.state.checkpoints.last, self.peers.outbound.streams
-        if header.sequence_id > self.state.log.durable_sequence_id:
-            return f"it is behind record {header.sequence_id}, the log ends with {self.state.log.durable_sequence_id}"
+        state = self.state
+        header, last, outputs = offer.header, state.checkpoints.last, self.peers.outbound.streams
+        if header.sequence_id > state.log.durable_sequence_id:
+            return f"it is behind record {header.sequence_id}, the log ends with {state.log.durable_sequence_id}"
         if last is None or header.sequence_id < last.sequence_id or header.checkpoint_id <= last.checkpoint_id:
             return "the log has a later one"
-        if header.version != self.state.versions.current:
-            return f"it is of version {header.version} of the app, which runs version {self.state.versions.current}"
+        if header.version != state.versions.current:
+            return f"it is of version {header.version} of the app, which runs version {state.versions.current}"
         settled = last.sequence_id
         verdicts = [key for key in offer.verdicts if key[0] > settled]
         own = [key for key in self.call_failures.verdicts.known_until(header.sequence_id) if key[0] > settled]
@@ -324,10 +327,11 @@ class SnapshotReceiver:
         return True
 
     def _adopt(self, header: CheckpointHeader) -> None:
-        transaction = self.state.log.append_outside_record(0).transaction
-        transaction.checkpoint = replace(header, time_ns=self.state.log.time_ns(self.state.now_ns))
+        state = self.state
+        transaction = state.log.append_outside_record(0).transaction
+        transaction.checkpoint = replace(header, time_ns=state.log.time_ns(state.now_ns))
         transaction.adopts = True
-        self.state.checkpoints.settled = False
+        state.checkpoints.settled = False
         self.stage, self._offer = AdoptionStage.ADOPTED, None
 
     def checkpoint_durable(self, header: CheckpointHeader) -> None:

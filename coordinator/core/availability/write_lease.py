@@ -103,18 +103,18 @@ class LogRequests:
 
     def request_failed(self, event: LogFailed) -> None:
         """Note a failure that may pass: ask again after a pause, which doubles each time."""
-        now_ns, request = self._state.now_ns, event.request
+        state, now_ns, request = self._state, self._state.now_ns, event.request
         if isinstance(request, Write):
             require(bool(self._writes) and request is self._writes[0], "a write is answered out of its turn")
-            self._unknown = self._state.log.held = True
+            self._unknown = state.log.held = True
         elif request is not None and not isinstance(request, ReadTail):
             self._again.append(request)
         if self.silent_since_ns is None:
             self.silent_since_ns = now_ns
-            self._state.report(notices.LogSilent(problem=str(event.error)))
+            state.report(notices.LogSilent(problem=str(event.error)))
         if self.due_ns is None:
             self.due_ns = now_ns + self._pause_ns
-            self._pause_ns = min(2 * self._pause_ns, self._state.limits.log_retry_ns_max)
+            self._pause_ns = min(2 * self._pause_ns, state.limits.log_retry_ns_max)
 
     def tick(self) -> None:
         """Ask again if the pause is over."""

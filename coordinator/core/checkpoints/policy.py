@@ -26,7 +26,7 @@ class CheckpointPolicy:
         self.chunks_pending_bytes = 0  # handed to the disk, not written yet
 
     def load(self, taken: Sequence[CheckpointHeader]) -> None:
-        """The checkpoints of the log, oldest first."""
+        """Take the checkpoints of the log, oldest first."""
         self._next_id = 1 + max((header.checkpoint_id for header in taken), default=0)
         self.last = without_outputs(taken[-1]) if taken else None
 
@@ -81,7 +81,7 @@ class CheckpointPolicy:
         return chunk
 
     def end(self, time_ns: int) -> CheckpointHeader:
-        """The blob is whole: the header that makes it count."""
+        """Return the header that makes the checkpoint count: its blob is whole."""
         writer, self._writer = self._writer, None
         require(writer is not None, "the end of a blob without a Checkpoint")
         assert writer is not None
@@ -131,7 +131,7 @@ class CheckpointWriter:
         self._check = 0
 
     def receive(self, data: bytes, *, last: bool) -> WriteCheckpointChunk | None:
-        """The chunk that is full now, or the last one."""
+        """Take more of the blob; return the chunk that is full now, or the last one."""
         if data:
             self._pieces.append(data)
             self._pieces_bytes += len(data)
@@ -187,11 +187,11 @@ class Recovery:
         return self._summary is not None
 
     def forget(self) -> None:
-        """The app is gone. Checkpoints once found damaged stay so."""
+        """Forget the recovery of an app that is gone. Checkpoints once found damaged stay so."""
         self._header = self._summary = None
 
     def choose(self, summary: LogSummary) -> CheckCheckpoint:
-        """The newest checkpoint that may be of use, to be checked. Raises LogError when none is left."""
+        """Choose the newest usable checkpoint, and have it checked. Raises LogError when none is left."""
         self._summary = summary
         for header in reversed(summary.checkpoints):
             if header.sequence_id + 1 >= summary.first_sequence_id and header.checkpoint_id not in self._damaged:
@@ -203,7 +203,7 @@ class Recovery:
         )
 
     def chosen(self, checkpoint_id: int) -> tuple[CheckpointHeader, LogSummary] | None:
-        """The checkpoint that is sound, whole, and the log that it is from; None if another one was chosen since."""
+        """Return the checkpoint that was checked, with its log's summary; None if another one was chosen since."""
         header, summary = self._header, self._summary
         if header is None or summary is None or header.checkpoint_id != checkpoint_id:
             return None
@@ -217,7 +217,7 @@ class Recovery:
         return self.choose(self._summary) if self._summary is not None else None
 
     def next_read(self) -> ReadCheckpointChunk | None:
-        """The next chunk to read; None at the end of the blob."""
+        """Return the next chunk to read; None at the end of the blob."""
         header = self._header
         require(header is not None, "restoring no checkpoint")
         if header is None or self._read_bytes >= header.size_bytes:
@@ -225,7 +225,7 @@ class Recovery:
         return ReadCheckpointChunk(header.checkpoint_id, self._next_chunk_index)
 
     def chunk_read(self, data: bytes) -> None:
-        """Raises LogError if the blob ends before its size."""
+        """Count a chunk as read. Raises LogError if the blob ends before its size."""
         if not data:
             raise LogError(f"a checkpoint of {self._name!r} ends after {self._read_bytes} bytes")
         self._next_chunk_index += 1

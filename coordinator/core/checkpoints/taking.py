@@ -28,7 +28,7 @@ from immortal.protocol.verdicts import decode_unsaved, decode_verdict
 
 @dataclass(slots=True, eq=False, repr=False)
 class CheckpointTaker:
-    """Asks the app for checkpoints and writes them to the log. ``name``: the instance."""
+    """Asks the app for checkpoints and writes them to the log."""
 
     state: CoreState
     peers: Peers
@@ -41,15 +41,16 @@ class CheckpointTaker:
     def ask_if_due(self) -> None:
         """Ask for a checkpoint if one is due. Call it while the app is in normal processing and no header is on its
         way."""
-        session, checkpoints, shutdown = self.state.session, self.state.checkpoints, self.state.shutdown
+        state = self.state
+        session, checkpoints, shutdown = state.session, state.checkpoints, state.shutdown
         if shutdown.feeds_no_more or self.snapshot_sender.takes_blob:  # an app gives one at a time
             return
         is_apps = shutdown.is_requested or self.lifecycle.proof is BEHIND
         snapshot_receiver, wanted = self.snapshot_receiver, checkpoints.wanted
         if snapshot_receiver.is_awaited and not is_apps:
             return
-        logged_bytes = self.state.log.logged_bytes
-        if is_apps or checkpoints.is_due(logged_bytes, self.state.now_ns):
+        logged_bytes = state.log.logged_bytes
+        if is_apps or checkpoints.is_due(logged_bytes, state.now_ns):
             checkpoints.checkpoint_began(logged_bytes)
             # One that was promoted shows by its next checkpoint that it has made all that the log knows of.
             is_own = is_apps or self.unsaved_state.is_wished
@@ -60,7 +61,7 @@ class CheckpointTaker:
             session.advance(Step.CHECKPOINT_ASKED)
             session.checkpoint_sequence_id = session.fed_sequence_id
             self.unsaved_state.ask()
-            self.state.outbox.send_control(MessageType.TAKE_CHECKPOINT)
+            state.outbox.send_control(MessageType.TAKE_CHECKPOINT)
 
     # --- in one piece ------------------------------------------------------------------------------------------------
 
@@ -115,6 +116,7 @@ class CheckpointTaker:
         self._receive(message.data, last=False)
 
     def snapshot_ended(self, message: Message) -> None:
+        state = self.state
         if self.snapshot_sender.takes_blob and message.data:
             self.snapshot_sender.snapshot_failed()
             return
@@ -127,10 +129,10 @@ class CheckpointTaker:
             self._receive(b"", last=True)
             self._end()
             return
-        self.state.checkpoints.abandon()
-        self.state.session.advance(Step.CHECKPOINT_ABANDONED)
-        self.state.report(notices.CheckpointFailed(message.data.decode("utf-8", "replace")))
-        self.state.shutdown.checkpoint_failed()
+        state.checkpoints.abandon()
+        state.session.advance(Step.CHECKPOINT_ABANDONED)
+        state.report(notices.CheckpointFailed(message.data.decode("utf-8", "replace")))
+        state.shutdown.checkpoint_failed()
 
     @property
     def _snapshot_is_on_its_way(self) -> bool:
@@ -140,13 +142,14 @@ class CheckpointTaker:
 
     def failed(self, message: Message) -> None:
         """Take the app's word that its state can't be saved. The app works on without a checkpoint."""
-        session, lifecycle, unsaved = self.state.session, self.lifecycle, decode_unsaved(message.data)
+        state = self.state
+        session, lifecycle, unsaved = state.session, self.lifecycle, decode_unsaved(message.data)
         if self.snapshot_sender.takes_blob:
-            self.state.report(notices.CheckpointFailed(unsaved.text))
+            state.report(notices.CheckpointFailed(unsaved.text))
             self.snapshot_sender.snapshot_failed()
             return
         is_recovery = session.phase is Phase.BECOMING_PRIMARY
-        if self.state.checkpoints.on_its_way or not (is_recovery or session.phase is Phase.CHECKPOINTING):
+        if state.checkpoints.on_its_way or not (is_recovery or session.phase is Phase.CHECKPOINTING):
             raise AppProtocolError(
                 f"the app sent a CheckpointFailed in the phase {session.phase.value!r}, no checkpoint was asked for"
             )
@@ -162,10 +165,10 @@ class CheckpointTaker:
             lifecycle.report_recovered()
         session.advance(Step.CHECKPOINT_ABANDONED)
         self.unsaved_state.save_failed(unsaved, session.checkpoint_sequence_id)
-        self.state.shutdown.checkpoint_failed()
+        state.shutdown.checkpoint_failed()
 
     def taken_back(self, message: Message) -> None:
-        """The checkpoint that comes is of the state without a message."""
+        """Note that the app has taken a message back: the checkpoint that comes is of the state without it."""
         if (
             self.state.session.phase not in (Phase.BECOMING_PRIMARY, Phase.CHECKPOINTING)
             or self.state.checkpoints.on_its_way
@@ -178,7 +181,7 @@ class CheckpointTaker:
     # --- either way --------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        session, versions = self.state.session, self.state.versions
+        state, session, versions = self.state, self.state.session, self.state.versions
         self.lifecycle.prove_promotion()
         outputs = self.peers.outbound.streams
         version = versions.current
@@ -186,15 +189,15 @@ class CheckpointTaker:
             version = session.description.version
         elif session.phase is Phase.CONFIRMING_UPGRADE:
             version = versions.upgrade_to or version
-        checkpoint_id = self.state.checkpoints.begin(
+        checkpoint_id = state.checkpoints.begin(
             session.checkpoint_sequence_id,
             version,
             {name: stream.mark for name, stream in outputs.items()},
             {name: stream.unacknowledged for name, stream in outputs.items() if stream.memory_bytes},
             self.peers.admission.open_calls.open_at(session.checkpoint_sequence_id),
         )
-        self.state.shutdown.checkpoint_began(checkpoint_id)
-        self.state.report(notices.CheckpointBegan(checkpoint_id))
+        state.shutdown.checkpoint_began(checkpoint_id)
+        state.report(notices.CheckpointBegan(checkpoint_id))
 
     def _receive(self, data: bytes, *, last: bool) -> None:
         chunk = self.state.checkpoints.receive(data, last=last)
@@ -202,9 +205,9 @@ class CheckpointTaker:
             self.state.log_requests.write(chunk)
 
     def _end(self) -> None:
-        session = self.state.session
-        header = self.state.checkpoints.end(self.state.log.time_ns(self.state.now_ns))
-        group = self.state.log.append_outside_record(0)
+        state, session = self.state, self.state.session
+        header = state.checkpoints.end(state.log.time_ns(state.now_ns))
+        group = state.log.append_outside_record(0)
         if session.phase is Phase.FIRST_START:
             group = self._log_first_record()
         if session.phase is Phase.BECOMING_PRIMARY:
@@ -212,7 +215,7 @@ class CheckpointTaker:
         self.lifecycle.take_healing(group.transaction)
         group.transaction.checkpoint = header
         self.unsaved_state.checkpoint_whole(group)
-        if self.state.shutdown.takes_last_checkpoint:
+        if state.shutdown.takes_last_checkpoint:
             self.call_failures.app_stopped(group.transaction)
         if session.phase is Phase.CONFIRMING_UPGRADE:
             group.transaction.version = VersionStart(header.version, header.sequence_id, session.label)
@@ -221,32 +224,33 @@ class CheckpointTaker:
             session.advance(Step.CHECKPOINT_RECEIVED)
 
     def _log_first_record(self) -> Group:
-        """The initial message is record 0, durable together with the first checkpoint: never one without the other."""
-        session = self.state.session
-        self.state.log.with_record_time = MessageType.RECORD_TIME in session.extensions
+        """Log the initial message as record 0, in one transaction with the first checkpoint."""
+        state, session = self.state, self.state.session
+        state.log.with_record_time = MessageType.RECORD_TIME in session.extensions
         message = encode_message(MessageType.INITIAL_MESSAGE, session.initial_message or b"")
-        source = BatchSource(BatchKind.INITIAL, ONESELF, 1, 1, self.state.now_ns)
+        source = BatchSource(BatchKind.INITIAL, ONESELF, 1, 1, state.now_ns)
         chunks = [message]
         if MessageType.INSTANCE_NAME in session.extensions:  # in the log, so that each replay tells it again
-            chunks.insert(0, encode_message(MessageType.INSTANCE_NAME, self.state.name.encode()))
-        group = self.state.log.append(chunks, sum(map(len, chunks)), source)
+            chunks.insert(0, encode_message(MessageType.INSTANCE_NAME, state.name.encode()))
+        group = state.log.append(chunks, sum(map(len, chunks)), source)
         group.transaction.extensions = session.logged_extensions = session.extensions
         self.peers.app_asked_for(session.extensions)
         group.transaction.version = VersionStart(session.description.version, -1, session.label)
         return group
 
     def durable(self, header: CheckpointHeader, *, adopted: bool = False) -> None:
-        """The checkpoint of ``header`` counts from now on. ``adopted``: a follower has taken it."""
-        wake_at_ns = self.state.checkpoints.became_durable(header)
+        """Note that the checkpoint of ``header`` is durable. ``adopted``: a follower has taken it."""
+        state = self.state
+        wake_at_ns = state.checkpoints.became_durable(header)
         if wake_at_ns is not None:
-            self.state.timers.checkpoint_at(wake_at_ns)
+            state.timers.checkpoint_at(wake_at_ns)
         self.call_failures.checkpoint_durable(header.sequence_id)
         self.unsaved_state.durable()
         if adopted:
             self.snapshot_receiver.checkpoint_durable(header)
         else:
-            self.state.report(notices.CheckpointTaken(header.checkpoint_id, header.sequence_id, header.size_bytes))
-        if not self.state.ready:
-            self.peers.inbound.became_ready(self.state.now_ns)
-        self.state.effects.append(Trim())
-        self.state.shutdown.checkpoint_durable(header.checkpoint_id)
+            state.report(notices.CheckpointTaken(header.checkpoint_id, header.sequence_id, header.size_bytes))
+        if not state.ready:
+            self.peers.inbound.became_ready()
+        state.effects.append(Trim())
+        state.shutdown.checkpoint_durable(header.checkpoint_id)

@@ -64,7 +64,7 @@ class _Query:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Queries:
-    """Open queries of one instance, ``name``."""
+    """Open queries of one instance."""
 
     state: CoreState
     clients: Clients
@@ -90,7 +90,7 @@ class Queries:
     # --- what clients ask --------------------------------------------------------------------------------------------
 
     def received(self, token: Token, frame: ClientFrame, caller: str) -> None:
-        """A QUERY, by the key of ``caller``."""
+        """Take a QUERY, or refuse it. ``caller``: the name of its key."""
         if self.clients.refuses(token, frame, caller):
             return
         known = self._open.get((caller, frame.client_id, frame.number))
@@ -114,7 +114,7 @@ class Queries:
             text = f"the app of {name!r} does not work now (phase: {session.phase.value}): ask again once it does"
             return ClientCode.NOT_READY, text
         if MessageType.QUERY_ASKED not in session.extensions:
-            return ClientCode.LOGGED_ONLY, f"the app of {self.state.name!r} takes queries as logged calls only"
+            return ClientCode.LOGGED_ONLY, f"the app of {state.name!r} takes queries as logged calls only"
         try:
             method_id, arguments = decode_query_call(frame.payload)
         except ProtocolError as error:
@@ -130,18 +130,18 @@ class Queries:
             self.call_failures.note_nested(asker, 1, f"{text} (from {asker!r})")
             return ClientCode.MALFORMED, text
         if not permissions.is_query(method_id):
-            return ClientCode.MALFORMED, f"{method!r} of {self.state.name!r} is no query: it is called without .query"
+            return ClientCode.MALFORMED, f"{method!r} of {state.name!r} is no query: it is called without .query"
         if self._barred.get(method_id, 0) > now_ns:
             return (
                 ClientCode.MALFORMED,
-                f"{method!r} of {self.state.name!r} has changed the state: it is asked again later",
+                f"{method!r} of {state.name!r} has changed the state: it is asked again later",
             )
         penalties = self.call_failures.penalties
         if why := penalties.hold_reason(asker, now_ns):
             return ClientCode.BUSY, why
         if why := penalties.query_refusal(digest_of(asker, method_id, arguments)) if penalties.has_suspects else "":
             return ClientCode.MALFORMED, why
-        limits, asker_count = self.state.limits, self._open_by[asker]
+        limits, asker_count = state.limits, self._open_by[asker]
         if (
             len(self._open) >= limits.queries_open_max
             or asker_count >= limits.caller_queries_max
@@ -149,17 +149,18 @@ class Queries:
         ):
             return (
                 ClientCode.BUSY,
-                f"{self.state.name!r} has {len(self._open)} queries to answer, {asker_count} of them here",
+                f"{state.name!r} has {len(self._open)} queries to answer, {asker_count} of them here",
             )
         open_count = self.clients.table.open_by[caller] + asker_count
-        if not self.admission.first_of(caller, frame.payload, 1, now_ns, open_count)[0]:
-            return ClientCode.BUSY, f"{caller!r} has used up what it may call of {self.state.name!r} for now"
+        if not self.admission.first_of(caller, frame.payload, 1, open_count)[0]:
+            return ClientCode.BUSY, f"{caller!r} has used up what it may call of {state.name!r} for now"
         return None
 
     # --- the app -----------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
         """Ask what the app has room for, and tell what is durable by now."""
+        state = self.state
         while self._waiting and self._has_room():
             asker, queries = next(iter(self._waiting.items()))
             penalties = self.call_failures.penalties
@@ -174,15 +175,16 @@ class Queries:
                 del self._waiting[asker]
             self._ticket += 1
             self._asked[self._ticket] = query
-            query.asked_ns = self.state.now_ns
-            question = QueryQuestion(self._ticket, query.method_id, query.arguments, self.state.now_ns)
-            self.state.outbox.send_control(MessageType.QUERY_ASKED, encode_query(question))
-        while self._held and self._held[0][0] <= self.state.log.durable_ticket:
+            query.asked_ns = state.now_ns
+            question = QueryQuestion(self._ticket, query.method_id, query.arguments, state.now_ns)
+            state.outbox.send_control(MessageType.QUERY_ASKED, encode_query(question))
+        while self._held and self._held[0][0] <= state.log.durable_ticket:
             _, query, reply = self._held.popleft()
             self._send_answer(query, reply)
 
     def answered(self, message: Message) -> None:
-        """The app has answered. Raises RemoteProtocolError."""
+        """Take the app's answer. Raises RemoteProtocolError."""
+        state = self.state
         answer = decode_query_answer(message.data)
         query = self._asked.pop(answer.ticket, None)
         if query is None or answer.kind not in ANSWER_KINDS:
@@ -193,16 +195,16 @@ class Queries:
         self._alone = False
         if self.call_failures.penalties.has_suspects:
             self.call_failures.penalties.query_answered(query.digest)
-        self._adapt_concurrency(self.state.now_ns - query.asked_ns)
+        self._adapt_concurrency(state.now_ns - query.asked_ns)
         if answer.changed:
-            self._barred[query.method_id] = self.state.now_ns + self.state.limits.query_barred_ns
-            self.state.report(notices.QueryChangedState(self.admission.permissions.name_of(query.method_id)))
+            self._barred[query.method_id] = state.now_ns + state.limits.query_barred_ns
+            state.report(notices.QueryChangedState(self.admission.permissions.name_of(query.method_id)))
         # Verdicts that the app has given before are in the log, or about to be: what follows from them waits for that.
         reply = self.admission.checked_reply(Reply(query.frame.number, answer.kind, answer.value))
-        if self.state.held_ticket <= self.state.log.durable_ticket:
+        if state.held_ticket <= state.log.durable_ticket:
             self._send_answer(query, reply)
         else:
-            self._held.append((self.state.held_ticket, query, reply))
+            self._held.append((state.held_ticket, query, reply))
 
     def _has_room(self) -> bool:
         room = min(self._concurrency, self.state.limits.queries_at_app_max)
@@ -240,7 +242,7 @@ class Queries:
         if at_query and self._asked:
             query = next(iter(self._asked.values()))
             self.call_failures.penalties.query_died(query.digest)
-            self.call_failures.caused_deaths(query.asker, 1, self.state.now_ns)
+            self.call_failures.caused_deaths(query.asker, 1)
         self._alone = False
         for query in list(self._open.values()):
             self._close(query)

@@ -22,7 +22,7 @@ from immortal.coordinator.core.client.table import REPLY_OVERHEAD_BYTES, Client,
 from immortal.coordinator.core.clock import RunningTime
 from immortal.coordinator.core.effects import ReplyToClient
 from immortal.coordinator.core.input.admission import Delivery
-from immortal.coordinator.core.interfaces import ONESELF, OutputBatch, StoredClients, Token
+from immortal.coordinator.core.interfaces import ONESELF, OutputBatch, Token
 from immortal.coordinator.core.state import CoreState
 from immortal.protocol.client_frames import (
     CLIENTS,
@@ -70,10 +70,6 @@ class Clients:
         self.table = ClientTable(self.state.limits, self.state.log, self.running)
         self.answers = ClientAnswers(self.state, self.table)
 
-    def load(self, stored: StoredClients) -> None:
-        """Take in what the log knows of clients. Called once."""
-        self.table.load(stored)
-
     def describe_methods(self, description: AppDescription) -> None:
         """Take the app's description: clients may call its own methods."""
         own = {
@@ -92,8 +88,9 @@ class Clients:
 
     # --- what clients say --------------------------------------------------------------------------------------------
 
-    def received(self, token: Token, frame: ClientFrame, now_ns: int, caller: str = "") -> None:
-        """A frame has come, by the key of ``caller``. Each is answered at once, but for requests that are taken."""
+    def received(self, token: Token, frame: ClientFrame, caller: str = "") -> None:
+        """Handle a client's frame, by the key of ``caller``. Each is answered at once, but for requests that are
+        taken."""
         if self.refuses(token, frame, caller):
             return
         client = self.table.get(frame.client_id)
@@ -104,13 +101,15 @@ class Clients:
                 return
             client.token = token
         if frame.frame_type is ClientFrameType.REQUEST:
-            self._request(token, frame, client, now_ns, caller)
+            self._request(token, frame, client, caller)
         elif frame.frame_type is ClientFrameType.HELLO:
-            self.answers.welcome(token, frame, client or Client(), self.state.log.time_ns(now_ns), self._methods)
+            self.answers.welcome(
+                token, frame, client or Client(), self.state.log.time_ns(self.state.now_ns), self._methods
+            )
         else:
             self.answers.pong(token, frame, client or Client())
             if client is not None:
-                self.answers.asked(frame, client, now_ns)
+                self.answers.asked(frame, client)
                 self.table.release(frame.client_id, client, min(frame.acknowledged, client.number))
 
     def refuses(self, token: Token, frame: ClientFrame, caller: str) -> bool:
@@ -121,14 +120,15 @@ class Clients:
         return refusal is not None
 
     def _refusal(self, frame: ClientFrame, caller: str) -> tuple[ClientCode, str] | None:
+        state = self.state
         if frame.frame_type is ClientFrameType.UNKNOWN:
             return ClientCode.UNKNOWN, f"{frame.reason} is not known here: {KNOWN_TO_COORDINATORS}"
-        if frame.instance != self.state.name:
-            return ClientCode.NOT_ME, f"this is {self.state.name!r}, the request is for {frame.instance!r}"
-        if not self.state.ready:
-            return ClientCode.NOT_READY, f"{self.state.name!r} has not completed its first start"
-        if not self.state.accepting:
-            return ClientCode.NOT_READY, f"{self.state.name!r} is stopping"
+        if frame.instance != state.name:
+            return ClientCode.NOT_ME, f"this is {state.name!r}, the request is for {frame.instance!r}"
+        if not state.ready:
+            return ClientCode.NOT_READY, f"{state.name!r} has not completed its first start"
+        if not state.accepting:
+            return ClientCode.NOT_READY, f"{state.name!r} is stopping"
         if frame.frame_type not in _FROM_CLIENTS:
             return ClientCode.MALFORMED, f"unexpected frame {frame.frame_type.name}"
         if split_name(frame.client_id)[1]:
@@ -163,7 +163,7 @@ class Clients:
         return len(others) > 0
 
     def _asks_for_another(self, token: Token, frame: ClientFrame, client: Client) -> bool:
-        """The reason of a PING says which method its one number is to be of, where it says anything."""
+        """Refuse a PING about another method than its number is known for. Its reason names the method, if any."""
         if not frame.reason.isdecimal() or frame.count != 1:
             return False
         (number,) = frame.asked_numbers()
@@ -187,7 +187,7 @@ class Clients:
     def _method_name(self, method_id: int) -> str:
         return self._names.get(method_id, f"method {method_id}")
 
-    def _request(self, token: Token, frame: ClientFrame, client: Client | None, now_ns: int, caller: str) -> None:
+    def _request(self, token: Token, frame: ClientFrame, client: Client | None, caller: str) -> None:
         known = client or Client(token=token, owner=caller)
         first_new = known.number + 1
         if client is None and 0 < frame.time_ns <= self.table.forgotten_ns:
@@ -202,13 +202,13 @@ class Clients:
         repeated = min(frame.count, first_new - frame.number)
         if client is not None:
             numbers = range(frame.number, frame.number + repeated)
-            self.answers.resend_reply(frame.client_id, client, numbers, now_ns)
-        if repeated < frame.count and not self._take(token, frame, known, repeated, now_ns, caller):
+            self.answers.resend_reply(frame.client_id, client, numbers)
+        if repeated < frame.count and not self._take(token, frame, known, repeated, caller):
             self.answers.pong(token, frame, known, ClientCode.BUSY)
         if known.number:
             self.table.release(frame.client_id, known, min(frame.acknowledged, known.number))
 
-    def _take(self, token: Token, frame: ClientFrame, client: Client, repeated: int, now_ns: int, caller: str) -> bool:
+    def _take(self, token: Token, frame: ClientFrame, client: Client, repeated: int, caller: str) -> bool:
         """Log what of ``frame`` is behind the first ``repeated`` requests; False if not all of it can be taken now."""
         if self._is_busy(client, frame) or self.delivery.admission.is_full(caller or caller_of(frame.client_id)):
             return False
@@ -226,14 +226,14 @@ class Clients:
             frame.time_ns,
             frame.reason if frame.reason and is_trace_context(frame.reason) else "",
         )
-        delivered = self.delivery.deliver(source, calls, caller, now_ns, self.table.open_by[caller])
+        delivered = self.delivery.deliver(source, calls, caller, self.table.open_by[caller])
         if delivered is None:
             return False
         group, count = delivered.group, delivered.count
         self._undurable.append((group.ticket, delivered.record_size_bytes))
         self._undurable_bytes += delivered.record_size_bytes
         client.number = frame.number + repeated + count - 1
-        client.time_ns = self.state.log.time_ns(now_ns)
+        client.time_ns = self.state.log.time_ns(self.state.now_ns)
         self.table.took(frame.client_id, client, identities[repeated : repeated + count], group.transaction)
         for forgotten in self.table.forget_unused():
             self.answers.forget(forgotten)
@@ -255,7 +255,7 @@ class Clients:
     # --- what the app answers ----------------------------------------------------------------------------------------
 
     def answered(self, batch: OutputBatch) -> None:
-        """The app's next answers, at their place in the stream to CLIENTS; what is none of them is passed over."""
+        """Handle the app's next answers in the stream to CLIENTS; anything else there is passed over."""
         size_bytes = 0
         for _, start, end in decode_messages(batch.payload):
             answer = decode_answer(batch.payload, start, end)
@@ -281,14 +281,10 @@ class Clients:
         self.answers.tell(client_id, client, reply)
 
     def mark_open_lost(self) -> None:
-        """The log was cut: of what is open it is not known whether its record was lost."""
+        """Answer open requests as lost after a cut: their records may be lost."""
         for client_id, client in self.table.items():
             for number in client.open_numbers():
                 self._came_to(client_id, client, Reply(number, ReplyKind.LOST))
-
-    def flush(self) -> None:
-        """Send the replies that have gathered."""
-        self.answers.flush()
 
     def describe(self) -> dict[str, int]:
         """Counts for the status."""
@@ -312,7 +308,7 @@ LOOKING_BYTES = 4  # for each byte of a PING: to look takes as long as to tell s
 
 
 class ClientAnswers:
-    """Replies to clients of the instance ``name``. ``effects``: the machine's list of effects."""
+    """Replies to clients."""
 
     def __init__(self, state: CoreState, table: ClientTable) -> None:
         self._state = state
@@ -338,7 +334,7 @@ class ClientAnswers:
         self._say(token, ClientFrame(ClientFrameType.PONG, *self._ends(frame), *numbers, code=code))
 
     def refuse(self, token: Token, frame: ClientFrame, code: ClientCode, reason: str) -> None:
-        """The number says which query is meant; it is 0 where it is none."""
+        """Refuse a frame. Its number says which query is meant; 0: none."""
         number = frame.number if frame.frame_type is ClientFrameType.QUERY else 0
         self._say(token, ClientFrame(ClientFrameType.REFUSED, *self._ends(frame), number, code=code, reason=reason))
 
@@ -366,23 +362,25 @@ class ClientAnswers:
         if client.token is not None:
             self._outgoing.setdefault(client_id, {})[reply.number] = reply
 
-    def asked(self, frame: ClientFrame, client: Client, now_ns: int) -> None:
-        """A PING: to look is not free either, and counts as what it brings."""
+    def asked(self, frame: ClientFrame, client: Client) -> None:
+        """Answer a PING. Looking numbers up counts against the rate limit, too."""
+        now_ns = self._state.now_ns
         if frame.client_id in self._asked:
             return  # it asks again, after this turn
         self._asked.add(frame.client_id)
-        again = self._again_of(client, now_ns)
+        again = self._again_of(client)
         if again.is_left(now_ns) and self._again.is_left(now_ns):
             looking_bytes = len(frame.payload) * LOOKING_BYTES
             again.take(looking_bytes)
             self._again.take(looking_bytes)
             numbers = (asked for asked in frame.asked_numbers() if asked <= client.number)
-            self.resend_reply(frame.client_id, client, numbers, now_ns)
+            self.resend_reply(frame.client_id, client, numbers)
 
-    def resend_reply(self, client_id: str, client: Client, numbers: Iterable[int], now_ns: int) -> None:
+    def resend_reply(self, client_id: str, client: Client, numbers: Iterable[int]) -> None:
         """Say what the requests ``numbers``, which were taken, came to; nothing yet of one that is open, and no more
         than may be told at once: it is asked for again."""
-        again = self._again_of(client, now_ns)
+        now_ns = self._state.now_ns
+        again = self._again_of(client)
         outgoing = self._outgoing.setdefault(client_id, {})
         for number in numbers:
             reply = None if number in outgoing else client.reply(number)
@@ -395,9 +393,9 @@ class ClientAnswers:
             self._again.take(size_bytes)
             outgoing[number] = reply
 
-    def _again_of(self, client: Client, now_ns: int) -> TokenBucket:
+    def _again_of(self, client: Client) -> TokenBucket:
         if client.again is None:
-            client.again = TokenBucket(self._state.limits.client_again_bytes, now_ns)
+            client.again = TokenBucket(self._state.limits.client_again_bytes, self._state.now_ns)
         return client.again
 
     def forget(self, client_id: str) -> None:

@@ -147,7 +147,7 @@ class ClientTable:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def own(self, client_id: str, client: Client, owner: str) -> None:
-        """The client, so far nobody's, is ``owner``'s from now on."""
+        """Make ``owner`` the owner of a client that had none."""
         count = client.open_count
         self._opened(client, -count)
         client.owner = owner

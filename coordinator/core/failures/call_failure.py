@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from immortal.coordinator.core import notices
-from immortal.coordinator.core.effects import CloseApp, Report, SendToApp
+from immortal.coordinator.core.effects import CloseApp
 from immortal.coordinator.core.errors import AppProtocolError
 from immortal.coordinator.core.failures.poison_guard import (
     KNOWN_MAX,
@@ -76,7 +76,7 @@ class CallFailures:
     # --- a session ---------------------------------------------------------------------------------------------------
 
     def session_began(self, summary: LogSummary, settled_sequence_id: int) -> None:
-        """A session begins, at a checkpoint that holds this record."""
+        """Start a session at a checkpoint after this record."""
         self._summary = summary
         self._settled_sequence_id = settled_sequence_id
         self._verdicts_sent = self._leaving = False
@@ -92,21 +92,18 @@ class CallFailures:
         if MessageType.VERDICTS in extensions:
             self._verdicts_sent = True
             for message in encode_verdicts(self.verdicts.behind(self._settled_sequence_id, summary)):
-                self._send(MessageType.VERDICTS, message)
+                self.state.outbox.send_control(MessageType.VERDICTS, message)
         if MessageType.CAREFUL in extensions:
             careful = self.poison_guard.session_began(self._settled_sequence_id)
             self._keep_suspect()
             if careful is not None:
-                self._send(MessageType.CAREFUL, encode_careful(careful))
-
-    def _send(self, message_type: MessageType, message: bytes) -> None:
-        self.state.effects.append(SendToApp(self.state.session.control_record(message_type, message)))
+                self.state.outbox.send_control(MessageType.CAREFUL, encode_careful(careful))
 
     # --- a session that follows --------------------------------------------------------------------------------------
 
     def log_grew(self, summary: LogSummary) -> bool:
-        """The log that is followed has these verdicts: the app is told those on records to come. False where it was
-        given a record that was passed over since then: it has to begin anew."""
+        """Tell the following app new verdicts on records to come. False where one concerns a record that it was
+        given: then it must start over."""
         fed_sequence_id, known = self.state.session.fed_sequence_id, self.verdicts.known
         told: list[Verdict] = []
         for verdict in summary.verdicts:
@@ -122,7 +119,7 @@ class CallFailures:
                 self._awaited.add(key)  # the app comes to the same by itself, sooner or later
         if self._verdicts_sent and told:
             for message in encode_verdicts(told):
-                self._send(MessageType.VERDICTS, message)
+                self.state.outbox.send_control(MessageType.VERDICTS, message)
         return True
 
     @property
@@ -136,7 +133,7 @@ class CallFailures:
         return not any(key[0] <= sequence_id for key in (*self._awaited, *self._unlogged))
 
     def forget_unlogged(self) -> None:
-        """The app that has said it is gone."""
+        """Forget verdicts of a following app that is gone."""
         self._unlogged = {}
 
     # --- what befalls a session --------------------------------------------------------------------------------------
@@ -146,7 +143,7 @@ class CallFailures:
         self.verdicts.forget_until(sequence_id)
 
     def checkpoint_adopted(self, sequence_id: int) -> None:
-        """The log has a checkpoint of a follower, whose app may have handled what this one is still at."""
+        """Note a follower's checkpoint in the log: its app may have handled messages that this one is still at."""
         self._adopted_sequence_id = sequence_id
 
     def app_stopped(self, transaction: Transaction) -> None:
@@ -155,27 +152,33 @@ class CallFailures:
         if self._suspect != NO_SUSPECT:
             self._suspect = transaction.suspect = NO_SUSPECT
 
-    def died_at_query(self, *, stopping: bool) -> bool:
-        """Return whether the lost app may have ended at a query: it had reported no message that it was handling."""
-        is_death = self.state.session.phase in WORKS and not (stopping or self.state.session.refused or self._leaving)
-        return is_death and self.state.write_lease.writes and self.poison_guard.is_between
+    @property
+    def _is_leaving(self) -> bool:
+        """The app ends on purpose: it has said so, or was asked to stop."""
+        return self._leaving or self.state.shutdown.is_requested
 
-    def caused_deaths(self, caller: str, count: int, now_ns: int) -> None:
-        """The app's process has ended so often at a call of ``caller``."""
+    def died_at_query(self) -> bool:
+        """Return whether the lost app may have ended at a query: it had reported no message that it was handling."""
+        state = self.state
+        is_death = state.session.phase in WORKS and not (self._is_leaving or state.session.refused)
+        return is_death and state.write_lease.writes and self.poison_guard.is_between
+
+    def caused_deaths(self, caller: str, count: int) -> None:
+        """Count deaths of the app's process at a call of ``caller``, and hold it off if there were too many."""
         if not caller or not count:
             return
-        deaths, hold_ns = self.penalties.died_of(caller, now_ns, count)
+        deaths, hold_ns = self.penalties.died_of(caller, self.state.now_ns, count)
         if hold_ns:
-            self._report(notices.CallerHeldOff(caller, deaths, hold_ns / 1e9))
+            self.state.report(notices.CallerHeldOff(caller, deaths, hold_ns / 1e9))
 
-    def app_lost(self, *, stopping: bool, all_heard: bool) -> None:
-        """The connection has ended; the session is still that of the app that is gone."""
+    def app_lost(self, *, all_heard: bool) -> None:
+        """Find the suspect after the app's connection has ended. The session is still that of the lost app."""
         session = self.state.session
         may_have_crashed = (
             session.phase in SENDS_CALLS
             and session.fed_sequence_id > self._settled_sequence_id
             and MessageType.CAREFUL in session.extensions
-            and not (stopping or session.refused or self._leaving)
+            and not (self._is_leaving or session.refused)
         )
         self._summary = None
         self._verdicts_sent = False
@@ -190,10 +193,10 @@ class CallFailures:
     def _give_killed(self, verdict: Verdict) -> None:
         where = format_message_position(verdict.sequence_id, verdict.message_index, verdict.caller)
         if self.give(verdict) is None:
-            self._report(notices.FailedBefore(verdict.text, where))
+            self.state.report(notices.FailedBefore(verdict.text, where))
             return
         then = "its caller is told" if verdict.caller is not None else f"see 'immortal dead-letters {self.state.name}'"
-        self._report(notices.NotCalledAgain(verdict.method or "a message", where, verdict.text, then))
+        self.state.report(notices.NotCalledAgain(verdict.method or "a message", where, verdict.text, then))
 
     def absolve(self, sequence_id: int) -> None:
         """Clear the suspect because an operator has skipped its message."""
@@ -208,13 +211,13 @@ class CallFailures:
 
     # --- what the app says -------------------------------------------------------------------------------------------
 
-    def app_reported(self, message: Message, now_ns: int, *, stopping: bool) -> None:
-        """A Verdict, a Handling or a Leaving. Raises RemoteProtocolError."""
+    def app_reported(self, message: Message) -> None:
+        """Handle a Verdict, a Handling or a Leaving. Raises RemoteProtocolError."""
         message_type = message.message_type
         if message_type == MessageType.LEAVING and MessageType.VERDICTS in self.state.session.extensions:
             self._leaving = True
             why = message.data[:TEXT_CHARACTERS_MAX].decode("utf-8", "replace")
-            self._report(notices.AppLeaves(why))
+            self.state.report(notices.AppLeaves(why))
             return
         if not self._verdicts_sent:
             raise AppProtocolError(
@@ -224,12 +227,12 @@ class CallFailures:
         if message_type == MessageType.VERDICT:
             self._verdict(decode_verdict(message.data))
         else:
-            self._handling(decode_handling(message.data), now_ns)
-            self._report_long_handler(now_ns, stopping=stopping)
+            self._handling(decode_handling(message.data))
+            self._report_long_handler()
 
-    def _handling(self, handling: Handling, now_ns: int) -> None:
+    def _handling(self, handling: Handling) -> None:
         self._require_fed("a Handling", handling.sequence_id)
-        self.poison_guard.note_handling(handling, now_ns)
+        self.poison_guard.note_handling(handling, self.state.now_ns)
         self._keep_suspect()
 
     def _require_fed(self, what: str, sequence_id: int) -> None:
@@ -259,10 +262,10 @@ class CallFailures:
             self.verdicts.know([_clipped(verdict)])
 
     def _start_over(self, verdict: Verdict) -> None:
-        """The log has a checkpoint behind that message, with the state of an app for which it did not fail. What this
-        app has sent behind the verdict is not read any more, so nobody has heard of it."""
+        """Drop the app: the log has a checkpoint after that message, of an app for which it did not fail. Nothing
+        that this app sent after the verdict was read, so nobody has heard of it."""
         where = format_message_position(verdict.sequence_id, verdict.message_index, verdict.caller)
-        self._report(
+        self.state.report(
             notices.AppBeginsAnew(f"{where} has failed here and not at the standby whose checkpoint the log has by now")
         )
         self.state.session.refused = True
@@ -277,7 +280,8 @@ class CallFailures:
         return group
 
     def needs_checkpoint(self) -> bool:
-        """Too many verdicts are kept, so no more refusable calls are taken before a checkpoint, which this asks for."""
+        """Return whether too many verdicts are kept. Then a checkpoint is asked for, and no more refusable calls are
+        taken before it."""
         full = self.verdicts.known_count >= self.state.limits.verdicts_max
         self.state.checkpoints.wanted = self.state.checkpoints.wanted or full
         return full
@@ -305,12 +309,12 @@ class CallFailures:
             self.note_forbidden(caller, len(refused), given[0].text)
         if self._verdicts_sent:  # else with all others, before the app's first record
             for message in encode_verdicts(given):
-                self._send(MessageType.VERDICTS, message)
+                self.state.outbox.send_control(MessageType.VERDICTS, message)
 
     def note_forbidden(self, caller: str, count: int, text: str) -> None:
         """Count ``count`` more calls that ``caller`` may not make."""
         if not self.forbidden[caller]:
-            self._report(notices.CallForbidden(text))
+            self.state.report(notices.CallForbidden(text))
         self.forbidden[caller] += count
 
     def note_nested(self, caller: str, count: int, text: str) -> None:
@@ -319,20 +323,19 @@ class CallFailures:
         if caller not in self.nested and len(self.nested) >= KNOWN_MAX:
             caller = "others"
         if not self.nested[caller]:
-            self._report(notices.NestedTooDeeply(text))
+            self.state.report(notices.NestedTooDeeply(text))
         self.nested[caller] += count
 
-    def _report_long_handler(self, now_ns: int, *, stopping: bool) -> None:
-        least_s = 0.001 if stopping else self.state.limits.long_handler_s
-        if news := self.poison_guard.long_handler_warning(least_s, now_ns):
-            self._report(notices.StopWaits(news) if stopping else notices.HandlerTakesLong(news))
+    def _report_long_handler(self) -> None:
+        state = self.state
+        stopping = state.shutdown.is_requested
+        least_s = 0.001 if stopping else state.limits.long_handler_s
+        if news := self.poison_guard.long_handler_warning(least_s, state.now_ns):
+            state.report(notices.StopWaits(news) if stopping else notices.HandlerTakesLong(news))
 
-    def stop_asked(self, now_ns: int) -> None:
-        if words := self.poison_guard.long_handler_text(now_ns):
-            self._report(notices.StopWaits(words))
-
-    def _report(self, notice: notices.Notice) -> None:
-        self.state.effects.append(Report(notice))
+    def stop_asked(self) -> None:
+        if words := self.poison_guard.long_handler_text(self.state.now_ns):
+            self.state.report(notices.StopWaits(words))
 
     # --- status ------------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from immortal.protocol.messages import (
     decode_message,
     encode_incoming_rpc,
 )
+from immortal.protocol.readers import Message
 from immortal.protocol.verdicts import LETTER_SIZE_BYTES_MAX, Cause, MessageKey, Verdict, VerdictKind
 
 NAMED_MAX = 20  # letters that one entry of the audit names
@@ -107,7 +108,7 @@ class OperatorActions:
         return max(retried, default=0), refused
 
     def _call_again(self, key: MessageKey, letter: Letter | None) -> bytes:
-        """The call as an impulse. Raises _RefusedError, RemoteProtocolError."""
+        """Return the call as an impulse. Raises _RefusedError, RemoteProtocolError."""
         if letter is None or key not in self.call_failures.verdicts.letters:
             raise _RefusedError("there is no such letter")
         if self.state.log_capacity.full:
@@ -133,7 +134,7 @@ class OperatorActions:
         self._upgraded = True
         self._read_refused()
 
-    def retry_refused(self) -> None:
+    def retry_refused(self, message: Message) -> None:
         """Note that the app wants the letters that were refused before. Raises AppProtocolError."""
         if not self._upgraded and self.state.session.phase is not Phase.COMPLETING_UPGRADE:
             raise AppProtocolError("the app sent a RetryRefused, which belongs behind the checkpoint of an upgrade")
@@ -146,15 +147,16 @@ class OperatorActions:
             self.state.effects.append(ReadLetters(list(self.call_failures.verdicts.letters)))
 
     def letters_read(self, event: ev.LettersRead) -> None:
+        state = self.state
         for problem in event.problems:
-            self.state.report(notices.LetterUnreadable(problem))
+            state.report(notices.LetterUnreadable(problem))
         letters = {one.verdict.key: one for one in event.letters if one.verdict.cause in _VERSION_CAUSES}
-        version = self.state.versions.current
+        version = state.versions.current
         _, refused = self._call_all_again(letters, f"the upgrade to version {version}")
         if count := len(letters) - len(refused):
-            self.state.report(notices.LettersRetried(version, count))
+            state.report(notices.LettersRetried(version, count))
         for key, reason in refused.items():
-            self.state.report(notices.LetterNotRetried(version, key, reason))
+            state.report(notices.LetterNotRetried(version, key, reason))
 
     # --- a message that stops the app --------------------------------------------------------------------------------
 
@@ -187,10 +189,12 @@ class OperatorActions:
             self.state.effects.append(CloseApp())
 
     def _require_skippable(self, event: ev.MessageSkipped, message: str) -> None:
-        """Raises _RefusedError for what an app may have handled well: what it did then has been seen."""
-        call_failures, name = self.call_failures, self.state.name
-        sequence_id, last = event.sequence_id, self.state.log.durable_sequence_id
-        checkpoint = self.state.checkpoints.last
+        """Check that the app can't have handled the message well, as others may have seen what it did. Raises
+        _RefusedError."""
+        state = self.state
+        call_failures, name = self.call_failures, state.name
+        sequence_id, last = event.sequence_id, state.log.durable_sequence_id
+        checkpoint = state.checkpoints.last
         if not 0 <= sequence_id <= last:
             raise _RefusedError(f"there is no record {sequence_id}: the log of {name!r} ends with record {last}")
         if checkpoint is not None and sequence_id <= checkpoint.sequence_id:
@@ -200,7 +204,7 @@ class OperatorActions:
             )
         if event.message is None:
             raise _RefusedError(f"record {sequence_id} has no message {event.message_index}")
-        session = self.state.session
+        session = state.session
         is_connected = session.phase is not Phase.WAITING
         has_it = is_connected and sequence_id <= session.fed_sequence_id
         if has_it and not call_failures.poison_guard.is_at(sequence_id, event.message_index):
@@ -240,7 +244,7 @@ def clipped_letter(message: bytes) -> bytes:
 
 
 def _rpc(message: bytes) -> IncomingRpc:
-    """Raises RemoteProtocolError."""
+    """Decode one RPC message. Raises RemoteProtocolError."""
     message_type, start, end = decode_message(message)
     if message_type != MessageType.RPC or end != len(message):
         raise RemoteProtocolError(f"it is a message of type {message_type}, not one RPC")

@@ -82,7 +82,7 @@ class PoisonGuard:
         return "" if noted is None else format_message_position(noted.sequence_id, noted.message_index, noted.caller)
 
     def forget(self) -> None:
-        """The app is gone, and is not to blame."""
+        """Forget reports of an app that is gone and is not to blame."""
         self._noted = self._told = None
         self.died_of = "", 0
         self._careful = False

@@ -49,19 +49,18 @@ class UnsavedState:
     # --- the app says ------------------------------------------------------------------------------------------------
 
     def save_failed(self, unsaved: Unsaved, sequence_id: int) -> None:
-        """The app has no checkpoint to give of the state behind that record."""
+        """Note that the app has no checkpoint to give of the state after that record."""
+        state = self.state
         if not self.failures:
-            self.since_ns = self.state.now_ns
+            self.since_ns = state.now_ns
         self.failures += 1
         self.failed, self.failed_sequence_id = unsaved, sequence_id
-        self.state.checkpoints.tried_ns = self.state.now_ns
-        self.state.report(
-            notices.StateUnsaved(self.problem_text(), self.cost_text(), self.remedy_text(), self.failures)
-        )
+        state.checkpoints.tried_ns = state.now_ns
+        state.report(notices.StateUnsaved(self.problem_text(), self.cost_text(), self.remedy_text(), self.failures))
         self._answer_wishes(unsaved)
 
     def taken_back(self, verdict: Verdict) -> None:
-        """The checkpoint that comes is of the state without that message. Raises AppProtocolError."""
+        """Note a message without which the coming checkpoint's state is. Raises AppProtocolError."""
         sequence_id = self.state.session.fed_sequence_id
         if verdict.kind is not VerdictKind.TAKEN_BACK or not verdict.sequence_id <= verdict.behind <= sequence_id:
             raise AppProtocolError(
@@ -83,7 +82,7 @@ class UnsavedState:
             self.state.held_ticket = group.ticket
 
     def durable(self) -> None:
-        """The checkpoint counts."""
+        """Note that the checkpoint is durable."""
         for verdict in self._taken_back:
             where = format_message_position(verdict.sequence_id, verdict.message_index, verdict.caller)
             self.state.report(notices.TakenBack(verdict.method or "a message", where, verdict.text, verdict.behind))
@@ -116,7 +115,7 @@ class UnsavedState:
         return failed is not None and key == (failed.sequence_id, failed.message_index, 0, 0)
 
     def wish(self, verdict: Verdict, who: str, token: object) -> None:
-        """An operator wants it taken back: the app is asked for a checkpoint without it."""
+        """Ask the app, for an operator, for a checkpoint without that message."""
         self._wishes[verdict.key] = Wish(verdict, who, token)
         self.state.checkpoints.wanted = True
 

@@ -66,26 +66,24 @@ class Admission:
         is_limited = self.permissions.limits(caller) or self.open_calls.limit(caller) is not None
         return (is_limited or caller in call_failures.nested) and call_failures.needs_checkpoint()
 
-    def must_wait(self, caller: str, now_ns: int) -> bool:
+    def must_wait(self, caller: str) -> bool:
         """Return whether ``caller`` has used up its rate, or is held off, and so must wait."""
-        return bool(self.hold_off_reason(caller, now_ns)) or self.permissions.must_wait(caller, now_ns)
+        return bool(self.hold_off_reason(caller)) or self.permissions.must_wait(caller, self._state.now_ns)
 
-    def hold_off_reason(self, caller: str, now_ns: int) -> str:
+    def hold_off_reason(self, caller: str) -> str:
         """Return why ``caller`` is held off, as its calls ended the app's process; "" if it is not."""
-        return self.call_failures.penalties.hold_reason(caller, now_ns)
+        return self.call_failures.penalties.hold_reason(caller, self._state.now_ns)
 
     @property
     def holds_back(self) -> bool:
         """A rate or a hold-off may make somebody wait."""
         return self.permissions.has_rates or self.call_failures.penalties.has_held
 
-    def first_of(
-        self, caller: str, calls: bytes, count: int, now_ns: int, open_count: int | None = None
-    ) -> tuple[int, int]:
+    def first_of(self, caller: str, calls: bytes, count: int, open_count: int | None = None) -> tuple[int, int]:
         """Return how many of these messages may be taken now, and where they end; see :meth:`Permissions.first_of`."""
-        if self.hold_off_reason(caller, now_ns):
+        if self.hold_off_reason(caller):
             return 0, 0
-        return self.permissions.first_of(caller, calls, count, open_count, now_ns)
+        return self.permissions.first_of(caller, calls, count, open_count, self._state.now_ns)
 
     def taken(
         self, group: Group, calls: bytes, count: int, caller: str, who_waits: str, reserved: Sequence[int] = ()
@@ -201,7 +199,7 @@ class _Open:
                 del self._records[number]
 
     def up_to(self, sequence_id: int) -> list[int]:
-        """The numbers of those in records up to that one, ascending."""
+        """Return the numbers of calls in records up to that one, ascending."""
         return sorted(
             number for number, records in self._records.items() for record in records if record <= sequence_id
         )
@@ -282,7 +280,7 @@ class OpenCalls:
 
 
 def _numbers(calls: bytes) -> Iterator[tuple[int, int]]:
-    """(index, number of the call) of those that wait for an answer."""
+    """Yield (index, call number) of the calls that wait for an answer."""
     for index, (_, start, end) in enumerate(decode_messages(calls)):
         waits = decode_caller(calls, start, end)
         if waits is not None:
@@ -320,7 +318,6 @@ class Delivery:
         source: BatchSource,
         calls: bytes,
         caller: str,
-        now_ns: int,
         open_count: int | None = None,
         reserved: Sequence[int] = (),
     ) -> Delivered | None:
@@ -329,7 +326,7 @@ class Delivery:
         The others are to be sent again later. ``open_count``: as in :meth:`Admission.first_of`. ``reserved``: indices
         of calls of methods that only the app itself may call: these are refused.
         """
-        count, end = self.admission.first_of(caller or source.name, calls, source.count, now_ns, open_count)
+        count, end = self.admission.first_of(caller or source.name, calls, source.count, open_count)
         if not count:
             return None
         if count < source.count:

@@ -74,10 +74,8 @@ def read_calls(session: AppSession, own_name: str, message: Message) -> Iterator
 
 
 def refuse_too_large(session: AppSession, rpc: TooLargeRpc) -> CallTooLarge:
-    """An RPC was dropped. For an app that says a Hello it breaks the protocol: LimitExceededError.
-
-    To end the connection would not help a client of the base protocol: its replay makes the same call again.
-    """
+    """Return the notice about an RPC that was dropped. Raises LimitExceededError for an app that says Hello, as it
+    breaks the protocol."""
     if session.hello is not None:
         raise LimitExceededError("an RPC", rpc.size_bytes, rpc.limit_bytes)
     destination, _ = decode_name(rpc.front, 0)
@@ -155,7 +153,7 @@ class AppInbox:
         checkpoint_taker = parts.checkpoint_taker
         self._by_type: dict[int, Callable[[Message], None]] = {
             **dict.fromkeys(CALLS, self._calls),
-            **dict.fromkeys(REPORTS, self._report_of_app),
+            **dict.fromkeys(REPORTS, parts.call_failures.app_reported),
             MessageType.HELLO: late_hello,
             MessageType.ATTACH_TO: self._attach,
             MessageType.BARRIER: self._barrier,
@@ -168,7 +166,7 @@ class AppInbox:
             MessageType.CHECKPOINT_FAILED: checkpoint_taker.failed,
             MessageType.TAKEN_BACK: checkpoint_taker.taken_back,
             MessageType.UPGRADE_FAILED: parts.upgrades.failed,
-            MessageType.RETRY_REFUSED: self._retry_refused,
+            MessageType.RETRY_REFUSED: parts.operator.retry_refused,
             MessageType.HANDLERS: parts.waiting_handlers.answered,
             MessageType.QUERY_ANSWERED: parts.queries.answered,
         }
@@ -227,14 +225,15 @@ class AppInbox:
             self._check_extensions()
 
     def _check_extensions(self) -> None:
-        """The log's records have, or have not, what the app asked for at its first start."""
-        if not self._state.ready:
+        """Check that the app asks for the extensions that shaped the log's records at its first start."""
+        state = self._state
+        if not state.ready:
             return
-        logged = LOGGED_EXTENSIONS & (self._state.session.logged_extensions or frozenset())
-        asked = LOGGED_EXTENSIONS & self._state.session.extensions
+        logged = LOGGED_EXTENSIONS & (state.session.logged_extensions or frozenset())
+        asked = LOGGED_EXTENSIONS & state.session.extensions
         if logged != asked - (frozenset({MessageType.INSTANCE_NAME}) - logged):  # an older log may lack the name
             raise AppProtocolError(
-                f"the log of {self._state.name!r} was begun by an app with the extensions {sorted(map(int, logged))}, "
+                f"the log of {state.name!r} was begun by an app with the extensions {sorted(map(int, logged))}, "
                 f"this one asks for {sorted(map(int, asked))}: an instance keeps the kind of app that it was begun with"
             )
 
@@ -268,7 +267,7 @@ class AppInbox:
                 self._state.effects.append(OpenPeer(destination))
 
     def _barrier(self, message: Message) -> None:
-        self._peers.outbound.put_barrier(decode_attach_to(message.data), self._state.now_ns)
+        self._peers.outbound.put_barrier(decode_attach_to(message.data))
 
     # --- what it says of itself --------------------------------------------------------------------------------------
 
@@ -277,8 +276,7 @@ class AppInbox:
         self._parts.call_failures.methods = description.methods
         self._parts.clients.describe_methods(description)
         self._parts.admission.permissions.describe(description)
-        if self._state.ready:
-            self._peers.inbound.answer_parked(self._state.now_ns)
+        self._peers.inbound.answer_parked()
 
     def _initial_message(self, message: Message) -> None:
         session = self._state.session
@@ -289,17 +287,12 @@ class AppInbox:
     def _checkpoint_wanted(self, message: Message) -> None:
         self._state.checkpoints.wanted = True
 
-    def _retry_refused(self, message: Message) -> None:
-        self._parts.operator.retry_refused()
-
-    def _report_of_app(self, message: Message) -> None:
-        self._parts.call_failures.app_reported(message, self._state.now_ns, stopping=self._state.shutdown.is_requested)
-
     # --- it breaks the protocol --------------------------------------------------------------------------------------
 
     def refuse(self, error: RemoteProtocolError) -> None:
         """End the connection of an app that broke the protocol; its successor recovers."""
-        self._state.session.refused = True
-        self._state.report(AppBrokeProtocol(str(error)))
-        self._state.outbox.send_text(MessageType.REFUSAL, str(error))
-        self._state.effects.append(CloseApp())
+        state = self._state
+        state.session.refused = True
+        state.report(AppBrokeProtocol(str(error)))
+        state.outbox.send_text(MessageType.REFUSAL, str(error))
+        state.effects.append(CloseApp())

@@ -49,11 +49,6 @@ class Impulses:
         self._state = state
         self._peers = peers
 
-    @property
-    def open_sequence_id(self) -> int:
-        """Sequence ID of the record that holds the last logged impulse."""
-        return self._state.log.open_sequence_id
-
     def load(self, summary: LogSummary) -> None:
         """Take in what the log says."""
         known = summary.sources.get(IMPULSES)
@@ -132,47 +127,48 @@ class BackPressure:
 
     def update(self) -> None:
         """Pause or resume the app, and tell the operator what has changed for the streams."""
-        limits, outbound, effects = self.state.limits, self.outbound, self.state.effects
+        state, limits, outbound, effects = self.state, self.state.limits, self.outbound, self.state.effects
         if outbound.busy or self._reported:
             spilling = outbound.spilling
             self.held_up_for = spilling.full
             if self.held_up_for or self._reported or spilling.kept_bytes:
-                effects.extend(self._report_changes(self.state.now_ns))
+                effects.extend(self._report_changes())
         else:  # nothing waits for anybody
             self.held_up_for = []
         full = (
-            self.state.log.from_app_bytes > limits.log_pending_bytes
-            or self.state.checkpoints.chunks_pending_bytes > limits.chunks_pending_bytes
+            state.log.from_app_bytes > limits.log_pending_bytes
+            or state.checkpoints.chunks_pending_bytes > limits.chunks_pending_bytes
             # ... the last checkpoint comes behind what the app has sent
-            or (bool(self.held_up_for) and not self.state.shutdown.is_requested)
+            or (bool(self.held_up_for) and not state.shutdown.is_requested)
             or (self.impulses.held_bytes > limits.log_pending_bytes and self._app_has_nothing_to_do)
-            or self.state.shutdown.hands_over
+            or state.shutdown.hands_over
         )
-        if full != self.paused and self.state.session.phase is not Phase.WAITING:
+        if full != self.paused and state.session.phase is not Phase.WAITING:
             self.paused = full
             effects.append(PauseApp() if full else ResumeApp())
 
     @property
     def _app_has_nothing_to_do(self) -> bool:
         """The app has handled all records and owes no checkpoint, so nothing it could send is waited for."""
-        session = self.state.session
-        has_all = session.fed_sequence_id == self.state.log.durable_sequence_id or self.state.pause.is_paused
+        state, session = self.state, self.state.session
+        has_all = session.fed_sequence_id == state.log.durable_sequence_id or state.pause.is_paused
         has_nothing = has_all and session.unsent_bytes <= 0
-        return has_nothing and session.phase is Phase.NORMAL and not self.state.shutdown.is_requested
+        return has_nothing and session.phase is Phase.NORMAL and not state.shutdown.is_requested
 
-    def _report_changes(self, now_ns: int) -> Iterator[Report]:
+    def _report_changes(self) -> Iterator[Report]:
         spill_is_full = bool(self.held_up_for) and self.outbound.spilling.is_full
         for destination, stream in self.outbound.streams.items():
             load = self._load_of(stream, spill_is_full)
             if destination != ONESELF and (load or destination in self._reported):
-                yield from self._report_load(stream, load, now_ns)
+                yield from self._report_load(stream, load)
 
     def _load_of(self, stream: OutputStream, spill_is_full: bool) -> Load:
         if stream.destination in self.held_up_for:
             return Load.HELD_UP if spill_is_full else Load.WAITED_FOR
         return Load.SPILLED if stream.spilled_bytes else Load.IN_MEMORY
 
-    def _report_load(self, stream: OutputStream, load: Load, now_ns: int) -> Iterator[Report]:
+    def _report_load(self, stream: OutputStream, load: Load) -> Iterator[Report]:
+        now_ns = self.state.now_ns
         reported = self._reported.get(stream.destination)
         if reported is not None and load == reported.load:
             reported.seen_ns = now_ns

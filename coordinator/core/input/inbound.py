@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from immortal.coordinator.core.effects import ReplyToPeer, Report
+from immortal.coordinator.core.events import PeerFrameReceived
 from immortal.coordinator.core.input.admission import Delivered, Delivery
 from immortal.coordinator.core.input.input_stream import InputStream, Senders, WindowGrants
 from immortal.coordinator.core.interfaces import IMPULSES, ONESELF, OutputBatch, SourcePosition, Token
@@ -22,12 +23,6 @@ from immortal.protocol.call_permissions import from_base_app_peer
 from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.peer_frames import FrameType, PeerFrame, RefusedCode
 from immortal.protocol.trailer import BatchKind, BatchSource
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class _ParkedHello:
-    token: Token
-    frame: PeerFrame
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -51,42 +46,39 @@ class Inbound:
         self._state = state
         self._delivery = delivery
         self._admission = delivery.admission
-        self._parked: dict[str, deque[_ParkedHello]] = {}  # by sender
+        self._parked: dict[str, deque[PeerFrameReceived]] = {}  # by sender
 
-    def stream(self, source: str) -> InputStream:
-        """Return the stream from ``source``, made if it is new."""
-        return self.senders.stream(source)
-
-    def received(self, token: Token, frame: PeerFrame, now_ns: int) -> None:
+    def received(self, event: PeerFrameReceived) -> None:
         """Handle a frame from a peer. While stopping, frames are ignored: their senders keep them."""
         if not self._state.accepting:
             return
-        self.grants.now_ns = now_ns
-        if frame.frame_type is FrameType.HELLO and self._must_wait(frame.sender, now_ns):
-            self._park(_ParkedHello(token, frame))
+        token, frame = event.token, event.frame
+        self.grants.now_ns = self._state.now_ns
+        if frame.frame_type is FrameType.HELLO and self._must_wait(frame.sender):
+            self._park(event)
             return
-        if frame.frame_type is FrameType.BATCH and self._waits_for_turn(token, frame, now_ns):
+        if frame.frame_type is FrameType.BATCH and self._waits_for_turn(token, frame):
             return
-        self._respond(token, frame, now_ns)
+        self._respond(token, frame)
 
-    def _respond(self, token: Token, frame: PeerFrame, now_ns: int) -> None:
+    def _respond(self, token: Token, frame: PeerFrame) -> None:
         refused = self.senders.refusal(frame)
-        reply = self._answer(token, frame, now_ns) if refused is None else _refuse(*refused)
+        reply = self._answer(token, frame) if refused is None else _refuse(*refused)
         if reply is not None:
             self._reply(token, frame.sender, reply)
 
     # --- a Hello that can't be answered yet --------------------------------------------------------------------------
 
-    def _must_wait(self, sender: str, now_ns: int) -> bool:
+    def _must_wait(self, sender: str) -> bool:
         admission = self._admission
-        return not self._state.ready or bool(admission.peer_wait_reason(sender)) or admission.must_wait(sender, now_ns)
+        return not self._state.ready or bool(admission.peer_wait_reason(sender)) or admission.must_wait(sender)
 
     @property
     def holds_back(self) -> bool:
         """A Hello waits for its sender's rate, or for the end of a hold-off."""
         return bool(self._parked) and self._state.ready and self._admission.holds_back
 
-    def _park(self, hello: _ParkedHello) -> None:
+    def _park(self, hello: PeerFrameReceived) -> None:
         """Keep a Hello until it can be answered. Only the newest few of a sender are kept."""
         sender, limits = hello.frame.sender, self._state.limits
         if sender not in self._parked and len(self._parked) >= limits.parked_senders_max:
@@ -95,21 +87,24 @@ class Inbound:
         parked = self._parked.setdefault(sender, deque(maxlen=limits.parked_hellos_max))
         parked.append(hello)
 
-    def became_ready(self, now_ns: int) -> None:
+    def became_ready(self) -> None:
         """Note that the first start is complete, and answer parked Hellos."""
         self._state.ready = True
-        self.answer_parked(now_ns)
+        self.answer_parked()
 
-    def answer_parked(self, now_ns: int) -> None:
+    def answer_parked(self) -> None:
         """Answer the parked Hellos that need not wait any more."""
+        if not self._state.ready:
+            return
         parked, self._parked = self._parked, {}
         for hello in chain.from_iterable(parked.values()):
-            self.received(hello.token, hello.frame, now_ns)
+            self.received(hello)
 
     # --- a Batch that comes before its turn --------------------------------------------------------------------------
 
-    def _waits_for_turn(self, token: Token, frame: PeerFrame, now_ns: int) -> bool:
+    def _waits_for_turn(self, token: Token, frame: PeerFrame) -> bool:
         """Hold back or refuse a Batch whose sender must wait for others; False if it may be taken now."""
+        now_ns = self._state.now_ns
         sender, size_bytes = frame.sender, len(frame.payload)
         stream = self.streams.get(sender)
         if stream is None or frame.position + frame.count - 1 <= stream.received:
@@ -132,12 +127,13 @@ class Inbound:
             self._reply(token, sender, self._too_much(stream, here_bytes, size_bytes, allowed_bytes))
         return True
 
-    def take_turns(self, now_ns: int) -> None:
+    def take_turns(self) -> None:
         """Take the batches whose turn has come. While stopping, none."""
+        now_ns = self._state.now_ns
         self.grants.now_ns = now_ns
         allowed = self.grants.allowed_bytes
         while self._state.accepting and (waiting := self.turns.next(self._pending_bytes, allowed, now_ns)):
-            self._respond(waiting.token, waiting.frame, now_ns)
+            self._respond(waiting.token, waiting.frame)
 
     def _pending_bytes(self, sender: str) -> int:
         stream = self.streams.get(sender)
@@ -145,21 +141,22 @@ class Inbound:
 
     # --- what is new -------------------------------------------------------------------------------------------------
 
-    def _answer(self, token: Token, frame: PeerFrame, now_ns: int) -> _Reply | None:
+    def _answer(self, token: Token, frame: PeerFrame) -> _Reply | None:
         """Handle a frame of its sender; return the answer, or None if it follows once the log is durable."""
+        state, now_ns = self._state, self._state.now_ns
         stream = self.streams.get(frame.sender) or InputStream(frame.sender, None)
-        if stream.waiting_count >= self._state.limits.waiting_frames_max:
+        if stream.waiting_count >= state.limits.waiting_frames_max:
             return self._too_many(stream, stream.waiting_count)
         if frame.frame_type is FrameType.HELLO:
             return self._answer_hello(token, frame, stream)
-        if not self._state.ready:
+        if not state.ready:
             return self._not_ready()
         if frame.frame_type is not FrameType.BATCH:
             return _refuse(RefusedCode.MALFORMED, f"unexpected frame {frame.frame_type.name}")
         if self._admission.peer_wait_reason(frame.sender):
             return _Reply(FrameType.RESEND, 0)  # it greets again, and is answered once its calls can be judged
         if self._admission.is_full(frame.sender):
-            name = self._state.name
+            name = state.name
             return self._not_ready(f"{name!r} takes a checkpoint: too many calls that were refused are behind it")
         if frame.position > stream.received + 1 or not stream.has_greeted(frame.committer_id):
             return _Reply(FrameType.RESEND, stream.received)
@@ -167,19 +164,19 @@ class Inbound:
         if last_position <= stream.durable:
             return _Reply(FrameType.TRIM_TO, stream.durable)
         try:
-            part = stream.new_part(frame, stream.rules if self._state.app_knows_extensions else from_base_app_peer)
+            part = stream.new_part(frame, stream.rules if state.app_knows_extensions else from_base_app_peer)
         except RemoteProtocolError as error:
             return _refuse(RefusedCode.MALFORMED, str(error))
         if part is not None:
             first_position, count, payload, reserved = part
-            if reserved and not self._state.app_takes_verdicts:
+            if reserved and not state.app_takes_verdicts:
                 reason = f"message {reserved[0]} of a batch has a negative method: only an app itself may call those"
                 return _refuse(RefusedCode.MALFORMED, reason)
             allowed_bytes = self.grants.allowed_bytes(frame.sender)
             if stream.pending_bytes and stream.pending_bytes + len(payload) > allowed_bytes:
                 return self._too_much(stream, stream.pending_bytes, len(payload), allowed_bytes)
             source = BatchSource(BatchKind.STREAM, frame.sender, first_position, count, frame.time_ns)
-            delivered = self._delivery.deliver(source, payload, frame.sender, now_ns, reserved=reserved)
+            delivered = self._delivery.deliver(source, payload, frame.sender, reserved=reserved)
             if delivered is not None:
                 self._took(stream, frame, first_position, delivered)
                 self.turns.calls_taken(frame.sender, len(delivered.calls), delivered.group.ticket, now_ns)
@@ -193,38 +190,39 @@ class Inbound:
         if (known := stream.new_epoch()) is not None:
             self._state.log.append_outside_record(0).transaction.sources[frame.sender] = known
         if not stream.settled:  # the sender must hear of all that is taken, and nothing older be taken from now on
-            stream.wait_for(stream.received, _ParkedHello(token, frame))
+            stream.wait_for(stream.received, PeerFrameReceived(token, frame))
             return None
         code = RefusedCode.STALE_EPOCH if stream.forked else RefusedCode.NONE
         if frame.position > stream.durable:
             code = RefusedCode.ROLLED_BACK
         return _Reply(FrameType.WELCOME, stream.durable, code)
 
-    def take_own(self, batch: OutputBatch, now_ns: int) -> None:
+    def take_own(self, batch: OutputBatch) -> None:
         """Take the next batch of the stream to oneself."""
+        now_ns = self._state.now_ns
         frame = self._state.frame(FrameType.BATCH, ONESELF, batch.first_position, count=batch.count, time_ns=now_ns)
         source = BatchSource(BatchKind.STREAM, ONESELF, batch.first_position, batch.count, now_ns)
         delivered = self._delivery.deliver_own(source, batch.payload)
-        self._took(self.stream(ONESELF), frame, batch.first_position, delivered)
+        self._took(self.senders.stream(ONESELF), frame, batch.first_position, delivered)
 
     def _took(self, stream: InputStream, frame: PeerFrame, first_position: int, delivered: Delivered) -> None:
         """Note in the record's transaction how far the stream has got."""
         position = stream.take(frame, first_position + delivered.count - 1, len(delivered.calls))
         delivered.group.transaction.sources[stream.source] = position
 
-    def became_durable(self, sources: Iterable[tuple[str, SourcePosition]], now_ns: int) -> None:
+    def became_durable(self, sources: Iterable[tuple[str, SourcePosition]]) -> None:
         """Acknowledge batches up to these positions, which are on disk."""
-        self.grants.now_ns = now_ns
+        self.grants.now_ns = self._state.now_ns
         for source, known in sources:
-            stream = self.stream(source) if source != IMPULSES else None
+            stream = self.senders.stream(source) if source != IMPULSES else None
             if stream is None or known.committer_id != stream.committer_id:
                 continue  # impulses; or of the log that its sender had before a reset
             position = known.position
             tokens = stream.became_durable(position, known.epoch)
             if self._state.accepting:
                 for token in tokens:
-                    if isinstance(token, _ParkedHello):
-                        self._respond(token.token, token.frame, now_ns)
+                    if isinstance(token, PeerFrameReceived):
+                        self._respond(token.token, token.frame)
                     else:
                         self._reply(token, source, _Reply(FrameType.TRIM_TO, position))
 
@@ -347,7 +345,7 @@ class FairTurns:
         self.waiting_bytes += size_bytes
 
     def waiting_of(self, sender: str) -> tuple[int, int]:
-        """(batches, bytes)"""
+        """Return how much of ``sender`` waits: (batches, bytes)."""
         return len(self._waiting.get(sender, ())), self._waiting_bytes.get(sender, 0)
 
     def continues(self, frame: PeerFrame, received: int) -> bool:
@@ -365,7 +363,7 @@ class FairTurns:
         return list(self._waiting.pop(sender, ()))
 
     def next(self, pending: Callable[[str], int], allowed: Callable[[str], int], now_ns: int) -> WaitingBatch | None:
-        """The next batch that has its turn. ``allowed``: what a sender may have pending, apart from others."""
+        """Return the next batch that has its turn. ``allowed``: what a sender may have pending, apart from others."""
         for sender, waiting in self._waiting.items():
             size_bytes, pending_bytes = len(waiting[0].frame.payload), pending(sender)
             fits = not pending_bytes or pending_bytes + size_bytes <= allowed(sender)
@@ -385,7 +383,7 @@ class FairTurns:
         return first
 
     def calls_taken(self, sender: str, size_bytes: int, ticket: int, now_ns: int) -> None:
-        """A batch goes into the log, with the commit ``ticket``."""
+        """Note that a batch goes into the log, with the commit ``ticket``."""
         if size_bytes > self.limits.turn_bytes:
             self._long = _Long(sender, ticket, now_ns)
 

@@ -157,7 +157,7 @@ class InputStream:
         return self._known(frame.epoch)
 
     def wait_for(self, last_position: int, token: object) -> None:
-        """The frame behind ``token`` is to be acknowledged once ``last_position`` is durable."""
+        """Acknowledge the frame behind ``token`` once ``last_position`` is durable."""
         self._waiting.append((last_position, token))
 
     def became_durable(self, position: int, epoch: int) -> list[object]:

@@ -31,25 +31,25 @@ class RecordFeeder:
 
     def feed(self) -> None:
         """Give the app what it may have and has room for."""
-        session = self.state.session
+        state, session = self.state, self.state.session
         if session.phase in RECOVERING:
             if not self._recover():
                 return
-            if session.phase is Phase.FOLLOWING and not self.state.write_lease.writes:
-                if self.state.write_lease.follows and not self.state.write_lease.is_granted:
+            if session.phase is Phase.FOLLOWING and not state.write_lease.writes:
+                if state.write_lease.follows and not state.write_lease.is_granted:
                     self._read()  # to its end, and what comes behind it
                 return
         elif session.reading or self._takes_none:
             return
         if (
-            session.fed_sequence_id < self.state.log.durable_sequence_id  # most of the time it has all of them
+            session.fed_sequence_id < state.log.durable_sequence_id  # most of the time it has all of them
             and session.phase in GETS_RECORDS
             and not session.reading
             and session.fed_sequence_id < self._last_sequence_id()
         ):
             self._read()
         if session.acceptances:
-            self.state.outbox.send_acceptances()
+            state.outbox.send_acceptances()
 
     def _read(self) -> None:
         session = self.state.session
@@ -58,7 +58,7 @@ class RecordFeeder:
         self.state.effects.append(ReadRecords(first, self.state.limits.read_size_bytes, session.number))
 
     def _recover(self) -> bool:
-        """Go on with the recovery; whether more may be given to the app in this turn."""
+        """Go on with the recovery; return whether the app may be given more in this turn."""
         session = self.state.session
         if session.phase is Phase.LOADING:
             self.lifecycle.load_if_due()
@@ -88,22 +88,23 @@ class RecordFeeder:
     @property
     def _takes_none(self) -> bool:
         """The app has enough to read, its last checkpoint to take, or is paused."""
+        state = self.state
         return (
-            self.state.session.unsent_bytes >= self.state.limits.app_window_bytes
-            or self.state.shutdown.feeds_no_more
-            or self.state.pause.is_paused
+            state.session.unsent_bytes >= state.limits.app_window_bytes
+            or state.shutdown.feeds_no_more
+            or state.pause.is_paused
         )
 
     def _last_sequence_id(self) -> int:
-        """The last record that the app may be given now."""
-        session = self.state.session
+        """Return the last record that the app may be given now."""
+        state, session = self.state, self.state.session
         if self.lifecycle.proof is BEHIND:
             return session.replay_target  # of a later one's calls nobody could tell those that are still missing
         if session.phase in WORKS:
-            return self.state.log.durable_sequence_id
+            return state.log.durable_sequence_id
         if session.phase in REPLAYS:
-            return self.state.versions.replay_bound(session.replay_target)
-        return self.state.log.durable_sequence_id if session.flushes else session.replay_target  # as above
+            return state.versions.replay_bound(session.replay_target)
+        return state.log.durable_sequence_id if session.flushes else session.replay_target  # as above
 
     # --- the blob ----------------------------------------------------------------------------------------------------
 
@@ -128,13 +129,13 @@ class RecordFeeder:
     # --- records -----------------------------------------------------------------------------------------------------
 
     def records_read(self, event: ev.RecordsRead) -> None:
-        session = self.state.session
+        state, session = self.state, self.state.session
         if event.session not in (None, session.number):
             return  # whoever asked is gone
         session.reading = False
-        if session.phase not in GETS_RECORDS or self.state.shutdown.feeds_no_more or self.state.pause.is_paused:
+        if session.phase not in GETS_RECORDS or state.shutdown.feeds_no_more or state.pause.is_paused:
             return
-        if self.state.write_lease.follows and event.summary is not None and not self.lifecycle.log_grew(event.summary):
+        if state.write_lease.follows and event.summary is not None and not self.lifecycle.log_grew(event.summary):
             return
         replaying = session.phase in REPLAYS
         for value in event.values:
@@ -148,14 +149,13 @@ class RecordFeeder:
             if replaying:
                 self.peers.outbound.expected.record(header.sequence_id, record, trailer)
                 self.peers.admission.replayed(header.sequence_id, record, trailer.batches)
-                if self.state.following:
+                if state.following:
                     self.peers.outbound.place(trailer.outputs)
             session.fed_sequence_id = header.sequence_id
-            self.state.outbox.send_record(record, trailer.batches)
+            state.outbox.send_record(record, trailer.batches)
 
     def committed(self, group: Group) -> None:
-        """The record of ``group``, if it has one, is durable. An app that is up to date gets the very bytes that were
-        just written."""
+        """Give an app that is up to date the record of ``group``, which is durable: the very bytes just written."""
         session = self.state.session
         if (
             group.record is not None

@@ -67,7 +67,7 @@ class LogLoader:
         self.call_failures.load(summary)
         self.peers.admission.open_calls.is_known = not state.ready  # if it is, the next app recovers
         if clients is not None:
-            self.clients.load(clients)
+            self.clients.table.load(clients)
             state.accepting = not state.shutdown.is_requested
 
 
@@ -128,10 +128,11 @@ class Lifecycle:
     def reload_if_due(self) -> None:
         """Look from time to time what the writer has spilled and what is acknowledged, so that it can leave memory
         here. For a follower whose app waits for room, and so reads no record that would tell."""
-        if not self._loading and self.state.now_ns >= self._reload_due_ns:
-            self._reload_due_ns = self.state.now_ns + self.state.limits.recent_ns
+        state = self.state
+        if not self._loading and state.now_ns >= self._reload_due_ns:
+            self._reload_due_ns = state.now_ns + state.limits.recent_ns
             self._loading = True
-            self.state.effects.append(LoadLog())
+            state.effects.append(LoadLog())
 
     @property
     def may_restart_recovery(self) -> bool:
@@ -146,55 +147,54 @@ class Lifecycle:
     # --- the log is loaded: a first start, or a checkpoint to restore ------------------------------------------------
 
     def log_loaded(self, event: ev.LogLoaded) -> None:
-        session, epoch = self.state.session, self.state.epoch
+        state, session, epoch = self.state, self.state.session, self.state.epoch
         self._loading = False
-        self.state.following = self.state.write_lease.follows
-        if session.phase in REPLAYS and self.state.write_lease.follows and self.log_grew(event.summary):
+        state.following = state.write_lease.follows
+        if session.phase in REPLAYS and state.write_lease.follows and self.log_grew(event.summary):
             return
         if session.phase is not Phase.LOADING or self._load_due:
             return  # of a session that has ended
-        if self.state.write_lease.writes and event.summary.epoch > epoch:
+        if state.write_lease.writes and event.summary.epoch > epoch:
             raise FencedError(
                 "another coordinator",
                 f"fenced by another coordinator at epoch {epoch}: its log has {event.summary.epoch} by now",
             )
-        if self.state.write_lease.follows and not event.summary.checkpoints:
+        if state.write_lease.follows and not event.summary.checkpoints:
             return  # the first start has not come to its end, and its writer is gone: it is ours to begin
-        if self.state.ready:
-            self.state.effects.append(self.recovery.choose(event.summary))
+        if state.ready:
+            state.effects.append(self.recovery.choose(event.summary))
             return
         self.peers.replay.restore(None, event.summary)
         self.call_failures.session_began(event.summary, -1)
         if session.has_spoken:  # else as soon as its Hello is here
             self.send_introduction()
         session.advance(Step.LOG_IS_NEW)
-        self.state.outbox.send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+        state.outbox.send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
 
     def checkpoint_checked(self, event: ev.CheckpointChecked) -> None:
-        if self.state.session.phase is not Phase.LOADING:
+        state = self.state
+        if state.session.phase is not Phase.LOADING:
             return
-        if (
-            self.state.write_lease.is_granted
-        ):  # the log is about to be loaded anew, by its writer: this is of what was before
+        if state.write_lease.is_granted:  # the log is about to be loaded anew, so this answer is outdated
             self.recovery.forget()
-        elif event.problem is not None and self.state.write_lease.follows and event.checkpoint_id != self._rechecked_id:
+        elif event.problem is not None and state.write_lease.follows and event.checkpoint_id != self._rechecked_id:
             self._rechecked_id = event.checkpoint_id  # its writer may have removed it since
             self.recovery.forget()
             self._load_due = True
         elif event.problem is not None:
-            self.state.report(notices.CheckpointDamaged(event.checkpoint_id, event.problem))
+            state.report(notices.CheckpointDamaged(event.checkpoint_id, event.problem))
             if (check := self.recovery.choose_another(event.checkpoint_id)) is not None:
-                self.state.effects.append(check)
+                state.effects.append(check)
         elif (chosen := self.recovery.chosen(event.checkpoint_id)) is not None:
             self._restore(*chosen)
 
     def _restore(self, header: CheckpointHeader, summary: LogSummary) -> None:
-        session, epoch = self.state.session, self.state.epoch
+        state, session, epoch = self.state, self.state.session, self.state.epoch
         session.advance(Step.CHECKPOINT_CHOSEN)
         session.fed_sequence_id = header.sequence_id
-        session.replay_target = self.state.log.durable_sequence_id
-        self.state.checkpoints.checkpoint_began(self.state.log.logged_bytes)
-        self.state.versions.begin_at(header)
+        session.replay_target = state.log.durable_sequence_id
+        state.checkpoints.checkpoint_began(state.log.logged_bytes)
+        state.versions.begin_at(header)
         self.is_cut = summary.cut_sequence_id is not None
         self.proof = Proof.COMPLETE
         self._healing = None
@@ -203,9 +203,9 @@ class Lifecycle:
         self.peers.admission.open_calls.restore(header.open_calls, header.sequence_id)
         self.call_failures.session_began(summary, header.sequence_id)
         size = encode_checkpoint(header.size_bytes)
-        self.state.outbox.send(encode_record(self.state.committer_id, CHECKPOINT_SEQUENCE_ID, size))
+        state.outbox.send(encode_record(state.committer_id, CHECKPOINT_SEQUENCE_ID, size))
         to_replay = session.replay_target - header.sequence_id
-        self.state.report(notices.Recovering(header.checkpoint_id, header.sequence_id, to_replay, epoch))
+        state.report(notices.Recovering(header.checkpoint_id, header.sequence_id, to_replay, epoch))
 
     # --- a log that another writes -----------------------------------------------------------------------------------
 
@@ -345,8 +345,7 @@ class Lifecycle:
         """Count open calls from here on: the recovery has made all answers again."""
         if not self.peers.admission.open_calls.is_known:
             self.peers.admission.open_calls.is_known = True
-            if self.state.ready:
-                self.peers.inbound.answer_parked(self.state.now_ns)
+            self.peers.inbound.answer_parked()
 
     def take_healing(self, transaction: Transaction) -> None:
         """Add what heals a cut to the checkpoint's transaction."""
@@ -431,27 +430,30 @@ class Upgrades:
         self.state.effects.append(CloseApp())
 
     def _give_up(self, reason: str) -> None:
-        version, self.state.versions.upgrade_to = self.state.versions.upgrade_to, None
+        state = self.state
+        version, state.versions.upgrade_to = state.versions.upgrade_to, None
         if version is not None:
-            self.state.report(notices.UpgradeFailed(version, reason, self.state.versions.current))
-            self.state.effects.append(UpgradeEnded(version, reason))
+            state.report(notices.UpgradeFailed(version, reason, state.versions.current))
+            state.effects.append(UpgradeEnded(version, reason))
 
     def app_lost(self) -> None:
-        if self.state.session.phase in UPGRADES and self.state.versions.upgrade_to is not None:
-            self.state.report(notices.UpgradeInterrupted(self.state.versions.upgrade_to))
+        state = self.state
+        if state.session.phase in UPGRADES and state.versions.upgrade_to is not None:
+            state.report(notices.UpgradeInterrupted(state.versions.upgrade_to))
 
     # --- durable -----------------------------------------------------------------------------------------------------
 
     def began(self, start: VersionStart) -> None:
         """Note that a version is durable: of the first start, or of an upgrade."""
-        before = self.state.versions.current
-        self.state.versions.began(start)
+        state = self.state
+        before = state.versions.current
+        state.versions.began(start)
         if start.sequence_id < 0:
             return
-        session = self.state.session
+        session = state.session
         if session.phase is Phase.COMPLETING_UPGRADE:
             session.advance(Step.UPGRADE_DURABLE)
-            self.state.report(notices.Recovered(self.state.epoch, session.fed_sequence_id))
-        self.state.report(notices.Upgraded(before, start.version, start.sequence_id))
-        self.state.effects.append(UpgradeEnded(start.version))
+            state.report(notices.Recovered(state.epoch, session.fed_sequence_id))
+        state.report(notices.Upgraded(before, start.version, start.sequence_id))
+        state.effects.append(UpgradeEnded(start.version))
         self.operator.upgraded()

@@ -254,7 +254,7 @@ class AppSession:
         return self.control_record(MessageType.SOURCES, encode_sources(runs))
 
     def control_record(self, message_type: MessageType, message: bytes | None = None) -> bytes:
-        """A record that is not logged, with one message; counted as unsent."""
+        """Return a record with one message that is not logged; it counts as unsent."""
         record = encode_record(self._committer_id, CONTROL_SEQUENCE_ID, message or encode_message(message_type))
         self.unsent_bytes += len(record)
         return record

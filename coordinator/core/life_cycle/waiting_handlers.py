@@ -35,7 +35,7 @@ class _Ordered:
 
 @dataclass(slots=True, eq=False, repr=False)
 class WaitingHandlers:
-    """Questions and orders about handlers that wait. ``name``: the instance."""
+    """Questions and orders about handlers that wait."""
 
     state: CoreState
     impulses: Impulses
@@ -63,7 +63,7 @@ class WaitingHandlers:
         group = self.impulses.log_own(1, encode_order(order))
         index = sum([batch.count for batch in group.batches[:-1]])
         group.transaction.audit.append(AuditEntry(self.state.now_ns, order.who, order.in_words()))
-        self._ordered.append(_Ordered(event.token, self.impulses.open_sequence_id, index))
+        self._ordered.append(_Ordered(event.token, self.state.log.open_sequence_id, index))
 
     def _problem(self) -> str:
         name, session = self.state.name, self.state.session

@@ -91,10 +91,10 @@ class Handshake:
         stream.window_bytes = frame.count or min(limits.peer_window_bytes, limits.unsaid_window_bytes)
 
     def _start_over(self, stream: OutputStream, frame: PeerFrame) -> None:
-        """The receiver of a stream that was reset says how much it has: what it never acknowledged goes on behind that.
+        """Continue a reset stream behind what its receiver has; what was never acknowledged is sent there.
 
-        Where it is the log that it was, with all that it had, and so is this one, nothing changes. Where this one is an
-        older copy, what the receiver has beyond the acknowledged may be something else: all of it is sent.
+        If it still is the log that it was, with all that it had, and this one too, nothing changes. If this log is an
+        older copy, what the receiver has beyond the acknowledged may be something else: everything is sent.
         """
         state, receivers, destination = self._state, self._receivers, stream.destination
         position = frame.position + stream.offset

@@ -7,9 +7,10 @@ log as well.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.effects import OpenPeer, ReadSpilled, ResetPeer, SendToPeer
 from immortal.coordinator.core.input.admission import OpenCalls
 from immortal.coordinator.core.input.inbound import Inbound
@@ -19,7 +20,7 @@ from immortal.coordinator.core.output.output_stream import OutputStream, StreamS
 from immortal.coordinator.core.output.replay_check import ExpectedOutputs, FollowerOutputs, ReplayPolicy
 from immortal.coordinator.core.state import CoreState
 from immortal.protocol.client_frames import CLIENTS
-from immortal.protocol.peer_frames import FrameType, PeerFrame
+from immortal.protocol.peer_frames import FrameType
 from immortal.protocol.trailer import OutputMarkEntry
 
 
@@ -52,7 +53,7 @@ class Outbound:
     # --- which there are ---------------------------------------------------------------------------------------------
 
     def stream(self, destination: str) -> OutputStream:
-        """The stream to ``destination``, opened if it is new; the next :meth:`send` looks at it."""
+        """Return the stream to ``destination``, opened if it is new; the next :meth:`send` looks at it."""
         stream = self.touched(destination)
         if stream is not None:
             return stream
@@ -76,9 +77,9 @@ class Outbound:
         return stream
 
     def acknowledged(self, destination: str) -> int:
-        """The position up to which the receiver is known to have the stream."""
+        """Return the position up to which the receiver is known to have the stream."""
         if destination == ONESELF:
-            return self.inbound.stream(ONESELF).durable
+            return self.inbound.senders.stream(ONESELF).durable
         return self.receivers.acknowledged.get(destination, 0)
 
     def add(self, stream: OutputStream) -> OutputStream:
@@ -123,20 +124,16 @@ class Outbound:
                 self.barriers.stop(stream)
             stream.append(count, payload, self.state.held_ticket)
 
-    def put_barrier(self, destination: str, now_ns: int) -> None:
+    def put_barrier(self, destination: str) -> None:
         """Hold back what the app sends to others from here on until ``destination`` has everything sent so far."""
         stream = self.streams.get(destination)
         if stream is not None and destination not in (ONESELF, CLIENTS) and not self.state.following:
-            self.barriers.add(stream, now_ns)
+            self.barriers.add(stream, self.state.now_ns)
 
     def place(self, marks: Iterable[OutputMarkEntry]) -> None:
         """Place what the app has made up to these ``marks`` of the followed log."""
         for mark in marks:
             self.followed.reached(self.stream(mark.destination), mark.position)
-
-    def place_all(self) -> None:
-        """Place everything the app has made: no more marks of another writer come."""
-        self.followed.place_all(self.streams)
 
     def new_marks(self, ticket: int) -> dict[str, OutputMark]:
         """Return the marks of the streams that moved since the last call, for the commit ``ticket``.
@@ -161,8 +158,9 @@ class Outbound:
 
     # --- to the receivers --------------------------------------------------------------------------------------------
 
-    def send(self, now_ns: int) -> None:
+    def send(self) -> None:
         """Send all batches that may go now; none before the first checkpoint is durable."""
+        now_ns = self.state.now_ns
         state, busy, spilling = self.state, self.busy, self.spilling
         if not state.ready or state.held or state.following:
             return
@@ -181,11 +179,11 @@ class Outbound:
             if destination == CLIENTS:
                 continue
             if stream.spill.active:
-                spilling.update(stream, now_ns)
+                spilling.update(stream)
             last_position = stream.open_up_to(self.barriers.passed)
             while (batch := stream.next_batch(durable_ticket, last_position)) is not None:
                 if destination == ONESELF:
-                    self.inbound.take_own(batch, now_ns)
+                    self.inbound.take_own(batch)
                     continue
                 frame = state.frame(
                     FrameType.BATCH,
@@ -203,28 +201,29 @@ class Outbound:
 
     def take_answers(self) -> list[OutputBatch]:
         """Return the app's new answers to clients; under the same conditions as :meth:`send`."""
+        state = self.state
         stream = self.streams.get(CLIENTS)
-        if stream is None or not self.state.ready or self.state.held or self.state.following:
+        if stream is None or not state.ready or state.held or state.following:
             return []
-        return stream.buffer.take_all(self.state.log.durable_ticket, stream.open_up_to(self.barriers.passed))
+        return stream.buffer.take_all(state.log.durable_ticket, stream.open_up_to(self.barriers.passed))
 
-    def spilled_read(self, destination: str, first_position: int, batches: Sequence[OutputBatch]) -> None:
+    def spilled_read(self, event: ev.SpilledRead) -> None:
         """Take the result of a ReadSpilled."""
-        stream = self.touched(destination)
+        stream = self.touched(event.destination)
         if stream is not None:
-            stream.spilled_read(first_position, batches)
+            stream.spilled_read(event.first_position, event.batches)
 
     # --- from the receivers ------------------------------------------------------------------------------------------
 
-    def replied(self, destination: str, tag: int, frame: PeerFrame) -> None:
+    def replied(self, event: ev.PeerReplied) -> None:
         """Handle a receiver's answer."""
-        stream = self.touched(destination)
+        stream = self.touched(event.destination)
         if stream is not None:
-            self.handshake.replied(stream, tag, frame)
+            self.handshake.replied(stream, event.tag, event.frame)
 
-    def moved(self, destination: str) -> None:
-        """Handle the news that nothing in flight to ``destination`` will arrive."""
-        stream = self.touched(destination)
+    def moved(self, event: ev.PeerMoved) -> None:
+        """Handle the news that nothing in flight to a receiver will arrive."""
+        stream = self.touched(event.destination)
         if stream is not None:
             self.handshake.moved(stream)
 
@@ -345,7 +344,7 @@ class SpillPolicy:
         self._streams = streams
         self._busy = busy
 
-    def update(self, stream: OutputStream, now_ns: int) -> None:
+    def update(self, stream: OutputStream) -> None:
         """Spill what has gathered in ``stream``, and read back what memory has room for again."""
         log, limits, spill = self._state.log, self._state.limits, stream.spill
         read = stream.next_read(log.durable_ticket)
@@ -354,7 +353,7 @@ class SpillPolicy:
         size_bytes = spill.gathered_bytes
         if size_bytes < limits.spill_row_bytes or self.kept_bytes + size_bytes > limits.spill_limit_bytes:
             return
-        if self._slows_nobody(stream, now_ns) and stream.spill_credit_bytes < size_bytes:
+        if self._slows_nobody(stream) and stream.spill_credit_bytes < size_bytes:
             self.waits_for_receiver = True
             return
         stream.spill_credit_bytes = 0
@@ -364,13 +363,14 @@ class SpillPolicy:
             for row in spill.store(group.ticket)
         ]
 
-    def _slows_nobody(self, stream: OutputStream, now_ns: int) -> bool:
+    def _slows_nobody(self, stream: OutputStream) -> bool:
         """Return whether the app may as well wait for that receiver: it takes what it can, and nobody else is sent
         to.
 
         Spilling would only make the disk slower, for both. What was spilled before goes on to shrink: half as much as
         was sent may be spilled anew.
         """
+        now_ns = self._state.now_ns
         recent_ns = self._state.limits.recent_ns
         if stream.state is not StreamState.OPEN or now_ns - stream.moved_on_ns >= recent_ns:
             return False

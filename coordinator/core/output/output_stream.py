@@ -288,7 +288,7 @@ class OutputStream:
             self._gates.append((self.position, number))
 
     def open_up_to(self, passed: int) -> int | None:
-        """The last position that may leave; None: all may."""
+        """Return the last position that may leave; None: all may."""
         gates = self._gates
         while gates and gates[0][1] <= passed:
             gates.popleft()
@@ -297,7 +297,7 @@ class OutputStream:
     # --- frames out ----------------------------------------------------------------------------------------------
 
     def next_batch(self, durable_ticket: int, last_position: int | None = None) -> OutputBatch | None:
-        """The next batch to send now, if the stream is open, the window too, and enough has gathered; none that begins
+        """Return the next batch to send now, if stream and window are open and enough has gathered; none that begins
         behind ``last_position``."""
         if self.state is not StreamState.OPEN or self._opening_ticket > durable_ticket:
             return None

@@ -61,7 +61,7 @@ class SendBuffer:
     def next_batch(
         self, durable_ticket: int, window_bytes: int, last_position: int | None = None
     ) -> OutputBatch | None:
-        """The next batch to send now, if the window is open, and enough has gathered; see :meth:`_take`."""
+        """Return the next batch to send now, if the window is open and enough has gathered; see :meth:`_take`."""
         unsent = self._unsent
         limits = self._limits
         if (
@@ -339,7 +339,7 @@ class Spill:
         self.gathered_bytes += len(batch.payload)
 
     def add_stored(self, first_position: int, last_position: int, size_bytes: int, ticket: int = 0) -> None:
-        """The stream's next messages, which the log has, or will have by the commit ``ticket``."""
+        """Add the stream's next messages, which the log has, or will have by the commit ``ticket``."""
         self.stored_bytes += size_bytes
         last = self._segments[-1] if self._segments else None
         if isinstance(last, _Stored) and last.ticket == ticket and last.last_position + 1 == first_position:
