@@ -302,7 +302,7 @@ def multicast(targets: Iterable[type[A]]) -> type[A]:
     """``immortal.multicast([self.a, self.b]).count.fork("text")`` calls all of them, in one order for everybody.
 
     Two instances that get the same two multicasts get them in the same order, and an effect never comes before its
-    cause; see ``docs/guide/ordering.md``. ``targets``: peers of one class or of several with that handler, and
+    cause; see ``docs/how-to/ordering.md``. ``targets``: peers of one class or of several with that handler, and
     ``type(self)`` for this instance too. In an ``async def`` handler
     ``await immortal.multicast([...]).count("text")`` gives all answers, in the order of the targets. Raises UsageError.
     """

@@ -99,7 +99,7 @@ def encode_order(order: Order) -> bytes:
     return encode_incoming_rpc(ORDER_METHOD_ID, RpcType.IMPULSE, msgspec.msgpack.encode(order))
 
 
-# Calls by which the SDKs of senders and destinations agree on the order of multicasts (`docs/ORDERING.md`).
+# Calls by which the SDKs of senders and destinations agree on the order of multicasts (`docs/explanation/ordering.md`).
 #
 # The method IDs are above those of users, and not negative: who does not know them refuses them in words, as any method
 # that there is not. EXECUTED is an app's to itself.
@@ -125,7 +125,7 @@ def ordered_method(data: bytes, start: int, end: int) -> int:
         return -1
 
 
-# Calls by which handles work (`docs/NODES.md`). Their IDs are above users', as those of :mod:`protocol.ordering`.
+# Calls by which handles work (`docs/reference/nodes.md`). Their IDs are above users', as those of :mod:`protocol.ordering`.
 
 
 NODE_METHOD_ID = (1 << 20) + 4  # a call of a node: [sender, keys, method ID, arguments]

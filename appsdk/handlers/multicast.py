@@ -1,6 +1,6 @@
 """``immortal.multicast([self.a, self.b]).count.fork("text")``: calls of a handler of several instances, in one order.
 
-`docs/guide/ordering.md` says what is promised.
+`docs/how-to/ordering.md` says what is promised.
 """
 
 from __future__ import annotations

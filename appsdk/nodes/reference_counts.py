@@ -1,4 +1,4 @@
-"""Distributed reference counting of handles: its messages and two pure state machines. `docs/NODES.md`.
+"""Distributed reference counting of handles: its messages and two pure state machines. `docs/reference/nodes.md`.
 
 :class:`Owner` counts, per holder, the copies of a handle that went to it; :class:`Holder` knows the copies that came.
 Messages go in, actions come out; no I/O, no time, no randomness. Their state is part of the app's checkpoint.
@@ -205,7 +205,7 @@ class Holder:
 
 # What owners and holders of handles tell each other: calls of methods that no user can declare.
 #
-# `docs/NODES.md` says which message does what. A *key* is 16 random bytes: a handle is its owner's name and a key.
+# `docs/reference/nodes.md` says which message does what. A *key* is 16 random bytes: a handle is its owner's name and a key.
 
 
 Key: TypeAlias = bytes

@@ -1,6 +1,6 @@
 """Messages of ordered multicast, who may send which, and other input that may have to be queued behind them.
 
-`docs/ORDERING.md` says which message does what. A *run* is what is ordered as one: calls of one method that one sender
+`docs/explanation/ordering.md` says which message does what. A *run* is what is ordered as one: calls of one method that one sender
 made, one after the other, to the same destinations. ``number`` is the sender's, from 1.
 """
 

@@ -1,4 +1,4 @@
-"""Groups of instances and ordered multicast. `docs/guide/ordering.md`."""
+"""Groups of instances and ordered multicast. `docs/how-to/ordering.md`."""
 
 from immortal.appsdk.patterns.groups import Grouped, group
 

@@ -1,6 +1,6 @@
 """``prices = group(Book, "prices", members=["b1", "b2"])``: ordered multicasts to whoever is a member by then.
 
-`docs/guide/ordering.md` says what is promised; :mod:`immortal.appsdk.ordering.views` how members agree.
+`docs/how-to/ordering.md` says what is promised; :mod:`immortal.appsdk.ordering.views` how members agree.
 """
 
 from immortal.appsdk.patterns.groups.members import Grouped
