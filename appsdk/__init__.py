@@ -1,4 +1,4 @@
-"""Immortal services: write a class below :class:`Immortal`, and its calls survive every crash. `docs/guide/sdk.md`."""
+"""Immortal services: write a class below :class:`Immortal`, and its calls survive every crash. `docs/how-to/sdk.md`."""
 
 from immortal.appsdk import errors
 from immortal.appsdk.dispatch.lifecycle import upgrades

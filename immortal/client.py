@@ -1,4 +1,4 @@
-"""Callers from outside: a client calls an instance exactly once, through every crash. `docs/guide/clients.md`."""
+"""Callers from outside: a client calls an instance exactly once, through every crash. `docs/how-to/clients.md`."""
 
 from immortal.appsdk.client import (
     CallCancelled,

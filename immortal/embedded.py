@@ -1,4 +1,4 @@
-"""An instance and its coordinator in one process. `docs/guide/embedded.md`."""
+"""An instance and its coordinator in one process. `docs/how-to/embedded.md`."""
 
 from immortal.appsdk.embedded import Embedded, run, start
 

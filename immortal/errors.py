@@ -1,4 +1,4 @@
-"""Errors of services, below :class:`ImmortalError`. `docs/guide/errors.md`."""
+"""Errors of services, below :class:`ImmortalError`. `docs/reference/errors.md`."""
 
 from immortal.appsdk.errors import (
     AS_RPC,

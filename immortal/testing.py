@@ -1,4 +1,4 @@
-"""A test environment for services: real coordinators in memory, crashes and replays. `docs/guide/testing.md`."""
+"""A test environment for services: real coordinators in memory, crashes and replays. `docs/how-to/testing.md`."""
 
 from immortal.appsdk.testing import (
     Environment,

@@ -1,5 +1,5 @@
 """One rule for all that has a name or a key: the same name with the same contents is the same thing, and with other
-contents it is refused, with both descriptions. ``docs/guide/names.md`` has each kind.
+contents it is refused, with both descriptions. ``docs/reference/names.md`` has each kind.
 
 A digest stands for the contents, so what is kept of a name is bounded. Where no digest is known, as in what earlier
 versions have kept, nothing is compared.

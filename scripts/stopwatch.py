@@ -1,4 +1,4 @@
-"""How long day one takes: the README's first program, typed at terminals, until its count has survived kill -9.
+"""How long day one takes: the README's first program, typed at terminals, until its state has survived kill -9.
 
     scripts/stopwatch                       in a fresh copy of this checkout, which makes its environment first
     scripts/stopwatch --wheel FILE.whl      in an empty folder, with a fresh environment and that wheel
@@ -142,14 +142,15 @@ class Stopwatch:
         print(f"{took_s:7.2f} s  {name}", flush=True)
 
 
-def first_program(readme: str) -> tuple[str, str, list[str]]:
-    """Of the README: the name and the source of its program, and the commands that are typed for it."""
+def first_program(readme: str) -> tuple[str, list[str], list[str]]:
+    """The README's first class, and the commands that are typed at two terminals for its program."""
+    program = re.search(r"^```python\n.*?(^class .*?)```", readme, re.DOTALL | re.MULTILINE)
     section = readme.partition("## A first program")[2].partition("\n## ")[0]
-    program = re.search(r"Save this as `([\w.]+)`:\s+```python\n(.*?)```", section, re.DOTALL)
-    commands = re.search(r"^```\n(.*?)```", section.partition("Register two instances")[2], re.DOTALL | re.MULTILINE)
-    if program is None or commands is None:
-        raise StopwatchError("README.md has no program under 'A first program', or no commands behind it")
-    return program[1], program[2], [line for line in commands[1].splitlines() if line]
+    typed = re.findall(r"^```\n(.*?)```", section, re.DOTALL | re.MULTILINE)
+    if program is None or len(typed) != 2:
+        raise StopwatchError("README.md has no program, or no commands at two terminals under 'A first program'")
+    first, second = (block.splitlines() for block in typed)
+    return program[1], first, second
 
 
 def copy_checkout(folder: Path) -> None:
@@ -172,47 +173,49 @@ def copy_checkout(folder: Path) -> None:
 def measure(folder: Path, wheel: Path | None, environment: Path | None) -> float:
     """The seconds of all commands. Raises StopwatchError."""
     watch = Stopwatch()
-    name, source, commands = first_program((ROOT / "README.md").read_text())
+    source, at_first, at_second = first_program((ROOT / "README.md").read_text())
+    if at_first[-1] != "immortal dev" or sum(line.startswith("kill -9 ") for line in at_second) != 1:
+        raise StopwatchError(f"'immortal dev' and one 'kill -9' were expected in README.md: {at_first}, {at_second}")
     if wheel is None and environment is None:
         copy_checkout(folder)
-    with Terminal(folder) as first, Terminal(folder) as greeting, Terminal(folder) as crowding:
+    with Terminal(folder) as first, Terminal(folder) as second:
         if wheel is not None:
             for command in ("python3 -m venv .venv", f".venv/bin/pip install {shlex.quote(str(wheel))}"):
                 with watch.step(command):
                     first.run(command)
         elif environment is not None:
             (folder / ".venv").symlink_to(environment)
-        else:
-            with watch.step("scripts/setup"):
-                first.run("scripts/setup")
-        (folder / name).write_text(source)
-        settings = [line for line in commands if line.startswith("export ")]
-        for line in settings:
-            greeting.run(line)
-            crowding.run(line)
-        runs = [line for line in commands if line.startswith("immortal run ")]
-        if len(runs) != 2:
-            raise StopwatchError(f"two commands 'immortal run' were expected in README.md: {commands}")
-        for command in (line for line in commands if line not in runs):
+        for command in at_first[:-1]:
+            if command == "scripts/setup" and (wheel is not None or environment is not None):
+                continue
             with watch.step(command):
                 first.run(command)
-        with watch.step(runs[0]):
-            greeting.enter(runs[0])
-            pids = [greeting.see_pattern(r"coordinator_pid=(\d+)"), greeting.see_pattern(r"app_pid=(\d+)")]
-            greeting.see("ready")
-        with watch.step(f"{runs[1]}, until all are greeted"):
-            crowding.enter(runs[1])
-            greeting.see("5. hello, guest 5")
-        with watch.step("kill -9 of the greeter's coordinator and app, until it is ready again"):
-            first.run(f"kill -9 {' '.join(pids)} || true")  # the app may have ended for want of its coordinator
-            greeting.see_pattern(r"(coordinator_pid=)\d+")
-            greeting.see("ready")
-        with watch.step("immortal call greeter greet Ada: the count goes on"):
-            first.run("immortal call greeter greet Ada")
-            greeting.see("6. hello, Ada")
-        for terminal in (greeting, crowding):  # not counted
-            terminal.interrupt()
-            terminal.see(PROMPT)
+            if command.startswith("export "):
+                second.run(command)
+        if source not in (folder / "corner-shop" / "shop.py").read_text():
+            raise StopwatchError("the class that README.md shows is not in the project that 'immortal init' makes")
+        with watch.step("immortal dev, until both are ready"):
+            first.enter("immortal dev")
+            pids = [first.see_pattern(rf"{role}_pid=(\d+)") for _ in range(2) for role in ("coordinator", "app")]
+            for _ in range(2):
+                first.see_pattern(r"(info +ready)")
+        left = 10
+        for command in at_second:
+            if command.startswith("kill -9 "):
+                with watch.step("kill -9 of all four processes, until both have recovered"):
+                    second.run(f"kill -9 {' '.join(pids)} || true")  # an app may have ended with its coordinator
+                    for _ in range(2):
+                        first.see_pattern(r"(info +recovered)")
+            elif command.startswith("immortal call "):
+                left -= 2
+                with watch.step(f"{command}: {left} are left"):
+                    if '"2 tea: sold"' not in second.run(command):
+                        raise StopwatchError(f"{command!r} did not sell")
+                    first.see(f"2 tea taken, {left} left")
+            else:
+                second.run(command)
+        first.interrupt()  # not counted
+        first.see(PROMPT)
     return watch.total_s
 
 

@@ -2,7 +2,7 @@
 there.
 
 A verdict goes into the log, so the text of an exception is taken once: with the same code it could be another one the
-next time. `docs/guide/errors.md` says what fails how.
+next time. `docs/reference/errors.md` says what fails how.
 """
 
 from __future__ import annotations

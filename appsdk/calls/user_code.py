@@ -2,7 +2,7 @@
 
 ``sys.exit()``, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError and each BaseException of a user's own are what
 a ValueError is: the run that raised it has failed, and the process goes on. What ends the process is a signal that asks
-for it. docs/guide/errors.md has the table.
+for it. docs/reference/errors.md has the table.
 """
 
 from __future__ import annotations

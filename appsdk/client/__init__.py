@@ -1,6 +1,6 @@
 """Call an instance from any Python process: ``with connect("counter") as counter: counter.total()``.
 
-`docs/guide/clients.md`.
+`docs/how-to/clients.md`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A service in one process: its coordinator runs in the app's own thread. `docs/guide/embedded.md`.
+"""A service in one process: its coordinator runs in the app's own thread. `docs/how-to/embedded.md`.
 
     run(Orders, "orders")                           a program of its own; never returns
     with start(Orders, "orders"):                   in a thread: for tests, notebooks, several instances

@@ -11,7 +11,7 @@
 The run goes on after a crash where it was: what has a result in the log is not requested and not called again. The
 agent's own code (its graph, output functions, history processors, dynamic instructions) runs in the handler, on its
 :mod:`loop <immortal.appsdk.integrations.handler_loop>`, and is repeated by replays: it has to do the same again.
-`docs/guide/integrations.md`.
+`docs/how-to/integrations.md`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of immortals: several in one process, on a clock of the test's own. See docs/guide/testing.md."""
+"""Tests of immortals: several in one process, on a clock of the test's own. See docs/how-to/testing.md."""
 
 from immortal.appsdk.running.local_app import ProcessDies
 from immortal.appsdk.testing.environment import Environment, crash_everywhere

@@ -1,4 +1,4 @@
-"""The environment of a test: immortals in one process, on a clock of its own. See docs/guide/testing.md."""
+"""The environment of a test: immortals in one process, on a clock of its own. See docs/how-to/testing.md."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ uvicorn web:app
 
 POST /orders {"order": "17", "item": "book"} takes an order. With the header Idempotency-Key it is taken once, however
 often the request is sent, to whichever process of this server, before or after crashes, and the answer is the same.
-What goes wrong is told as problem details (RFC 9457): `docs/guide/integrations.md`.
+What goes wrong is told as problem details (RFC 9457): `docs/how-to/integrations.md`.
 """
 
 from __future__ import annotations

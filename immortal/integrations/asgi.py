@@ -1,4 +1,4 @@
-"""Web frameworks (ASGI) in front of instances. `docs/guide/integrations.md`."""
+"""Web frameworks (ASGI) in front of instances. `docs/how-to/integrations.md`."""
 
 from immortal.appsdk.integrations.asgi import ImmortalMiddleware, Service, TooManyCalls, progress
 

@@ -42,7 +42,7 @@ from immortal.coordinator.operator import control
 from immortal.coordinator.peers import keys
 from tests.helpers.cli import HOME, Run, immortal
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "clients.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "clients.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 OUTPUTS = dict(re.findall(r"```output (\w+)\n(.*?)```", GUIDE, re.DOTALL))
 DEADLINE_S = 30.0

@@ -18,7 +18,7 @@ import pytest
 from immortal.coordinator.instances.registry import Registry
 from tests.helpers.cli import DEADLINE_S, HOME, Run, immortal
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "embedded.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "embedded.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 OUTPUTS = dict(re.findall(r"```output (\w+)\n(.*?)```", GUIDE, re.DOTALL))
 

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.cli import HOME, Run, immortal
 from tests.helpers.web import Web
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "integrations.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "integrations.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 SESSIONS = re.findall(r"```\n(\$ .*?)```", GUIDE, re.DOTALL)
 

@@ -18,7 +18,7 @@ def test_its_commands_at_a_terminal() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [line.partition(" s  ")[2] for line in done.stdout.splitlines()]
-    assert steps[-2:] == ["immortal call greeter greet Ada: the count goes on", "in all, of inf s"]
+    assert steps[-2:] == ["immortal call shop order tea 2: 6 are left", "in all, of inf s"]
 
 
 def test_a_readme_without_a_program() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.waiting import WaitingInstances
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "async.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "async.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 
 

@@ -11,18 +11,18 @@ from scripts.docs_site.links import BESIDE, linked
 from scripts.docs_site.offline import findings, loaded_by
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"index.md", "CHANGELOG.md", "guarantees.md", "guide/sdk.md", "guide/async.md"}
+PAGES = {"index.md", "CHANGELOG.md", "guarantees.md", "how-to/sdk.md", "how-to/async.md"}
 
 
 @pytest.mark.parametrize(
     ("page", "markdown", "shown"),
     [
-        ("index.md", "[g](docs/guide/sdk.md#state)", "[g](guide/sdk.md#state)"),
-        ("guide/sdk.md", "[g](../guarantees.md)", "[g](../guarantees.md)"),
-        ("guide/sdk.md", "[a](async.md), [b](#here)", "[a](async.md), [b](#here)"),
-        ("guide/sdk.md", "[the shop](../../examples/http)", "the shop (`examples/http`)"),
-        ("guide/sdk.md", "[first](../../README.md)", "[first](../index.md)"),
-        ("CHANGELOG.md", "[sdk.md](docs/guide/sdk.md)", "[sdk.md](guide/sdk.md)"),
+        ("index.md", "[g](docs/how-to/sdk.md#state)", "[g](how-to/sdk.md#state)"),
+        ("how-to/sdk.md", "[g](../guarantees.md)", "[g](../guarantees.md)"),
+        ("how-to/sdk.md", "[a](async.md), [b](#here)", "[a](async.md), [b](#here)"),
+        ("how-to/sdk.md", "[the shop](../../examples/http)", "the shop (`examples/http`)"),
+        ("how-to/sdk.md", "[first](../../README.md)", "[first](../index.md)"),
+        ("CHANGELOG.md", "[sdk.md](docs/how-to/sdk.md)", "[sdk.md](how-to/sdk.md)"),
         ("index.md", "[LICENSE](LICENSE)", "LICENSE"),
         ("index.md", "[x](docs/no-such.md)", "[x](no-such.md)"),
         ("index.md", "```\n[x](docs/y.md)\n```\n[LICENSE](LICENSE)", "```\n[x](docs/y.md)\n```\nLICENSE"),

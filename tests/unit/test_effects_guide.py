@@ -20,7 +20,7 @@ from immortal.appsdk.effects.runner import LocalEffectRunner
 from tests.helpers.sdk import WAIT_S
 from tests.helpers.waiting import WaitingInstances
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "effects.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "effects.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 
 

@@ -1,4 +1,4 @@
-"""docs/guide/errors.md: its program does what the page says."""
+"""docs/reference/errors.md: its program does what the page says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from immortal import CalleeFailed, errors
 from immortal.protocol.verdicts import VerdictKind
 from immortal.testing import Environment
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "errors.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

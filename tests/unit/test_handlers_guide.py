@@ -17,7 +17,7 @@ from immortal.protocol.system_methods import Order
 from immortal.testing import Environment
 from tests.helpers.waiting import WaitingInstances
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "handlers.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "handlers.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 
 

@@ -13,7 +13,7 @@ import pytest
 from immortal.testing import Environment
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "guide" / "nodes.md").read_text()
+GUIDE = (ROOT / "docs" / "how-to" / "nodes.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 
 

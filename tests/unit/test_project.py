@@ -204,7 +204,7 @@ def test_environments_and_hidden_folders_are_not_looked_at(tmp_path: Path) -> No
 
 
 def test_the_guides_project_is_one(tmp_path: Path) -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "guide" / "day-one.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "tutorial" / "first-service.md").read_text()
     till, shop = given(tmp_path, guide.partition("```toml\n")[2].partition("```")[0])
     assert (till.app, shop.app) == ("shop:Till", "shop:Shop")
     assert shop.environment == {"GREETING": "good morning"}

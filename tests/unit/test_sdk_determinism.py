@@ -594,7 +594,7 @@ def test_a_failure_of_the_search_keeps_no_app_from_running(
 
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "guide" / "sdk.md").read_text()
+GUIDE = (ROOT / "docs" / "how-to" / "sdk.md").read_text()
 
 
 def apps_of(module: Any) -> list[type]:

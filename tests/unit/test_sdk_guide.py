@@ -12,7 +12,7 @@ import pytest
 
 from immortal.testing import Environment
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "sdk.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "sdk.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-GUIDES = Path(__file__).parents[2] / "docs" / "guide"
+GUIDES = Path(__file__).parents[2] / "docs" / "how-to"
 GUIDE = (GUIDES / "testing.md").read_text()
 PROGRAM = re.compile(r"```python\n# (\w+)\.py(.*?)\n(.*?)```", re.DOTALL)
 

@@ -770,7 +770,7 @@ def test_what_a_codec_raises_or_makes_is_in_the_words_of_its_type() -> None:
         ValueDecoder(Other).decode(encoder.encode(1))
 
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "types.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "docs" / "reference" / "types.md").read_text()
 
 
 def test_the_guides_program_runs(env: Environment, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@
     app.add_middleware(ImmortalMiddleware, services=[shop])
 
 The web process is a caller from outside, and keeps nothing: it may be killed at any moment, and there may be any number
-of it. `docs/guide/integrations.md`.
+of it. `docs/how-to/integrations.md`.
 """
 
 try:
