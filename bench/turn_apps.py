@@ -10,8 +10,8 @@ from immortal import Immortal, peer, rpc
 from immortal.bench.calls import IDLE_PEERS, TurnCosts
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Components
 from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers, SetClock
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.log.memory import MemoryLogStore

@@ -16,9 +16,9 @@ from immortal.appsdk.testing.effect_stubs import EffectStubs, StubEffectRunner
 from immortal.appsdk.testing.outside import OUTSIDERS, OutsideApp
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Components
 from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.log.memory import MemoryLogStore

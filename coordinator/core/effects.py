@@ -39,7 +39,7 @@ class CloseApp(Struct):
 
 
 class PauseApp(Struct):
-    """Read no more from the app until ResumeApp: this is the back-pressure."""
+    """Stop reading from the app until ResumeApp: this is the back-pressure."""
 
 
 class ResumeApp(Struct):
@@ -47,7 +47,7 @@ class ResumeApp(Struct):
 
 
 class AcquireWriteLease(Struct):
-    """Ask for the right to write the log, which only one has at a time: it is waited for where another has it."""
+    """Ask for the write lease, which one process holds at a time. It is waited for while another holds it."""
 
 
 class Commit(Struct):
@@ -68,7 +68,7 @@ class WriteCheckpointChunk(Struct):
 
 
 class AskStandby(Struct):
-    """Have one that has caught up with the log take this checkpoint: CheckpointOffered may answer, of a later time."""
+    """Ask a follower that has caught up for this checkpoint. CheckpointOffered may answer much later."""
 
     checkpoint_id: int
     epoch: int
@@ -87,17 +87,17 @@ class OfferChunk(Struct):
 
 
 class OfferCheckpoint(Struct):
-    """Tell who writes the log that the checkpoint is there, whole; its chunks are durable by then."""
+    """Tell the writer that the checkpoint is complete; its chunks are durable by then."""
 
     offer: Offer
 
 
 class Trim(Struct):
-    """Remove, in small steps and when there is time, what no kept checkpoint needs."""
+    """Remove what no kept checkpoint needs, in small steps, when there is time."""
 
 
 class ReadTail(Struct):
-    """Ask which of this writer's appends the log has: after one whose outcome is not known."""
+    """Ask which of this writer's appends the log has, after one whose outcome is unknown."""
 
 
 class LoadLog(Struct):
@@ -154,20 +154,20 @@ class SendToPeer(Struct):
 
 
 class ResetPeer(Struct):
-    """Forget all that is on its way to ``destination``."""
+    """Forget everything in flight to ``destination``."""
 
     destination: str
 
 
 class PeerResetDone(Struct):
-    """Answers PeerReset, once it is durable; ``found`` False: nothing is known of that peer."""
+    """Answer PeerReset, once it is durable. ``found`` False: nothing is known of that peer."""
 
     token: Token
     found: bool
 
 
 class OperatorAnswered(Struct):
-    """Answers what an operator asked for, once what was done is durable; plain values."""
+    """Answer an operator's request, once what was done is durable; plain values."""
 
     token: Token
     answer: Mapping[str, object]
@@ -193,7 +193,8 @@ class WakeAt(Struct):
 
 
 class UpgradeEnded(Struct):
-    """The upgrade to ``version`` is durable, or (with a ``problem``) given up: then it is not to be tried again."""
+    """Report that the upgrade to ``version`` is durable, or given up (with a ``problem``): then it is not tried
+    again."""
 
     version: int
     problem: str | None = None
@@ -206,7 +207,7 @@ class Report(Struct):
 
 
 class Stop(Struct):
-    """The end: cleanly where ``error`` is None."""
+    """Stop; cleanly if ``error`` is None."""
 
     error: ImmortalError | None = None
 

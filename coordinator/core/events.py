@@ -47,7 +47,7 @@ class AppSent(Struct):
 
 
 class AppClosed(Struct):
-    """The app's connection is gone."""
+    """The app's connection has ended."""
 
 
 class PeerFrameReceived(Struct):
@@ -79,7 +79,7 @@ class PermissionsChanged(Struct):
 
 
 class PeerReplied(Struct):
-    """The answer to a frame of ours; ``tag`` is that of the SendToPeer it answers."""
+    """A peer has answered a frame of ours; ``tag`` is that of the SendToPeer it answers."""
 
     destination: str
     tag: int
@@ -87,7 +87,7 @@ class PeerReplied(Struct):
 
 
 class PeerMoved(Struct):
-    """A destination is reached in another place, or for the first time: nothing of what is on its way will arrive."""
+    """A destination is reached at another place, or for the first time: nothing in flight to it will arrive."""
 
     destination: str
 
@@ -194,7 +194,8 @@ class Committed(Struct):
 
 
 class Fenced(Struct):
-    """The Commit with this ticket was not taken, and none behind it will be: ``holder``, in words, writes the log."""
+    """The log did not take the Commit with this ticket, nor will it take later ones: ``holder``, in words, writes
+    it."""
 
     ticket: int
     holder: str

@@ -14,11 +14,11 @@ from typing import Any
 
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core import notices
+from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.effects import Commit, Effect, ReadCheckpointChunk, Stop, Trim
 from immortal.coordinator.core.errors import FencedError
 from immortal.coordinator.core.life_cycle.recovery import BEHIND
 from immortal.coordinator.core.life_cycle.session import NORMAL, RECOVERED, WORKS, Phase, Step
-from immortal.coordinator.core.parts import Components
 from immortal.coordinator.core.status import StatusView
 from immortal.protocol.client_frames import CLIENTS, ClientFrameType
 from immortal.protocol.errors import ImmortalError, RemoteProtocolError
@@ -31,54 +31,54 @@ class Machine:
     ``view``: status for operators.
     """
 
-    def __init__(self, parts: Components) -> None:
+    def __init__(self, components: Components) -> None:
         self.stopped = False
-        self.parts = parts
-        self.view = StatusView(parts)
-        self.state = state = parts.state
-        self._session, self._log, self._peers = state.session, state.log, parts.peers
-        self._committer = committer = LogCommitter(parts)
+        self.components = components
+        self.view = StatusView(components)
+        self.state = state = components.state
+        self._session, self._log, self._peers = state.session, state.log, components.peers
+        self._committer = committer = LogCommitter(components)
         self._handlers: dict[type, Callable[[Any], None]] = {
-            ev.Started: parts.failover.started,
-            ev.WriteLeaseHeld: parts.failover.lease_held,
+            ev.Started: components.failover.started,
+            ev.WriteLeaseHeld: components.failover.lease_held,
             ev.WriteLeaseGranted: self._lease_granted,
-            ev.AppConnected: parts.lifecycle.connected,
-            ev.AppData: parts.inbox.received,
+            ev.AppConnected: components.lifecycle.connected,
+            ev.AppData: components.inbox.received,
             ev.AppSent: self._app_sent,
             ev.AppClosed: self._app_closed,
-            ev.PeerFrameReceived: parts.peers.inbound.received,
+            ev.PeerFrameReceived: components.peers.inbound.received,
             ev.ClientFrameReceived: self._client_frame_received,
             ev.PermissionsChanged: self._permissions_changed,
-            ev.PeerReplied: parts.peers.outbound.replied,
-            ev.PeerMoved: parts.peers.outbound.moved,
-            ev.PeerReset: parts.peer_resets.peer_reset,
-            ev.Reclaimed: parts.peer_resets.reclaimed,
-            ev.LettersDropped: parts.operator.drop,
-            ev.LettersRetried: parts.operator.retry,
-            ev.MessageSkipped: parts.operator.skip,
-            ev.InstancePaused: parts.state.pause.requested,
-            ev.InstanceResumed: parts.state.pause.resume_requested,
-            ev.HandlersAsked: parts.waiting_handlers.ask,
-            ev.HandlerOrdered: parts.waiting_handlers.order,
+            ev.PeerReplied: components.peers.outbound.replied,
+            ev.PeerMoved: components.peers.outbound.moved,
+            ev.PeerReset: components.peer_resets.peer_reset,
+            ev.Reclaimed: components.peer_resets.reclaimed,
+            ev.LettersDropped: components.operator.drop,
+            ev.LettersRetried: components.operator.retry,
+            ev.MessageSkipped: components.operator.skip,
+            ev.InstancePaused: components.state.pause.requested,
+            ev.InstanceResumed: components.state.pause.resume_requested,
+            ev.HandlersAsked: components.waiting_handlers.ask,
+            ev.HandlerOrdered: components.waiting_handlers.order,
             ev.Committed: committer.committed,
             ev.ChunkWritten: committer.chunk_written,
-            ev.StandbysChanged: parts.snapshot_receiver.standbys_changed,
-            ev.CheckpointOffered: parts.snapshot_receiver.checkpoint_offered,
-            ev.CheckpointAsked: parts.snapshot_sender.checkpoint_asked,
-            ev.ChunkOffered: parts.snapshot_sender.chunk_offered,
+            ev.StandbysChanged: components.snapshot_receiver.standbys_changed,
+            ev.CheckpointOffered: components.snapshot_receiver.checkpoint_offered,
+            ev.CheckpointAsked: components.snapshot_sender.checkpoint_asked,
+            ev.ChunkOffered: components.snapshot_sender.chunk_offered,
             ev.LogLoaded: committer.was_read(self._log_loaded),
             ev.CheckpointChecked: committer.was_read(self._checkpoint_checked),
-            ev.CheckpointChunkRead: committer.was_read(parts.record_feeder.checkpoint_chunk_read),
-            ev.RecordsRead: committer.was_read(parts.record_feeder.records_read),
-            ev.SpilledRead: committer.was_read(parts.peers.outbound.spilled_read),
-            ev.LettersRead: committer.was_read(parts.operator.letters_read),
+            ev.CheckpointChunkRead: committer.was_read(components.record_feeder.checkpoint_chunk_read),
+            ev.RecordsRead: committer.was_read(components.record_feeder.records_read),
+            ev.SpilledRead: committer.was_read(components.peers.outbound.spilled_read),
+            ev.LettersRead: committer.was_read(components.operator.letters_read),
             ev.TailRead: committer.tail_read,
             ev.Fenced: committer.fenced,
             ev.LogMeasured: committer.log_measured,
             ev.LogFailed: committer.log_failed,
             ev.CheckpointRequested: committer.checkpoint_requested,
             ev.Tick: self._tick,
-            ev.ClockMoved: parts.app_clock.moved,
+            ev.ClockMoved: components.app_clock.moved,
             ev.StopRequested: self._stop_requested,
         }
 
@@ -93,7 +93,7 @@ class Machine:
         """
         state = self.state
         state.now_ns = now_ns
-        self.parts.running.reached(now_ns)
+        self.components.running.reached(now_ns)
         for event in events:
             if self.stopped:
                 break
@@ -101,7 +101,7 @@ class Machine:
                 self._handlers[type(event)](event)
             except ImmortalError as error:
                 if isinstance(event, ev.AppData) and isinstance(error, RemoteProtocolError):
-                    self.parts.inbox.refuse(error)
+                    self.components.inbox.refuse(error)
                 else:
                     self._stop(self._peers.policy.explained(error))
         return state.take_effects()
@@ -126,38 +126,38 @@ class Machine:
         return self.state.take_effects()
 
     def _advance(self) -> None:
-        peers, clients = self._peers, self.parts.clients
-        if self.parts.lifecycle.proof is BEHIND:
-            self.parts.lifecycle.check_replay_complete()
-        if self.parts.failover.has_work:
-            self.parts.failover.advance()
-            self.parts.record_feeder.feed()
-            self.parts.failover.advance()  # that may have brought the app to where it follows
+        peers, clients = self._peers, self.components.clients
+        if self.components.lifecycle.proof is BEHIND:
+            self.components.lifecycle.check_replay_complete()
+        if self.components.failover.has_work:
+            self.components.failover.advance()
+            self.components.record_feeder.feed()
+            self.components.failover.advance()  # that may have brought the app to where it follows
         else:
-            self.parts.record_feeder.feed()
-        if self.parts.snapshot_sender.has_work:
-            self.parts.snapshot_sender.advance()
-        if self.parts.waiting_handlers.has_work:
-            self.parts.waiting_handlers.advance()
-        if self.parts.queries.has_work:
-            self.parts.queries.advance()
-        if self.parts.impulses.held_bytes:
-            self.parts.inbox.admit_impulses()
+            self.components.record_feeder.feed()
+        if self.components.snapshot_sender.has_work:
+            self.components.snapshot_sender.advance()
+        if self.components.waiting_handlers.has_work:
+            self.components.waiting_handlers.advance()
+        if self.components.queries.has_work:
+            self.components.queries.advance()
+        if self.components.impulses.held_bytes:
+            self.components.inbox.admit_impulses()
         if peers.inbound.turns.waiting_bytes:
             peers.inbound.take_turns()
         peers.outbound.send()
         for answers in peers.outbound.take_answers():
             clients.answered(answers)
         clients.answers.flush()
-        if self.parts.snapshot_receiver.is_under_way and self._session.phase is NORMAL:
-            self.parts.snapshot_receiver.advance()
+        if self.components.snapshot_receiver.is_under_way and self._session.phase is NORMAL:
+            self.components.snapshot_receiver.advance()
         while self._log.commits_next:
             self._committer.commit()
 
     def _settle(self) -> None:
         if self._session.phase is NORMAL and self.state.checkpoints.settled:
-            self.parts.checkpoint_taker.ask_if_due()
-        self.parts.back_pressure.update()
+            self.components.checkpoint_taker.ask_if_due()
+        self.components.back_pressure.update()
         self.state.timers.schedule_wakes(self._peers)
         shutdown = self.state.shutdown
         if shutdown.said_goodbye and self._session.unsent_bytes <= 0:
@@ -169,21 +169,21 @@ class Machine:
     # --- the log -----------------------------------------------------------------------------------------------------
 
     def _lease_granted(self, event: ev.WriteLeaseGranted) -> None:
-        self.parts.failover.lease_granted(event)
-        self.parts.snapshot_sender.took_over()
+        self.components.failover.lease_granted(event)
+        self.components.snapshot_sender.took_over()
 
     def _checkpoint_checked(self, event: ev.CheckpointChecked) -> None:
-        if not self.parts.snapshot_receiver.checkpoint_checked(event):
-            self.parts.lifecycle.checkpoint_checked(event)
+        if not self.components.snapshot_receiver.checkpoint_checked(event):
+            self.components.lifecycle.checkpoint_checked(event)
 
     def _log_loaded(self, event: ev.LogLoaded) -> None:
         was_loaded = self._session.is_loaded
-        self.parts.failover.log_loaded(event)
+        self.components.failover.log_loaded(event)
         if not was_loaded:  # what an app has said by now is judged now
             try:
-                self.parts.inbox.received(ev.AppData(b""))
+                self.components.inbox.received(ev.AppData(b""))
             except RemoteProtocolError as error:
-                self.parts.inbox.refuse(error)
+                self.components.inbox.refuse(error)
 
     @property
     def waits_for_room(self) -> bool:
@@ -210,28 +210,28 @@ class Machine:
             self._stop(None)
             return
         state.report(notices.AppGone(session.phase.value))
-        self.parts.upgrades.app_lost()
+        self.components.upgrades.app_lost()
         # While it was not read, something that it had sent may be lost.
-        at_query = self.parts.call_failures.died_at_query()
-        self.parts.call_failures.app_lost(all_heard=not self.parts.back_pressure.paused)
-        caller, deaths = self.parts.call_failures.poison_guard.died_of
-        self.parts.call_failures.caused_deaths(self.parts.clients.who_is(caller), deaths)
-        self.parts.operator.app_lost()
-        self.parts.unsaved_state.app_lost()
-        self.parts.waiting_handlers.app_lost()
-        self.parts.queries.app_lost(at_query=at_query)
+        at_query = self.components.call_failures.died_at_query()
+        self.components.call_failures.app_lost(all_heard=not self.components.back_pressure.paused)
+        caller, deaths = self.components.call_failures.poison_guard.died_of
+        self.components.call_failures.caused_deaths(self.components.clients.who_is(caller), deaths)
+        self.components.operator.app_lost()
+        self.components.unsaved_state.app_lost()
+        self.components.waiting_handlers.app_lost()
+        self.components.queries.app_lost(at_query=at_query)
         session.advance(Step.APP_LOST)
         session.connect()
         self._log.forget_app()
-        self.parts.admission.open_calls.is_known = not state.ready  # if it is, the next app recovers
+        self.components.admission.open_calls.is_known = not state.ready  # if it is, the next app recovers
         self._peers.outbound.forget()
         state.checkpoints.abandon()
         state.checkpoints.wanted = False
-        self.parts.snapshot_sender.app_lost()
-        self.parts.snapshot_receiver.app_lost()
-        self.parts.lifecycle.app_lost()
-        self.parts.back_pressure.paused = False
-        self.parts.impulses.forget()
+        self.components.snapshot_sender.app_lost()
+        self.components.snapshot_receiver.app_lost()
+        self.components.lifecycle.app_lost()
+        self.components.back_pressure.paused = False
+        self.components.impulses.forget()
         if shutdown.is_requested:
             self._stop(None)
 
@@ -242,22 +242,22 @@ class Machine:
         """A PeerReplied would change something now; otherwise it may come with the next event."""
         return (
             self.state.wants_replies
-            or self.parts.back_pressure.paused
-            or self.parts.lifecycle.is_cut
+            or self.components.back_pressure.paused
+            or self.components.lifecycle.is_cut
             or self.state.shutdown.is_requested
         )
 
     def _client_frame_received(self, event: ev.ClientFrameReceived) -> None:
         now_ns = self.state.now_ns
         if event.frame.frame_type is ClientFrameType.QUERY:
-            self.parts.queries.received(event.token, event.frame, event.caller)
+            self.components.queries.received(event.token, event.frame, event.caller)
             return
         if event.frame.frame_type is ClientFrameType.REQUEST:
             self._peers.inbound.turns.note_sender(CLIENTS, now_ns)
-        self.parts.clients.received(event.token, event.frame, event.caller)
+        self.components.clients.received(event.token, event.frame, event.caller)
 
     def _permissions_changed(self, event: ev.PermissionsChanged) -> None:
-        self.parts.admission.change(event.given, has_keys=event.has_keys)
+        self.components.admission.change(event.given, has_keys=event.has_keys)
         self._peers.inbound.answer_parked()
 
     def _tick(self, event: ev.Tick) -> None:
@@ -273,7 +273,7 @@ class Machine:
             return
         shutdown.request(hands_over=event.hands_over and self._session.phase in WORKS)
         self.state.accepting = False
-        self.parts.call_failures.stop_asked()
+        self.components.call_failures.stop_asked()
         if self._session.phase not in RECOVERED:
             shutdown.report_stop_reason()
             self._stop(None)
@@ -294,24 +294,24 @@ class Machine:
 class LogCommitter:
     """Hands groups to the log and handles its answers. Raises ImmortalError where there is no way on."""
 
-    def __init__(self, parts: Components) -> None:
-        self._parts = parts
-        self._state, self._session, self._peers = parts.state, parts.state.session, parts.peers
-        self._log, self._log_requests = parts.state.log, parts.state.log_requests
+    def __init__(self, components: Components) -> None:
+        self._components = components
+        self._state, self._session, self._peers = components.state, components.state.session, components.peers
+        self._log, self._log_requests = components.state.log, components.state.log_requests
 
     def commit(self) -> None:
         """Commit the next group, if there is one."""
-        parts = self._parts
+        components = self._components
         log = self._log
         # Marks are new once only: they are taken when there is a record to hold them.
         marked = self._session.phase in WORKS and log.seals_next
         group = log.next_commit(self._state.now_ns, self._peers.outbound.new_marks(log.next_ticket) if marked else {})
         if group is not None:
-            expected_last, fence = group.expected_last_sequence_id, parts.state.write_lease.fence
+            expected_last, fence = group.expected_last_sequence_id, components.state.write_lease.fence
             self._log_requests.write(Commit(group.ticket, group.transaction, group.size_bytes, expected_last, fence))
 
     def committed(self, event: ev.Committed) -> None:
-        parts, state = self._parts, self._state
+        components, state = self._components, self._state
         self._log_requests.write_done()
         ticket, now_ns, peers = event.ticket, state.now_ns, self._peers
         group = self._log.committed(ticket)
@@ -319,24 +319,24 @@ class LogCommitter:
         transaction = group.transaction
         if group.impulses_accepted:
             self._session.note_accepted(group.impulses_accepted, self._log.durable_sequence_id)
-        parts.record_feeder.committed(group)
+        components.record_feeder.committed(group)
         if transaction.sources:
             peers.became_durable(transaction.sources.items())
         if CLIENTS in transaction.acknowledged:
             peers.outbound.answers_durable(transaction.acknowledged[CLIENTS])
-        parts.peer_resets.committed(ticket)
-        parts.operator.committed(ticket)
+        components.peer_resets.committed(ticket)
+        components.operator.committed(ticket)
         if transaction.epoch is not None:
             state.report(notices.NewEpoch(transaction.epoch))
         if state.trim_ticket and ticket >= state.trim_ticket:
             state.trim_ticket = 0
             state.effects.append(Trim())
         if transaction.cut_healed:
-            parts.lifecycle.cut_healed()
+            components.lifecycle.cut_healed()
         if transaction.version is not None:
-            parts.upgrades.began(transaction.version)
+            components.upgrades.began(transaction.version)
         if transaction.checkpoint is not None:
-            parts.checkpoint_taker.durable(transaction.checkpoint, adopted=transaction.adopts)
+            components.checkpoint_taker.durable(transaction.checkpoint, adopted=transaction.adopts)
 
     def chunk_written(self, event: ev.ChunkWritten) -> None:
         self._log_requests.write_done()
@@ -353,14 +353,14 @@ class LogCommitter:
                 self.chunk_written(ev.ChunkWritten(len(write.data)))
 
     def log_failed(self, event: ev.LogFailed) -> None:
-        parts = self._parts
+        components = self._components
         if event.retryable:
             self._log_requests.request_failed(event)
-            parts.state.timers.log_at(self._log_requests.due_ns)
-        elif isinstance(event.request, ReadCheckpointChunk) and parts.state.write_lease.follows:
+            components.state.timers.log_at(self._log_requests.due_ns)
+        elif isinstance(event.request, ReadCheckpointChunk) and components.state.write_lease.follows:
             if self._session.phase is Phase.RESTORING:  # its writer may have removed it; the next look says
                 self._session.reading = False
-                parts.lifecycle.start_over(f"the checkpoint can't be restored ({event.error})")
+                components.lifecycle.start_over(f"the checkpoint can't be restored ({event.error})")
         else:
             raise event.error
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from immortal.coordinator.core.client.table import ClientTable
+from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.input.back_pressure import BackPressure
 from immortal.coordinator.core.interfaces import ONESELF
 from immortal.coordinator.core.life_cycle.session import GETS_RECORDS, WORKS, Phase
-from immortal.coordinator.core.parts import Components
 from immortal.coordinator.core.peers import Peers
 from immortal.coordinator.core.state import CoreState
 from immortal.protocol.client_frames import CLIENTS
@@ -18,68 +18,68 @@ from immortal.protocol.verdicts import MessageKey
 class StatusView:
     """Status of the machine with these components."""
 
-    def __init__(self, parts: Components) -> None:
-        self._parts = parts
+    def __init__(self, components: Components) -> None:
+        self._components = components
 
     def peers(self) -> dict[str, dict[str, object]]:
         """Values for `immortal peers show`, by instance."""
-        return describe_peers(self._parts.peers, self._parts.back_pressure.held_up_for)
+        return describe_peers(self._components.peers, self._components.back_pressure.held_up_for)
 
     def clients(self) -> dict[str, object]:
         """Values about clients for the web page."""
-        return describe_clients(self._parts.clients.table)
+        return describe_clients(self._components.clients.table)
 
     @property
     def forbidden(self) -> Mapping[str, int]:
         """Number of refused calls since the start, by caller, because it may not make them."""
-        return self._parts.call_failures.forbidden
+        return self._components.call_failures.forbidden
 
     @property
     def refusals(self) -> Mapping[str, Mapping[str, int]]:
         """Number of refusals and other sanctions since the start, by kind and caller, for the audit log."""
-        call_failures = self._parts.call_failures
+        call_failures = self._components.call_failures
         return {
             "refused: a method that it may not call": self.forbidden,
             "refused: nested too deeply": call_failures.nested,
-            "held back: too many calls": self._parts.admission.permissions.held_back,
+            "held back: too many calls": self._components.admission.permissions.held_back,
             "its call has ended the app's process": call_failures.penalties.deaths,
         }
 
     @property
     def letters(self) -> list[MessageKey]:
         """Keys of the dead letters that are kept, oldest first."""
-        return list(self._parts.call_failures.verdicts.letters)
+        return list(self._components.call_failures.verdicts.letters)
 
     @property
     def can_hand_over(self) -> bool:
         """The app works, so everything is in the log or can be made again from it."""
         return (
-            self._parts.state.write_lease.writes
-            and self._parts.state.session.phase in WORKS
-            and not self._parts.state.shutdown.is_requested
+            self._components.state.write_lease.writes
+            and self._components.state.session.phase in WORKS
+            and not self._components.state.shutdown.is_requested
         )
 
     def long_handler_text(self, now_ns: int) -> str:
         """Describe the handler that the app does not come back from; "" where there is none."""
-        return self._parts.call_failures.poison_guard.long_handler_text(now_ns)
+        return self._components.call_failures.poison_guard.long_handler_text(now_ns)
 
     def status(self, now_ns: int) -> dict[str, object]:
         """Values for `immortal status` of a live instance."""
-        parts = self._parts
-        return describe(parts.state, parts.peers, now_ns) | {
-            **describe_write_lease(parts.state, now_ns),
-            **describe_flow(parts.state, parts.back_pressure),
-            **parts.call_failures.describe(now_ns),
-            **parts.unsaved_state.describe(now_ns),
-            **parts.state.pause.describe(),
-            "impulses": parts.impulses.count,
-            "nested": dict(parts.call_failures.nested),
-            "deaths_caused": parts.call_failures.penalties.deaths,
-            "held_back": dict(parts.admission.permissions.held_back),
-            "open_calls": parts.admission.open_calls.counts,
-            "clients": parts.clients.describe() | parts.queries.describe(),
-            "version": parts.state.versions.current,
-            "upgrade_to": parts.state.versions.upgrade_to,
+        components = self._components
+        return describe(components.state, components.peers, now_ns) | {
+            **describe_write_lease(components.state, now_ns),
+            **describe_flow(components.state, components.back_pressure),
+            **components.call_failures.describe(now_ns),
+            **components.unsaved_state.describe(now_ns),
+            **components.state.pause.describe(),
+            "impulses": components.impulses.count,
+            "nested": dict(components.call_failures.nested),
+            "deaths_caused": components.call_failures.penalties.deaths,
+            "held_back": dict(components.admission.permissions.held_back),
+            "open_calls": components.admission.open_calls.counts,
+            "clients": components.clients.describe() | components.queries.describe(),
+            "version": components.state.versions.current,
+            "upgrade_to": components.state.versions.upgrade_to,
         }
 
 

@@ -24,6 +24,7 @@ from immortal.coordinator.clock import LOOK_NS, InstanceClock, earliest
 from immortal.coordinator.config import Checkpoints, InstanceSettings
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.errors import (
     DamagedLogError,
     DivergenceError,
@@ -36,7 +37,6 @@ from immortal.coordinator.core.errors import (
 from immortal.coordinator.core.interfaces import LogStore
 from immortal.coordinator.core.limits import MIB, Limits
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Components
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.fault_points import FaultPoint, reach
 from immortal.coordinator.instances import upgrade_mark

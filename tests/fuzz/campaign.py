@@ -236,7 +236,7 @@ class Campaign:
     def _client_calls(self) -> None:
         name = self._rng.choice(tuple(SERVICES))
         arguments = self._structures.array() if self._rng.random() < 0.9 else self._structures.value()
-        known = self._driver(name).machine.parts.clients.table.get("worse")
+        known = self._driver(name).machine.components.clients.table.get("worse")
         number = 1 if known is None else known.number + 1  # what was refused as a whole was not taken
         client_says(
             self._env, name, self._method(name), arguments, number=number, client_id="worse", acknowledged=number - 1

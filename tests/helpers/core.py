@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Components
 from immortal.coordinator.core.permissions import Permission
 from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
 from immortal.coordinator.driver.ports import Read, Write
@@ -325,7 +325,7 @@ class Driven:
         """``greeted``: a sender that is new here has said Hello before; of that nothing is kept."""
         payload = {"count": len(messages), "payload": b"".join(messages), "time_ns": 5}
         frame = self.peer_frame(FrameType.BATCH, position, **(payload | fields))
-        source = self.machine.parts.peers.inbound.senders.stream(frame.sender)
+        source = self.machine.components.peers.inbound.senders.stream(frame.sender)
         if greeted and not source.committer_id and frame.receiver == self.machine.state.name:
             source._greeted_committer_id = frame.committer_id
         return self.handle(ev.PeerFrameReceived(token, frame))

@@ -16,7 +16,7 @@ from immortal.appsdk.handlers.proxy import all_method_names
 from immortal.appsdk.patterns.clone.model import Change
 from immortal.client import CallRefused, connect
 from immortal.coordinator.core import events as ev
-from immortal.coordinator.core.parts import Components
+from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.permissions import EVERYTHING, Permission, Permissions
 from immortal.coordinator.peers import keys
 from immortal.errors import DefinitionError

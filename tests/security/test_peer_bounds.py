@@ -179,7 +179,7 @@ def test_a_message_larger_than_the_window_is_taken_alone_and_only_alone() -> Non
 def test_a_window_that_has_shrunk_takes_nothing_back_but_not_for_ever() -> None:
     limits = Limits(receive_budget_bytes=1000, grant_bytes_min=10, peer_window_bytes=1000)
     driven = Driven.started(limits=limits, auto=False)
-    grants = driven.machine.parts.peers.inbound.grants
+    grants = driven.machine.components.peers.inbound.grants
     driven.greeted("h")
     assert grants.allowed_bytes("b") == 1000
     grants.window_bytes("b", 900)
@@ -202,13 +202,13 @@ def test_a_sender_cannot_have_endless_tiny_frames_wait() -> None:
 def test_names_that_are_refused_leave_nothing() -> None:
     """Each says that it was acknowledged more than is here."""
     driven = Driven.started()
-    before = dict(driven.machine.parts.peers.inbound.streams)
+    before = dict(driven.machine.components.peers.inbound.streams)
     for number in range(2000):
         frame = driven.peer_frame(FrameType.HELLO, 5, sender=f"n{number}")
         assert refusals(driven.handle(ev.PeerFrameReceived("t", frame)))
         batch = driven.peer_frame(FrameType.BATCH, 1, sender=f"m{number}", count=1, payload=rpc(1))
         driven.handle(ev.PeerFrameReceived("t", batch))
-    peers = driven.machine.parts.peers
+    peers = driven.machine.components.peers
     assert peers.inbound.streams == before
     assert len(peers.inbound.senders.refused) <= Limits().refused_senders_max
     assert peers.inbound.grants.granted_bytes == {}
@@ -220,7 +220,7 @@ def test_names_that_only_say_hello_are_forgotten() -> None:
     driven.batch("t", 1, rpc(1))
     for number in range(100):
         driven.greeted("h", sender=f"n{number}")
-    peers = driven.machine.parts.peers
+    peers = driven.machine.components.peers
     assert len([name for name in peers.inbound.streams if name.startswith("n")]) <= 11
     assert len(peers.inbound.grants.granted_bytes) <= 12
     assert "b" in peers.inbound.streams, "of this one something was taken"

@@ -18,9 +18,9 @@ from immortal.client import CalleeFailed, CallRefused, connect
 from immortal.coordinator.config import ConfigError
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.input.admission import OpenCalls
 from immortal.coordinator.core.limits import Limits
-from immortal.coordinator.core.parts import Components
 from immortal.coordinator.core.permissions import EVERYTHING, Permission, Permissions
 from immortal.coordinator.instances.registry import Registry
 from immortal.coordinator.log.memory import MemoryLogStore
@@ -664,7 +664,7 @@ def test_what_is_open_is_not_known_before_the_checkpoint_is_chosen(patient: Guar
     driven = patient.driven
     driven.unanswered = (ef.CheckCheckpoint,)
     driven.connect(encode_hello(Hello(ALL_EXTENSIONS, "test")))
-    assert driven.machine.parts.admission.permissions.takes_verdicts, "the app has said so"
+    assert driven.machine.components.admission.permissions.takes_verdicts, "the app has said so"
     assert patient.greet() == []
     (again,) = patient.send(3, waiting(3, 3, HOLD))
     assert (again.frame_type, again.position) == (FrameType.RESEND, 0)

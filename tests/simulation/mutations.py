@@ -205,7 +205,7 @@ MUTATIONS = (
         "commit",
         "if group is not None:",
         "if group is not None and group.record is not None and self._session.phase is Phase.NORMAL:\n"
-        "            parts.state.outbox.send(group.record)\n"
+        "            components.state.outbox.send(group.record)\n"
         "        if group is not None:",
     ),
     Mutation(

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.errors import DamagedLogError, FencedError, LogError, LogFullError, LogSyncError
 from immortal.coordinator.core.events import ClockMoved
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Components
 from immortal.coordinator.driver.turn import Driver
 from immortal.protocol.errors import ImmortalError
 from tests.simulation.app_side import AppInterface
@@ -234,7 +234,7 @@ class Node:
             raise Violation(f"{self.name} goes on, though another writes its log")
         self._look_who_writes()
         self.disk.shared.tell_of_standbys()
-        state, peers = self._driver.machine.state, self._driver.machine.parts.peers
+        state, peers = self._driver.machine.state, self._driver.machine.components.peers
         world.marks["batch waited for its turn"] += peers.inbound.turns.waiting_bytes > 0
         for destination, stream in peers.outbound.streams.items():
             if destination not in peers.outbound.busy and not stream.is_idle and not state.following:
@@ -394,7 +394,9 @@ class Node:
         log = machine.state.log
         if log.durable_sequence_id > machine.state.session.fed_sequence_id or not log.open.empty:
             return False
-        return all(stream.acknowledged >= stream.position for stream in machine.parts.peers.outbound.streams.values())
+        return all(
+            stream.acknowledged >= stream.position for stream in machine.components.peers.outbound.streams.values()
+        )
 
 
 class _StruckError(Exception):

@@ -228,7 +228,9 @@ class World:
 
     def _is_last_straw(self, machine: Machine) -> bool:
         """One more death now would be a verdict, maybe on a message that is innocent: it could not be told apart."""
-        return machine.parts.call_failures.poison_guard.suspect.runs_count + 1 >= (machine.state.limits.kills_max or 0)
+        return machine.components.call_failures.poison_guard.suspect.runs_count + 1 >= (
+            machine.state.limits.kills_max or 0
+        )
 
     def _block(self, node: Node, fault: Fault) -> None:
         others = [name for name in self.plan.names if name != node.name]
@@ -252,7 +254,7 @@ class World:
             assert node.machine is not None
             for name in self.plan.names:
                 if name != node.name:
-                    stream = node.machine.parts.peers.outbound.streams.get(name)
+                    stream = node.machine.components.peers.outbound.streams.get(name)
                     self.marks["open stream moved"] += stream is not None and stream.state is StreamState.OPEN
                     node.post(ev.PeerMoved(name))
         elif kind == "clean stop":

@@ -111,7 +111,7 @@ def test_what_earlier_versions_have_kept_is_compared_with_nothing() -> None:
     driven.handle(request("t", 1, call(7), client_id=KEY))
     driven.data(answer(1, "seven"))
     driven.handle(request("t", 1, call(7), client_id="other"))  # so that the reply is durable
-    table = driven.machine.parts.clients.table
+    table = driven.machine.components.clients.table
     table.get(KEY).replies[1] = b"\1" + packed("seven")  # type: ignore[union-attr]
     assert first_reply(driven, request("u", 1, call(8), client_id=KEY)) == (1, "seven")
 
@@ -122,9 +122,9 @@ def test_of_a_client_with_an_id_each_number_is_compared_and_nothing_new_is_taken
     driven.data(answer(1, "one", "script") + answer(2, "two", "script"))
     frame = request("u", 1, call(1), call(9), call(3), client_id="script")
     assert_conflict(first_reply(driven, frame, 2), known="C.add with 2 bytes", given="C.add with 2 bytes")
-    assert driven.machine.parts.clients.table.get("script").number == 2  # type: ignore[union-attr]
+    assert driven.machine.components.clients.table.get("script").number == 2  # type: ignore[union-attr]
     driven.handle(request("u", 3, call(3), client_id="script"))
-    assert driven.machine.parts.clients.table.get("script").number == 3  # type: ignore[union-attr]
+    assert driven.machine.components.clients.table.get("script").number == 3  # type: ignore[union-attr]
 
 
 def test_many_conflicts_in_one_frame_are_told_a_few_at_a_time() -> None:

@@ -281,7 +281,7 @@ class Counted(OrderedDict[str, Any]):
 
 def test_clients_without_replies_are_not_gone_through_for_each_answer() -> None:
     driven = started(Limits(replies_bytes=1000))
-    table = driven.machine.parts.clients.table
+    table = driven.machine.components.clients.table
     table._clients = counted = Counted()
     count = 100
     for number in range(count):
@@ -299,7 +299,7 @@ def test_clients_without_replies_are_not_gone_through_for_each_answer() -> None:
 
 def test_of_forgotten_clients_nothing_is_left() -> None:
     driven = started(Limits(clients_max=3))
-    table = driven.machine.parts.clients.table
+    table = driven.machine.components.clients.table
     for number in range(100):
         driven.now_ns += 10
         driven.handle(request("t", 1, call(1), client_id=f"{number}", time_ns=driven.now_ns))

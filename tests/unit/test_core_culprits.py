@@ -218,6 +218,6 @@ def test_the_deaths_of_a_logged_message_count_with_its_verdict() -> None:
         driven.close()
         driven.connect(encode_hello(Hello(EXTENSIONS, "test")) + encode_app_description(DESCRIPTION))
     assert driven.machine.view.status(NOW_NS)["deaths_caused"] == {"b": 3}
-    assert driven.machine.parts.admission.hold_off_reason("b")
+    assert driven.machine.components.admission.hold_off_reason("b")
     driven.batch("u", 2, rpc(b"\x91"))
     assert driven.store.summary().sources["b"].position == 1, "it is to come again later"

@@ -8,12 +8,12 @@ from msgspec.structs import replace
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.availability.write_lease import LeaseRole
+from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.errors import DivergenceError, FencedError, FollowerError
 from immortal.coordinator.core.interfaces import CheckpointHeader, Transaction, VersionStart
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Components
 from immortal.protocol.extensions import Hello, encode_hello
 from immortal.protocol.messages import RpcType
 from immortal.protocol.peer_frames import FrameType
@@ -75,11 +75,11 @@ def test_what_the_writers_log_says_was_acknowledged_leaves_its_memory() -> None:
     follower.data(call("b", 1))
     record(writer, 1)  # its mark covers the call
     follower.look()
-    assert follower.machine.parts.peers.outbound.streams["b"].memory_bytes > 0
+    assert follower.machine.components.peers.outbound.streams["b"].memory_bytes > 0
     writer.reply(FrameType.TRIM_TO, 1)
     record(writer, 2)
     follower.look()
-    assert follower.machine.parts.peers.outbound.streams["b"].memory_bytes == 0
+    assert follower.machine.components.peers.outbound.streams["b"].memory_bytes == 0
 
 
 def test_one_whose_app_waits_for_room_looks_at_what_the_log_says_by_now() -> None:
@@ -139,12 +139,12 @@ def test_a_call_takes_its_place_behind_an_impulse_that_is_read_later() -> None:
     record(writer, 1)
     follower.look()
     follower.data(call("b", 2))  # of record 1; which place it has is not known yet
-    assert follower.machine.parts.peers.outbound.streams["b"].position == 1
+    assert follower.machine.components.peers.outbound.streams["b"].position == 1
     writer.data(call("b", 7, rpc_type=RpcType.IMPULSE) + call("b", 2))
     record(writer, 2)
     follower.look()
-    stream = follower.machine.parts.peers.outbound.streams["b"]
-    assert (stream.position, stream.mark) == (3, writer.machine.parts.peers.outbound.streams["b"].mark)
+    stream = follower.machine.components.peers.outbound.streams["b"]
+    assert (stream.position, stream.mark) == (3, writer.machine.components.peers.outbound.streams["b"].mark)
 
 
 def test_it_takes_over_at_any_record_under_an_epoch_of_its_own() -> None:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.availability.write_lease import LeaseRole
+from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.errors import FencedError, LogLockedError, LogUnavailableError
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Components
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.presenters.status import problems
 from immortal.protocol.peer_frames import FrameType

@@ -57,7 +57,7 @@ def test_a_stream_that_failed_is_told_of() -> None:
     driven.open_stream()
     driven.reply(FrameType.REFUSED, 0, code=RefusedCode.STALE_EPOCH, reason="no")
     assert driven.machine.waits_for_peers, "its call is to be sent again"
-    assert driven.machine.parts.peers.outbound.any_failed
+    assert driven.machine.components.peers.outbound.any_failed
 
 
 def test_it_waits_for_the_app_while_there_is_no_room() -> None:

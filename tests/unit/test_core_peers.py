@@ -737,7 +737,7 @@ def test_a_restore_goes_through_the_kept_impulses_once_however_many_receivers_th
     driven = Driven.started()
     names = [f"peer {number}" for number in range(50)]
     kept = Counted(ImpulseBatch(position, 1, rpc(position), name) for position in (1, 2) for name in names)
-    peers = driven.machine.parts.peers
+    peers = driven.machine.components.peers
     peers.outbound.forget()
     peers.replay.restore(None, replace(driven.store.summary(), impulses=kept))
     assert kept.looked_at <= 2 * len(kept)

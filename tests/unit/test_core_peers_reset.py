@@ -376,7 +376,7 @@ def test_a_reset_that_was_not_used_survives_a_crash() -> None:
     assert peer_of(second)["reset_pending"]
     second.greeted("h", **OTHER)
     assert second.replies == [("h", FrameType.WELCOME, 0)]
-    assert not second.machine.parts.peers.inbound.streams["b"].reset_pending
+    assert not second.machine.components.peers.inbound.streams["b"].reset_pending
 
 
 def test_operators_see_a_reset_until_both_streams_have_met_the_new_log() -> None:

@@ -98,7 +98,7 @@ def test_a_follower_gives_its_state_behind_the_record_that_it_has() -> None:
     header = offer.header
     assert (offer.epoch, header.checkpoint_id, header.sequence_id) == (1, 2, 1)
     assert (header.size_bytes, header.check) == (len(BLOB), crc64(BLOB))
-    assert header.outputs == {"b": writer.machine.parts.peers.outbound.streams["b"].mark}
+    assert header.outputs == {"b": writer.machine.components.peers.outbound.streams["b"].mark}
     assert header.unacknowledged["b"][0].count == 1
     assert not follower.of(ef.Commit)
 
@@ -114,7 +114,7 @@ def test_calls_that_have_no_place_yet_are_waited_for_and_later_ones_do_not_count
     took(follower)
     assert offers(follower) == []
     writer.data(call("b", 2))
-    mark = writer.machine.parts.peers.outbound.streams["b"].mark
+    mark = writer.machine.components.peers.outbound.streams["b"].mark
     writer.data(call("b", 3))
     record(writer, 2, follower)
     (offer,) = offers(follower)
@@ -211,7 +211,7 @@ def offered(writer: Driven, **other: object) -> Offer:
     """What a follower has put into the log, and says of it."""
     (ask,) = writer.of(ef.AskStandby)
     writer.store.backend.durable.put(*_row(ef.OfferChunk(ask.checkpoint_id, 0, BLOB)))
-    outputs = {name: stream.mark for name, stream in writer.machine.parts.peers.outbound.streams.items()}
+    outputs = {name: stream.mark for name, stream in writer.machine.components.peers.outbound.streams.items()}
     values: dict = {"outputs": outputs, "version": 1, **other}
     header = CheckpointHeader(ask.checkpoint_id, 1, len(BLOB), crc64(BLOB), 0)
     return Offer(ask.epoch, replace(header, **values))
@@ -353,7 +353,7 @@ def test_who_writes_has_a_record_for_marks_that_nobody_has_heard_of() -> None:
     took(follower)
     follower.look()
     (offer,) = offers(follower)
-    assert offer.header.outputs == {"b": writer.machine.parts.peers.outbound.streams["b"].mark}
+    assert offer.header.outputs == {"b": writer.machine.components.peers.outbound.streams["b"].mark}
     count = writer.store.last_sequence_id
     writer.handle(ev.Tick())
     assert writer.store.last_sequence_id == count, "one is enough"

@@ -77,7 +77,7 @@ def test_a_sender_alone_has_its_whole_window_under_way() -> None:
     driven = driven_with()
     for position in range(1, 7):
         send(driven, "b", position, small(position))
-    assert not driven.machine.parts.peers.inbound.turns.waiting_bytes
+    assert not driven.machine.components.peers.inbound.turns.waiting_bytes
     assert until_all_durable(driven) == [f"s{number}" for number in range(1, 7)]
 
 
@@ -200,7 +200,7 @@ def test_who_has_sent_nothing_for_long_holds_nobody_back() -> None:
     driven.now_ns += LIMITS.recent_ns
     for position in range(1, 7):
         send(driven, "b", position, small(position))
-    assert not driven.machine.parts.peers.inbound.turns.waiting_bytes
+    assert not driven.machine.components.peers.inbound.turns.waiting_bytes
 
 
 def test_clients_count_as_others() -> None:
@@ -209,7 +209,7 @@ def test_clients_count_as_others() -> None:
     driven.handle(ev.ClientFrameReceived("t", frame, ""))
     for position in range(1, 7):
         send(driven, "b", position, small(position))
-    assert driven.machine.parts.peers.inbound.turns.waiting_bytes == 4 * len(small(1))
+    assert driven.machine.components.peers.inbound.turns.waiting_bytes == 4 * len(small(1))
 
 
 @pytest.mark.parametrize("window_bytes", [5 * len(small(1)), 6 * len(small(1)) - 1])
@@ -223,7 +223,7 @@ def test_what_waits_counts_for_the_window(window_bytes: int) -> None:
         send(driven, "b", position, small(position))
     (refused,) = [effect for effect in driven.of(ef.ReplyToPeer) if effect.frame.code == RefusedCode.BEYOND_WINDOW]
     assert refused.token == "b6"
-    assert driven.machine.parts.peers.inbound.turns.waiting_bytes == 3 * len(small(1))
+    assert driven.machine.components.peers.inbound.turns.waiting_bytes == 3 * len(small(1))
     send(driven, "b", 6, small(6))
     told = [effect.notice for effect in driven.of(ef.Report) if isinstance(effect.notice, FrameRefused)]
     assert len(told) == 1, "it is said once of a sender"
@@ -306,7 +306,7 @@ def test_frames_that_come_again_are_sent_back_where_there_is_no_room_for_them() 
         token for token, frame_type, position in driven.replies if (frame_type, position) == (FrameType.RESEND, 2)
     ]
     assert sorted(map(str, resent)) == ["b3", "b3", "b4", "b4"], "each of them has an answer"
-    assert driven.machine.parts.peers.inbound.turns.waiting_bytes == 0
+    assert driven.machine.components.peers.inbound.turns.waiting_bytes == 0
     driven.disk_all()
     for position in (3, 4):
         send(driven, "b", position, small(position))
@@ -320,4 +320,4 @@ def test_what_is_here_already_does_not_wait(position: int) -> None:
     for _ in range(3):
         send(driven, "b", position, small(position))
     assert driven.replies == [], "each waits for the disk alone"
-    assert driven.machine.parts.peers.inbound.turns.waiting_bytes == 2 * len(small(1)), "only what is new waits"
+    assert driven.machine.components.peers.inbound.turns.waiting_bytes == 2 * len(small(1)), "only what is new waits"

@@ -8,10 +8,10 @@ import pytest
 
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
+from immortal.coordinator.core.components import Components
 from immortal.coordinator.core.life_cycle.session import Phase
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.machine import Machine
-from immortal.coordinator.core.parts import Components
 from immortal.coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
 from immortal.coordinator.driver.turn import Driver
 from immortal.coordinator.log.memory import MemoryLogStore
@@ -148,7 +148,7 @@ def test_what_goes_to_a_peer_leaves_before_the_disk_is_waited_for() -> None:
 def test_answers_that_nobody_is_in_a_hurry_for_are_taken_when_all_else_is_done() -> None:
     turns = Turns()
     turns.turn(ev.AppData(attach("b") + call("b", 1)))
-    tag = turns.machine.parts.peers.outbound.streams["b"].attempt
+    tag = turns.machine.components.peers.outbound.streams["b"].attempt
     welcome = PeerFrame(FrameType.WELCOME, "b", "a", 77, 1, 0)
     turns.peers.waiting = [ev.PeerReplied("b", tag, welcome)]
     done = turns.turn(ev.AppData(call("", 2)))

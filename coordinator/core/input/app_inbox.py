@@ -35,7 +35,7 @@ from immortal.protocol.peer_frames import PAYLOAD_SIZE_BYTES_MAX
 from immortal.protocol.readers import BlobStart, Message, TooLargeRpc
 
 if TYPE_CHECKING:
-    from immortal.coordinator.core.parts import Components
+    from immortal.coordinator.core.components import Components
 
 CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
 _DEMULTIPLEXED = frozenset({MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
@@ -145,15 +145,15 @@ LOGGED_EXTENSIONS = frozenset({MessageType.RECORD_TIME, MessageType.INSTANCE_NAM
 class AppInbox:
     """Dispatches the app's messages to the components that handle them."""
 
-    def __init__(self, parts: Components) -> None:
-        self._parts = parts
-        self._state = parts.state
-        self._peers = parts.peers
-        self._impulses = parts.impulses
-        checkpoint_taker = parts.checkpoint_taker
+    def __init__(self, components: Components) -> None:
+        self._components = components
+        self._state = components.state
+        self._peers = components.peers
+        self._impulses = components.impulses
+        checkpoint_taker = components.checkpoint_taker
         self._by_type: dict[int, Callable[[Message], None]] = {
             **dict.fromkeys(CALLS, self._calls),
-            **dict.fromkeys(REPORTS, parts.call_failures.app_reported),
+            **dict.fromkeys(REPORTS, components.call_failures.app_reported),
             MessageType.HELLO: late_hello,
             MessageType.ATTACH_TO: self._attach,
             MessageType.BARRIER: self._barrier,
@@ -165,10 +165,10 @@ class AppInbox:
             MessageType.SNAPSHOT_END: checkpoint_taker.snapshot_ended,
             MessageType.CHECKPOINT_FAILED: checkpoint_taker.failed,
             MessageType.TAKEN_BACK: checkpoint_taker.taken_back,
-            MessageType.UPGRADE_FAILED: parts.upgrades.failed,
-            MessageType.RETRY_REFUSED: parts.operator.retry_refused,
-            MessageType.HANDLERS: parts.waiting_handlers.answered,
-            MessageType.QUERY_ANSWERED: parts.queries.answered,
+            MessageType.UPGRADE_FAILED: components.upgrades.failed,
+            MessageType.RETRY_REFUSED: components.operator.retry_refused,
+            MessageType.HANDLERS: components.waiting_handlers.answered,
+            MessageType.QUERY_ANSWERED: components.queries.answered,
         }
 
     def received(self, event: ev.AppData) -> None:
@@ -185,12 +185,12 @@ class AppInbox:
                 self._message(message)
             elif isinstance(message, BlobStart):
                 self._base_app_began()
-                self._parts.checkpoint_taker.blob_began()
+                self._components.checkpoint_taker.blob_began()
             elif isinstance(message, TooLargeRpc):
                 self._base_app_began()
                 self._state.report(refuse_too_large(session, message))
             else:
-                self._parts.checkpoint_taker.blob_received(message)
+                self._components.checkpoint_taker.blob_received(message)
 
     def _message(self, message: Message) -> None:
         if not self._state.session.has_spoken:
@@ -210,18 +210,18 @@ class AppInbox:
         session = self._state.session
         session.note_first_message(message)
         self._check_extensions()
-        self._parts.admission.permissions.app_came(
+        self._components.admission.permissions.app_came(
             takes_verdicts=MessageType.VERDICTS in session.extensions,
             describes=MessageType.APP_DESCRIPTION in session.extensions,
         )
         if message.message_type == MessageType.HELLO and session.phase is Phase.FIRST_START:
-            self._parts.lifecycle.send_introduction()
+            self._components.lifecycle.send_introduction()
 
     def _base_app_began(self) -> None:
         """Note a first message that is no Hello: an app of the base protocol."""
         if not self._state.session.has_spoken:
             self._state.session.note_first_message(None)
-            self._parts.admission.permissions.app_came(takes_verdicts=False)
+            self._components.admission.permissions.app_came(takes_verdicts=False)
             self._check_extensions()
 
     def _check_extensions(self) -> None:
@@ -273,9 +273,9 @@ class AppInbox:
 
     def _description(self, message: Message) -> None:
         description = self._state.session.description = decode_app_description(message.data)
-        self._parts.call_failures.methods = description.methods
-        self._parts.clients.describe_methods(description)
-        self._parts.admission.permissions.describe(description)
+        self._components.call_failures.methods = description.methods
+        self._components.clients.describe_methods(description)
+        self._components.admission.permissions.describe(description)
         self._peers.inbound.answer_parked()
 
     def _initial_message(self, message: Message) -> None:
