@@ -121,7 +121,7 @@ class InstanceClock:
         """Return the instance's time, ns since the Unix epoch. It never goes back."""
         self._looked_ns = steady_ns = self._steady_ns()
         wall_ns = self._wall_ns()
-        if not accept and (time_ns := self._keeper.usual(wall_ns, steady_ns)) is not None:
+        if not accept and (time_ns := self._keeper.time_if_calm(wall_ns, steady_ns)) is not None:
             return time_ns
         reading = self._keeper.read(wall_ns, steady_ns, accept=accept)
         if reading.is_news:
