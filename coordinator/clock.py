@@ -24,7 +24,7 @@ from immortal.protocol import decoding
 from immortal.protocol.files import make_folder, opener
 
 FILE_NAME = "clock"
-LOOK_NS = 1_000_000_000  # how often it is looked at, whatever else happens: so a jump is never seen twice only
+TICK_NS = 1_000_000_000  # how often it is looked at, whatever else happens: so a jump is never seen twice only
 SAVE_NS = 60_000_000_000
 FAR_NS = 7 * 86_400 * 1_000_000_000  # more than this between two starts is said
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -70,8 +70,8 @@ class InstanceClock:
         self._log = log
         self._wall_ns, self._steady_ns = wall_ns, steady_ns
         self._boot = _boot_id()
-        self._looked_ns = self._saved_ns = steady_ns()
-        self._unsaved_told = False
+        self._read_ns = self._saved_ns = steady_ns()
+        self._unsaved_reported = False
         self._hold_ns = hold_ns
         self._is_ours = is_ours
         self._keeper = self._continued(summary, hold_ns)
@@ -94,19 +94,20 @@ class InstanceClock:
         logged_ns = max(0 if summary is None else summary.last_time_ns, *checkpoints_ns, 0)
         saved = self._load()
         wall_ns = self._wall_ns()
-        clock = SteadyClock(wall_ns - self._looked_ns, hold_ns)
+        clock = SteadyClock(wall_ns - self._read_ns, hold_ns)
         if saved is not None and saved.boot == self._boot != "":
             clock = SteadyClock(saved.offset_ns, hold_ns, saved.held_ns, saved.held_since_ns, saved.slowed)
         elif logged_ns and wall_ns - logged_ns > FAR_NS:
+            ahead = format_duration(wall_ns - logged_ns)
             self._log.warning(
-                f"the machine's clock is {in_words(wall_ns - logged_ns)} ahead of the log's last record: since the"
-                " machine was started anew, it is believed; nothing is forgotten or trimmed for it"
+                f"the machine's clock is {ahead} ahead of the log's last record: since the machine was"
+                " started anew, it is believed; nothing is forgotten or trimmed for it"
             )
-        clock.offset_ns = max(clock.offset_ns, logged_ns - self._looked_ns)
+        clock.offset_ns = max(clock.offset_ns, logged_ns - self._read_ns)
         # Without the file, what the log has counts as time in which it ran.
         spans = saved.spans if saved is not None and saved.spans else ((min(checkpoints_ns, default=0), logged_ns),)
         running = RunningTime(spans[:-1], *spans[-1])
-        running.begin(self._looked_ns + clock.offset_ns)
+        running.begin(self._read_ns + clock.offset_ns)
         return Timekeeper(clock, running, saved.steps if saved is not None else ())
 
     @property
@@ -119,29 +120,29 @@ class InstanceClock:
 
     def now_ns(self, *, accept: bool = False) -> int:
         """Return the instance's time, ns since the Unix epoch. It never goes back."""
-        self._looked_ns = steady_ns = self._steady_ns()
+        self._read_ns = steady_ns = self._steady_ns()
         wall_ns = self._wall_ns()
-        if not accept and (time_ns := self._keeper.usual(wall_ns, steady_ns)) is not None:
+        if not accept and (time_ns := self._keeper.time_if_calm(wall_ns, steady_ns)) is not None:
             return time_ns
         reading = self._keeper.read(wall_ns, steady_ns, accept=accept)
         if reading.is_news:
-            self._tell(reading)
+            self._report(reading)
             self._save()
         return reading.time_ns
 
-    def _tell(self, reading: Reading) -> None:
+    def _report(self, reading: Reading) -> None:
         if reading.begun_ns is not None:
             self.jumps_count += 1
+            offset = _format_offset(reading.begun_ns)
             self._log.warning(
-                f"the machine's clock is {_way(reading.begun_ns)} the instance's time: that goes on as before, until"
+                f"the machine's clock is {offset} the instance's time: that goes on as before, until"
                 f" this has stood for {self._keeper.clock.hold_ns // 1_000_000_000} s, or"
                 f" 'immortal clock {self._name} --accept' says that it is right"
             )
         if reading.taken_ns is not None:
             then = "is stepped" if reading.taken_ns > 0 else "runs 5 % slower until the clock has caught up"
-            self._log.warning(
-                f"the machine's clock is {_way(reading.taken_ns)} the instance's time, and believed now: that {then}"
-            )
+            offset = _format_offset(reading.taken_ns)
+            self._log.warning(f"the machine's clock is {offset} the instance's time, and believed now: that {then}")
         if reading.ended:
             self._log.info("the machine's clock agrees with the instance's time again")
 
@@ -158,10 +159,10 @@ class InstanceClock:
             events.append(Tick())
         return events
 
-    def look(self) -> None:
-        """Look at the clocks although nothing happens. Call it each LOOK_NS."""
+    def tick(self) -> None:
+        """Read the clocks although nothing happens. Call it each TICK_NS."""
         self.running.reached(self.now_ns())
-        if self._looked_ns - self._saved_ns >= SAVE_NS:
+        if self._read_ns - self._saved_ns >= SAVE_NS:
             self._save()
 
     def status(self) -> dict[str, object]:
@@ -172,7 +173,7 @@ class InstanceClock:
         return {
             "time_ns": time_ns,
             "ahead_s": 0.0 if held_ns is None else round(held_ns / 1e9, 3),
-            "held_s": 0.0 if held_ns is None else round((self._looked_ns - clock.held_since_ns) / 1e9, 3),
+            "held_s": 0.0 if held_ns is None else round((self._read_ns - clock.held_since_ns) / 1e9, 3),
             "hold_s": clock.hold_ns // 1_000_000_000,
             "slowed": clock.slowed,
             "jumps": self.jumps_count,
@@ -190,7 +191,7 @@ class InstanceClock:
             return None
 
     def _save(self) -> None:
-        self._saved_ns = self._looked_ns
+        self._saved_ns = self._read_ns
         if not self._is_ours:
             return
         clock = self._keeper.clock
@@ -210,8 +211,8 @@ class InstanceClock:
                 file.write(msgspec.json.encode(saved))
             os.replace(temporary, self._path)
         except OSError as error:
-            if not self._unsaved_told:
-                self._unsaved_told = True
+            if not self._unsaved_reported:
+                self._unsaved_reported = True
                 self._log.warning(f"{self._path} can't be written: {error.strerror}")
 
     def close(self) -> None:
@@ -230,11 +231,11 @@ def _boot_id() -> str:
         return ""
 
 
-def _way(ahead_ns: int) -> str:
-    return f"{in_words(abs(ahead_ns))} {'ahead of' if ahead_ns > 0 else 'behind'}"
+def _format_offset(ahead_ns: int) -> str:
+    return f"{format_duration(abs(ahead_ns))} {'ahead of' if ahead_ns > 0 else 'behind'}"
 
 
-def in_words(duration_ns: int) -> str:
+def format_duration(duration_ns: int) -> str:
     """Format a duration, such as "3 days", "1 hour" or "12 s"."""
     seconds = duration_ns / 1e9
     for unit, length_s in (("year", 365 * 86_400), ("day", 86_400), ("hour", 3600), ("minute", 60)):

@@ -1,4 +1,4 @@
-"""How a log is named: ``SCHEME:LOCATION``, or a path alone, which is that of a log in a folder. No I/O."""
+"""Parses the URL of a log: ``SCHEME:LOCATION``, or a path alone for a log in a folder. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]*):(.*)", re.DOTALL)
 
 
 def split_url(log: str) -> tuple[str, str]:
-    """(scheme, location). A path that looks like a URL is written lmdb:PATH."""
+    """Split a log's URL into (scheme, location). A path that looks like a URL is written lmdb:PATH."""
     found = _URL.fullmatch(log)
     return (FOLDERS, log) if found is None else (found[1], found[2])
 
@@ -22,5 +22,5 @@ def log_of_instance(log: str, instance_name: str) -> str:
 
 
 def is_in_folder(log: str) -> bool:
-    """Whether ``log`` is a path, or the URL of one."""
+    """True if ``log`` is a path, or the URL of one."""
     return split_url(log)[0] == FOLDERS

@@ -1,4 +1,4 @@
-"""How an app and its coordinator show each other that they know the instance's secret, which itself is not sent.
+"""Mutual proof by an app and its coordinator that both know the instance's secret, which itself is not sent.
 
     app          Challenge    its nonce
     coordinator  Proof        its nonce, its proof, the instance's name
@@ -27,14 +27,14 @@ _MAPPED = "::ffff:"  # in front of an IPv4 address that a socket of IPv6 shows
 
 
 class Role(enum.StrEnum):
-    """Who makes a proof."""
+    """Side that makes a proof."""
 
     APP = "app"
     COORDINATOR = "coordinator"
 
 
 class Handshake(Struct, frozen=True):
-    """What both sides know of one connection. ``channel``: see :func:`channel_of`."""
+    """Values of one connection that both sides know. ``channel``: see :func:`channel_of`."""
 
     app_nonce: bytes
     coordinator_nonce: bytes
@@ -42,17 +42,19 @@ class Handshake(Struct, frozen=True):
     channel: str
 
     def proof(self, secret: bytes, role: Role) -> bytes:
-        """What ``role`` shows, PROOF_SIZE_BYTES bytes."""
+        """Proof of ``role``, PROOF_SIZE_BYTES bytes."""
         said = encode_name(role) + self.app_nonce + self.coordinator_nonce
         return hmac.digest(secret, said + encode_name(self.instance) + encode_name(self.channel), "sha256")
 
     def is_proven(self, secret: bytes, role: Role, proof: bytes) -> bool:
-        """Whether ``proof`` is that of ``role``; how long that takes does not depend on where it differs."""
+        """Compare ``proof`` with that of ``role``, in constant time."""
         return hmac.compare_digest(proof, self.proof(secret, role))
 
 
 def channel_of(app: object, coordinator: object) -> str:
-    """What ties a proof to one TCP connection on this machine; ``app``, ``coordinator``: the ends' socket addresses.
+    """Text that ties a proof to one TCP connection on this machine.
+
+    ``app``, ``coordinator``: the ends' socket addresses.
 
     Both ends see the same two addresses, unless somebody stands between them and passes on what each says. "" for a
     Unix socket, whose owner is known, and where addresses of other machines are involved: they may be translated.

@@ -25,7 +25,7 @@ _CHECKED_FRONTS_MAX = 256  # for each sender
 
 
 class _Strides(dict[bytes, int]):
-    """How many bytes an RPC message takes, by its first _FRONT_SIZE_BYTES. KeyError for what may be none."""
+    """Sizes of RPC messages by their first _FRONT_SIZE_BYTES. KeyError for bytes that may begin no message."""
 
     def __missing__(self, front: bytes) -> int:
         try:
@@ -68,7 +68,7 @@ def check_batch(payload: bytes, count: int) -> None:
 
 
 def offset_after(payload: bytes, count: int, total: int) -> int:
-    """Where the first ``count`` of the ``total`` RPC messages of ``payload`` end. Raises RemoteProtocolError.
+    """Offset behind the first ``count`` of the ``total`` RPC messages of ``payload``. Raises RemoteProtocolError.
 
     Only those ``count`` are sure to be looked at. :func:`check_batch` looks at all.
     """
@@ -95,7 +95,7 @@ def offset_after(payload: bytes, count: int, total: int) -> int:
 
 
 def _walk(payload: bytes, count: int, total: int) -> int:
-    """As :func:`offset_after`, for messages of any size; says what is wrong."""
+    """Compute :func:`offset_after` for messages of any size, with precise errors."""
     offset = 0
     for index in range(count):
         _, offset = _rpc_at(payload, offset, index, total)
@@ -103,7 +103,7 @@ def _walk(payload: bytes, count: int, total: int) -> int:
 
 
 def _rpc_at(payload: bytes, offset: int, index: int, total: int) -> tuple[int, int]:
-    """Where the data of message ``index`` begins and ends. Raises RemoteProtocolError."""
+    """Start and end of the data of message ``index``. Raises RemoteProtocolError."""
     if offset == len(payload):
         raise RemoteProtocolError(f"a batch of {total} messages ends after {index}, at byte {offset}")
     message_type, start, end = decode_message(payload, offset)
@@ -118,7 +118,7 @@ def _rpc_at(payload: bytes, offset: int, index: int, total: int) -> tuple[int, i
 
 
 class CallRules:
-    """What the calls of one sender to one receiver may be; `protocol/call_permissions.py` has them all.
+    """Rules for the calls of one sender to one receiver; `protocol/call_permissions.py` has them all.
 
     ``negative``: methods with negative IDs, the SDK's own, may be called. ``reports_negative``: where they may not,
     ``check`` reports them in place of raising. ``negative_answers``: where they may not, answers may
@@ -141,8 +141,8 @@ class CallRules:
         self._fronts = _Fronts()
 
     def check(self, payload: bytes, count: int) -> list[int]:
-        """As :func:`check_batch`; and each message is one that an app can be given, a kind and an RPC type that there
-        is, and that this sender may send. Raises RemoteProtocolError.
+        """Check a batch like :func:`check_batch`, and that an app can be given each message: its kind and RPC type
+        exist, and this sender may send it. Raises RemoteProtocolError.
 
         Returns the indices of messages with a negative method ID, where this sender's are reported.
         """
@@ -174,15 +174,14 @@ class CallRules:
         return negative
 
     def _is_one_front(self, payload: bytes, count: int) -> bool:
-        """Whether all messages begin with the same bytes, as far as they are looked at, at one stride; the first is
-        checked."""
+        """Check the first message; True if all others have its size and begin with the same checked bytes."""
         length, stride = self._call_at(payload, 0, 0, count)
         if length <= 0 or stride * count != len(payload):
             return False
         return all(payload[at::stride] == payload[at : at + 1] * count for at in range(length))
 
     def _call_at(self, payload: bytes, offset: int, index: int, total: int) -> tuple[int, int]:
-        """How many bytes of message ``index`` say that it is in order, and how many it has.
+        """Number of bytes of message ``index`` that decide whether it is valid, and its size.
 
         In place of the first, 0: all of it; -1: its method ID is negative, which is to be reported.
 
@@ -211,7 +210,7 @@ class CallRules:
         return at - offset if at else 0, end - offset
 
     def _caller_end(self, payload: bytes, start: int, end: int, index: int) -> int:
-        """Behind the caller in the arguments ``payload[start:end]`` of a call that waits for an answer.
+        """Offset behind the caller in the arguments ``payload[start:end]`` of a call that waits for an answer.
 
         Arguments that do not begin as those of such a call are the receiver's to refuse: behind what shows that, or 0
         where it takes all of them. Raises RemoteProtocolError for the name of somebody else.
@@ -249,7 +248,7 @@ _STRING_LENGTHS = {0xD9: 1, 0xDA: 2, 0xDB: 4}  # ... and how many give the lengt
 
 
 class _Fronts(dict[bytes, int]):
-    """How many bytes a message takes, by its front, from the size to what was looked at last: few come again and again.
+    """Number of bytes that decide whether a message is valid, by these bytes: few fronts come again and again.
 
     No front begins another. They are looked up by as many bytes as one of the last two kinds had: ``length``,
     ``other``.

@@ -1,4 +1,4 @@
-"""Who may send what to whom. `docs/WIRE.md`, part 10, shows this table; the tests hold both together.
+"""The table of who may send what to whom. `docs/WIRE.md`, part 10, shows it; tests keep both equal.
 
 A coordinator checks it before anything is logged. What it can't see without an app's knowledge, which call an answer
 belongs to, the app checks: it is told who sent each batch (Sources).
@@ -37,11 +37,11 @@ ROWS = (
 )
 
 from_base_app_peer = CallRules(negative=True)
-"""To an app of the base protocol: its method IDs and arguments are its own matter."""
+"""Rules towards an app of the base protocol: its method IDs and arguments are its own matter."""
 
 
 def from_peer(name: str) -> CallRules:
-    """What the peer ``name`` may send to an app that speaks as WIRE.md's part 4.1 says.
+    """Rules for the peer ``name`` and an app that follows WIRE.md's part 4.1.
 
     The peer's app may be one of the base protocol, which knows of no reserved methods: so one call of such a method
     is reported, to fail alone, and does not stop the stream.
@@ -50,7 +50,7 @@ def from_peer(name: str) -> CallRules:
 
 
 def from_app(name: str, destination: str, *, speaks: bool) -> CallRules:
-    """What the app of the instance ``name`` may send to ``destination`` ("": itself).
+    """Rules for the app of the instance ``name`` and a ``destination`` ("": itself).
 
     ``speaks``: as WIRE.md's part 4.1 says; else its method IDs and arguments are its own matter. An answer names the
     method that was called, which another instance may have chosen: a refused call of it is answered as well.

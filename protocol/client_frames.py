@@ -85,7 +85,7 @@ class ClientCode(IntEnum):
 
 
 class ReplyKind(IntEnum):
-    """What a request came to: the numbers of an RPC's kind, where there is one."""
+    """Outcome of a request; equal to the number of an RPC's kind where there is one."""
 
     GONE = 0  # done, and the reply is not kept any more
     VALUE = 1
@@ -95,7 +95,7 @@ class ReplyKind(IntEnum):
 
 
 class ClientFrame(Struct, frozen=True):
-    """One frame. Fields that a type does not use are 0 or empty.
+    """Frame between a client and a coordinator. Fields that a type does not use are 0 or empty.
 
     ``number``: of the first request (REQUEST), the last one taken (WELCOME, PONG, REPLY), or of the query (QUERY,
     ANSWER, and REFUSED; 0 there where it is no query that is refused). ``acknowledged``: replies
@@ -117,7 +117,7 @@ class ClientFrame(Struct, frozen=True):
     reason: str = ""
 
     def asked_numbers(self) -> list[int]:
-        """Those of a PING, which :func:`decode_client_frame` has checked, each once."""
+        """Request numbers in a PING, each once. :func:`decode_client_frame` has checked the payload."""
         return list(dict.fromkeys(number for (number,) in _NUMBER.iter_unpack(self.payload)))
 
 
@@ -147,12 +147,12 @@ def encode_client_frame(frame: ClientFrame) -> bytes:
 
 
 def is_client_frame(data: bytes) -> bool:
-    """Whether ``data`` is meant as one, of any version; the messenger's messages never begin like it."""
+    """True if ``data`` is a client's frame of any version; the messenger's messages never begin like one."""
     return bool(data) and data[0] & 0xF0 == FRAME_MARK & 0xF0
 
 
 def decode_client_frame(data: bytes) -> ClientFrame:
-    """One of another version or an unknown type is UNKNOWN, and ``reason`` says which it has.
+    """Decode a frame. One of another version or an unknown type is UNKNOWN, with its version or type in ``reason``.
 
     Raises RemoteProtocolError; DamagedRecordError where the check does not match.
     """
@@ -218,12 +218,12 @@ _INTS = {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 
 
 def caller_of(client_id: str) -> str:
-    """What the client is called in a call that waits for an answer."""
+    """Name of the client in a call that waits for an answer."""
     return CLIENTS + client_id
 
 
 def encode_request(method_id: int, arguments: bytes) -> bytes:
-    """One call of a REQUEST; ``arguments`` is a MessagePack array. Raises LocalProtocolError."""
+    """Encode one call of a REQUEST; ``arguments`` is a MessagePack array. Raises LocalProtocolError."""
     return encode_incoming_rpc(method_id, RpcType.ASYNC, arguments)
 
 
@@ -266,7 +266,7 @@ def logged_calls(
 
 
 def decode_query_call(payload: bytes) -> tuple[int, bytes]:
-    """Of the one call of a QUERY: the method ID, and the arguments. Raises RemoteProtocolError."""
+    """Decode the one call of a QUERY: method ID and arguments. Raises RemoteProtocolError."""
     message_type, start, end = decode_message(payload, 0)
     if message_type != MessageType.RPC or payload[start : start + 1] != _CALL or end != len(payload):
         raise RemoteProtocolError("a query is exactly one call")
@@ -280,7 +280,7 @@ def decode_query_call(payload: bytes) -> tuple[int, bytes]:
 
 
 class Caller(Struct, frozen=True):
-    """Who waits for the answer of a call: an instance ("" is oneself), or with ``~`` in front a client."""
+    """Sender that waits for the answer of a call: an instance ("" is oneself), or a client, with ``~`` in front."""
 
     name: str
     number: int
@@ -288,7 +288,7 @@ class Caller(Struct, frozen=True):
 
 
 def decode_caller(data: bytes, start: int, end: int) -> Caller | None:
-    """Of the call in the RPC ``data[start:end]``; None if nobody waits, or it does not say who."""
+    """Decode the caller of the RPC ``data[start:end]``; None if no sender waits for it, or none is named."""
     try:
         method_id, offset = decode_zigzag_int(data, start + 1)
         if data[start] != RpcKind.CALL or offset >= end or data[offset] != RpcType.ASYNC:
@@ -304,7 +304,7 @@ def decode_caller(data: bytes, start: int, end: int) -> Caller | None:
 
 
 def decode_answered_number(data: bytes, start: int, end: int) -> int | None:
-    """Of the answer in the RPC ``data[start:end]`` the number of the call; None if it is no answer, or has none."""
+    """Decode the number of the call that the RPC ``data[start:end]`` answers; None if it is no answer, or has none."""
     try:
         _, offset = decode_zigzag_int(data, start + 1)
         if data[start] == RpcKind.CALL:
@@ -323,7 +323,7 @@ Where its number, or key, is that of another call it has the attributes of an Id
 
 
 def split_caller(arguments: bytes) -> tuple[str, bytes]:
-    """Of the arguments of a logged call that waits for an answer: who waits, and those of the method alone.
+    """Split the arguments of a logged call that waits for an answer: the caller's name, and the method's own arguments.
 
     Raises RemoteProtocolError.
     """
@@ -343,7 +343,7 @@ def split_caller(arguments: bytes) -> tuple[str, bytes]:
 
 
 class Reply(Struct):
-    """What request ``number`` came to. ``value`` is encoded as :class:`ReplyKind` says; empty for the other kinds."""
+    """Outcome of request ``number``. ``value`` is encoded as :class:`ReplyKind` says; empty for the other kinds."""
 
     number: int
     kind: int
@@ -351,7 +351,7 @@ class Reply(Struct):
 
 
 def decode_answer(data: bytes, start: int, end: int) -> tuple[str, Reply] | None:
-    """Whom an app answers in the RPC ``data[start:end]``, and what; None if it is no answer to a client."""
+    """Decode an answer in the RPC ``data[start:end]``: client ID and reply; None if it is no answer to a client."""
     kind = data[start]
     if not RpcKind.RETURNED_VALUE <= kind <= RpcKind.RAISED:
         return None
@@ -368,7 +368,7 @@ def decode_answer(data: bytes, start: int, end: int) -> tuple[str, Reply] | None
 
 
 def conflict_reply(number: int, conflict: IdentityConflict) -> Reply:
-    """What a request comes to whose number is that of another call."""
+    """Reply to a request whose number was used for another call before."""
     said = REFUSED_CALL, [str(conflict)], vars(conflict)
     return Reply(number, ReplyKind.RAISED, msgspec.msgpack.encode(said)[1:])
 
@@ -413,7 +413,7 @@ def encode_methods(methods: Mapping[int, str], queries: Collection[int] = ()) ->
 
 
 def decode_methods(payload: bytes) -> tuple[dict[int, str], set[int]]:
-    """What the methods are called, by method ID; those of them that are queries. Raises RemoteProtocolError."""
+    """Decode names of methods by method ID, and the IDs of queries among them. Raises RemoteProtocolError."""
     count, offset = decode_zigzag_int(payload, 0)
     if not 0 <= count <= len(payload):
         raise RemoteProtocolError(f"a WELCOME announces {count} methods in {len(payload)} bytes")
@@ -444,7 +444,7 @@ def msgpack_string(text: str) -> bytes:
 
 
 def msgpack_integer(value: int) -> bytes:
-    """Of a number that is not negative, in its shortest form."""
+    """Encode a non-negative number as MessagePack, in its shortest form."""
     if value < 0x80:
         return _BYTES[value]
     for code, size_bytes in _UINTS.items():
@@ -462,7 +462,7 @@ def _array_front(count: int) -> bytes:
 
 
 def _array(data: bytes, offset: int, end: int) -> tuple[int, int]:
-    """(count, offset of the first item)"""
+    """Decode an array's header: (count, offset of the first item)."""
     first = data[offset] if offset < end else -1
     if _FIXARRAY <= first <= _FIXARRAY | _FIXARRAY_MAX:
         return first & _FIXARRAY_MAX, offset + 1

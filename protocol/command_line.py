@@ -1,4 +1,4 @@
-"""What all our command lines share: how an error ends a command, and how lines, JSON and tables are printed."""
+"""Shared parts of all command lines: errors that end a command, and output as lines, JSON or tables."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def json_option(function: Function) -> Function:
 
 
 def echo(text: str, *, err: bool = False, file: IO[str] | None = None) -> None:
-    """One line. All that commands print comes through here, or is in a table: what is in it came from outside."""
+    """Print one line. All output of commands goes through here or a table, since its content comes from outside."""
     click.echo(printable(text), err=err, file=file)
 
 
@@ -77,7 +77,7 @@ class RecordPlace(click.ParamType):  # type: ignore[type-arg]  # generic in newe
 
 
 def counted(count: int, noun: str) -> str:
-    """Such as "1 record", "1,200 records"."""
+    """Format a count with its noun: "1 record", "1,200 records"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
@@ -114,7 +114,7 @@ def print_table(
 
 
 def table_lines(heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = ()) -> Iterator[str]:
-    """As :func:`print_table`, for who prints lines."""
+    """Format a table like :func:`print_table`, as lines."""
     console = _console(is_plain=True)
     with console.capture() as captured:
         console.print(_table(heads, rows, right))

@@ -1,9 +1,8 @@
-"""Which modules run compiled where they have been compiled, from the same source (``setup.py``).
+"""Lists the modules that run compiled where they have been compiled, from the same source (``setup.py``).
 
-The codec (loops over bytes) is made into C by Cython, the core (state machines: many small objects and methods) into
-native classes by mypyc. What is compiled bears a hash of all its sources in its name, so one that is stale is not
-found, and the source runs. Of each set all modules run compiled or none. ``IMMORTAL_PURE_PYTHON=1`` leaves the source
-in charge.
+Cython compiles the codec (loops over bytes) to C. mypyc compiles the core (state machines: many small objects and
+methods) to native classes. The name of a compiled file has a hash of all its sources, so a stale one is not found, and
+the source runs. Of each set either all modules run compiled or none. ``IMMORTAL_PURE_PYTHON=1`` selects the source.
 """
 
 from __future__ import annotations
@@ -31,7 +30,10 @@ class CompiledSet:
         self.folder = folder
 
     def sources(self, root: Path = _ROOT) -> dict[Path, bytes]:
-        """What it is compiled of, and what that takes for granted: content by path below ``root``. Raises OSError."""
+        """Sources of the set, and files that its compiling depends on: content by path below ``root``.
+
+        Raises OSError.
+        """
         raise NotImplementedError
 
     def modules_of(self, sources: Mapping[Path, bytes]) -> list[str]:
@@ -39,7 +41,7 @@ class CompiledSet:
         raise NotImplementedError
 
     def paths(self, root: Path = _ROOT) -> dict[str, Path]:
-        """Where each module is, or would be, compiled from the sources as they are now. Raises OSError."""
+        """Path of each module's compiled file for the present sources, existing or not. Raises OSError."""
         sources = self.sources(root)
         end = f"-{_hash_of({_THIS: (root / _THIS).read_bytes(), **sources})}{EXTENSION_SUFFIXES[0]}"
         folder = root / self.folder
@@ -47,11 +49,11 @@ class CompiledSet:
 
     @property
     def is_installed(self) -> bool:
-        """Whether this process runs its modules compiled."""
+        """True if this process runs the set compiled."""
         return self in _installed
 
     def describe(self) -> str:
-        """For people: what this process runs, or would where it has not imported it; and why."""
+        """Describe how this process runs the set, or would run it if imported, and why."""
         if self._found():
             return f"compiled {self.name}"
         if not is_wanted():
@@ -61,13 +63,13 @@ class CompiledSet:
         return f"pure Python {self.name} ({why})"
 
     def install(self) -> None:
-        """From here on its modules are imported compiled, if all of them are there and nobody wants the source."""
+        """Import the set's modules compiled from here on, if all are there and the source is not requested."""
         if self not in _installed and (paths := self._found()):
             sys.meta_path.insert(0, _Finder(paths))
             _installed.add(self)
 
     def _found(self) -> dict[str, Path]:
-        """Its modules, if they are to run compiled; else nothing."""
+        """Compiled files of the set if they are to run; else empty."""
         if not is_wanted():
             return {}
         try:
@@ -79,7 +81,7 @@ class CompiledSet:
 
 
 class _Codec(CompiledSet):
-    """Each module with the types beside it that it has only when compiled."""
+    """Set of Cython modules, each with the .pxd types that only the compiled form has."""
 
     def sources(self, root: Path = _ROOT) -> dict[Path, bytes]:
         stems = [Path(*module.split(".")) for module in MODULES]
@@ -133,7 +135,7 @@ MODULES = (
 )
 CORE_GROUP = "immortal"
 CORE_SHARED = f"{CORE_GROUP}__mypyc"
-"""What mypyc puts the code of all modules into; each module by itself only finds its own in there."""
+"""Library with the code of all modules. Each module's own file only finds its part in there."""
 
 CODEC = _Codec("codec", Path("immortal", "protocol", "_compiled"))
 CORE = _Core("core", Path("immortal", "coordinator", "_compiled"))
@@ -160,7 +162,7 @@ def is_wanted() -> bool:
 
 
 def describe() -> str:
-    """For people: what this process runs, and why."""
+    """Describe how this process runs all sets, and why."""
     said = [one.describe() for one in SETS]
     ways = {text.partition(f" {one.name}")[::2] for one, text in zip(SETS, said, strict=True)}
     if len(ways) == 1:
@@ -170,7 +172,7 @@ def describe() -> str:
 
 
 def source_hash(root: Path = _ROOT) -> str:
-    """Of all that is compiled. Raises OSError."""
+    """Hash of the sources of all sets. Raises OSError."""
     return _hash_of({path: content for one in SETS for path, content in one.sources(root).items()})
 
 

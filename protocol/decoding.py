@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class TooDeepError(DecodeError):
-    """What came is nested more deeply than a decoder can follow."""
+    """Raised for data nested more deeply than a decoder can follow."""
 
 
 DecHook = Callable[[type, Any], Any]
@@ -103,12 +103,12 @@ def decode(data: Any, type: type[T], *, ext_hook: ExtHook | None = None) -> T: .
 @overload
 def decode(data: Any, type: Any = ..., *, ext_hook: ExtHook | None = None) -> Any: ...
 def decode(data: Any, type: Any = Any, *, ext_hook: ExtHook | None = None) -> Any:
-    """One value of MessagePack. Raises DecodeError."""
+    """Decode one MessagePack value. Raises DecodeError."""
     return guarded(lambda given: msgspec.msgpack.decode(given, type=type, ext_hook=ext_hook))(data)
 
 
 def decode_shown(data: bytes | memoryview, type: Any = Any, *, ext_hook: ExtHook | None = None) -> Any:
-    """As :func:`decode`, of what people are to see: nested no more deeply than what shows it can follow.
+    """Decode a MessagePack value that people are to see: nested no more deeply than printing can follow.
 
     ``ext_hook``: by default it reads the extensions of :mod:`immortal.protocol.extension_values`.
     """
@@ -131,17 +131,17 @@ def decode_json(data: Any, type: type[T]) -> T: ...
 @overload
 def decode_json(data: Any, type: Any = ...) -> Any: ...
 def decode_json(data: Any, type: Any = Any) -> Any:
-    """One value of JSON, as ``type`` says. Raises DecodeError."""
+    """Decode one JSON value as ``type``. Raises DecodeError."""
     return guarded(lambda given: msgspec.json.decode(given, type=type))(data)
 
 
 def load_json(text: str | bytes) -> Any:
-    """One value of JSON as the standard library reads it: integers of any size, NaN. Raises DecodeError."""
+    """Decode one JSON value like the standard library: integers of any size, NaN. Raises DecodeError."""
     return guarded(json.loads)(text)
 
 
 def parse_json_argument(text: str) -> Any:
-    """As :func:`load_json`, of what a person gives: nested no more deeply than what works on it can follow."""
+    """Decode a JSON value that a person typed: like :func:`load_json`, nested no more than its users can follow."""
     value = load_json(text)
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, list | dict)]:

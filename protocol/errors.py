@@ -38,7 +38,7 @@ class ProtocolError(ImmortalError):
 
 
 class LocalProtocolError(ProtocolError):
-    """This side was asked to send something that the protocol does not allow."""
+    """Raised when this side is asked to send something that the protocol does not allow."""
 
 
 class RemoteProtocolError(ProtocolError):

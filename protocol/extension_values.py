@@ -19,7 +19,7 @@ from immortal.protocol import decoding
 
 EXTENSION_CODE = 73
 INTEGER_MIN, INTEGER_MAX = -(1 << 63), (1 << 64) - 1
-"""What MessagePack itself can hold."""
+"""Range of integers that MessagePack itself can hold."""
 
 Encode = Callable[[Any], bytes]
 _Zone = tuple[str, int, str] | None  # kind, offset in microseconds, name
@@ -29,7 +29,10 @@ CONTAINERS: dict[type, bytes] = {tuple: b"T", set: b"S", frozenset: b"F"}
 
 
 def encode_extension(value: Any, encode: Encode) -> Ext:
-    """Of a value whose type is int or one of the above, and has no :func:`zone_problem`. ``encode``: its parts."""
+    """Encode a value whose type is int or one of the above, and has no :func:`zone_problem`.
+
+    ``encode``: for its parts.
+    """
     cls = type(value)
     if cls is int:
         size_bytes = value.bit_length() // 8 + 1
@@ -71,7 +74,7 @@ def _zone_parts(zone: tzinfo | None) -> _Zone:
 
 
 def read_extension(code: int, data: Any, hook: Callable[[int, Any], Any] | None = None) -> Any:
-    """What an extension stands for; one that is none of these stays one. ``hook``: reads those in it, if not this.
+    """Decode an extension; an unknown one is returned as Ext. ``hook``: decodes extensions inside it, in place of this.
 
     Raises ValidationError.
     """
@@ -131,10 +134,10 @@ _READERS: dict[bytes, tuple[Any, Callable[[Any], Any]]] = {
 
 
 def is_beyond(value: int) -> bool:
-    """Whether it needs an extension."""
+    """True if the integer needs an extension."""
     return not INTEGER_MIN <= value <= INTEGER_MAX
 
 
 def decode_plain(data: Any) -> Any:
-    """One value, as MessagePack and these extensions say. Raises DecodeError."""
+    """Decode one MessagePack value with these extensions. Raises DecodeError."""
     return decoding.decode(data, ext_hook=read_extension)

@@ -1,4 +1,4 @@
-"""This project's extensions of the local protocol (types from 64). `docs/WIRE.md` says what each is for.
+"""Extensions of the local protocol (types from 64). `docs/WIRE.md` specifies each.
 
 An app that never sends Hello never sees one.
 """
@@ -44,7 +44,7 @@ ALL_EXTENSIONS = frozenset(
         MessageType.CHECKPOINT_FAILED,
     }
 )
-"""Those of a coordinator and its app."""
+"""Extensions between a coordinator and its app."""
 
 REPORTS = frozenset(
     {
@@ -55,16 +55,16 @@ REPORTS = frozenset(
         MessageType.BARRIER,
     }
 )
-"""What an app may say once it was sent Verdicts (Barrier: at any time): no Hello asks for them."""
+"""Messages that an app may send after it was sent Verdicts (Barrier: at any time). No Hello asks for them."""
 
 ANSWERS = frozenset({MessageType.HANDLERS, MessageType.QUERY_ANSWERED})
-"""What an app may say once it was asked: no Hello asks for them."""
+"""Messages that an app may send as answers. No Hello asks for them."""
 
 TAKING_BACK = frozenset({MessageType.TAKEN_BACK, MessageType.TAKE_BACK})
-"""For an app that asks for CheckpointFailed: no Hello asks for them."""
+"""Messages for an app that asks for CheckpointFailed. No Hello asks for them."""
 
 TRACE_EXTENSIONS = frozenset({MessageType.ORIGINS, MessageType.HANDLER_FAILED, MessageType.NUMBERS})
-"""Those that only a replay for inspection understands."""
+"""Extensions for replays for inspection alone."""
 
 _TIME = struct.Struct("<q")
 _APP_TIME = struct.Struct("<qqq")
@@ -190,7 +190,7 @@ def encode_impulses_accepted(count: int) -> bytes:
 
 
 def decode_impulses_accepted(data: Readable) -> int:
-    """How many impulses of this connection are accepted so far."""
+    """Decode how many impulses of this connection are accepted so far."""
     count, end = decode_zigzag_long(data, 0)
     if end != len(data):
         raise RemoteProtocolError(f"ImpulsesAccepted has {len(data) - end} bytes too many")
@@ -207,7 +207,7 @@ GROUP_MARK = "@"
 OWNERS = "@owner"
 """The group of the methods that only the instance's owner may call, unless the settings name them."""
 NO_ROLES = frozenset({OWNERS, QUERIES, "@rpc", "@impulse"})
-"""What no role of an app can be called: it is a group already, or would be taken for one."""
+"""Names that no role of an app can have: each is a group already, or could be taken for one."""
 ANYBODYS = "@anybody"
 """The group of the methods that all may call who may call at all, with whichever role."""
 INSTANCES = "@instance"
@@ -215,7 +215,7 @@ INSTANCES = "@instance"
 
 
 class AppDescription(Struct, frozen=True):
-    """What an app says of itself: its version, and the names of the methods that it has and calls.
+    """Description that an app sends: its version, and the names of the methods that it has and calls.
 
     ``methods``: (destination, method ID) to a name such as "Counter.count"; the destination "" is the app itself.
     Those of its own that only read are there once more, with QUERIES as the destination; those that not everybody may
@@ -279,7 +279,7 @@ def encode_sources(runs: Sequence[tuple[int, str]]) -> bytes:
 
 
 def decode_sources(data: bytes) -> list[str]:
-    """For each batch who sent it; empty: all came from the instance's own side. Raises RemoteProtocolError."""
+    """Decode the sender of each batch; empty: all came from the instance's own side. Raises RemoteProtocolError."""
     runs, offset = decode_zigzag_int(data, 0)
     sources: list[str] = []
     for _ in range(runs):

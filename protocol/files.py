@@ -32,7 +32,7 @@ def make_folder(folder: Path) -> None:
 
 
 def opener(path: str, flags: int) -> int:
-    """For ``open(..., opener=opener)``: a file that is written, new or not, is its owner's alone. Raises OSError."""
+    """Open a file that only its owner can read, new or not. For ``open(..., opener=opener)``. Raises OSError."""
     descriptor = os.open(path, flags, FILE_MODE)
     try:
         tighten(descriptor, FILE_MODE)
@@ -52,7 +52,7 @@ def open_beside(path: Path) -> tuple[int, Path]:
 
 
 def openness(folder: Path) -> str | None:
-    """What is wrong with a folder in which others can make and replace files, in words; None where nothing is."""
+    """Describe the problem of a folder in which others can make and replace files; None where there is none."""
     try:
         mode = folder.stat().st_mode & 0o777
     except OSError:
@@ -114,7 +114,7 @@ def take(descriptor: int, timeout_s: float) -> None:
 
 
 def describe_lock_holder(descriptor: int) -> str:
-    """Who holds the lock, in words: "process 1815", of which user where that is another one.
+    """Describe the process that holds the lock: "process 1815", with its user where that is another one.
 
     The text of a lock file may be old, or of somebody who has not got it: it is not asked.
     """
@@ -152,13 +152,13 @@ P = TypeVar("P", bound=ProcessFile)
 
 
 def own_fields() -> dict[str, Any]:
-    """Of this process."""
+    """Fields that describe this process."""
     pid = os.getpid()
     return {"pid": pid, "started_ns": time.time_ns(), "process_start_ticks": _start_ticks(pid) or 0}
 
 
 def read(path: Path, kind: type[P]) -> P | None:
-    """What the file says; None if there is none, or none that makes sense."""
+    """Read the file; None if it is missing or invalid."""
     try:
         return decoding.decode_json(path.read_bytes(), type=kind)
     except (decoding.DecodeError, OSError):
@@ -166,7 +166,7 @@ def read(path: Path, kind: type[P]) -> P | None:
 
 
 def read_living(path: Path, kind: type[P]) -> P | None:
-    """As :func:`read`, if the process that wrote it lives."""
+    """Read the file if the process that wrote it is alive; else None."""
     found = read(path, kind)
     return found if found is not None and is_living(found) else None
 
@@ -177,7 +177,7 @@ def is_living(process: ProcessFile) -> bool:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When the process started, in the kernel's ticks since boot; None if there is none, or only its remains."""
+    """Start time of the process in the kernel's ticks since boot; None if it has ended, or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

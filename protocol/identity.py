@@ -1,5 +1,5 @@
-"""One rule for all that has a name or a key: the same name with the same contents is the same thing, and with other
-contents it is refused, with both descriptions. ``docs/reference/names.md`` has each kind.
+"""Identity of things with a name or key: the same name with the same contents is the same thing; with other contents it
+is refused, and the error describes both. ``docs/guide/names.md`` has each kind.
 
 A digest stands for the contents, so what is kept of a name is bounded. Where no digest is known, as in what earlier
 versions have kept, nothing is compared.
@@ -43,7 +43,7 @@ class IdentityConflict(ImmortalError):  # noqa: N818 (what happened, not what is
 
 
 def chained_digest(before: bytes, parts: Iterable[Readable]) -> bytes:
-    """Of the parts, one behind the other. ``before``: the digest of those that came before them, or EMPTY_DIGEST.
+    """Digest of the parts, in order. ``before``: digest of earlier parts, or EMPTY_DIGEST.
 
     However they are cut into pieces, the digest is the same, and no more of them is in memory than one.
     """
@@ -53,7 +53,7 @@ def chained_digest(before: bytes, parts: Iterable[Readable]) -> bytes:
 
 
 def shown(digest: bytes) -> str:
-    """For people: enough of it to tell it from others."""
+    """Prefix of a digest in hex, long enough for people to tell it from others."""
     return digest.hex()[:SHOWN_DIGITS]
 
 
@@ -61,7 +61,7 @@ def shown(digest: bytes) -> str:
 
 
 def call_identity(method_id: int, arguments: bytes) -> bytes:
-    """What makes two calls the same. It also says the method and the size of the arguments, for people.
+    """Identity of a call. It also has the method ID and the size of the arguments, for messages.
 
     A cancellation is the same whatever its reason.
     """

@@ -75,7 +75,7 @@ class RpcKind(IntEnum):
 
 
 class RpcType(IntEnum):
-    """How an RPC was sent."""
+    """Way in which an RPC was sent."""
 
     ASYNC = 0
     FORK = 1
@@ -100,7 +100,7 @@ class OutgoingRpc(Struct, frozen=True):
 
 
 def encode_message(message_type: int, data: bytes = b"") -> bytes:
-    """One message. Raises LocalProtocolError above MESSAGE_SIZE_BYTES_MAX, and RPC_SIZE_BYTES_MAX for an RPC."""
+    """Encode one message. Raises LocalProtocolError above MESSAGE_SIZE_BYTES_MAX, and RPC_SIZE_BYTES_MAX for an RPC."""
     size_bytes = len(data) + 1
     most = MESSAGE_SIZE_BYTES_MAX if message_type != MessageType.RPC else RPC_SIZE_BYTES_MAX
     if size_bytes > most:
@@ -130,7 +130,7 @@ def decode_message(data: Readable, offset: int = 0) -> tuple[int, int, int]:
 
 
 def decode_messages(data: Readable) -> Iterator[tuple[int, int, int]]:
-    """All messages of ``data``, packed tightly: (type, start, end) of each."""
+    """Iterate over all messages of ``data``, packed tightly: (type, start, end) of each."""
     offset = 0
     while offset < len(data):
         message_type, start, offset = decode_message(data, offset)
@@ -235,7 +235,7 @@ def decode_outgoing_rpc(data: Readable, start: int = 0, end: int | None = None) 
 
 
 def encode_barrier(destination: str) -> bytes:
-    """What is sent behind it to others waits until ``destination`` has what was sent there before."""
+    """Encode a Barrier: what is sent behind it to others waits until ``destination`` has what was sent there before."""
     return encode_message(MessageType.BARRIER, _encode_utf8(destination))
 
 

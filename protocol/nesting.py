@@ -1,7 +1,7 @@
-"""How deeply MessagePack is nested: found without recursion, before anybody decodes it.
+"""Measures how deeply MessagePack is nested, without recursion and before it is decoded.
 
-A decoder goes one call deeper with each array or map in another, until Python's limit of recursion stops it. What
-is nested has a limit far below that one, which is checked where bytes come in. `docs/WIRE.md`, part 10.
+A decoder calls itself for each array or map in another, until Python's recursion limit stops it. The limit of nesting
+is far below that one, and is checked where bytes come in. `docs/WIRE.md`, part 10.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _SIZES = bytes(
     else 0
     for first in range(256)
 )
-"""How many bytes of a value that is no array and no map stand behind its first one, by that."""
+"""Number of bytes behind the first one, by that byte, of a value that is no array and no map."""
 _WIDTHS = bytes(_LENGTHS.get(first, 0) for first in range(256))
 
 
 def is_nested_beyond(data: Readable, start: int, end: int, limit: int) -> bool:
-    """Whether more than ``limit`` arrays and maps are in one another in the value ``data[start:end]``.
+    """True if arrays and maps of the value ``data[start:end]`` are nested more than ``limit`` deep.
 
     What is no MessagePack, or ends too soon, counts as far as a decoder comes.
     """
@@ -42,12 +42,12 @@ def is_nested_beyond(data: Readable, start: int, end: int, limit: int) -> bool:
 
 
 def nesting_depth(data: Readable) -> int:
-    """How many arrays and maps are in one another, at the deepest place of a value."""
+    """Depth of nested arrays and maps at the deepest place of a value."""
     return _walk(bytes(data), 0, len(data), _DEEPEST)
 
 
 def _walk(data: bytes, start: int, end: int, limit: int) -> int:
-    """As :func:`nesting_depth`, up to ``limit`` + 1: what is deeper is not looked at."""
+    """Compute :func:`nesting_depth`, but stop at ``limit`` + 1."""
     octets: cython.p_const_uchar = data
     table = _SIZES
     sizes: cython.p_const_uchar = table
@@ -114,8 +114,10 @@ def _walk(data: bytes, start: int, end: int, limit: int) -> int:
 
 
 def without_values(data: bytes, count: int) -> bytes | None:
-    """Of an array its first ``count`` items, and nil in place of each other one; None where it does not begin with so
-    many that are no arrays and no maps."""
+    """Copy an array's first ``count`` items, with nil in place of each other item.
+
+    None where it does not begin with that many items that are no arrays and no maps.
+    """
     first = data[0] if data else 0
     front_size_bytes = {0xDC: 3, 0xDD: 5}.get(first, 1)
     if front_size_bytes == 1 and not 0x90 <= first <= 0x9F:
@@ -137,7 +139,7 @@ def without_values(data: bytes, count: int) -> bytes | None:
 
 
 def messages_nested_too_deep(payload: bytes, count: int, limit: int) -> list[tuple[int, int]]:
-    """Of the ``count`` packed RPC messages those whose arguments are nested more deeply: (index, start of its data).
+    """Find the ``count`` packed RPC messages whose arguments are nested too deeply: (index, start of its data).
 
     The array of the arguments does not count, and what is no array is not looked at. ``payload`` was checked before
     (:func:`immortal.protocol.batch.check_batch`).

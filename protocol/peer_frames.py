@@ -62,7 +62,7 @@ KNOWN_TO_RECEIVERS = "this coordinator takes version 1, types 5 (Batch) and 32 (
 
 
 class PeerFrame(Struct, frozen=True):
-    """One frame, not to be changed. Fields that a type does not use are 0 or empty.
+    """Frame between coordinators, immutable. Fields that a type does not use are 0 or empty.
 
     ``committer_id`` and ``epoch`` are the writer's; ``position`` is the stream's (in a Batch: of its first message).
     ``count``: messages in a Batch; in a Welcome and a TrimTo the window, in bytes, 0 where the receiver says none.
@@ -111,7 +111,7 @@ def _encode_names(sender: str, receiver: str, reason: str) -> bytes:
 
 @functools.lru_cache(_NAMES_KEPT)
 def _decode_names(names: bytes) -> tuple[str, str, str, int]:
-    """(sender, receiver, reason, bytes behind them). Raises RemoteProtocolError."""
+    """Decode a frame's names: (sender, receiver, reason, bytes behind them). Raises RemoteProtocolError."""
     sender, offset = decode_name(names, 0)
     receiver, offset = decode_name(names, offset)
     reason, offset = decode_name(names, offset)
@@ -123,7 +123,9 @@ def _unknown(sender: str, receiver: str, what: str) -> PeerFrame:
 
 
 def decode_frame(parts: Sequence[bytes]) -> PeerFrame:
-    """What another build may have sent is UNKNOWN, and ``reason`` says what it is; of another version no name is read.
+    """Decode a frame.
+
+    One of an unknown type or version is UNKNOWN, described in ``reason``; of another version no name is read.
 
     Raises RemoteProtocolError; DamagedRecordError where the check does not match.
     """

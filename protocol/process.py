@@ -1,4 +1,4 @@
-"""What becomes, in a child made by ``os.fork()``, of objects that have threads and connections: these are its parent's.
+"""Handles forks and freed memory: objects with threads and connections stay their parent's in a child of ``os.fork()``.
 
 The child has none of its parent's threads, a lock that one of them held stays held in it, and what it sent through one
 of its parent's sockets would disturb the parent. So such an object lets go of all of them in the child, at the fork,
@@ -18,7 +18,7 @@ class Owner(Protocol):
     """Somebody who has threads or connections."""
 
     def forked(self) -> None:
-        """This is the child. Takes no lock, sends nothing, closes nothing."""
+        """Reset this object in a child after a fork. Takes no lock, sends nothing, closes nothing."""
 
 
 _owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()  # by their IDs: not all have a hash
@@ -31,7 +31,7 @@ def watch(owner: Owner) -> None:
 
 
 def disown_in_child(*parts: object) -> None:
-    """In a child: these are the parent's, and are not touched again."""
+    """Keep objects of the parent alive and untouched in this child."""
     _parents.extend(parts)
 
 
@@ -87,7 +87,7 @@ def retain_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """To the kernel, once: a millisecond. Does nothing where malloc is not glibc's."""
+    """Return freed heap memory to the kernel, which takes a millisecond. Does nothing where malloc is not glibc's."""
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):

@@ -13,7 +13,7 @@ from immortal.protocol.errors import RemoteProtocolError
 from immortal.protocol.messages import MessageType, encode_message
 
 ANSWER_SIZE_BYTES_MAX = PAYLOAD_SIZE_BYTES_MAX
-"""Of the value of an answer. The coordinator holds it in memory, and no window of replies bounds how many there are."""
+"""Largest value of an answer. The coordinator holds it in memory, and no window bounds the number of answers."""
 
 
 class QueryQuestion(msgspec.Struct, array_like=True, frozen=True):

@@ -79,7 +79,7 @@ class _Pieces:
             self._rest.append(data)
 
     def view(self, size_bytes: int) -> tuple[bytes, int]:
-        """(bytes, offset): at least ``size_bytes`` bytes, or all there are, from the offset on, in one piece."""
+        """Join pieces until ``size_bytes`` bytes, or all there are, are in one piece; returns (bytes, offset)."""
         if self._rest and len(self._front) - self._offset < size_bytes:
             self._front = b"".join((self._front[self._offset :], *self._rest))
             self._offset = 0
@@ -91,7 +91,7 @@ class _Pieces:
         self.size_bytes -= size_bytes
 
     def take_some(self, size_bytes_max: int) -> bytes:
-        """Up to ``size_bytes_max`` bytes, as many as are there in one piece."""
+        """Take up to ``size_bytes_max`` bytes, as many as are in one piece."""
         if self._offset == len(self._front) and self._rest:
             self.view(1)
         taken = self._front[self._offset : self._offset + size_bytes_max]
@@ -190,7 +190,7 @@ class MessageReader(_Reader):
         return message
 
     def _front(self) -> tuple[int, int]:
-        """How many bytes the next message's size takes, and the size; 0 while it is not whole."""
+        """Size of the next message's size field, and that size; (0, 0) while the field is incomplete."""
         data, offset = self._pieces.view(INT_SIZE_BYTES_MAX)
         if self._pieces.size_bytes < INT_SIZE_BYTES_MAX and all(byte >= 0x80 for byte in data[offset:]):
             return 0, 0
@@ -224,7 +224,10 @@ class MessageReader(_Reader):
         return self.next_event()
 
     def _next_of_batch(self, size_of_size: int, size_bytes: int) -> Message | TooLargeRpc | None:
-        """Those of its messages that are there, as a batch of their own. The first has this size."""
+        """Take the messages of a batch that have arrived, as a batch of their own.
+
+        ``size_bytes``: size of the first.
+        """
         left, whole, pieces = self._batch_left_bytes or 0, size_of_size + size_bytes, self._pieces
         if whole > left:
             raise RemoteProtocolError(f"a message of {size_bytes} bytes runs past the end of its RPCBatch")

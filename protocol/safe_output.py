@@ -25,7 +25,7 @@ def printable(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """As Python writes it, but for integers of more digits than Python writes."""
+    """Return ``repr(value)``, with integers of too many digits in hex or described."""
     try:
         return repr(value)
     except ValueError:
@@ -33,7 +33,7 @@ def shown(value: object) -> str:
 
 
 def is_encodable(text: str) -> bool:
-    """Without lone surrogates, which are half a character: what is sent or kept has none."""
+    """True if ``text`` has no lone surrogates, which are half a character: sent and stored text has none."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -56,7 +56,9 @@ def printable_message(text: str) -> str:
 def printable_json(
     value: object, *, indent: int | None = None, default: Callable[[object], object] | None = None
 ) -> str:
-    """As JSON, which stays the same for who reads it: on one line, unless there is an ``indent``."""
+    """Format ``value`` as JSON that is safe to print and still means the same: on one line, unless there is an
+    ``indent``.
+    """
     return printable_json_text(json.dumps(value, ensure_ascii=False, indent=indent, default=default))
 
 
@@ -106,7 +108,7 @@ class RateLimit:
         self._kinds: dict[Hashable, _Kind] = {OTHERS: _Kind()}
 
     def admit(self, kind: Hashable, now_ns: int) -> int | None:
-        """How many of this ``kind`` were left out since the last line; None: leave this one out, too."""
+        """Number of lines of this ``kind`` left out since the last one; None: leave this one out, too."""
         known = self._known(kind, now_ns)
         if known.due_ns - self._credit_ns > now_ns:
             known.left_out += 1
@@ -116,7 +118,7 @@ class RateLimit:
         return left_out
 
     def next_ns(self, kind: Hashable) -> int:
-        """When a line of this kind passes."""
+        """Time at which a line of this kind passes, ns."""
         return self._kinds[self.counted_as(kind)].due_ns - self._credit_ns
 
     def counted_as(self, kind: Hashable) -> Hashable:
@@ -134,6 +136,6 @@ class RateLimit:
         return known
 
     def _forget(self, now_ns: int) -> None:
-        """Those that might never have been; what was left out of them is told with the others."""
+        """Drop kinds that are due; what they left out is added to OTHERS."""
         for kind in [kind for kind, known in self._kinds.items() if known.due_ns <= now_ns and kind != OTHERS]:
             self._kinds[OTHERS].left_out += self._kinds.pop(kind).left_out

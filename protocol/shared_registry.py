@@ -90,7 +90,7 @@ def folder_of(home: str | os.PathLike[str] | None) -> Path:
 
 
 def copy_of(folder: Path) -> Copy | None:
-    """None: ``folder`` is a registry of its own. Raises SharedHomeError."""
+    """Return the copy in ``folder``; None where it is a registry of its own. Raises SharedHomeError."""
     folder = folder.absolute()
     try:
         url, machine = (folder / ORIGIN_FILE_NAME).read_text("utf-8").split()
@@ -121,7 +121,7 @@ def share(url: str, folder: Path, files: dict[tuple[str, str], str]) -> Copy:
 
 
 def path_in(folder: Path, name: str, part: str) -> Path:
-    """Where ``part`` of ``name`` is."""
+    """Path of the file ``part`` of ``name``."""
     return folder / (f"{name}.toml" if part == SETTINGS else f"{name}/{_FILE_NAMES[part]}")
 
 
@@ -173,11 +173,11 @@ class Copy:
         return f"{self.url}#{name}"
 
     def has_log(self, name: str, log: str) -> bool:
-        """Whether ``log`` is in the same database, by whatever role."""
+        """True if ``log`` is in the same database, by whatever role."""
         return _database(log) == _database(self.log_of(name))
 
     def endpoint(self, name: str, log: str) -> str | None:
-        """Where the lease of ``log`` says that ``name`` is; None where it says nothing, or is of another database."""
+        """Endpoint of ``name`` by the lease of ``log``; None where there is none, or it is in another database."""
         if not self.has_log(name, log):
             return None
         return next(iter(_lease(self.path(name, ENDPOINT))), None)
@@ -189,7 +189,7 @@ class Copy:
     # --- from the database -------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """As of now; where the database does not answer, and there is a copy, that says so in ``problem``."""
+        """Update the copy. Where the database does not answer and a copy exists, ``problem`` says so."""
         if self._keeping is not None:
             return
         try:
@@ -201,7 +201,7 @@ class Copy:
             self.problem = str(error)
 
     def pull(self, connection: Connection[tuple[Any, ...]]) -> None:
-        """One process of the machine at a time, so that a later state never makes room for an earlier one."""
+        """Pull changes, one process of the machine at a time, so that an older state never replaces a newer one."""
         with self._lock, self._files_locked():
             seen, rows, leases = self._read(connection)
             self.problem = ""
@@ -276,7 +276,7 @@ class Copy:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[Connection[tuple[Any, ...]]]:
-        """One change of the registry at a time, of all machines; it begins with a copy as of now."""
+        """Lock the registry for one change, against all machines; begins with an up-to-date copy."""
         with self._lock:
             if self._connection is not None:
                 yield self._connection
@@ -292,7 +292,10 @@ class Copy:
                     self._connection = None
 
     def put(self, name: str, part: str, text: str | None) -> None:
-        """One file, in the database and here; None: it goes. Of public keys: those of this machine; None: all."""
+        """Write one file, in the database and here; None removes it.
+
+        For public keys: those of this machine; None: of all.
+        """
         with self.changing() as connection:
             with connection.transaction():
                 if text is None:
@@ -307,7 +310,7 @@ class Copy:
         connection.execute(_PUT, [name, part, machine, socket.gethostname(), text])
 
     def announce(self, name: str, endpoint: str) -> None:
-        """Where peers reach ``name`` when this machine has it: so they show the right one of its keys first."""
+        """Store the endpoint of ``name`` on this machine, so that peers try this machine's key first."""
         with self._connected() as connection:
             connection.execute(
                 "UPDATE immortal.registry SET endpoint = %s, host = %s,"
@@ -318,7 +321,7 @@ class Copy:
             connection.execute("SELECT pg_notify(%s, %s)", [CHANNEL, name])
 
     def machines(self, name: str) -> list[tuple[str, str, str]]:
-        """Those that have keys for ``name``: ID, host, and where peers reached it there last."""
+        """Machines with keys for ``name``: ID, host, and the endpoint where peers reached it there last."""
         with self._connected() as connection:
             return connection.execute(
                 "SELECT machine, host, endpoint FROM immortal.registry WHERE instance = %s AND part = %s"
@@ -408,7 +411,7 @@ class _Keeping:
         os.close(self._wake)
 
     def close(self) -> None:
-        """It ends by itself, within what a connection may take."""
+        """End the thread; a connection attempt may delay its end."""
         self._is_closed = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(1.0)
@@ -451,12 +454,12 @@ at_fork(_in_child)
 
 
 def _database(url: str) -> str:
-    """Without the role."""
+    """Remove the role from a database's URL."""
     return re.sub("//[^/@]*@", "//", url, count=1)
 
 
 def last_holder(folder: Path) -> str:
-    """Who had the instance of ``folder`` last, and where, in words; "" where that is not known here."""
+    """Describe who had the instance of ``folder`` last, and where; "" where that is not known here."""
     match _lease(folder / _FILE_NAMES[ENDPOINT]):
         case [endpoint, holder]:
             return f"{holder} had it last, at {endpoint}"
@@ -478,7 +481,7 @@ def import_driver() -> None:
 
 
 def _connect(url: str) -> Connection[tuple[Any, ...]]:
-    """To the server that takes writes. Raises as psycopg does, SharedHomeError."""
+    """Connect to the server that accepts writes. Raises psycopg's errors, SharedHomeError."""
     import psycopg
     from psycopg import conninfo
 

@@ -29,7 +29,7 @@ _HEADER = decoding.Decoder(_Header)
 
 
 def serializer_of(chunks: Iterable[bytes]) -> str | None:
-    """What wrote the state that begins with ``chunks``, of which no more is read than it takes.
+    """Name of the serializer of the state in ``chunks``, of which no more is read than needed.
 
     None: it is not of an SDK app, or no SDK can read it.
     """

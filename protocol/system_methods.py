@@ -51,8 +51,11 @@ class HandlersAnswer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Order(msgspec.Struct, array_like=True, frozen=True):
-    """To the handler ``task``. ``text``: the reason of a "cancel", the name of the event of a "signal", whose ``value``
-    is MessagePack. An "expel" is to no handler, 0: ``text`` is the member, and ``value`` the name of its group."""
+    """Order to the handler ``task``.
+
+    ``text``: the reason of a "cancel", the name of the event of a "signal", whose ``value`` is MessagePack. An "expel"
+    is to no handler, 0: ``text`` is the member, and ``value`` the name of its group.
+    """
 
     verb: str
     task: int
@@ -95,7 +98,7 @@ def decode_answer(data: bytes) -> HandlersAnswer:
 
 
 def encode_order(order: Order) -> bytes:
-    """As a logged call, from its size on."""
+    """Encode an order as a logged call, from its size on."""
     return encode_incoming_rpc(ORDER_METHOD_ID, RpcType.IMPULSE, msgspec.msgpack.encode(order))
 
 
@@ -117,7 +120,7 @@ _number_of = decoding.Decoder(int).decode
 
 
 def ordered_method(data: bytes, start: int, end: int) -> int:
-    """What the RPC ``data[start:end]``, of ORDERED_METHOD_ID, calls in the end; -1 where it does not say so."""
+    """Final method ID of the RPC ``data[start:end]``, a call of ORDERED_METHOD_ID; -1 where it is malformed."""
     rpc = decode_incoming_rpc(data, start, end)
     try:
         return _number_of(_first_of(rpc.arguments)[0])

@@ -1,4 +1,4 @@
-"""Where notes of times are (:mod:`immortal.protocol.timings`), and how a process writes its own.
+"""Notes of times beside the log: where they are, and how a process writes its own.
 
 A coordinator and its app have segments of their own in one folder. Of each the newest are kept, and never synced: what
 a crash loses is missed by nobody.
@@ -22,7 +22,7 @@ from immortal.protocol.record import COMMITTER_ID_MAX
 
 FOLDER_NAME = "timings"
 COORDINATOR, APP = "coordinator", "app"
-"""Whose segments."""
+"""Owners of segments."""
 SEGMENTS_MAX = 8  # of each, that the limit has room for
 FILES_MAX = 64  # of each: a process that is started again and again makes small ones
 FLUSH_S = 0.2
@@ -110,7 +110,7 @@ class SegmentWriter:
         self._append([header])
 
     def _forget_old(self, there: list[Path]) -> None:
-        """Of ``there``, what a new segment leaves no room for."""
+        """Remove old segments from ``there`` until a new one has room."""
         sizes_bytes = {path: path.lstat().st_size for path in there}
         while there and (
             len(there) >= FILES_MAX
@@ -131,7 +131,7 @@ class Noting(Generic[T]):
         self._thread.start()
 
     def close(self) -> None:
-        """What was put is handled first."""
+        """Handle what was put, then end the thread."""
         self._over.set()
         self._thread.join()
 
@@ -166,7 +166,7 @@ ROW_SIZE_BYTES = _ROW.size + _CRC.size
 
 
 class TimingKind(IntEnum):
-    """What the three times of a row are. 0: not known."""
+    """Meaning of the three times of a row. 0: not known."""
 
     COMMIT = 1  # of a record: submitted to the log, durable, given to the app
     ARRIVED = 2  # of a batch, ``message`` is its first: came in
@@ -207,7 +207,7 @@ def encode_row(row: PlainRow, header_crc: int) -> bytes:
 
 
 def decode_row(data: bytes, header_crc: int) -> TimingRow | None:
-    """None for a row that is damaged."""
+    """Decode a row; None for a damaged one."""
     body = data[: _ROW.size]
     if len(data) != ROW_SIZE_BYTES or _CRC.unpack_from(data, _ROW.size)[0] != zlib.crc32(body, header_crc):
         return None

@@ -22,7 +22,7 @@ def is_trace_context(text: str) -> bool:
 
 
 def read_traceparent(header: str) -> str:
-    """What it says; of a later version what is known of that. Raises LocalProtocolError."""
+    """Parse a traceparent header; of a later version only what is known. Raises LocalProtocolError."""
     found = _HEADER.fullmatch(header.strip())
     if found is None or not is_trace_context(found[2]) or (found[1] == "00" and found[3] is not None):
         raise LocalProtocolError(
@@ -33,7 +33,7 @@ def read_traceparent(header: str) -> str:
 
 
 def ids_of(context: str) -> tuple[str, str]:
-    """(trace ID, the ID of the caller's span)."""
+    """Split a context into the trace ID and the ID of the caller's span."""
     trace_id, parent_id, _ = context.split("-")
     return trace_id, parent_id
 
@@ -44,7 +44,7 @@ def join_name(name: str, context: str) -> str:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """(the client's name, the context or "")."""
+    """Split a client's name with its context: (name, context or "")."""
     if _BEHIND_NAME not in name:
         return name, ""
     front, _, context = name.rpartition(_BEHIND_NAME)

@@ -39,7 +39,7 @@ class BatchKind(IntEnum):
 
 
 class BatchSource(Struct):
-    """Where one batch of a record came from: ``count`` messages from ``first_position`` on; name "" is oneself.
+    """Source of one batch of a record: ``count`` messages from ``first_position`` on; name "" is oneself.
 
     ``trace_context``: of a client, see :mod:`immortal.protocol.trace_context`; "" where it gave none.
     """
@@ -57,7 +57,7 @@ class BatchSource(Struct):
 
 
 class OutputMarkEntry(Struct):
-    """How far the stream to ``destination`` had got: last position, and the CRC-64 of all its messages."""
+    """Progress of the stream to ``destination``: its last position, and the CRC-64 of all its messages."""
 
     destination: str
     position: int

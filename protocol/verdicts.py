@@ -1,8 +1,8 @@
-"""What is said of a logged message that is not carried out as it was sent, and what an app tells of its work.
+"""Verdicts on logged messages that fail alone, and reports of an app about its work.
 
-A log is replayed, so a message that once stopped an app would stop it for good. So it fails alone: the app, or the
-coordinator, or an operator gives a verdict, the coordinator keeps it in the log, and each replay is told it before it
-comes there. `docs/WIRE.md`, part 7, has the messages; `docs/reference/errors.md` says what fails how.
+A log is replayed, so a message that once stopped an app would stop it for good. So it fails alone: the app, the
+coordinator or an operator gives a verdict, the coordinator keeps it in the log, and each replay receives it before it
+reaches the message. `docs/WIRE.md`, part 7, has the messages; `docs/guide/errors.md` says what fails how.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ exception, its message, which message of which log failed]."""
 
 
 class VerdictKind(IntEnum):
-    """What a replay does with the message: KEPT and, up to a point, TAKEN_BACK are handled again; all others are passed
-    over, and answered as the verdict says."""
+    """Treatment of a message in a replay: KEPT and, up to a point, TAKEN_BACK are handled again; all others are
+    skipped, and answered as the verdict says.
+    """
 
     REFUSED = 1  # it could not be delivered: nothing was called
     UNDONE = 2  # its handler raised, and the state is as it was before
@@ -54,14 +55,17 @@ class Cause(IntEnum):
 
 
 NOT_OF_CODE = (Cause.FORBIDDEN, Cause.UNUSABLE)
-"""What other code of the app would not change."""
+"""Causes for which other code of the app would not help."""
 
 MessageKey: TypeAlias = tuple[int, int, int, int]
-"""(sequence ID, index in the record, task, step): the last two are 0 but for a step of an ``async def`` handler."""
+"""Key of a message: (sequence ID, index in the record, task, step).
+
+The last two are 0 but for a step of an ``async def`` handler.
+"""
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
-    """On the message ``message_index`` (from 0) of the record ``sequence_id``.
+    """Verdict on the message ``message_index`` (from 0) of the record ``sequence_id``.
 
     With ``task`` (its number in the life of the instance) and ``step`` it is about that step of that handler alone,
     with ``task`` alone about that handler, which the message let begin or go on beside others.
@@ -92,12 +96,14 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def ends_waiting(self) -> bool:
-        """Where the message is what a handler waits for: that is to go on with a failure in its place."""
+        """True if a handler that waits for the message goes on with a failure in its place."""
         return self.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED) or self.cause is Cause.UNUSABLE
 
     @property
     def is_letter(self) -> bool:
-        """Nobody is told, or was told something else: an operator is to see it."""
+        """True if the message becomes a dead letter for an operator: no caller learns of the failure, or it was told
+        otherwise.
+        """
         return self.kind is VerdictKind.TAKEN_BACK or (self.caller is None and not self.step)
 
     @property
@@ -106,12 +112,12 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
         return self.kind not in (VerdictKind.KEPT, VerdictKind.TAKEN_BACK)
 
     def without_letter(self) -> Verdict:
-        """What a replay needs of it."""
+        """Copy without the parts that only a dead letter needs, for a replay."""
         return msgspec.structs.replace(self, message=b"", trace="")
 
 
 class Unsaved(msgspec.Struct, array_like=True, frozen=True):
-    """There is no checkpoint: the state can't be saved, as ``text`` says.
+    """Report that there is no checkpoint: the state can't be saved, as ``text`` says.
 
     Since the message ``message_index`` of the record ``sequence_id`` (-1: that is not known), as ``method``, from
     ``caller`` (None: nobody waits or waited). ``why``: why the app has not taken it back by itself, in words.
@@ -126,7 +132,7 @@ class Unsaved(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Handling(msgspec.Struct, array_like=True, frozen=True):
-    """What the app is about to handle, or has been handling for ``for_s`` seconds.
+    """Report of what the app is about to handle, or has been handling for ``for_s`` seconds.
 
     ``message_index`` RECORD: all of the record, message by message; a ``sequence_id`` of -1: nothing any more.
     ``message``: as in a :class:`Verdict`, where the app was asked to be careful with single messages. ``task``: as
@@ -145,7 +151,7 @@ class Handling(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Careful(msgspec.Struct, array_like=True, frozen=True):
-    """What an app is to say before it does it, since one before it did not live through it.
+    """Request to announce each step of work, since an earlier process of the app died at one.
 
     It sends Handling before each record up to ``last_sequence_id``, and before each message of the record
     ``suspect_sequence_id`` (-1: of none), and waits until that is on its way. Behind the last of them it sends that it

@@ -1,4 +1,4 @@
-"""What a store has of one instance: its moments, and the objects that these name."""
+"""The archive of one instance: its moments, and the objects that they name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from immortal.coordinator.objects.store import Objects
 
 
 class Archive:
-    """Of the instance whose folder ``objects`` is. ``cipher`` None: objects are not encrypted."""
+    """Archive of the instance whose folder is ``objects``. ``cipher`` None: objects are not encrypted."""
 
     def __init__(self, objects: Objects, cipher: Cipher | None = None) -> None:
         self.objects = objects
@@ -37,7 +37,7 @@ class Archive:
     # --- moments ------------------------------------------------------------------------------------------------------
 
     def numbers(self) -> list[int]:
-        """Of the moments that are there. Raises StoreError."""
+        """Numbers of the moments that are stored, ascending. Raises StoreError."""
         return [number for number, _ in self._listed()]
 
     def last(self) -> tuple[Moment, str] | None:
@@ -46,11 +46,14 @@ class Archive:
         return self._read(numbers[-1]) if numbers else None
 
     def moments(self) -> list[Moment]:
-        """All, each the next one of the one before. Raises ArchiveError, StoreError."""
+        """All moments, checked to follow one another. Raises ArchiveError, StoreError."""
         return [moment for moment, _ in self.dated_moments()]
 
     def dated_moments(self) -> list[tuple[Moment, float]]:
-        """As above, each with when it was stored: s since the Unix epoch, by the store's clock."""
+        """All moments, each with the time it was stored (s since the Unix epoch, by the store's clock).
+
+        Raises ArchiveError, StoreError.
+        """
         listed = self._listed()
         names = [moment_name(number) for number, _ in listed]
         found = [self._decoded(name, data) for name, data in zip(names, self.objects.get_all(names), strict=True)]
@@ -58,8 +61,9 @@ class Archive:
         return [(moment, stored_s) for (moment, _), (_, stored_s) in zip(found, listed, strict=True)]
 
     def follow(self, known: dict[int, tuple[Moment, str]]) -> list[Moment]:
-        """As :meth:`moments`, without reading those again that are ``known``, by number with the digests of their
-        manifests; but for the newest, which says of the others whether they are what was there. ``known`` grows.
+        """All moments, without reading again those in ``known`` (by number, with the digests of their manifests).
+
+        The newest is always read: it says whether the others are what was there. ``known`` grows.
         """
         numbers = self.numbers()
         names = [moment_name(number) for number in numbers if number not in known or number == numbers[-1]]
@@ -118,7 +122,10 @@ class Archive:
             yield data
 
     def rows_of(self, part: Part, data: bytes, *, encrypted: bool) -> list[PackedRow]:
-        """Of an object as it is stored. Raises DamagedObjectError; ArchiveError where the key is missing."""
+        """Decode the rows of an object as it is stored.
+
+        Raises DamagedObjectError; ArchiveError where the key is missing.
+        """
         name = f"{self.objects.where}/{part.name}"
         if not encrypted:
             return unpack(data, name)

@@ -1,4 +1,4 @@
-"""From a log to its archive: the next moment of it. What is not in the store is not remembered anywhere."""
+"""Makes the next moment of an archive from a log. All it remembers is in the store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TRIES_MAX = 5  # to find no more than one segment's records left: then it is as
 
 
 class _Place(Struct):
-    """Where the next moment belongs."""
+    """The moment before the next one, and whether the archive begins anew there."""
 
     before: Moment | None
     before_digest: str
@@ -43,7 +43,7 @@ class _Place(Struct):
 
 
 class UnarchivedRecords(Struct, frozen=True):
-    """What the loss of a log would lose: records that no moment of its archive has, and how old the first is."""
+    """Records that no moment of the archive has yet, and the age of the oldest in seconds. A lost log loses them."""
 
     records_count: int
     seconds: float
@@ -60,7 +60,7 @@ def at_risk(reader: LogReader, archived_sequence_id: int, now_ns: int) -> Unarch
 
 
 class Archiver:
-    """Of one log into one archive, until either is another one: then make a new one.
+    """Archives one log into one archive. If either becomes another one, make a new Archiver.
 
     ``anew``: where the log is not the one that the archive goes on from, begin again behind what is there. ``say``: is
     told what an operator should know.
@@ -315,7 +315,7 @@ StateDigests = dict[tuple[str, bytes], bytes]
 
 
 class Records(Struct, frozen=True):
-    """As many as there was room for, from the one that was asked for on."""
+    """Consecutive records from the requested one on, as many as there was room for."""
 
     first_sequence_id: int
     last_sequence_id: int
@@ -324,7 +324,7 @@ class Records(Struct, frozen=True):
 
 
 class End(Struct, frozen=True):
-    """How far a log is."""
+    """The first and last record of a log, and its epoch."""
 
     first_sequence_id: int
     last_sequence_id: int
@@ -340,7 +340,7 @@ def end_of(view: View) -> End:
 
 
 def records_from(view: View, reader: LogReader, first_sequence_id: int, size_bytes_max: int | None) -> Records:
-    """Each is checked: a damaged log never reaches its archive. Raises DamagedLogError, TrimmedError."""
+    """Read records and check each: a damaged log never reaches its archive. Raises DamagedLogError, TrimmedError."""
     rows: list[PackedRow] = []
     values: list[tuple[int, bytes]] = []
     size_bytes, expected = 0, first_sequence_id
@@ -405,7 +405,7 @@ def _state(view: View) -> Iterator[tuple[str, bytes, bytes]]:
 
 
 def checkpoint_headers(view: View) -> dict[int, tuple[bytes, StoredHeader]]:
-    """(value, what it says) by ID, without those that are damaged."""
+    """Undamaged checkpoint headers by ID: (stored value, decoded header)."""
     headers = {}
     for key_view, value_view in view.scan("checkpoints"):
         key, value = bytes(key_view), bytes(value_view)

@@ -11,7 +11,7 @@ from immortal.coordinator.objects import DamagedObjectError
 
 
 class Needs(Struct, frozen=True):
-    """Of a moment: the objects that it is made of, each kind from the oldest on."""
+    """The objects that a moment is made of, each kind from the oldest on."""
 
     states: list[Part]  # the first is whole
     segments: list[Segment]
@@ -24,7 +24,7 @@ class Needs(Struct, frozen=True):
 
 
 def needed_objects(moments: Sequence[Moment], index: int) -> Needs:
-    """Of ``moments[index]``; ``moments``: as they followed one another. Raises DamagedObjectError for a gap."""
+    """Find the objects of ``moments[index]``. ``moments`` are consecutive. Raises DamagedObjectError for a gap."""
     moment = moments[index]
     states: list[Part] = []
     segments: list[Segment] = []
@@ -53,12 +53,12 @@ def needed_objects(moments: Sequence[Moment], index: int) -> Needs:
 
 
 def encrypted_parts(moments: Sequence[Moment]) -> dict[str, bool]:
-    """Whether each of the objects that ``moments`` name is encrypted."""
+    """Names of all objects of ``moments``, each with True if it is encrypted."""
     return {part.name: one.encrypted for one in moments for part in (*one.new_parts, *one.checkpoint_parts)}
 
 
 def check_follows(moments: Sequence[Moment], digests: Sequence[str]) -> None:
-    """Whether each manifest is the next one of the one before. Raises DamagedObjectError."""
+    """Check that each manifest follows the one before. Raises DamagedObjectError."""
     for before, moment, its_digest in zip(moments, moments[1:], digests, strict=False):
         if moment.number != before.number + 1:
             missing = f"{before.number + 1} to {moment.number - 1}"
@@ -135,8 +135,10 @@ class Retention(Struct, frozen=True):
 
 
 def _ages_ns(moments: Sequence[Moment], stored_s: Sequence[float]) -> list[int]:
-    """How much older than the newest each is: by its records and by the store, whichever says less. No clock that runs
-    now is asked, and of those that did one alone cannot make a moment old: a jump would remove what nobody has twice.
+    """Age of each moment relative to the newest, in ns: by its records or by the store's clock, whichever is less.
+
+    No clock that runs now is asked, and one wrong clock cannot make a moment old: a jump would remove what has no
+    second copy.
     """
     return [
         min(moments[-1].time_ns - moment.time_ns, int((stored_s[-1] - when_s) * 1e9))

@@ -56,7 +56,7 @@ class Follower:
         self._delay_s = POLL_S
 
     def once(self) -> Moment | None:
-        """One moment; None: nothing was new. Raises ArchiveError, StoreError, LogError."""
+        """Archive one moment; None: nothing was new. Raises ArchiveError, StoreError, LogError."""
         for is_last_try in (False, True):
             try:
                 with self._open_reader() as reader:
@@ -135,7 +135,7 @@ class Follower:
         return self._wait(delay_s)
 
     def _prune_if_sound(self) -> None:
-        """What is damaged in what is old already is no reason not to archive what is new."""
+        """Prune, but report damaged old objects only: new records are archived all the same."""
         try:
             self._prune()
         except ObjectError as error:

@@ -135,11 +135,11 @@ def decode_moment(data: bytes, name: str) -> Moment:
 
 
 class ArchiveError(ObjectError):
-    """What was asked cannot be done with this archive."""
+    """Raised when this archive does not allow what was requested."""
 
 
 class ConflictError(ArchiveError):
-    """Another archiver has written the next moment first."""
+    """Raised when another archiver has written the next moment first."""
 
 
 # Rows of a log as one object: what a segment, a checkpoint's part and the state of a moment are made of.
@@ -175,12 +175,12 @@ def unpack(data: bytes, name: str) -> list[PackedRow]:
 
 
 def digest(data: bytes) -> str:
-    """Of an object as it is stored, or of a value: 16 bytes of BLAKE3, in hex."""
+    """Digest of a stored object or of a value: 16 bytes of BLAKE3, in hex."""
     return blake3(data).hexdigest(_DIGEST_SIZE_BYTES)
 
 
 def digest_of_rows(digests: Iterable[tuple[tuple[str, bytes], bytes]]) -> str:
-    """Of a state, by the digests of its rows, whatever their order."""
+    """Digest of a state from the digests of its rows, independent of their order."""
     whole = blake3()
     for (table, key), of_value in sorted(digests):
         whole.update(_encode((table, key, of_value)))

@@ -33,8 +33,10 @@ KEY_FILE_VARIABLE = "IMMORTAL_ARCHIVE_KEY_FILE"
 
 
 class ArchiveReader(ReadBackend):
-    """Each view is of the newest moment. Objects are fetched, compared with their digests and decrypted as rows of them
-    are asked for."""
+    """Reads the newest moment of an archive as a log.
+
+    Objects are fetched, compared with their digests and decrypted when their rows are first read.
+    """
 
     def __init__(self, archive: Archive, where: str, instance_name: str | None) -> None:
         self.where = where
@@ -155,7 +157,7 @@ class FolderArchive(ArchivePlace):
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-    """What stores and archives say, in the words of logs."""
+    """Turn errors of stores and archives into errors of logs."""
     try:
         yield
     except StoreError as error:

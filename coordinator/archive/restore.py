@@ -77,7 +77,7 @@ def restore(
 
 
 def _beside(place: Place) -> Path | None:
-    """Where there is room for a log: beside the one that is made, if that is in a folder."""
+    """Folder with room for a temporary log, next to the one to be made; None where that is not in a folder."""
     if place.scheme != "lmdb":
         return None
     folder = Path(place.location).parent

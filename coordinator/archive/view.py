@@ -85,7 +85,7 @@ class ArchivedView(View):
 
 
 class _CheckpointRows:
-    """Of each part that was read is kept which rows it has: no part is read for those that it has not."""
+    """Rows of checkpoints. The names of the rows of each part read are remembered, so that no part is read in vain."""
 
     def __init__(self, checkpoints: Sequence[ArchivedCheckpoint], rows_of: _RowsOf) -> None:
         self._parts = [part for checkpoint in checkpoints for part in checkpoint.parts]

@@ -1,1 +1,1 @@
-"""What security needs to be known afterwards: who was refused, what operators did; one log for each instance."""
+"""Security audit: who was refused, and what operators did. Each instance has one audit log."""

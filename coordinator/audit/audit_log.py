@@ -1,4 +1,4 @@
-"""Who was let in, who was refused, what operators did: one line of JSON each, which names the hash of the one before.
+"""The audit log: accepted and refused peers and operators' commands, one line of JSON each, chained by hashes.
 
 <home>/counter/audit.log      mode 0600; the newest lines. Full, it becomes audit.log.1, and that audit.log.2 ...
 
@@ -46,7 +46,7 @@ def _old_path(folder: Path, number: int) -> Path:
 
 
 def paths(folder: Path) -> list[Path]:
-    """Those that there are, oldest first."""
+    """Existing files of the audit log, oldest first."""
     old = [_old_path(folder, number) for number in range(OLD_FILES_MAX, 0, -1)]
     return [one for one in (*old, path(folder)) if one.exists()]
 
@@ -57,7 +57,7 @@ def remove(folder: Path) -> None:
 
 
 def hash_of(line: bytes) -> str:
-    """Of a line without its end."""
+    """Hash of a line without its line end, in hex."""
     return hashlib.blake2b(line, digest_size=32).hexdigest()
 
 
@@ -85,11 +85,11 @@ class AuditLog:
         self._tallies: dict[tuple[str, str], _Tally] = {}
 
     def write(self, what: str, **fields: object) -> None:
-        """One line."""
+        """Write one line."""
         self._try(what, fields, sync=False)
 
     def write_through(self, what: str, **fields: object) -> None:
-        """One line, which survives a loss of power once this returns."""
+        """Write one line and sync it, so that it survives power loss."""
         self._try(what, fields, sync=True)
 
     def _try(self, what: str, fields: dict[str, object], *, sync: bool) -> None:
@@ -118,7 +118,7 @@ class AuditLog:
             raise
 
     def _open(self) -> int:
-        """Behind the last whole line; how many bytes of an unfinished one were cut off."""
+        """Open the file behind its last whole line. Returns how many bytes of an unfinished line were cut off."""
         self._folder.mkdir(parents=True, exist_ok=True)
         file = path(self._folder)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -160,7 +160,9 @@ class AuditLog:
     # --- what may happen at any rate ---------------------------------------------------------------------------------
 
     def count(self, what: str, who: str, now_ns: int, count: int = 1, **fields: object) -> None:
-        """It has happened ``count`` times more: the first time a line, then one in TALLY_NS with their number.
+        """Count ``count`` more occurrences.
+
+        The first writes a line at once; later ones are summed up, one line per TALLY_NS.
 
         ``fields``: of the last time. ``now_ns``: monotonic.
         """
@@ -185,7 +187,7 @@ class AuditLog:
         self.write(key[0], **{"who": key[1] or "others", "count": count, **tally.fields})
 
     def close(self, **fields: object) -> None:
-        """All that was counted is written."""
+        """Write all open counts, then close the file."""
         for key, tally in self._tallies.items():
             if tally.count:
                 self._write_tally(key, tally, tally.due_ns)
@@ -199,7 +201,7 @@ class AuditLog:
 
 
 class _Tally:
-    """One kind of entry that is counted. ``due_ns``: when the next line may be written, monotonic."""
+    """Occurrences of one kind of entry since its last line. ``due_ns``: earliest time of the next line, monotonic."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -227,7 +229,7 @@ class Line(Struct, frozen=True):
 
 
 def lines(folder: Path) -> Iterator[Line]:
-    """All that are kept, oldest first, each compared with the one before. Raises AuditError."""
+    """Read all kept lines, oldest first, and check each against the one before. Raises AuditError."""
     previous: str | None = None
     for file in paths(folder):
         try:

@@ -1,4 +1,4 @@
-"""What of a running coordinator goes into its audit log: looked at once a second, and written as far as it is news."""
+"""Writes news of a running coordinator to its audit log, once a second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ READ_ONLY = frozenset({"status", "peers", "clients", "clock", "handlers"})  # ve
 
 
 class Auditor:
-    """That of one coordinator. Clocks are monotonic, in ns."""
+    """Auditor of one coordinator. Clocks are monotonic, in ns."""
 
     def __init__(self, log: AuditLog) -> None:
         self._log = log

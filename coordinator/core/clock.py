@@ -144,7 +144,7 @@ class Timekeeper:
         self._told_offset_ns: int | None = None
         self._events: list[ClockMoved] = list(self.steps)
 
-    def usual(self, wall_ns: int, steady_ns: int) -> int | None:
+    def time_if_calm(self, wall_ns: int, steady_ns: int) -> int | None:
         """Return the time if both clocks agree, which costs little; None: :meth:`read` it."""
         clock = self.clock
         if clock.held_ns is None and self._told_offset_ns is not None:

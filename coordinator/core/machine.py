@@ -147,7 +147,7 @@ class Machine:
             peers.inbound.take_turns()
         peers.outbound.send()
         for answers in peers.outbound.take_answers():
-            clients.answered(answers)
+            clients.answers_made(answers)
         clients.answers.flush()
         if self.components.snapshot_receiver.is_under_way and self._session.phase is NORMAL:
             self.components.snapshot_receiver.advance()
@@ -215,7 +215,7 @@ class Machine:
         at_query = self.components.call_failures.died_at_query()
         self.components.call_failures.app_lost(all_heard=not self.components.back_pressure.paused)
         caller, deaths = self.components.call_failures.poison_guard.died_of
-        self.components.call_failures.caused_deaths(self.components.clients.who_is(caller), deaths)
+        self.components.call_failures.caused_deaths(self.components.clients.holder_of(caller), deaths)
         self.components.operator.app_lost()
         self.components.unsaved_state.app_lost()
         self.components.waiting_handlers.app_lost()

@@ -292,7 +292,7 @@ class PeerResets:
         group = self.state.log.append_outside_record(0)
         if source is not None and known_source:
             group.transaction.sources[peer] = source.reset()
-        stream = self.peers.outbound.touched(peer)
+        stream = self.peers.outbound.touch(peer)
         if peer in receivers.committer_ids:
             forked = forked or (stream is not None and stream.forked)
             receivers.set_start(peer, _pending(receivers.start(peer), forked=forked), group)

@@ -138,7 +138,7 @@ class Versions:
     def __init__(self, upgrade_to: int | None) -> None:
         self.starts: list[VersionStart] = []
         self.upgrade_to = upgrade_to
-        self._ahead: deque[VersionStart] = deque()
+        self._upcoming: deque[VersionStart] = deque()
 
     def load(self, starts: Sequence[VersionStart]) -> None:
         """Take the version starts of the log, oldest first."""
@@ -152,13 +152,13 @@ class Versions:
 
     def begin_at(self, header: CheckpointHeader) -> None:
         """Start a replay at this checkpoint; it passes the versions that began after it."""
-        self._ahead = deque(behind(self.starts, header))
+        self._upcoming = deque(after_checkpoint(self.starts, header))
 
     def continues_with(self, start: VersionStart, fed_sequence_id: int) -> bool:
         """Take a version that has begun in a followed log. False if the app got records of it as the old version."""
         if fed_sequence_id > start.sequence_id:
             return False
-        self._ahead.append(start)
+        self._upcoming.append(start)
         return True
 
     def began(self, start: VersionStart) -> None:
@@ -167,17 +167,17 @@ class Versions:
 
     def replay_bound(self, target_sequence_id: int) -> int:
         """Return the last record, up to ``target_sequence_id``, for the code of the present version."""
-        return min(self._ahead[0].sequence_id, target_sequence_id) if self._ahead else target_sequence_id
+        return min(self._upcoming[0].sequence_id, target_sequence_id) if self._upcoming else target_sequence_id
 
     def version_starts_after(self, fed_sequence_id: int) -> bool:
         """Return whether another version begins after this record."""
-        return bool(self._ahead) and fed_sequence_id >= self._ahead[0].sequence_id
+        return bool(self._upcoming) and fed_sequence_id >= self._upcoming[0].sequence_id
 
     def take_next(self) -> VersionStart:
-        return self._ahead.popleft()
+        return self._upcoming.popleft()
 
 
-def behind(starts: Sequence[VersionStart], header: CheckpointHeader) -> list[VersionStart]:
+def after_checkpoint(starts: Sequence[VersionStart], header: CheckpointHeader) -> list[VersionStart]:
     """Return those of ``starts`` after the checkpoint of ``header``, oldest first."""
     for index in range(len(starts) - 1, -1, -1):
         if starts[index].version == header.version and starts[index].sequence_id <= header.sequence_id:

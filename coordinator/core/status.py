@@ -174,7 +174,7 @@ def describe_clients(table: ClientTable) -> dict[str, object]:
             "replies": len(client.replies),
             "bytes": client.size_bytes,
         }
-        for client_id, client in table.heard_last(CLIENTS_TOLD_MAX)
+        for client_id, client in table.recently_used(CLIENTS_TOLD_MAX)
     ]
     return {"count": len(table), "clients": found}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from immortal.coordinator.core.effects import WakeAt
@@ -12,19 +11,22 @@ if TYPE_CHECKING:
     from immortal.coordinator.core.state import CoreState
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class Timers:
-    """Times in ns since the Unix epoch; None where nothing is waited for."""
+    """Times in ns since the Unix epoch; None where nothing is waited for.
 
-    state: CoreState
-    _checkpoint_ns: int | None = None  # one is due by age
-    _retry_ns: int | None = None  # for streams that have stopped
-    _spill_ns: int | None = None  # for streams whose receivers are waited for, or what their writer says of them
-    _held_back_ns: int | None = None  # for senders that have used up their rate
-    _barrier_ns: int | None = None  # for calls whose receiver does not answer
-    _turn_ns: int | None = None  # for batches that wait for their turn
-    _log_ns: int | None = None  # for a log that does not answer
-    _standby_ns: int | None = None  # for a checkpoint of who follows
+    No dataclass: mypyc makes those read the types of their fields at import, where CoreState is not there yet.
+    """
+
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
+        self._checkpoint_ns: int | None = None  # one is due by age
+        self._retry_ns: int | None = None  # for streams that have stopped
+        self._spill_ns: int | None = None  # for streams whose receivers, or whose log's writer, are waited for
+        self._held_back_ns: int | None = None  # for senders that have used up their rate
+        self._barrier_ns: int | None = None  # for calls whose receiver does not answer
+        self._turn_ns: int | None = None  # for batches that wait for their turn
+        self._log_ns: int | None = None  # for a log that does not answer
+        self._standby_ns: int | None = None  # for a checkpoint of who follows
 
     def checkpoint_at(self, time_ns: int) -> None:
         self._checkpoint_ns = time_ns
@@ -41,7 +43,7 @@ class Timers:
 
     def schedule_wakes(self, peers: Peers) -> None:
         """Wake for streams that have stopped, and for those that wait for their receivers."""
-        state, now_ns = self.state, self.state.now_ns
+        state, now_ns = self._state, self._state.now_ns
         if self._retry_ns is None and peers.outbound.any_failed:
             self._retry_ns = now_ns + state.limits.stream_retry_ns
             self._plan()
@@ -61,7 +63,7 @@ class Timers:
 
     def tick(self, peers: Peers) -> None:
         """Clear the timers that are due. Checkpoints, spilling and turns are looked at in each turn anyway."""
-        now_ns = self.state.now_ns
+        now_ns = self._state.now_ns
         if self._checkpoint_ns is not None and now_ns >= self._checkpoint_ns:
             self._checkpoint_ns = None
         if self._spill_ns is not None and now_ns >= self._spill_ns:
@@ -96,4 +98,4 @@ class Timers:
         )
         due_ns = [at_ns for at_ns in wishes_ns if at_ns is not None]
         if due_ns:
-            self.state.effects.append(WakeAt(min(due_ns)))
+            self._state.effects.append(WakeAt(min(due_ns)))

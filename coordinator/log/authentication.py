@@ -73,7 +73,7 @@ class LogKey:
 
 
 class Marker(Struct, frozen=True):
-    """What the log says of its authentication."""
+    """Row of a log that says how it is authenticated."""
 
     key_id: str
     nonce: bytes  # of this sealing of this log: nothing that was sealed before, or elsewhere, counts
@@ -94,7 +94,7 @@ class Macs:
         from blake3 import blake3  # here: half a MiB, which a log without a key spares
 
         def bulk(purpose: str) -> blake3:
-            """For what may be large: BLAKE3 takes a seventh of the time for a MiB."""
+            """Keyed hash for large values: BLAKE3 takes a seventh of HMAC's time for a MiB."""
             return blake3(key=base(purpose, blake3.key_size).digest())
 
         self._record = bulk("record")
@@ -106,7 +106,7 @@ class Macs:
         """Stands for the record before the first one."""
 
     def record(self, before: bytes, value: Readable) -> bytes:
-        """Of a record with its trailer; ``before``: that of the record before it."""
+        """MAC of a record with its trailer. ``before``: MAC of the record before it."""
         mac = self._record.copy()
         mac.update(before)
         mac.update(value)
@@ -130,13 +130,13 @@ class Macs:
         return mac.digest()
 
     def seal(self, head: bytes, tags: bytes) -> bytes:
-        """What a transaction writes of all tables; ``head``: the MAC of the last record."""
+        """Seal that a transaction writes over all tables. ``head``: MAC of the last record."""
         mac = self._tag.copy()
         mac.update(head + tags)
         return tags + mac.digest()
 
     def mark(self, checked: bytes) -> bytes:
-        """Of the high-water mark."""
+        """MAC of the high-water mark."""
         mac = self._mark.copy()
         mac.update(checked)
         return mac.digest()
@@ -146,7 +146,7 @@ class Macs:
 
 
 def read_marker(view: View) -> Marker | None:
-    """None where the log is not authenticated. Raises DamagedLogError."""
+    """Read the marker; None where the log is not authenticated. Raises DamagedLogError."""
     row = meta_value(view, META_AUTHENTICATED, _MARKER)
     return None if row is None else Marker(*row)
 
@@ -165,7 +165,9 @@ def find_key(keys: Sequence[LogKey], marker: Marker, instance_name: str) -> LogK
 
 
 def check_state(view: View, macs: Macs, instance_name: str) -> dict[str, int]:
-    """Whether all small tables are what the last commit left; the sum of each. Raises ForgedLogError, DamagedLogError.
+    """Check that all small tables are as the last commit left them; returns the sum of each.
+
+    Raises ForgedLogError, DamagedLogError.
 
     It reads all of them, what waits for peers as well.
     """
@@ -202,7 +204,10 @@ def way_out(instance_name: str) -> str:
 
 
 def authenticate_records(view: View, macs: Macs | None, rows: Iterable[tuple[int, Readable]]) -> list[bool]:
-    """Of each (sequence ID, value): whether it is what was written there. Without ``macs`` nobody can tell: True."""
+    """Check each (sequence ID, value) against its MAC: True if it is authentic.
+
+    Without ``macs`` all count as authentic.
+    """
     if macs is None:
         return [True for _ in rows]
     found: list[bool] = []
@@ -215,7 +220,7 @@ def authenticate_records(view: View, macs: Macs | None, rows: Iterable[tuple[int
 
 
 def authentic_prefix(values: list[bytes], are: list[bool], first_sequence_id: int) -> list[bytes]:
-    """Those of ``values`` before the first that is not authentic. Raises ForgedLogError if that is the first."""
+    """Return ``values`` up to the first that is not authentic. Raises ForgedLogError if that is the first one."""
     if all(are):
         return values
     count = are.index(False)
@@ -232,7 +237,7 @@ def forged_record(sequence_id: int) -> ForgedLogError:
 
 
 def read_chunk(view: View, macs: Macs | None, checkpoint_id: int, index: int) -> bytes:
-    """As :func:`immortal.coordinator.log.view_queries.read_chunk`; one that is not authentic is damaged."""
+    """Read a chunk and check its MAC. Raises DamagedCheckpointError, also for one that is not authentic."""
     data = view_queries.read_chunk(view, checkpoint_id, index)
     if macs is None:
         return data

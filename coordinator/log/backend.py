@@ -1,8 +1,8 @@
-"""What a log needs of the place that keeps it: tables of rows, read at one moment, changed whole or not at all.
+"""Interface between a log and the storage that keeps it: tables of rows, read as a snapshot, changed atomically.
 
-A row is a key and a value of a table, all bytes; what they mean is said by rows.py and reading.py, and nothing of it
-here. The table ``records`` has the sequence IDs as its keys, SEQUENCE_KEY each: records follow one another without a
-gap, and are only ever removed at the beginning or, by hand, at the end.
+A row is a key and a value in a table, all bytes. rows.py and view_queries.py give them their meaning; this module knows
+nothing of it. The keys of the table ``records`` are sequence IDs, packed by SEQUENCE_KEY. Records follow one another
+without a gap. They are only ever removed at the beginning or, by an operator's cut, at the end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Span(NamedTuple):
 
 
 class Append(Struct):
-    """What becomes durable in one step, or not at all: rows go, then records and rows come.
+    """Changes that become durable together or not at all: rows are deleted, then records and rows are added.
 
     ``expected_last_sequence_id``: the last record that the writer knows of. ``fence``: its term. A backend that two
     processes could write compares both with what it has, in the step itself, and raises FencedError where they differ.
@@ -62,7 +62,7 @@ class Append(Struct):
 
 
 class TableSize(NamedTuple):
-    """About: of a table beside its writer. What its rows take in their file, or elsewhere."""
+    """Approximate size of a table while its writer runs. Bytes count wherever the rows are stored."""
 
     size_bytes: int
     rows_count: int
@@ -85,7 +85,10 @@ class View(Protocol):
         """The rows from the key ``last`` (None: the last one) back to the first."""
 
     def sizes(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, int]]:
-        """As :meth:`scan`, with the size in bytes of each value: for who does not need it, as it may be far away."""
+        """Keys like :meth:`scan`, each with the size of its value in bytes.
+
+        The value itself, which may be far away, is not read.
+        """
         return ((key, len(value)) for key, value in self.scan(table, first))
 
     def size(self, table: str) -> TableSize: ...
@@ -96,32 +99,32 @@ class ReadBackend(Protocol):
 
     identity: LogIdentity
     where: str
-    """How people know it: a folder, say."""
+    """Name of the log for messages, such as its folder."""
 
     def view(self, *, copies: bool = False) -> AbstractContextManager[View]:
-        """As the log is now. It holds the writer back from nothing but room: it is not to be kept open.
+        """Open a snapshot of the log as it is now. The writer can't reuse freed space meanwhile, so close it soon.
 
         ``copies``: what it gives is memory of its own, which is faster where values are small.
         Raises DamagedLogError where the backend cannot read.
         """
 
     def is_live(self) -> bool:
-        """Whether a process writes it now."""
+        """True while a process writes this log."""
         return False
 
     def findings(self, mac: Mac | None) -> Iterator[Finding]:
-        """What is wrong with what the backend keeps beside the rows. ``mac``: as in :meth:`Backend.check_end`.
+        """Find damage in what the backend keeps beside the rows. ``mac``: as in :meth:`Backend.check_end`.
 
         Raises DamagedLogError for what keeps everybody from reading.
         """
         return iter(())
 
     def count_bytes_touched(self, size_bytes: int) -> None:
-        """So much of what views gave was looked at: memory may be given back now and then."""
+        """Report that ``size_bytes`` of a view were read, so that the backend can free mapped memory in time."""
         return
 
     def release(self) -> None:
-        """Nothing is read for a while: give back the memory that reading took."""
+        """Give back the memory that reading took. Call it before a pause in reading."""
         return
 
     def close(self) -> None: ...
@@ -139,17 +142,20 @@ class Backend(ReadBackend, Protocol):
     is_remote: bool = False
     """An append or a look may take as long as another machine likes: not for a loop that others wait for."""
     appends_max: int = 1
-    """As many small appends are worth being under way at once. More than one: :meth:`begin` and what goes with it."""
+    """Number of small appends worth having in flight at once.
+
+    More than 1: begin, finish, poll target and resolve work.
+    """
     fence: int
     """The writer's term, for its appends; 0 where a lock alone keeps others off."""
     mended: list[str]
-    """What was found damaged when it was opened and was put right, in words."""
+    """Damage that was found and repaired when the log was opened, as messages."""
     synced: Callable[[float], None] | None = None
-    """Told how many seconds each write took of the disk."""
+    """Called with the seconds that each sync took."""
     problem: str = ""
-    """What it can't do as it should, in words; "": it can. Any thread."""
+    """Limitation of the backend at present, as a message; "": none. Any thread."""
     standbys: Sequence[Standby] = ()
-    """Who follows the log, as of a moment ago. Any thread."""
+    """Processes that follow the log, refreshed now and then. Any thread."""
     successor: str = ""
     """The standby for whom :meth:`give_up` keeps the log for a moment; "": it is whoever comes first."""
 
@@ -159,7 +165,7 @@ class Backend(ReadBackend, Protocol):
         return None
 
     def require_write_lease(self) -> None:
-        """For who finds the log damaged: what is missing may have been trimmed by another one, who has taken it since.
+        """Check that this process still holds the log. A row may look damaged because a new holder has trimmed it.
 
         Raises FencedError then, LogUnavailableError where nobody can tell.
         """
@@ -182,9 +188,9 @@ class Backend(ReadBackend, Protocol):
         return False
 
     def finish(self, *, wait: bool) -> bool:
-        """Whether the oldest one that was begun is durable by now. ``wait``: for that. Raises as :meth:`append`.
+        """Finish the oldest append in flight; True if it is durable by now. ``wait``: block until it is.
 
-        What is raised is of that one; those behind it are as unknown, or as little done, as it is.
+        Raises as :meth:`append`, about that append; those behind it share its fate, known or unknown.
         """
         fail("nothing was begun")
 
@@ -193,15 +199,19 @@ class Backend(ReadBackend, Protocol):
         fail("nothing was begun")
 
     def resolve(self) -> int:
-        """How many were done, the oldest first, of the append that raised LogUnavailableError and of those that had
-        been begun with it; the others never will be. 0 where none was open. The fence may be another one from here on.
-        Raises LogUnavailableError, FencedError, LogError."""
+        """Find out how many of the appends without an answer are durable; the others never will be.
+
+        These are the append that raised LogUnavailableError and those in flight with it. They become durable oldest
+        first. 0 if there are none. The fence may change. Raises LogUnavailableError, FencedError, LogError.
+        """
         return 0
 
     def space(self) -> Space: ...
 
     def check_end(self, mac: Mac | None) -> list[str]:
-        """Whether all that was committed is there, where the backend can tell; what is wrong with that way, in words.
+        """Check that all committed data is there, where the backend can tell.
+
+        Returns what is wrong with that check itself, as messages.
 
         ``mac``: the log's key, or None: what is kept beside the rows is checked and made with it. Raises
         DamagedLogError.
@@ -224,11 +234,11 @@ class Backend(ReadBackend, Protocol):
         raise LogError(f"nobody else writes chunks into {self.where}")
 
     def cancel_standby_request(self) -> None:
-        """Nothing is asked of anybody."""
+        """Cancel the request for a standby's checkpoint, if there is one."""
         return
 
     def take_offer(self) -> bytes | None:
-        """What the standby has said that was asked last; None: nothing yet."""
+        """Take the latest standby's answer, encoded; None: there is none yet."""
         return None
 
     def settle(self) -> None:
@@ -236,7 +246,7 @@ class Backend(ReadBackend, Protocol):
         return
 
     def give_up(self) -> None:
-        """Let others write, where that can be before :meth:`close`: nothing is appended any more."""
+        """Release the write lease before :meth:`close`, where the backend can. Nothing is appended after it."""
         return
 
     def abandon(self) -> None:
@@ -245,11 +255,14 @@ class Backend(ReadBackend, Protocol):
 
 
 class Place(Protocol):
-    """Where a log is, or would be; one class for each backend, named by the table of :mod:`coordinator.log.open`."""
+    """Location of a log that exists or may be created.
+
+    Each backend has one class; :mod:`coordinator.log.open` chooses it by the URL's scheme.
+    """
 
     scheme: str
     location: str
-    """What a URL has behind the scheme."""
+    """The part of the URL behind the scheme."""
     is_shared: bool = False
     """Other machines reach it, too: who finds it held follows."""
     sequence_id_required_min: int = -1
@@ -260,19 +273,19 @@ class Place(Protocol):
 
     @property
     def where(self) -> str:
-        """How people know it."""
+        """Name of the log for messages."""
         return f"{self.scheme}:{self.location}"
 
     @property
     def key(self) -> tuple[str, str]:
-        """The same for all that name the same log."""
+        """Key that is equal for equal logs."""
         return self.scheme, self.location
 
     def exists(self) -> bool:
-        """Whether there is a log; whether it is one of ours shows when it is opened."""
+        """True if something is stored there. Opening it tells whether it is one of our logs."""
 
     def instances(self) -> list[str] | None:
-        """Whose logs are there, where the location is of many and does not say which; None: it is of one.
+        """Instances with logs in a location that names none, such as a database; None: the location is one log.
 
         Raises LogError.
         """
@@ -282,40 +295,45 @@ class Place(Protocol):
         """A new log with ``rows``. What was not created whole does not exist. Raises LogFormatError, LogFullError."""
 
     def open(self, instance_name: str, options: Options) -> Backend:
-        """For writing. Raises LogFormatError, LogLockedError, LogIdentityError, DamagedLogError, LogError."""
+        """Open the log for writing.
+
+        Raises LogFormatError, LogLockedError, LogIdentityError, DamagedLogError, LogError.
+        """
 
     def open_reader(self, instance_name: str | None) -> ReadBackend:
         """Raises as :meth:`open`."""
 
     def is_live(self) -> bool:
-        """Whether a process writes it now, where that can be told."""
+        """True while a process writes this log, as far as the backend can tell."""
         return False
 
     def holder(self) -> str | None:
-        """Who writes it now, in words; None: nobody does, or that can't be told."""
+        """Description of the process that writes the log; None: none does, or the backend can't tell."""
         return "another process" if self.is_live() else None
 
     def follow(self, options: Options, nudge: Callable[[], None]) -> Following | None:
-        """Be known as one who follows, and have ``nudge`` called, from any thread, when the writer may have changed.
+        """Register as a standby. ``nudge`` is called, from any thread, when the writer may have changed.
+
+        None where the backend has no such registration: the caller polls.
 
         None where a follower has to look by itself.
         """
         return None
 
     def watch(self) -> Watching | None:
-        """Be told where peers reach who writes it, as that changes. None where that can't be told."""
+        """Watch at which endpoint peers reach the writer. None where the backend can't tell."""
         return None
 
     def is_followed(self) -> bool:
-        """Whether a process follows it that could take it over at once, where that can be told. Raises LogError."""
+        """True if a standby could take the log over at once, as far as the backend can tell. Raises LogError."""
         return False
 
     def endpoint(self) -> str | None:
-        """Where peers reach who writes it now; None: nobody does, or that can't be told. Raises LogError."""
+        """Endpoint at which peers reach the writer; None: there is none, or the backend can't tell. Raises LogError."""
         return None
 
     def version(self) -> object:
-        """Another one where another log has taken this one's place; None where that can't be told."""
+        """Value that changes when another log takes this one's place; None where the backend can't tell."""
         return None
 
     def remove(self) -> None:
@@ -323,7 +341,7 @@ class Place(Protocol):
         raise only_in_folders(self.where, "removed from here")
 
     def durability(self) -> list[str]:
-        """What the crash of one machine would lose, in words."""
+        """Losses that the crash of one machine would cause, one sentence each."""
         return ["the machine crashes: nothing is lost", "its disk is lost: the log is lost since its last backup"]
 
     def migrate(self) -> str:
@@ -335,7 +353,7 @@ class Place(Protocol):
         return None
 
     def findings(self, *, held: bool) -> Iterator[Finding]:
-        """What is wrong with the files of a log before it is opened. ``held``: by the caller, see :meth:`hold`."""
+        """Find damage in the files of a log before it is opened. ``held``: the caller holds it, see :meth:`hold`."""
         return iter(())
 
     def hold(self) -> Held:
@@ -371,17 +389,17 @@ class Following(Protocol):
         """Tell the writer that all chunks are there. Raises LogError."""
 
     def say(self, *, is_ready: bool) -> None:
-        """Whether its app has all that the log has, so that it could take over at once."""
+        """Report that this standby's app is up to date, so that it could take over at once, or that it is not."""
 
     def close(self, wait_s: float) -> None:
-        """Be known no more; wait for that to be so."""
+        """Unregister, and wait for that at most ``wait_s``."""
 
 
 class Watching(Protocol):
-    """Who wants to know where an instance is. Any thread."""
+    """Watches the endpoint of an instance. Any thread."""
 
     endpoint: str | None
-    """Where peers reached the one who had the log when there was one last; None: that is not known yet."""
+    """Endpoint of the latest known writer; None: not known yet."""
 
     def close(self, wait_s: float) -> None: ...
 
@@ -390,7 +408,7 @@ class Held(Protocol):
     """A log that nobody else can write until it is released."""
 
     def open(self, instance_name: str) -> Backend:
-        """As Place.open."""
+        """Open the log for writing. Raises as :meth:`Place.open`."""
 
     def release(self) -> None: ...
 
@@ -424,7 +442,7 @@ class Severity(Enum):
 
 
 class Finding(Struct, frozen=True):
-    """One thing that is wrong. ``message`` says what, where, and what it means."""
+    """One problem found. ``message`` names it, its place and its consequence."""
 
     severity: Severity
     place: str  # "file", "meta", "checkpoint 3", "record 812", "sources", ...
@@ -440,7 +458,7 @@ STEP_SIZE_BYTES_MAX = 16 << 20
 
 
 class RemovalBudget(Struct):
-    """How much one step may still remove; the row that uses it up is removed too."""
+    """Remaining rows and bytes that one step may remove; the row that uses them up is removed too."""
 
     rows_left: int
     bytes_left: int

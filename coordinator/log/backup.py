@@ -26,7 +26,7 @@ class Backup(Struct, frozen=True):
 
 
 class BackupError(LogError):
-    """No backup was made; one that was there is as it was."""
+    """Raised when no backup was made; an existing one is unchanged."""
 
 
 def back_up(log: Log, instance_name: str, target: Log, keys: Sequence[LogKey] | None = None) -> Backup:

@@ -23,7 +23,7 @@ from immortal.protocol.varint import Readable
 
 
 class PendingBlob(Struct):
-    """What has been written of a blob whose header is not committed yet."""
+    """Chunks written so far of a blob whose header is not committed yet."""
 
     checkpoint_id: int
     chunk_count: int = 0
@@ -51,7 +51,7 @@ class CheckpointWriter:
         self._pending: PendingBlob | None = None
 
     def put_chunk(self, view: View, checkpoint_id: int, index: int, data: Readable) -> Changes:
-        """For one chunk; index 0 begins the blob anew. Call :meth:`chunk_committed` once it is durable."""
+        """Changes for one chunk; index 0 starts the blob anew. Call :meth:`chunk_committed` once they are durable."""
         changes = Changes()
         if index == 0:
             changes.deletes += _attempt(view, checkpoint_id)
@@ -106,13 +106,15 @@ def _written_by_another(view: View, header: CheckpointHeader) -> PendingBlob:
 
 
 def checkpoint_spans(checkpoint_id: int) -> list[Span]:
-    """All of a checkpoint but its header."""
+    """Spans of a checkpoint's rows without its header."""
     first, end = CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0)
     return [Span(table, first, end) for table in ("chunks", "outputs")]
 
 
 def _attempt(view: View, checkpoint_id: int) -> list[Span]:
-    """What an earlier attempt under the same ID has left: it may have had more chunks than this one.
+    """Spans left by an earlier attempt under the same ID, which may have had more chunks than this one.
+
+    A complete checkpoint that is damaged counts too: the core was not told of it, and uses its ID again.
 
     So is a complete one that is damaged: the core was not told of it, and gives its ID away again.
     """
@@ -124,7 +126,7 @@ def _attempt(view: View, checkpoint_id: int) -> list[Span]:
 
 
 def half_written(view: View) -> Changes:
-    """One bounded step of the chunks that have no header; none: there are no more."""
+    """Changes that remove one bounded step of chunks without a header; none: there are no more."""
     budget, changes = RemovalBudget.step(), Changes()
     for table in ("chunks", "outputs"):
         checkpoint_id = 0
@@ -144,8 +146,9 @@ def half_written(view: View) -> Changes:
 
 
 class Retention(Struct, frozen=True):
-    """What is to be kept: the newest ``keep_checkpoints`` (None: what ``keep_since_ns`` asks for alone counts), and
-    all that a replay from ``keep_since_ns`` on needs (ns since the Unix epoch; None: no more than that)."""
+    """Checkpoints to keep: the newest ``keep_checkpoints`` (None: only ``keep_since_ns`` counts), and all that a replay
+    from ``keep_since_ns`` on needs (ns since the Unix epoch; None: no such limit).
+    """
 
     keep_checkpoints: int | None
     keep_since_ns: int | None
@@ -170,7 +173,10 @@ class Retention(Struct, frozen=True):
 def trim_step(
     view: View, keep: Retention | None, damaged_ids: Collection[int], budget: RemovalBudget
 ) -> tuple[Changes, bool]:
-    """What goes in one step, and whether some of it was spilled; the budget is exhausted if more may remain."""
+    """Changes of one removal step, and True if spilled rows are among them.
+
+    ``budget`` is exhausted if more may remain.
+    """
     acknowledged = acknowledged_positions(view)
     changes = Changes()
     for destination, position in acknowledged.items():
@@ -228,12 +234,12 @@ _decode = decoding.Decoder(Offer).decode
 
 
 def sealed_chunk(checkpoint_id: int, index: int, data: Readable) -> bytes:
-    """As it stands in the table of chunks."""
+    """Seal a chunk for the table of chunks."""
     return log_format.seal_chunk(CHUNK_KEY.pack(checkpoint_id, index), data)
 
 
 def encode_offer(offer: Offer) -> bytes:
-    """It is read by the writer alone, soon: no part of the log's format."""
+    """Encode an offer. Only the current writer reads it, so it is no part of the log's format."""
     return _encode(offer)
 
 

@@ -66,7 +66,7 @@ class LogCutter:
     def plan(
         self, sequence_id: int, *, force: bool = False, on_finding: Callable[[Finding], None] = lambda finding: None
     ) -> CutPlan:
-        """What cutting at ``sequence_id`` means; nothing is changed. As :func:`coordinator.log.cut_plan.plan_cut`."""
+        """Plan a cut at ``sequence_id`` without changing anything: :func:`plan_cut` for this log."""
         return plan_cut(
             self._place, self._instance_name, sequence_id, force=force, on_finding=on_finding, keys=self._keys
         )
@@ -108,7 +108,7 @@ class LogCutter:
 
 
 def _kept_rows(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Iterator[Row]:
-    """Of the log that the part becomes: what is cut off, as it is, and whose it was. Table by table, in their order."""
+    """Rows of the log that the part cut off becomes, table by table, in the order of their keys."""
     spans = [*cut_spans(sequence_id, checkpoint_ids), *map(Span, _COPIED_WHOLE)]
     for span in sorted(spans):
         for key_view, value in view.scan(span.table, span.first):
@@ -133,7 +133,7 @@ class CutRefusedError(LogError):
 
 
 class LostMessages(Struct, frozen=True):
-    """What a cut takes away of one source: an instance, ONESELF or IMPULSES.
+    """Messages of one source (an instance, ONESELF or IMPULSES) that a cut removes.
 
     ``first_position`` None: which ones is not known, at most those up to ``last_position``; no kept record has any of
     this source, and of those to be cut the damaged ones can't tell.
@@ -257,7 +257,7 @@ def _plan(
 
 
 def _positions(logged: LoggedValue, committer_id: int) -> dict[str, tuple[int, int]]:
-    """(first, last) position of each source in a record; nothing where it is damaged."""
+    """First and last position of each source in a record; empty where it is damaged."""
     positions: dict[str, tuple[int, int]] = {}
     if logged.problem is not None:
         return positions
@@ -277,7 +277,7 @@ def _positions(logged: LoggedValue, committer_id: int) -> dict[str, tuple[int, i
 def _lost(
     summary: LogSummary, kept: Mapping[str, int], cut: Mapping[str, tuple[int, int]], any_damaged: bool
 ) -> list[LostMessages]:
-    """By source: what it has sent last is in the table of sources, also where the records themselves are unreadable."""
+    """Lost messages by source. The table of sources has the last position even where records are unreadable."""
     lost = []
     for source in sorted({*summary.sources, *cut}):
         known = summary.sources.get(source)

@@ -121,19 +121,19 @@ def name_of_key(key: bytes) -> str:
 
 
 def batch_key(destination: str, first_position: int) -> bytes:
-    """Of ``impulses`` and ``spilled``."""
+    """Key of a row of ``impulses`` or ``spilled``."""
     return name_key(destination) + _POSITION.pack(first_position)
 
 
 def batch_of_key(table: bytes, key: bytes) -> tuple[str, int]:
-    """(destination, first position)"""
+    """Decode a key into (destination, first position). Raises DamagedLogError."""
     if len(key) <= _POSITION.size or key[-_POSITION.size - 1] != 0:
         raise DamagedLogError(f"the log's table {table.decode()!r} has a damaged key {key.hex()}", -1)
     return name_of_key(key[: -_POSITION.size]), _POSITION.unpack(key[-_POSITION.size :])[0]
 
 
 def record_key(sequence_id: int) -> bytes:
-    """Where, in ``verdicts`` and ``letters``, what is said of this record and those behind it begins."""
+    """First possible key in ``verdicts`` and ``letters`` of this record."""
     return MESSAGE_KEY.pack(sequence_id, 0, 0, 0)
 
 
@@ -142,7 +142,7 @@ def reply_key(client_id: str, number: int) -> bytes:
 
 
 def reply_of_key(key: bytes) -> tuple[str, int]:
-    """(client ID, number)"""
+    """Decode a key into (client ID, number). Raises DamagedLogError."""
     if len(key) <= _POSITION.size or key[-_POSITION.size - 1] != 0:
         raise DamagedLogError(f"the log's table 'replies' has a damaged key {key.hex()}", -1)
     return name_of_key(key[: -_POSITION.size]), _POSITION.unpack(key[-_POSITION.size :])[0]
@@ -243,7 +243,7 @@ def decode_version_start(key: bytes, value: bytes) -> VersionStart:
 
 
 def encode_outputs(unacknowledged: Mapping[str, Sequence[OutputBatch]]) -> bytes:
-    """All unacknowledged outputs in one piece; b"" when there are none."""
+    """Encode all unacknowledged outputs as one value; b"" when there are none."""
     rows: dict[str, Any] = {
         name: [(batch.first_position, batch.count, batch.payload) for batch in batches]
         for name, batches in unacknowledged.items()

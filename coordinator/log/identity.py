@@ -1,4 +1,6 @@
-"""What everybody has to know of a log first: whose it is, in which format, and where it begins and ends."""
+"""Identity of a log: its owner, its format, its first and last record; and checks that a value is the record it should
+be.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _IDENTITY = struct.Struct("<QQ")  # committer ID, when the log was made
 
 
 class Tables(Protocol):
-    """As much of a View as is needed here."""
+    """The part of a View that this module needs."""
 
     def get(self, table: str, key: bytes) -> Readable | None: ...
     def scan(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, Readable]]: ...
@@ -30,7 +32,7 @@ class Tables(Protocol):
 
 
 class LogIdentity(Struct, frozen=True):
-    """Whose log it is."""
+    """Owner, format version and creation time of a log."""
 
     format_version: int
     instance_name: str
@@ -39,11 +41,11 @@ class LogIdentity(Struct, frozen=True):
 
     @property
     def check(self) -> int:
-        """With what the CRCs of files beside the tables begin: nothing of another log counts."""
+        """Initial value for the CRCs of files beside the tables: a file of another log never matches."""
         return crc64(_IDENTITY.pack(self.committer_id, self.created_ns))
 
     def rows(self) -> list[tuple[str, bytes, bytes]]:
-        """Of a new log."""
+        """Rows of a new log."""
         values: dict[bytes, object] = {
             log_format.META_FORMAT: self.format_version,
             log_format.META_INSTANCE: self.instance_name,
@@ -74,7 +76,7 @@ def first_and_last_sequence_id(view: Tables) -> tuple[int, int]:
 
 
 def read_identity(view: Tables, where: str, instance_name: str | None) -> LogIdentity:
-    """Whose log this is. Raises LogFormatError (none, or a newer version), LogIdentityError, DamagedLogError."""
+    """Read the log's identity. Raises LogFormatError (none, or a newer version), LogIdentityError, DamagedLogError."""
     version = check_format(view, where)
     name = _required(view, where, log_format.META_INSTANCE, log_format.TEXT)
     if instance_name is not None and name != instance_name:
@@ -123,7 +125,9 @@ def verify_value(value: Readable, expected_sequence_id: int, committer_id: int) 
 
 
 def check_value(value: Readable, expected_sequence_id: int, committer_id: int) -> RecordHeader:
-    """As :func:`verify_value`, but the trailer's CRC is checked without decoding it: for the way to the app."""
+    """Check a value on its way to the app: like :func:`verify_value`, but the trailer is not decoded, its CRC is
+    checked.
+    """
     header = _verify_record(value, expected_sequence_id, committer_id)
     try:
         check_trailer(memoryview(value)[header.size_bytes :], header.check)
@@ -166,7 +170,7 @@ def _trailer_error(error: RemoteProtocolError, sequence_id: int) -> DamagedLogEr
 
 
 def checked_prefix(values: list[bytes], first_sequence_id: int, committer_id: int) -> list[bytes]:
-    """Those of ``values`` before the first damaged one. Raises DamagedLogError if that is the first."""
+    """Return ``values`` up to the first damaged one. Raises DamagedLogError if that is the first one."""
     for index, value in enumerate(values):
         try:
             check_value(value, first_sequence_id + index, committer_id)

@@ -29,7 +29,7 @@ class MemoryLogStore(RowLogStore):
 
     @property
     def free_bytes(self) -> int:
-        """What its disk is said to have left."""
+        """Free bytes that the simulated disk reports."""
         return self.backend.free_bytes
 
     @free_bytes.setter
@@ -38,7 +38,7 @@ class MemoryLogStore(RowLogStore):
 
     @property
     def last_sequence_id(self) -> int:
-        """Of the last durable record. Raises DamagedLogError."""
+        """Sequence ID of the last durable record. Raises DamagedLogError."""
         return self.backend.durable.last_sequence_id()
 
     def copy(self) -> MemoryLogStore:
@@ -56,7 +56,7 @@ class MemoryLogStore(RowLogStore):
         return store
 
     def fail_next_commit(self, error: LogError) -> None:
-        """Let the next write raise ``error`` (LogFullError, LogSyncError) and refuse everything after it."""
+        """Make the next write raise ``error`` (LogFullError, LogSyncError) and all later ones fail."""
         self.backend.fails_next = error
 
     def damage_record(self, sequence_id: int, offset_bytes: int) -> None:
@@ -74,5 +74,5 @@ class MemoryLogStore(RowLogStore):
             self._last_sequence_id = min(self._last_sequence_id, sequence_id - 1)
 
     def audit(self) -> list[AuditEntry]:
-        """As LogReader.audit."""
+        """Operators' actions that the log has, oldest first."""
         return verdicts.load_audit(self.backend.durable, [])

@@ -81,12 +81,12 @@ def backend_of(scheme: str) -> type[Place]:
 
 
 def log_exists(log: Log) -> bool:
-    """As Place.exists. Raises LogError."""
+    """True if the log exists. Raises LogError."""
     return place_of(log).exists()
 
 
 def is_locked(log: Log) -> bool:
-    """Whether a process writes this log now. Raises LogError."""
+    """True while a process writes this log. Raises LogError."""
     return place_of(log).is_live()
 
 

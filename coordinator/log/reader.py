@@ -41,7 +41,7 @@ SCAN_SIZE_BYTES_MAX = 8 << 20
 
 
 class TrimmedError(LogError):
-    """What was asked for is no longer kept: trimming removed it, perhaps since the reader was opened."""
+    """Raised when a requested record was trimmed, perhaps since the reader was opened."""
 
 
 class LoggedValue(Struct, frozen=True):
@@ -78,7 +78,8 @@ class LogReader:
         self.close()
 
     def authenticate(self, keys: Sequence[LogKey], *, check: bool = True) -> None:
-        """From here on a record or chunk that was written without the log's key is damage, if the log has one.
+        """Check MACs from here on: a record or chunk written without the log's key counts as damage, if the log has a
+        key.
 
         ``check``: the other tables now. Raises LogKeyError where the key is not among ``keys``, ForgedLogError.
         """
@@ -93,13 +94,13 @@ class LogReader:
 
     @property
     def marker(self) -> Marker | None:
-        """What the log says of its authentication, checked or not; None where it has none."""
+        """Marker of the log's authentication, checked or not; None where it has none."""
         with self.view() as view:
             return read_marker(view)
 
     @property
     def authenticity(self) -> str:
-        """In words, for whoever asks what this log is worth."""
+        """Describe how far the log is authenticated."""
         if self.macs is None:
             return "authenticated, which was not checked" if self.marker is not None else "not authenticated"
         marker = self.macs.marker
@@ -107,7 +108,7 @@ class LogReader:
         return f"authenticated with key {marker.key_id}{since if marker.first_sequence_id > 0 else ''}"
 
     def summary(self) -> LogSummary:
-        """As RowLogStore.summary, as of now."""
+        """Read the log's state as it is now, like :meth:`RowLogStore.summary`."""
         problems: list[str] = []
         with self.view() as view:
             summary = view_queries.load_summary(view, self.identity.committer_id, self._load_outputs, problems)
@@ -127,7 +128,7 @@ class LogReader:
         return last
 
     def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:
-        """As RowLogStore.read; behind the last record an empty list."""
+        """Read checked values, like :meth:`RowLogStore.read`; behind the last record an empty list."""
         with self.view() as view:
             values, gap = view_queries.collect_values(view, first_sequence_id, size_bytes_max)
             are = authenticate_records(view, self.macs, enumerate(values, first_sequence_id))
@@ -186,7 +187,7 @@ class LogReader:
                 expected = sequence_id + 1
 
     def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes:
-        """As RowLogStore.read_checkpoint_chunk."""
+        """Read chunk ``index``; b"" after the last. Raises DamagedCheckpointError."""
         with self.view() as view:
             return read_chunk(view, self.macs, checkpoint_id, index)
 
@@ -216,7 +217,7 @@ class LogReader:
             )
 
     def verdicts(self) -> list[Verdict]:
-        """On the records that are kept, in their order. Raises DamagedLogError."""
+        """Verdicts on the records that are kept, in their order. Raises DamagedLogError."""
         with self.view() as view:
             return verdicts.load_verdicts(view, first_and_last_sequence_id(view)[0])
 
@@ -240,7 +241,7 @@ class LogReader:
                 yield letter
 
     def audit(self) -> list[AuditEntry]:
-        """What operators did, oldest first; a damaged entry is left out and told in :attr:`problems`."""
+        """Operators' actions, oldest first; a damaged entry is left out and described in :attr:`problems`."""
         self.problems = []
         with self.view() as view:
             return verdicts.load_audit(view, self.problems)
@@ -250,19 +251,19 @@ class LogReader:
         return self._backend.view(copies=copies)
 
     def is_live(self) -> bool:
-        """Whether a process writes it now."""
+        """True while a process writes this log."""
         return self._backend.is_live()
 
     def findings(self) -> Iterator[Finding]:
-        """As ReadBackend.findings."""
+        """Find damage in what the backend keeps beside the rows. Raises DamagedLogError where the log is unreadable."""
         return self._backend.findings(None if self.macs is None else self.macs.mark)
 
     def count_bytes_touched(self, size_bytes: int) -> None:
-        """So much was looked at: a scan of a large log must not make this process as large as the log."""
+        """Report that ``size_bytes`` were read: a scan of a large log must not make this process as large as it."""
         self._backend.count_bytes_touched(size_bytes)
 
     def release(self) -> None:
-        """Nothing is read for a while: give back the memory that reading took."""
+        """Give back the memory that reading took. Call it before a pause in reading."""
         self._backend.release()
 
     def close(self) -> None:
@@ -315,14 +316,14 @@ class LogReader:
         return None
 
     def _trimmed(self, sequence_id: int) -> bool:
-        """Whether the writer has removed that record, perhaps since a scan began."""
+        """True if the writer has removed that record, perhaps since a scan began."""
         with self.view() as view:
             trimmed = meta_value(view, META_TRIMMED, INT)
         return trimmed is not None and sequence_id <= trimmed
 
 
 def _missing(first: int, last: int) -> LoggedValue:
-    """One marker for the whole gap: a damaged key may make it look 2^63 records wide."""
+    """Marker for a whole gap of records: a damaged key may make it look 2^63 records wide."""
     what = f"record {first} is missing" if first == last else f"records {first} to {last} are missing"
     return LoggedValue(first, b"", what, last)
 
@@ -349,9 +350,9 @@ class RecordSource(Protocol):
 
     identity: LogIdentity
     problems: list[str]
-    """What the last summary had to leave out, in words."""
+    """Data that the last summary left out, as messages."""
     trusts_pickle: bool
-    """Whether a state in it that pickle wrote may be read, which runs what is in it."""
+    """True if a state written by pickle may be read, which runs code in it."""
 
     def summary(self) -> LogSummary: ...
 

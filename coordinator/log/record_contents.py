@@ -36,7 +36,7 @@ class NoSuchMessageError(ImmortalError):
 
 
 class Batch(Struct, frozen=True):
-    """One top-level message of a record: ``count`` RPC messages, packed in ``payload``."""
+    """Top-level message of a record: ``count`` RPC messages, packed in ``payload``."""
 
     message_type: int
     count: int
@@ -82,7 +82,7 @@ def message_at(content: bytes, index: int) -> bytes | None:
 
 
 def rpcs(payload: bytes) -> Iterator[tuple[bytes, IncomingRpc]]:
-    """Each message of a batch's payload: its bytes, and what they say. Raises RemoteProtocolError."""
+    """Iterate over the messages of a batch's payload: (bytes, decoded). Raises RemoteProtocolError."""
     offset = 0
     for _, start, end in decode_messages(payload):
         yield payload[offset:end], decode_incoming_rpc(payload, start, end)

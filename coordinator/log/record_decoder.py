@@ -1,4 +1,4 @@
-"""One record at a time, in plain Python: for those that pipeline.decode leaves, and for saying what is wrong."""
+"""Decodes one record in plain Python: records that pipeline.decode leaves, and damaged ones for error messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RPC_KIND_NAMES = ("call", "returned_value", "returned_nothing", "raised")  # by 
 
 @dataclass(frozen=True, slots=True)
 class DecodedMessage:
-    """One message of a record; an initial message that wraps no RPC has neither method ID nor RPC type."""
+    """Message of a record. An initial message that wraps no RPC has neither method ID nor RPC type."""
 
     source: BatchSource
     position: int
@@ -98,7 +98,10 @@ def _message(data: bytes, source: BatchSource, index: int) -> DecodedMessage:
 
 
 def _initial(data: bytes, source: BatchSource) -> Iterator[DecodedMessage]:
-    """By custom it wraps one RPC; but it may be any bytes, and is never decoded as something that it is not."""
+    """Decode an initial message, which usually wraps one RPC.
+
+    It may be any bytes, so it is checked before it is decoded.
+    """
     rpc = None
     try:
         message_type, start, end = decode_message(data)
@@ -134,7 +137,7 @@ def first_record_at(reader: LogReader, time_ns: int, first: int | None = None, e
 
 
 def _time_from(reader: LogReader, first: int, end: int) -> tuple[int, int] | None:
-    """(sequence ID, time) of the first sound record from ``first`` on."""
+    """Find the first sound record from ``first`` on: (sequence ID, time)."""
     for sequence_id in range(first, end):
         for logged in reader.records(sequence_id, sequence_id):
             record = logged.problem or read_record(logged.value, sequence_id, reader.identity.committer_id, whole=False)

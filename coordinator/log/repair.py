@@ -33,7 +33,7 @@ class RepairedSource(Struct, frozen=True):
 
 
 def plan_source_repair(view: View, committer_id: int) -> list[RepairedSource]:
-    """What is to be put in the place of each damaged row. Raises DamagedLogError where that cannot be known."""
+    """Plan the replacement of each damaged row. Raises DamagedLogError where the right value cannot be known."""
     plan = []
     from_records: dict[str, tuple[bytes, str]] = {}
     for key, value, problem in _damaged_rows(view):
@@ -60,7 +60,7 @@ def plan_source_repair(view: View, committer_id: int) -> list[RepairedSource]:
 
 
 def repair_sources(view: View, committer_id: int) -> tuple[Changes, list[str]]:
-    """To put damaged rows right; what that does, in words. Raises DamagedLogError where that cannot be."""
+    """Changes that repair damaged rows, and messages about them. Raises DamagedLogError where repair is impossible."""
     plan = plan_source_repair(view, committer_id)
     changes = Changes()
     if plan:  # the whole table is written anew: where keys are damaged they are not found by their order
@@ -98,7 +98,7 @@ def _with_one_bit_flipped(key: bytes, value: bytes) -> tuple[bytes, SourcePositi
 
 
 def _committers(view: View, committer_id: int) -> dict[str, int]:
-    """By name, whose log the streams that are still as they began come from."""
+    """Committer IDs of known senders by name, for streams that were never reset."""
     receivers = view_queries.named_rows(view, "peers", log_format.INT)
     began_anew = view_queries.stream_starts(view)  # the last record may be from before that
     known = {name: receiver for name, receiver in receivers.items() if name not in began_anew}
@@ -106,7 +106,9 @@ def _committers(view: View, committer_id: int) -> dict[str, int]:
 
 
 def _last_positions(view: View, committer_id: int, names: Collection[str]) -> dict[str, tuple[int, int]]:
-    """By source, the last record with a batch of it, and that batch's last position; without those not found.
+    """Sequence ID of the last record with a batch of each source, and that batch's last position.
+
+    Sources not found are left out.
 
     Raises DamagedLogError for a record that cannot be read: it may hold one of them.
     """

@@ -1,8 +1,8 @@
 # cython: annotation_typing=False
-"""From the core's words to rows: what a transaction puts and what it removes. reading.py is the way back.
+"""Turns a transaction of the core into rows to put and delete. view_queries.py is the way back.
 
-The bytes of keys and values are format.py's, those of verdicts and letters verdicts.py's. Most of it depends on the
-transaction alone; the little that depends on what the log has is read from a view.
+format.py encodes keys and values, verdicts.py those of verdicts and dead letters. Most changes depend on the
+transaction alone; the few that depend on the log's content read it from a view.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Changes(Struct):
 
 
 def changes_of(transaction: Transaction, now_ns: int) -> Changes:
-    """What follows from ``transaction`` alone. ``now_ns``: when its verdicts were given, since the Unix epoch."""
+    """Changes that follow from ``transaction`` alone. ``now_ns``: time of its verdicts, ns since the Unix epoch."""
     changes = Changes()
     puts = changes.puts
     for name, source in transaction.sources.items():
@@ -71,7 +71,7 @@ def changes_of(transaction: Transaction, now_ns: int) -> Changes:
 
 
 def depends_on_log(transaction: Transaction) -> bool:
-    """Whether :func:`add_dependent` or a checkpoint has something to add."""
+    """True if :func:`add_dependent` or a checkpoint adds changes."""
     return bool(
         transaction.checkpoint is not None
         or transaction.version is not None
@@ -82,7 +82,7 @@ def depends_on_log(transaction: Transaction) -> bool:
 
 
 def add_dependent(changes: Changes, transaction: Transaction, view: View) -> None:
-    """What follows from ``transaction`` and from what the log has; without the checkpoint."""
+    """Add the changes that also depend on the log's content, except the checkpoint's."""
     for destination, position in transaction.spilled_ends.items():
         left, span = spilled.end_at(view, destination, position)
         changes.deletes.append(span)

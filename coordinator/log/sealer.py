@@ -38,7 +38,7 @@ _KEPT_TABLES = frozenset(("sources", "acknowledged", "verdicts", "letters", "met
 
 
 class Change(Struct):
-    """What one append makes of the log's state. It counts once the append is durable."""
+    """Authentication state after one append. It counts once the append is durable."""
 
     head: bytes
     sums: dict[str, int]
@@ -55,7 +55,7 @@ class Change(Struct):
 
 
 class Sealer:
-    """For the thread that writes."""
+    """Adds MACs to appends. For the thread that writes."""
 
     def __init__(self, macs: Macs, view: View, instance_name: str) -> None:
         """Raises ForgedLogError where the tables are not what the last append left, DamagedLogError."""
@@ -110,7 +110,7 @@ class Sealer:
                 puts.append(("checkpoint_seals", key, chunks))
 
     def adopt(self, change: Change) -> None:
-        """It is durable."""
+        """Adopt the state of an append that is durable."""
         self._head, self._sums, self._tags, self._chunks = change.head, change.sums, change.tags, change.chunks
         for place, row in change.rows.items():
             if row is None:
@@ -186,7 +186,7 @@ class _AllSeals(Iterable[Row]):
 def seal_all(
     view: View, key: LogKey, identity: LogIdentity, first_sequence_id: int | None = None
 ) -> tuple[Macs, Append]:
-    """To give all that the log holds now the MACs of ``key``: what is in it counts as right from there on.
+    """Build the append that gives all of the log MACs of ``key``. Its present content is trusted from then on.
 
     ``first_sequence_id``: from which record on it was authenticated before, as known otherwise.
     """
@@ -227,7 +227,7 @@ def seal_after(view: View, macs: Macs, puts: Sequence[Row], deletes: Sequence[Sp
 
 
 def unsealed(last_sequence_id: int) -> Append:
-    """To make it a log without a key, as it was before it had one."""
+    """Build the append that turns the log into one without a key."""
     deletes = [Span("record_seals"), Span("checkpoint_seals"), *unmarked()]
     return Append(last_sequence_id, puts=[meta_row(META_FORMAT, log_format.FORMAT_VERSION)], deletes=deletes)
 

@@ -15,7 +15,10 @@ EXTENT_SIZE_BYTES = 1 << 20  # rows are told as one up to this: there may be ver
 
 
 def extents(view: View, acknowledged: Mapping[str, int]) -> dict[str, list[SpilledExtent]]:
-    """What is not acknowledged, by destination, in order. Only the heads are looked at. Raises DamagedLogError."""
+    """Extents that are not acknowledged, by destination, in order.
+
+    Only heads of rows are read. Raises DamagedLogError.
+    """
     found: dict[str, list[SpilledExtent]] = {}
     for key_view, value in view.scan("spilled"):
         key = bytes(key_view)
@@ -47,7 +50,7 @@ def read(
     last_position: int,
     size_bytes_max: int,
 ) -> list[OutputBatch]:
-    """As LogStore.read_spilled."""
+    """Read spilled batches, as specified by :meth:`LogStore.read_spilled`."""
     batches: list[OutputBatch] = []
     size_bytes, position = 0, first_position
     while position <= last_position:
@@ -85,8 +88,9 @@ def _covering(view: View, table: str, destination: str, position: int) -> Output
 
 
 def end_at(view: View, destination: str, position: int) -> tuple[list[SpilledBatch], Span]:
-    """To remove what is spilled to ``destination`` behind ``position``: what is left of the row that holds both, and
-    those that go."""
+    """Plan the removal of spilled messages to ``destination`` behind ``position``: the remains of the row that holds
+    both, and the span to delete.
+    """
     last = _covering(view, "spilled", destination, position) if position > 0 else None
     left = []
     if last is not None and last.last_position > position:
@@ -97,7 +101,7 @@ def end_at(view: View, destination: str, position: int) -> tuple[list[SpilledBat
 
 
 def trim(view: View, table: str, destination: str, position: int, budget: RemovalBudget) -> list[Span]:
-    """One step of the rows of ``table`` to ``destination`` that end at or below ``position``."""
+    """Spans of one removal step: rows of ``table`` to ``destination`` that end at or below ``position``."""
     name, first = table.encode(), log_format.batch_key(destination, 0)
     last_key = None
     for key_view, value in view.scan(table, first):

@@ -202,7 +202,7 @@ class RowLogStore:
             return view_queries.load_outputs(view, stored)
 
     def clients(self) -> StoredClients:
-        """What is known of clients. A damaged reply counts as not kept any more and is described in :attr:`problems`.
+        """Read clients' positions and replies. A damaged reply counts as removed and is described in :attr:`problems`.
 
         Raises DamagedLogError with sequence ID -1 for a damaged position.
         """
@@ -267,7 +267,10 @@ class RowLogStore:
 
     @contextlib.contextmanager
     def _naming_remedy(self) -> Iterator[None]:
-        """What stops a recovery says which command looks into it; or, where the log is another's by now, that."""
+        """Add the command that helps to errors about damage.
+
+        Raises FencedError instead if another process has the log by now.
+        """
         try:
             yield
         except DamagedLogError as error:
@@ -360,7 +363,7 @@ class RowLogStore:
         return budget.exhausted
 
     def _remove_half_written(self) -> bool:
-        """One step; True if there was anything: more may remain."""
+        """Remove one step of incomplete checkpoints; True if there were any: more may remain."""
         with self.backend.view() as view:
             changes = half_written(view)
         if changes:
@@ -390,7 +393,7 @@ class RowLogStore:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """What fails in here leaves those that were begun open, or they never will be durable."""
+        """After LogUnavailableError appends in flight stay unresolved; after other errors they are dropped."""
         try:
             yield
         except LogUnavailableError:
@@ -415,7 +418,7 @@ class RowLogStore:
             return self._ticket, self._last_sequence_id
 
     def _resolve(self) -> None:
-        """What has become of the appends that the backend gave no answer to."""
+        """Find out which of the appends without an answer are durable."""
         if self._is_unknown:
             for _ in range(self.backend.resolve()):
                 self._appended(self._begun.popleft())

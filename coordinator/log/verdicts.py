@@ -25,7 +25,7 @@ _SUSPECT = decoding.Decoder(Annotated[list[int], msgspec.Meta(min_length=4, max_
 
 
 def dead_letter_name(key: MessageKey) -> str:
-    """How people call it: SEQ:INDEX; of a step with the task and the step behind."""
+    """Name of a dead letter for people: SEQ:INDEX; for a step of a task, with the task and the step."""
     return ":".join(map(str, key if any(key[2:]) else key[:2]))
 
 
@@ -33,7 +33,7 @@ def dead_letter_name(key: MessageKey) -> str:
 
 
 def verdict_rows(verdicts: Iterable[Verdict], now_ns: int) -> list[Row]:
-    """What the log keeps of them. ``now_ns``: when they were given."""
+    """Rows for ``verdicts``. ``now_ns``: when they were given, ns since the Unix epoch."""
     rows: list[Row] = []
     for verdict in verdicts:
         key = MESSAGE_KEY.pack(*verdict.key)
@@ -49,7 +49,7 @@ def suspect_row(suspect: Suspect) -> Row:
 
 
 def audit_rows(view: View, entries: Iterable[AuditEntry]) -> list[Row]:
-    """Behind those that are there."""
+    """Rows that append ``entries`` to the table of audit entries."""
     last = next((SEQUENCE_KEY.unpack(key)[0] for key, _ in view.scan_back("audit")), 0)
     rows: list[Row] = []
     for number, entry in enumerate(entries, start=last + 1):
@@ -62,18 +62,21 @@ def audit_rows(view: View, entries: Iterable[AuditEntry]) -> list[Row]:
 
 
 def load_verdicts(view: View, first_sequence_id: int = 0) -> list[Verdict]:
-    """On the records from ``first_sequence_id`` on, in their order. Raises DamagedLogError: each of them counts."""
+    """Verdicts on the records from ``first_sequence_id`` on, in their order.
+
+    Raises DamagedLogError if any is damaged.
+    """
     rows = view.scan("verdicts", log_format.record_key(first_sequence_id))
     return [log_format.unseal(b"verdicts", bytes(key), bytes(value), _VERDICT) for key, value in rows]
 
 
 def dead_letter_sizes(view: View) -> dict[MessageKey, int]:
-    """What each dead letter takes, in bytes, in the order of their records; damaged ones as well."""
+    """Stored size of each dead letter in bytes, in the order of their records, damaged ones included."""
     return {_message_key(key): len(value) for key, value in view.scan("letters") if len(key) == MESSAGE_KEY.size}
 
 
 def load_dead_letter(view: View, key: MessageKey) -> Letter | None:
-    """None where there is none. Raises DamagedLogError."""
+    """Read a dead letter; None where there is none. Raises DamagedLogError."""
     try:
         packed = MESSAGE_KEY.pack(*key)
     except struct.error:

@@ -1,4 +1,4 @@
-"""Whether the positions of each incoming stream follow one another through a log, and end where its tables say."""
+"""Verifies a log: records, tables, checkpoints, and that the positions of each incoming stream are consecutive."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StreamPositions:
         self._expected.clear()
 
     def check(self, sequence_id: int, trailer: Trailer) -> Iterator[Finding]:
-        """Each stream's positions must follow one another; 1 is a stream that began anew."""
+        """Check that each stream's positions in a record continue; position 1 begins a stream anew."""
         self._pass_cuts(sequence_id)
         place = f"record {sequence_id}"
         for batch in trailer.batches:
@@ -78,7 +78,7 @@ class StreamPositions:
                 yield Finding(Severity.FATAL, table, f"{message}: messages would be lost or executed twice")
 
     def _pass_cuts(self, sequence_id: int) -> None:
-        """What was cut off counts as received: behind a cut each stream may jump ahead, once."""
+        """Allow each stream to jump ahead once behind a cut: what was cut off counts as received."""
         while self._cuts and self._cuts[0] <= sequence_id:
             self._cuts.pop(0)
             self._cut_sources = set(self._expected)
@@ -124,7 +124,7 @@ class LogVerification(Struct):
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing was found but notes; valid once the findings were iterated."""
+        """True if nothing but notes was found. Valid once the findings were iterated."""
         return not (self.damaged or self.fatal)
 
     def first_damage(self, first_sequence_id: int) -> int | None:
@@ -349,7 +349,7 @@ class LogVerification(Struct):
             yield Finding(Severity.DAMAGE, "audit", problem)
 
     def _verify_rebuilding(self, reader: LogReader) -> Iterator[Finding]:
-        """Of a table of sources that is damaged: whether the next start can put it right."""
+        """Report whether the next start can repair a damaged table of sources."""
         committer_id = reader.identity.committer_id
         try:
             with reader.view() as view:
@@ -367,7 +367,7 @@ def _has_header(reader: LogReader, checkpoint_id: int) -> bool:
 
 
 def _client_positions(view: View) -> dict[str, ClientPosition]:
-    """None where the table is damaged, which is a finding of its own."""
+    """Clients' positions; empty where the table is damaged, which is a finding of its own."""
     try:
         return view_queries.client_positions(view)
     except DamagedLogError:

@@ -1,4 +1,4 @@
-"""From rows back to the core's words, each function in a view of the caller: for writer and reader alike."""
+"""Turns rows back into the core's types. Each function reads a view of the caller, a writer or a reader."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StoredOutputs(Mapping[str, Sequence[OutputBatch]]):
 
 
 def named_rows(view: View, table: str, decoder: decoding.Decoder[log_format.Decoded]) -> dict[str, log_format.Decoded]:
-    """All rows of a table of small values by name. Raises DamagedLogError."""
+    """Read all rows of a table of small values, by name. Raises DamagedLogError."""
     rows = {}
     for key_view, value in view.scan(table):
         key = bytes(key_view)
@@ -71,7 +71,7 @@ def named_rows(view: View, table: str, decoder: decoding.Decoder[log_format.Deco
 
 
 def stored_headers(view: View) -> Iterator[tuple[int, StoredHeader | DamagedLogError]]:
-    """(checkpoint ID, header or what is wrong with it), oldest first."""
+    """Iterate over checkpoints, oldest first: (ID, header or its damage)."""
     for key_view, value in view.scan("checkpoints"):
         key = bytes(key_view)
         checkpoint_id = SEQUENCE_KEY.unpack(key)[0]
@@ -82,7 +82,7 @@ def stored_headers(view: View) -> Iterator[tuple[int, StoredHeader | DamagedLogE
 
 
 def has_readable_header(view: View, checkpoint_id: int) -> bool:
-    """Whether there is a checkpoint of that ID with an undamaged header and undamaged outputs: one for a summary."""
+    """True if a checkpoint has an undamaged header and undamaged outputs, so that a summary includes it."""
     key = SEQUENCE_KEY.pack(checkpoint_id)
     value = view.get("checkpoints", key)
     if value is None:
@@ -187,12 +187,12 @@ def load_summary(
 
 
 def acknowledged_positions(view: View) -> dict[str, int]:
-    """By destination: the last position that is durable there. Raises DamagedLogError."""
+    """Last position durable at each destination. Raises DamagedLogError."""
     return named_rows(view, "acknowledged", log_format.INT)
 
 
 def stream_starts(view: View) -> dict[str, StreamStart]:
-    """Of the output streams that were reset. Raises DamagedLogError."""
+    """Starts of the output streams that were reset. Raises DamagedLogError."""
     rows = meta_value(view, log_format.META_STREAM_STARTS, log_format.STREAM_STARTS)
     return {name: StreamStart(*row) for name, row in (rows or {}).items()}
 
@@ -203,7 +203,7 @@ def _record_time_ns(view: View, sequence_id: int, committer_id: int) -> int:
 
 
 def version_starts(view: View) -> list[VersionStart]:
-    """In the order in which they began. Raises DamagedLogError."""
+    """Versions in the order in which they began. Raises DamagedLogError."""
     return [log_format.decode_version_start(bytes(key), bytes(value)) for key, value in view.scan("versions")]
 
 
@@ -215,7 +215,7 @@ def with_outputs(stored: StoredHeader, load: LoadOutputs) -> CheckpointHeader:
 
 
 def load_impulses(view: View, acknowledged: Mapping[str, int], size_bytes_max: int | None) -> list[ImpulseBatch]:
-    """All impulses by destination and position; the payload of those that are acknowledged whole is b"".
+    """Load all impulses by destination and position; those acknowledged whole have an empty payload.
 
     Their positions still count, but nobody needs their bytes: the table may be far larger than what is unacknowledged.
     Of what is not acknowledged, only so much is loaded for each destination; the rest is read when it is sent.
@@ -246,7 +246,7 @@ def client_positions(view: View) -> dict[str, ClientPosition]:
 
 
 def load_clients(view: View, problems: list[str]) -> StoredClients:
-    """What is known of clients; a damaged reply is told in ``problems``. Raises DamagedLogError."""
+    """Load clients' positions and replies; damaged replies are described in ``problems``. Raises DamagedLogError."""
     replies = {}
     for key_view, value in view.scan("replies"):
         key = bytes(key_view)

@@ -91,17 +91,17 @@ class LogEndpoint:
 
     @property
     def store(self) -> LogStore | None:
-        """None while another process writes the log."""
+        """Store that this process writes; None while another process writes the log."""
         return self._store
 
     @property
     def problem(self) -> str:
-        """As LogStore.problem; none while another process writes the log."""
+        """Limitation of the store at present, as a message; "" while another process writes the log."""
         return "" if self._store is None else self._store.problem
 
     @property
     def standbys(self) -> Sequence[Standby]:
-        """Who follows the log, as of a moment ago; none while another process writes it."""
+        """Processes that follow the log, refreshed now and then; empty while another process writes it."""
         return () if self._store is None else self._store.standbys
 
     def hand_over_to(self, successor: str) -> None:
@@ -113,7 +113,7 @@ class LogEndpoint:
 
     @property
     def commit_s(self) -> float:
-        """What a commit takes, as :attr:`LogWriter.commit_s`; 0 while another process writes the log."""
+        """Running mean of a commit's duration in seconds; 0 while another process writes the log."""
         return 0.0 if self._writer is None else self._writer.commit_s
 
     # --- the driver's port -------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class LogEndpoint:
                 self._log.error(problem)
 
     def _hand_over(self, store: LogStore, request: StoreRead) -> None:
-        """What was asked of a log that another wrote."""
+        """Answer a read that was requested while another process wrote the log."""
         if isinstance(request, ef.ReadRecords):  # there is no more of that
             self._inbox.append(ev.RecordsRead([], None, request.session))
         else:
@@ -198,7 +198,10 @@ class LogEndpoint:
             self._do(store.cancel_standby_request)
 
     def _do(self, work: Callable[[], None]) -> None:
-        """What fails is as if nobody had answered: the core waits for that for a while only."""
+        """Do ``work`` beside the loop.
+
+        A failure counts as no answer from the standby: the core waits only for a while.
+        """
 
         def done() -> ev.Event | None:
             try:
@@ -272,7 +275,9 @@ class LogEndpoint:
         self._ready.close()
 
     def look(self) -> None:
-        """Now and then: whether the log is another one's by now. Who only answers queries would never hear of it."""
+        """Report, now and then, that another process has taken the log: a coordinator that only answers queries appends
+        nothing and would not notice.
+        """
         store = self._store
         if store is None:
             return
@@ -282,7 +287,9 @@ class LogEndpoint:
             self._look_for_offer(store)
 
     def measure(self, now_ns: int) -> None:
-        """Now and then while the log changes, and while it has too little room: a trim makes some.
+        """Measure the log's room, now and then while the log changes or lacks room: a trim frees some.
+
+        Report changes of the standbys at each call.
 
         At each call: who follows it.
         """

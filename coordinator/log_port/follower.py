@@ -30,7 +30,7 @@ STANDBY_CLOSE_TIMEOUT_S = 1.0  # for who writes the log to be told that it is go
 
 
 class FollowedLog(Protocol):
-    """What is read of a log beside its writer: a LogReader."""
+    """Reading half of a log beside its writer, as a LogReader has it."""
 
     def summary(self) -> LogSummary: ...
 
@@ -44,20 +44,22 @@ class FollowedLog(Protocol):
 
 
 class Places(Protocol):
-    """Where the log is. All of it is called by the follower's thread alone."""
+    """Access to the log, for the follower's thread alone."""
 
     def open_store(self) -> LogStore:
-        """For writing; a new log where there is none. Raises LogLockedError where another has it, ImmortalError."""
+        """Open the log for writing, or make a new one.
+
+        Raises LogLockedError where another process writes it, ImmortalError.
+        """
 
     def open_reader(self) -> FollowedLog | None:
-        """None where there is no log yet. Raises LogError."""
+        """Open the log for reading; None where there is none yet. Raises LogError."""
 
     def holder(self) -> str | None:
-        """Who writes it, in words; None: nobody does."""
+        """Description of the process that writes the log; None: none does."""
 
     def follow(self, nudge: Callable[[], None]) -> Following | None:
-        """Be known to who writes it, and have ``nudge`` called when that may have changed; None: it has to be looked
-        for."""
+        """Register as a standby. ``nudge`` is called when the writer may have changed; None: the caller has to poll."""
 
 
 class LogFollower(Mailbox[ev.Event]):
@@ -86,7 +88,7 @@ class LogFollower(Mailbox[ev.Event]):
         self._asked.put(request)
 
     def offer(self, request: Offered) -> None:
-        """For the checkpoint that the writer has asked for."""
+        """Submit a chunk or the end of the checkpoint that the writer has requested."""
         self._asked.put(request)
 
     def take_store(self) -> LogStore | None:
@@ -95,7 +97,7 @@ class LogFollower(Mailbox[ev.Event]):
         return store
 
     def take_unanswered(self) -> list[StoreRead | Offered]:
-        """What was asked for and is the store's to answer, once that was taken."""
+        """Take the requests without an answer; the store answers them once this process writes the log."""
         requests: list[StoreRead | Offered] = [*self._waiting]
         while not self._asked.empty():
             request = self._asked.get()
@@ -161,7 +163,7 @@ class LogFollower(Mailbox[ev.Event]):
         return False
 
     def _answer_next(self) -> None:
-        """What is asked for now, or before the next look."""
+        """Answer requests that arrive before the next poll."""
         is_idle = time.monotonic() - self._news_s > IDLE_S
         try:
             request = self._asked.get(timeout=IDLE_POLL_INTERVAL_S if is_idle else LOOK_S)
@@ -216,7 +218,7 @@ class LogFollower(Mailbox[ev.Event]):
         return ev.LogFailed(LogError(f"a follower has no use for {type(request).__name__}"))
 
     def _look(self) -> None:
-        """Whether there is what is waited for."""
+        """Answer waiting reads if the log has grown."""
         if not self._waiting:
             return
         if self._reader is None:

@@ -20,7 +20,10 @@ HOLDER_REFRESH_S = 1.0  # who holds a lock is read from a list of all locks: not
 
 
 class InstanceLog:
-    """That of ``settings``. ``trust_pickle``: it may be of another home, with states that pickle wrote."""
+    """Access to the log of ``settings``.
+
+    ``trust_pickle``: it may come from another home, with states written by pickle.
+    """
 
     def __init__(self, settings: InstanceSettings, log: Notices, *, trust_pickle: bool) -> None:
         self._settings = settings
@@ -69,7 +72,7 @@ class InstanceLog:
         return self._reader
 
     def follow(self, nudge: Callable[[], None]) -> Following | None:
-        """As Place.follow."""
+        """Register as a standby, as :meth:`Place.follow` specifies."""
         settings = self._settings
         options = Options(
             lease_s=settings.lease_s, endpoint=settings.peer, checkpoints_to=settings.checkpoints_to or ""
@@ -77,7 +80,7 @@ class InstanceLog:
         return self._place.follow(options, nudge)
 
     def holder(self) -> str | None:
-        """Who writes the log, in words; None: nobody does."""
+        """Description of the process that writes the log; None: none does."""
         if not self._place.is_live():
             self._named_s = None
             return None

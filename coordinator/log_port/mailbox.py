@@ -1,4 +1,4 @@
-"""What a thread has done, left for the loop to collect."""
+"""Mailbox in which a thread leaves results for the loop, and a thread for slow reads."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Mailbox(Generic[T]):
         return self._wake
 
     def put(self, done: Iterable[T]) -> None:
-        """For the thread. Wakes the loop, also with nothing."""
+        """Add results and wake the loop, also without results. Called by the thread."""
         self._left.extend(done)
         os.eventfd_write(self._wake, 1)
 
     def take(self) -> list[T]:
-        """For the loop: what was put there since the last call, in order."""
+        """Take the results added since the last call, in order. Called by the loop."""
         try:
             os.eventfd_read(self._wake)
         except BlockingIOError:
@@ -41,7 +41,7 @@ class Mailbox(Generic[T]):
         return taken
 
     def close(self) -> None:
-        """Once the thread has ended."""
+        """Close the mailbox once its thread has ended."""
         os.close(self._wake)
 
 
@@ -62,14 +62,14 @@ class ReadThread(Mailbox[Event]):
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Work) -> None:
-        """Have ``work`` done, which raises nothing; the event that it returns arrives in :meth:`take`."""
+        """Run ``work`` on the thread. It must not raise; the event that it returns arrives in :meth:`take`."""
         self._works.put(work)
         if self._thread is None:  # most instances have small checkpoints, and recover seldom
             self._thread = threading.Thread(target=self._run, name="log-reads", daemon=True)
             self._thread.start()
 
     def run_pending(self) -> None:
-        """For a work that takes long: do those that wait behind it."""
+        """Run the works that wait. Called now and then by a work that takes long."""
         while not self.closing:
             try:
                 work = self._works.get_nowait()
@@ -81,7 +81,7 @@ class ReadThread(Mailbox[Event]):
             self._do(work)
 
     def close(self) -> None:
-        """What is under way is given up where it looks for that; the rest is not done any more."""
+        """End the thread. A long work stops where it checks ``closing``; waiting works are dropped."""
         self.closing = True
         self._works.put(None)
         if self._thread is not None:

@@ -1,13 +1,12 @@
-"""All writes to the log, in order: small ones inline, larger ones on a thread, trimming when there is time.
+"""Writes to the log in order: small ones inline, larger ones on a thread, which trims when idle.
 
-A small commit takes 150 µs; handing it to a thread and back costs more than that, and with a busy Python thread beside
-it much more. A large one would keep the loop from everything else for milliseconds. So would a small one to another
-machine: it is begun inline, several at a time, and finished when its answer has arrived (`begun.py`). The thread waits
-for those that were begun before it writes.
+A small commit takes 150 µs; handing it to a thread and back costs more, and much more beside a busy Python thread. A
+large commit would block the loop for milliseconds, and so would a small one to a log on another machine. There several
+small commits are in flight at a time: the loop starts them and finishes each when its answer arrives. The thread waits
+for them before it writes.
 
-Of a write that the log did not answer nobody knows whether it was done. What was submitted behind it is not written
-then: it would stand in the log before it, or twice; what was begun behind it is as unknown. Whoever submits asks where
-the log ends (ReadTail), and writes on.
+When the log does not answer a write, its outcome is unknown. What was submitted behind it is not written then: it could
+be stored before that write, or twice. The submitter reads the log's tail (ReadTail) and submits again from there.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
             self._hand_over(*self._inline, job)  # the order is kept
 
     def _hand_over(self, *jobs: _Job) -> None:
-        """To the thread: ``jobs``, which are all that waits."""
+        """Hand ``jobs``, which are all that wait, to the thread."""
         self._inline.clear()
         for job in jobs:
             self._on_thread += 1
@@ -101,7 +100,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
 
     @property
     def has_inline(self) -> bool:
-        """There is something for :meth:`run_inline`."""
+        """True if :meth:`run_inline` has something to do."""
         return bool(self._inline)
 
     def run_inline(self) -> list[Event]:
@@ -145,7 +144,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
 
     @contextlib.contextmanager
     def _unless_writing(self) -> Iterator[bool]:
-        """Whether the thread does not write: for the loop, which waits for nothing."""
+        """Take the store's lock without waiting; yields False while the thread writes."""
         if not self._store_lock.acquire(blocking=False):
             yield False
             return
@@ -155,7 +154,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
             self._store_lock.release()
 
     def _finished(self, *, wait: bool) -> list[Event]:
-        """Of the commits that were begun. For who has the store's lock."""
+        """Finish commits in flight and return their events. The caller holds the store's lock."""
         events: list[Event] = []
         while self._begun:
             try:
@@ -175,7 +174,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         return event
 
     def _finish_begun(self) -> None:
-        """For the thread: what was begun comes before what it writes."""
+        """Wait for all commits in flight, before the thread writes."""
         with self._store_lock:
             if self._begun:
                 self._begun.unwatch()
@@ -193,7 +192,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
 
     @property
     def trimming(self) -> bool:
-        """Whether there is still something to remove since :meth:`trim` was last called."""
+        """True while a requested trim is not complete."""
         return self._trim.is_set()
 
     def close(self) -> None:
@@ -231,7 +230,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
             self._was_committed(ticket)
 
     def _answer_to(self, job: _Write, error: Exception) -> Event:
-        """To a write that has failed."""
+        """Event for a write that has failed."""
         if isinstance(error, FencedError):
             return Fenced(job.ticket if isinstance(job, Commit) else 0, error.holder)
         failed = _failed(error, job)
@@ -261,7 +260,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
                 self._trim_step()
 
     def _do(self, job: _Job) -> tuple[int, list[Event]]:
-        """How many jobs were done, ``job`` and some behind it, and what came of them."""
+        """Do ``job``, and commits that can join it. Returns the number of jobs done and their events."""
         self._finish_begun()
         if isinstance(job, ReadTail):
             return 1, [self._read_tail()]
@@ -415,12 +414,12 @@ class InFlightCommits:
         return Finished(commit, time.perf_counter() - begun_s)
 
     def clear(self) -> None:
-        """All that are under way are as unknown as the oldest."""
+        """Forget all commits in flight: their outcome is unknown."""
         self._under_way.clear()
         self.unwatch()
 
     def watch(self) -> None:
-        """What the oldest waits for, if there is one."""
+        """Watch for the answer to the oldest commit, if there is one."""
         wanted = self._store.waits_for() if self._under_way else None
         if wanted != self._watched:
             self.unwatch()

@@ -14,7 +14,7 @@ from immortal.protocol.errors import ImmortalError
 
 
 class ObjectError(ImmortalError):
-    """What was asked cannot be done with what is there: said to the operator, who decides."""
+    """Raised when the objects in a store do not allow what was requested. An operator decides what to do."""
 
 
 class DamagedObjectError(ObjectError):

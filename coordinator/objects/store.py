@@ -33,7 +33,9 @@ class Stored(NamedTuple):
 
 
 def store_of(url: str, *, make: bool = True) -> ObjectStore:
-    """What a URL names; credentials come from the environment, as the store's own tools take them.
+    """Open the store of a URL. Credentials come from the environment, as for the store's own tools.
+
+    ``make``: create a folder that is missing.
 
     ``make``: a folder that is not there.
 
@@ -89,12 +91,12 @@ class Objects:
                 raise DamagedObjectError(f"the object {self.where}/{name} is missing") from None
 
     def get_all(self, names: Iterable[str]) -> Iterator[bytes]:
-        """In their order, some at a time. Raises as :meth:`get`."""
+        """Read several objects in parallel; yields them in the order of ``names``. Raises as :meth:`get`."""
         with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
             yield from pool.map(self.get, names)
 
     def listed(self, folder: str = "") -> list[Stored]:
-        """By name. Raises StoreError."""
+        """List the objects below ``folder`` by name. Raises StoreError."""
         found = []
         with _in_words(self.where):
             for page in obstore.list(self._store, prefix=(self._prefix + folder).rstrip("/") or None):
@@ -104,13 +106,13 @@ class Objects:
         return sorted(found)
 
     def folders(self) -> list[str]:
-        """Those right below. Raises StoreError."""
+        """List the folders at the top. Raises StoreError."""
         with _in_words(self.where):
             listed = obstore.list_with_delimiter(self._store, prefix=self._prefix.rstrip("/") or None)
         return sorted(path.removeprefix(self._prefix).rstrip("/") for path in listed["common_prefixes"])
 
     def remove(self, names: Iterable[str]) -> None:
-        """Those that are gone already are no error. Raises StoreError."""
+        """Remove objects; missing ones are ignored. Raises StoreError."""
         with _in_words(self.where):
             for name in names:
                 try:
@@ -121,7 +123,7 @@ class Objects:
 
 @contextmanager
 def _in_words(where: str) -> Iterator[None]:
-    """Also where the error is none of obstore's classes: it raises Python's own for some."""
+    """Turn errors of obstore, and Python's own that it raises for some, into StoreError."""
     try:
         yield
     except (BaseError, OSError, ValueError) as error:

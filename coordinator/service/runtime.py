@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from immortal.coordinator.app.endpoint import AppEndpoint, AppInterface
 from immortal.coordinator.audit.audit_log import AuditLog
 from immortal.coordinator.audit.auditor import Auditor
-from immortal.coordinator.clock import LOOK_NS, InstanceClock, earliest
+from immortal.coordinator.clock import TICK_NS, InstanceClock, earliest
 from immortal.coordinator.config import Checkpoints, InstanceSettings
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
@@ -306,8 +306,8 @@ class Coordinator:
         if self._line_sink_due_ns is not None and now_ns >= self._line_sink_due_ns:
             self._line_sink.process()
         if now_ns >= self._clock_due_ns:
-            self._clock_due_ns = now_ns + LOOK_NS
-            self._clock.look()
+            self._clock_due_ns = now_ns + TICK_NS
+            self._clock.tick()
             self._log_endpoint.look()
             inbox += self._clock.take_events()
         inbox += self._clock.take_due(now_ns)

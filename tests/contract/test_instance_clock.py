@@ -75,7 +75,7 @@ def test_how_long_a_jump_has_stood_is_kept_too(machine: Machine) -> None:
         one = machine.start()
         for _ in range(110):
             machine.passes(S)
-            one.look()
+            one.tick()
     assert one.now_ns() == machine.wall_ns
     assert [line for line in machine.lines if "believed now" in line] == machine.lines[1:]
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from immortal.coordinator.core.interfaces import OutputBatch, OutputMark, SpilledBatch, Transaction
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.output.output_stream import OutputStream, StreamState
-from immortal.coordinator.core.output.send_buffer import behind, cut, fitting
+from immortal.coordinator.core.output.send_buffer import cut, part_behind, split_to_fit
 from immortal.coordinator.log.memory import MemoryLogStore
 from immortal.protocol.batch import check_batch
 from immortal.protocol.checksum import crc64
@@ -238,7 +238,7 @@ class OutputStreamMachine(RuleBasedStateMachine):
         assert sum(len(batch.payload) for batch in in_memory) == stream.memory_bytes
         assert sorted(in_memory, key=lambda batch: batch.first_position) == in_memory
         for batch in in_memory:
-            behind_acknowledged = behind(batch, stream.acknowledged)
+            behind_acknowledged = part_behind(batch, stream.acknowledged)
             assert behind_acknowledged is not None
             first = behind_acknowledged.first_position - stream.acknowledged - 1
             assert behind_acknowledged.payload == b"".join(waiting[first : first + behind_acknowledged.count])
@@ -292,9 +292,9 @@ def test_cut_and_behind_are_slices(lengths: list[int], first: int, data: st.Data
     front, back = cut(batch, count)
     assert front == OutputBatch(first, count, b"".join(made[:count]))
     assert back == OutputBatch(first + count, len(made) - count, b"".join(made[count:]))
-    assert behind(batch, first + count - 1) == back
-    assert behind(batch, first - 1) is batch
-    assert behind(batch, batch.last_position) is None
+    assert part_behind(batch, first + count - 1) == back
+    assert part_behind(batch, first - 1) is batch
+    assert part_behind(batch, batch.last_position) is None
     with pytest.raises(Exception, match=f"cut {len(made)} of {len(made)} messages"):
         cut(batch, len(made))
 
@@ -303,7 +303,7 @@ def test_cut_and_behind_are_slices(lengths: list[int], first: int, data: st.Data
 def test_what_fits_is_as_much_as_can_be(lengths: list[int], size_bytes_max: int) -> None:
     made = [encode_incoming_rpc(index, 1, b"x" * length) for index, length in enumerate(lengths)]
     batch = OutputBatch(5, len(made), b"".join(made))
-    front, rest = fitting(batch, size_bytes_max)
+    front, rest = split_to_fit(batch, size_bytes_max)
     assert front.payload + (rest.payload if rest else b"") == batch.payload
     assert front.payload == b"".join(made[: front.count])
     assert front.count + (rest.count if rest else 0) == len(made)

@@ -62,7 +62,7 @@ class NodeClock:
 
     def now_ns(self) -> int:
         wall_ns, true_ns = self.wall_ns, self._true.now_ns
-        usual_ns = self._keeper.usual(wall_ns, true_ns)
+        usual_ns = self._keeper.time_if_calm(wall_ns, true_ns)
         reading = Reading(usual_ns) if usual_ns is not None else self._keeper.read(wall_ns, true_ns)
         self._check(reading)
         return reading.time_ns

@@ -8,7 +8,7 @@ from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core.errors import DivergenceError
 from immortal.coordinator.core.interfaces import CheckpointHeader, VersionStart
 from immortal.coordinator.core.life_cycle.session import Phase
-from immortal.coordinator.core.state import behind
+from immortal.coordinator.core.state import after_checkpoint
 from immortal.protocol.extensions import AppDescription, Hello, encode_app_description, encode_hello
 from immortal.protocol.messages import MessageType, encode_message
 from immortal.protocol.peer_frames import FrameType
@@ -247,7 +247,7 @@ def test_an_app_that_can_t_repeat_an_upgrade_of_the_past_stops_the_recovery() ->
 def test_the_versions_behind_a_checkpoint(version: int, sequence_id: int, expected: list[int]) -> None:
     starts = [VersionStart(1, -1), VersionStart(2, 5), VersionStart(1, 9)]
     header = CheckpointHeader(1, sequence_id, 0, 0, 0, version=version)
-    assert [start.version for start in behind(starts, header)] == expected
+    assert [start.version for start in after_checkpoint(starts, header)] == expected
 
 
 def test_a_failure_that_nobody_asked_for_breaks_the_protocol() -> None:

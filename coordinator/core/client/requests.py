@@ -81,7 +81,7 @@ class Clients:
         queries = {method_id for destination, method_id in description.methods if destination == QUERIES}
         self._methods = encode_methods(own, queries & own.keys())
 
-    def who_is(self, caller: str) -> str:
+    def holder_of(self, caller: str) -> str:
         """Return who stands behind a caller's name: for a client with a key, the key's holder."""
         client = self.table.get(caller.removeprefix(CLIENTS)) if caller.startswith(CLIENTS) else None
         return caller if client is None else client.owner or caller
@@ -96,7 +96,7 @@ class Clients:
         client = self.table.get(frame.client_id)
         if client is not None:
             if caller and not client.owner:  # it was used without keys before
-                self.table.own(frame.client_id, client, caller)
+                self.table.set_owner(frame.client_id, client, caller)
             if self._is_of_another(token, frame, client):
                 return
             client.token = token
@@ -109,7 +109,7 @@ class Clients:
         else:
             self.answers.pong(token, frame, client or Client())
             if client is not None:
-                self.answers.asked(frame, client)
+                self.answers.answer_ping(frame, client)
                 self.table.release(frame.client_id, client, min(frame.acknowledged, client.number))
 
     def refuses(self, token: Token, frame: ClientFrame, caller: str) -> bool:
@@ -234,7 +234,7 @@ class Clients:
         self._undurable_bytes += delivered.record_size_bytes
         client.number = frame.number + repeated + count - 1
         client.time_ns = self.state.log.time_ns(self.state.now_ns)
-        self.table.took(frame.client_id, client, identities[repeated : repeated + count], group.transaction)
+        self.table.requests_taken(frame.client_id, client, identities[repeated : repeated + count], group.transaction)
         for forgotten in self.table.forget_unused():
             self.answers.forget(forgotten)
         return count == new
@@ -254,13 +254,13 @@ class Clients:
 
     # --- what the app answers ----------------------------------------------------------------------------------------
 
-    def answered(self, batch: OutputBatch) -> None:
+    def answers_made(self, batch: OutputBatch) -> None:
         """Handle the app's next answers in the stream to CLIENTS; anything else there is passed over."""
         size_bytes = 0
         for _, start, end in decode_messages(batch.payload):
             answer = decode_answer(batch.payload, start, end)
             if answer is not None:
-                size_bytes += self._answered(answer[0], self.delivery.admission.checked_reply(answer[1]))
+                size_bytes += self._answer_request(answer[0], self.delivery.admission.checked_reply(answer[1]))
         group = self.state.log.open
         group.transaction.acknowledged[CLIENTS] = batch.last_position
         group.size_bytes += size_bytes
@@ -268,23 +268,23 @@ class Clients:
         if self._ungathered_bytes >= self.state.limits.replies_gather_bytes:
             group.required = True
 
-    def _answered(self, client_id: str, reply: Reply) -> int:
+    def _answer_request(self, client_id: str, reply: Reply) -> int:
         client = self.table.get(client_id)
         if client is None or not client.is_open(reply.number):
             return 0  # a replay has made it again; or it counts as lost, and the client may have been told so
-        self._came_to(client_id, client, reply)
-        self.table.stay_within(client_id, client)
+        self._set_reply(client_id, client, reply)
+        self.table.enforce_limits(client_id, client)
         return len(reply.value) + 1
 
-    def _came_to(self, client_id: str, client: Client, reply: Reply) -> None:
+    def _set_reply(self, client_id: str, client: Client, reply: Reply) -> None:
         self.table.answer(client_id, client, reply)
-        self.answers.tell(client_id, client, reply)
+        self.answers.add_reply(client_id, client, reply)
 
     def mark_open_lost(self) -> None:
         """Answer open requests as lost after a cut: their records may be lost."""
         for client_id, client in self.table.items():
             for number in client.open_numbers():
-                self._came_to(client_id, client, Reply(number, ReplyKind.LOST))
+                self._set_reply(client_id, client, Reply(number, ReplyKind.LOST))
 
     def describe(self) -> dict[str, int]:
         """Counts for the status."""
@@ -326,43 +326,43 @@ class ClientAnswers:
 
     def welcome(self, token: Token, frame: ClientFrame, client: Client, time_ns: int, methods: bytes) -> None:
         numbers = client.number, client.released
-        self._say(token, ClientFrame(ClientFrameType.WELCOME, *self._ends(frame), *numbers, 0, time_ns, methods))
+        self._send(token, ClientFrame(ClientFrameType.WELCOME, *self._ends(frame), *numbers, 0, time_ns, methods))
 
     def pong(self, token: Token, frame: ClientFrame, client: Client, code: ClientCode = ClientCode.NONE) -> None:
         """Tell the client which requests were taken. BUSY: the requests behind them are to be sent again later."""
         numbers = client.number, client.released
-        self._say(token, ClientFrame(ClientFrameType.PONG, *self._ends(frame), *numbers, code=code))
+        self._send(token, ClientFrame(ClientFrameType.PONG, *self._ends(frame), *numbers, code=code))
 
     def refuse(self, token: Token, frame: ClientFrame, code: ClientCode, reason: str) -> None:
         """Refuse a frame. Its number says which query is meant; 0: none."""
         number = frame.number if frame.frame_type is ClientFrameType.QUERY else 0
-        self._say(token, ClientFrame(ClientFrameType.REFUSED, *self._ends(frame), number, code=code, reason=reason))
+        self._send(token, ClientFrame(ClientFrameType.REFUSED, *self._ends(frame), number, code=code, reason=reason))
 
     def answer_query(self, token: Token, frame: ClientFrame, reply: Reply) -> None:
         payload = encode_replies((reply,))
-        self._say(token, ClientFrame(ClientFrameType.ANSWER, *self._ends(frame), frame.number, 0, 1, payload=payload))
+        self._send(token, ClientFrame(ClientFrameType.ANSWER, *self._ends(frame), frame.number, 0, 1, payload=payload))
 
     def send_replies(self, token: Token, frame: ClientFrame, client: Client, replies: list[Reply]) -> None:
         """Send replies to the sender of ``frame`` alone, even if others use the same client ID."""
         if replies:
             numbers = client.number, client.released, len(replies)
             payload = encode_replies(replies)
-            self._say(token, ClientFrame(ClientFrameType.REPLY, *self._ends(frame), *numbers, payload=payload))
+            self._send(token, ClientFrame(ClientFrameType.REPLY, *self._ends(frame), *numbers, payload=payload))
 
     def _ends(self, frame: ClientFrame) -> tuple[str, str, int]:
         return frame.client_id, self._state.name, self._committer_id
 
-    def _say(self, token: Token, answer: ClientFrame) -> None:
+    def _send(self, token: Token, answer: ClientFrame) -> None:
         self._state.effects.append(ReplyToClient(token, answer))
 
     # --- at the end of the turn --------------------------------------------------------------------------------------
 
-    def tell(self, client_id: str, client: Client, reply: Reply) -> None:
+    def add_reply(self, client_id: str, client: Client, reply: Reply) -> None:
         """Send the client its reply if it was heard from in this life; otherwise it will ask."""
         if client.token is not None:
             self._outgoing.setdefault(client_id, {})[reply.number] = reply
 
-    def asked(self, frame: ClientFrame, client: Client) -> None:
+    def answer_ping(self, frame: ClientFrame, client: Client) -> None:
         """Answer a PING. Looking numbers up counts against the rate limit, too."""
         now_ns = self._state.now_ns
         if frame.client_id in self._asked:
@@ -418,7 +418,7 @@ class ClientAnswers:
                     *numbers,
                     payload=payload,
                 )
-                self._say(client.token, reply)
+                self._send(client.token, reply)
         self._outgoing.clear()
         self._asked.clear()
 

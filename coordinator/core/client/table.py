@@ -129,7 +129,7 @@ class ClientTable:
             else:
                 self._keep(client_id, client, number, data)
         for client in self._clients.values():
-            self._opened(client, client.open_count)
+            self._count_open(client, client.open_count)
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -140,38 +140,38 @@ class ClientTable:
     def items(self) -> ItemsView[str, Client]:
         return self._clients.items()
 
-    def heard_last(self, count: int) -> list[tuple[str, Client]]:
+    def recently_used(self, count: int) -> list[tuple[str, Client]]:
         """Return up to ``count`` clients, the one used last first."""
         return list(islice(reversed(self._clients.items()), count))
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def own(self, client_id: str, client: Client, owner: str) -> None:
+    def set_owner(self, client_id: str, client: Client, owner: str) -> None:
         """Make ``owner`` the owner of a client that had none."""
         count = client.open_count
-        self._opened(client, -count)
+        self._count_open(client, -count)
         client.owner = owner
-        self._opened(client, count)
+        self._count_open(client, count)
         self._log.open.transaction.clients[client_id] = client.position
 
-    def took(self, client_id: str, client: Client, identities: list[bytes], transaction: Transaction) -> None:
+    def requests_taken(self, client_id: str, client: Client, identities: list[bytes], transaction: Transaction) -> None:
         """Note new open requests of the client; ``client.number`` is the last of them, ``transaction`` holds their
         record."""
         for number, identity in enumerate(identities, client.number - len(identities) + 1):
             client.identities[number] = identity
             transaction.replies[client_id, number] = _row(_OPEN, b"", identity)
         transaction.clients[client_id] = client.position
-        self._opened(client, len(identities))
+        self._count_open(client, len(identities))
         self._use(client_id, client)
 
     def answer(self, client_id: str, client: Client, reply: Reply) -> None:
         """Keep the reply to an open request."""
         row = _row(reply.kind, reply.value, client.identities.pop(reply.number, b""))
-        self._opened(client, -1)
+        self._count_open(client, -1)
         self._keep(client_id, client, reply.number, row)
         self._log.open.transaction.replies[client_id, reply.number] = row
 
-    def _opened(self, client: Client, count: int) -> None:
+    def _count_open(self, client: Client, count: int) -> None:
         """Count ``count`` more open requests of the client; fewer if negative."""
         self.open_count += count
         self.open_by[client.owner] += count
@@ -216,7 +216,7 @@ class ClientTable:
             client.holds = True
             heappush(self._holders, (client.used, client_id, client))
             if len(self._holders) > 2 * len(self._clients):  # of those that were forgotten, most
-                self._leave_out_empty()
+                self._remove_empty_holders()
         self._count(client, 1, _size_of(row))
 
     def _drop(self, client: Client, number: int) -> bool:
@@ -234,23 +234,23 @@ class ClientTable:
         self.replies_count += count
         self.replies_bytes += size_bytes
 
-    def stay_within(self, client_id: str, client: Client) -> None:
+    def enforce_limits(self, client_id: str, client: Client) -> None:
         """Enforce the limits after a new reply to the client."""
         limits = self._limits
         while len(client.replies) > 1 and (
             len(client.replies) > limits.client_replies_max or client.size_bytes > limits.client_replies_bytes
         ):
-            self._let_go(client_id, client)
+            self._drop_oldest_reply(client_id, client)
         if self.replies_bytes > limits.replies_bytes:
-            self._let_go_of_unused(client)
+            self._drop_replies_of_unused(client)
 
-    def _leave_out_empty(self) -> None:
+    def _remove_empty_holders(self) -> None:
         for _, _, client in self._holders:
             client.holds = bool(client.replies)
         self._holders = [holder for holder in self._holders if holder[2].holds]
         heapify(self._holders)
 
-    def _let_go_of_unused(self, answered: Client) -> None:
+    def _drop_replies_of_unused(self, answered: Client) -> None:
         """Drop replies of the clients unused for longest until the limit holds, but keep the last reply of
         ``answered``."""
         holders = self._holders
@@ -265,11 +265,11 @@ class ClientTable:
             elif client is answered and len(client.replies) == 1:
                 passed_over = heappop(holders)
             else:
-                self._let_go(client_id, client)
+                self._drop_oldest_reply(client_id, client)
         if passed_over is not None:
             heappush(holders, passed_over)
 
-    def _let_go(self, client_id: str, client: Client) -> None:
+    def _drop_oldest_reply(self, client_id: str, client: Client) -> None:
         """Drop the client's oldest reply and note that it is gone."""
         number = next(iter(client.replies))
         row = _row(ReplyKind.GONE, b"", _identity_of(client.replies[number]))
@@ -286,7 +286,7 @@ class ClientTable:
         """Forget the numbers up to ``up_to``: the client needs them no more, or they are gone."""
         if up_to <= client.released:
             return
-        self._opened(client, -client.open_count)
+        self._count_open(client, -client.open_count)
         transaction = self._log.open.transaction
         for number in range(client.released + 1, up_to + 1):
             is_written = client.identities.pop(number, None) is not None
@@ -296,7 +296,7 @@ class ClientTable:
                 continue
             transaction.replies[client_id, number] = None
         client.released = up_to
-        self._opened(client, client.open_count)
+        self._count_open(client, client.open_count)
         transaction.clients[client_id] = client.position
 
 

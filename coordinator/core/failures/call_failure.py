@@ -71,7 +71,7 @@ class CallFailures:
         self.poison_guard.suspect = self._suspect = summary.suspect
         self.verdicts.load(summary)
         if self.state.write_lease.follows:
-            self.verdicts.know(self._unlogged.values())
+            self.verdicts.add_known(self._unlogged.values())
 
     # --- a session ---------------------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class CallFailures:
         extensions = self.state.session.extensions
         if MessageType.VERDICTS in extensions:
             self._verdicts_sent = True
-            for message in encode_verdicts(self.verdicts.behind(self._settled_sequence_id, summary)):
+            for message in encode_verdicts(self.verdicts.unsettled(self._settled_sequence_id, summary)):
                 self.state.outbox.send_control(MessageType.VERDICTS, message)
         if MessageType.CAREFUL in extensions:
             careful = self.poison_guard.session_began(self._settled_sequence_id)
@@ -105,20 +105,20 @@ class CallFailures:
         """Tell the following app new verdicts on records to come. False where one concerns a record that it was
         given: then it must start over."""
         fed_sequence_id, known = self.state.session.fed_sequence_id, self.verdicts.known
-        told: list[Verdict] = []
+        sent: list[Verdict] = []
         for verdict in summary.verdicts:
             key = verdict.key
             own = self._unlogged.pop(key, None)
             if known(key) is not None or own is not None or key[0] <= self._settled_sequence_id:
                 continue
             if key[0] > fed_sequence_id:
-                told.append(verdict)
+                sent.append(verdict)
             elif verdict.kind in OVERRULING or verdict.kind is VerdictKind.TAKEN_BACK:
                 return False
             else:
                 self._awaited.add(key)  # the app comes to the same by itself, sooner or later
-        if self._verdicts_sent and told:
-            for message in encode_verdicts(told):
+        if self._verdicts_sent and sent:
+            for message in encode_verdicts(sent):
                 self.state.outbox.send_control(MessageType.VERDICTS, message)
         return True
 
@@ -259,7 +259,7 @@ class CallFailures:
             self.give(_clipped(verdict), from_app=True)
         elif self.verdicts.known(verdict.key) is None:
             self._unlogged[verdict.key] = _clipped(verdict)
-            self.verdicts.know([_clipped(verdict)])
+            self.verdicts.add_known([_clipped(verdict)])
 
     def _start_over(self, verdict: Verdict) -> None:
         """Drop the app: the log has a checkpoint after that message, of an app for which it did not fail. Nothing
@@ -394,9 +394,9 @@ class Verdicts:
         self.letters = dict(summary.letters)
         self.letters_bytes = sum(self.letters.values())
         self._known = {}
-        self.know(summary.verdicts)
+        self.add_known(summary.verdicts)
 
-    def know(self, verdicts: Iterable[Verdict]) -> None:
+    def add_known(self, verdicts: Iterable[Verdict]) -> None:
         """Add verdicts that the app is to be told; known ones stay."""
         for verdict in verdicts:
             self._known.setdefault(verdict.key, verdict)
@@ -404,9 +404,9 @@ class Verdicts:
     def known(self, key: MessageKey) -> Verdict | None:
         return self._known.get(key)
 
-    def behind(self, sequence_id: int, summary: LogSummary) -> list[Verdict]:
+    def unsettled(self, sequence_id: int, summary: LogSummary) -> list[Verdict]:
         """Return the verdicts that a replay starting after this record must be told, in order."""
-        self.know(summary.verdicts)  # it may begin before the last checkpoint
+        self.add_known(summary.verdicts)  # it may begin before the last checkpoint
         self.forget_until(sequence_id)
         return [self._known[key] for key in sorted(self._known)]
 
@@ -440,10 +440,10 @@ class Verdicts:
         if verdict.is_letter:
             self.letters[verdict.key] = size_bytes
             self.letters_bytes += size_bytes
-            self._stay_within(group.transaction)
+            self._enforce_letter_limits(group.transaction)
         return group
 
-    def _stay_within(self, transaction: Transaction) -> None:
+    def _enforce_letter_limits(self, transaction: Transaction) -> None:
         limits = self._state.limits
         while len(self.letters) > limits.letters_max or self.letters_bytes > limits.letters_bytes:
             self.letters_lost += 1

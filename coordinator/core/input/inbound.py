@@ -178,7 +178,7 @@ class Inbound:
             source = BatchSource(BatchKind.STREAM, frame.sender, first_position, count, frame.time_ns)
             delivered = self._delivery.deliver(source, payload, frame.sender, reserved=reserved)
             if delivered is not None:
-                self._took(stream, frame, first_position, delivered)
+                self._note_taken(stream, frame, first_position, delivered)
                 self.turns.calls_taken(frame.sender, len(delivered.calls), delivered.group.ticket, now_ns)
             if delivered is None or delivered.count < count:
                 return _Reply(FrameType.RESEND, 0)  # it greets again, and is answered once it may call again
@@ -203,9 +203,9 @@ class Inbound:
         frame = self._state.frame(FrameType.BATCH, ONESELF, batch.first_position, count=batch.count, time_ns=now_ns)
         source = BatchSource(BatchKind.STREAM, ONESELF, batch.first_position, batch.count, now_ns)
         delivered = self._delivery.deliver_own(source, batch.payload)
-        self._took(self.senders.stream(ONESELF), frame, batch.first_position, delivered)
+        self._note_taken(self.senders.stream(ONESELF), frame, batch.first_position, delivered)
 
-    def _took(self, stream: InputStream, frame: PeerFrame, first_position: int, delivered: Delivered) -> None:
+    def _note_taken(self, stream: InputStream, frame: PeerFrame, first_position: int, delivered: Delivered) -> None:
         """Note in the record's transaction how far the stream has got."""
         position = stream.take(frame, first_position + delivered.count - 1, len(delivered.calls))
         delivered.group.transaction.sources[stream.source] = position

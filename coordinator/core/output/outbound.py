@@ -54,7 +54,7 @@ class Outbound:
 
     def stream(self, destination: str) -> OutputStream:
         """Return the stream to ``destination``, opened if it is new; the next :meth:`send` looks at it."""
-        stream = self.touched(destination)
+        stream = self.touch(destination)
         if stream is not None:
             return stream
         return self.add(
@@ -69,7 +69,7 @@ class Outbound:
             ),
         )
 
-    def touched(self, destination: str) -> OutputStream | None:
+    def touch(self, destination: str) -> OutputStream | None:
         """Return the stream to ``destination``, if there is one, and count it as busy."""
         stream = self.streams.get(destination)
         if stream is not None:
@@ -133,7 +133,7 @@ class Outbound:
     def place(self, marks: Iterable[OutputMarkEntry]) -> None:
         """Place what the app has made up to these ``marks`` of the followed log."""
         for mark in marks:
-            self.followed.reached(self.stream(mark.destination), mark.position)
+            self.followed.mark_reached(self.stream(mark.destination), mark.position)
 
     def new_marks(self, ticket: int) -> dict[str, OutputMark]:
         """Return the marks of the streams that moved since the last call, for the commit ``ticket``.
@@ -209,7 +209,7 @@ class Outbound:
 
     def spilled_read(self, event: ev.SpilledRead) -> None:
         """Take the result of a ReadSpilled."""
-        stream = self.touched(event.destination)
+        stream = self.touch(event.destination)
         if stream is not None:
             stream.spilled_read(event.first_position, event.batches)
 
@@ -217,13 +217,13 @@ class Outbound:
 
     def replied(self, event: ev.PeerReplied) -> None:
         """Handle a receiver's answer."""
-        stream = self.touched(event.destination)
+        stream = self.touch(event.destination)
         if stream is not None:
             self.handshake.replied(stream, event.tag, event.frame)
 
     def moved(self, event: ev.PeerMoved) -> None:
         """Handle the news that nothing in flight to a receiver will arrive."""
-        stream = self.touched(event.destination)
+        stream = self.touch(event.destination)
         if stream is not None:
             self.handshake.moved(stream)
 
@@ -237,7 +237,7 @@ class Outbound:
     def answers_durable(self, position: int) -> None:
         """Acknowledge the stream to CLIENTS up to this position: the replies are in the log."""
         self.receivers.note_durable_acknowledgement(CLIENTS, position)
-        if (stream := self.touched(CLIENTS)) is not None:
+        if (stream := self.touch(CLIENTS)) is not None:
             stream.acknowledge(position)
 
     @property

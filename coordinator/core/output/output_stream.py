@@ -24,7 +24,7 @@ from immortal.coordinator.core.errors import DivergenceError
 from immortal.coordinator.core.interfaces import ONESELF, ImpulseBatch, OutputBatch, OutputMark, SpilledExtent
 from immortal.coordinator.core.limits import Limits
 from immortal.coordinator.core.output.output_check import OutputCheck
-from immortal.coordinator.core.output.send_buffer import KeptImpulses, SendBuffer, Spill, behind
+from immortal.coordinator.core.output.send_buffer import KeptImpulses, SendBuffer, Spill, part_behind
 from immortal.protocol.batch import offset_after
 from immortal.protocol.checksum import crc64
 from immortal.protocol.client_frames import CLIENTS
@@ -186,7 +186,7 @@ class OutputStream:
             self.position = self._marked_position = self.acknowledged
         for impulses in kept:
             batch = OutputBatch(impulses.first_position, impulses.count, impulses.payload)
-            rest = behind(batch, self.acknowledged)
+            rest = part_behind(batch, self.acknowledged)
             if rest is not None:
                 rows.append(self.append_impulses(rest.count, rest.payload, 0))
         self._sent_through = self.position
@@ -220,7 +220,7 @@ class OutputStream:
         self._enqueue(batch, ticket, logged=not made_by_replay)
 
     def _enqueue(self, batch: OutputBatch, ticket: int, *, logged: bool = False) -> None:
-        rest = behind(batch, self.acknowledged)
+        rest = part_behind(batch, self.acknowledged)
         if rest is None:
             return
         if self.spill.active or (self._may_spill and len(rest.payload) > self.buffer.room_bytes):

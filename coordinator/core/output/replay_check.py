@@ -208,7 +208,7 @@ class FollowerOutputs:
         self._made.setdefault(stream.destination, deque()).append((count, payload))
         self._place(stream)
 
-    def reached(self, stream: OutputStream, position: int) -> None:
+    def mark_reached(self, stream: OutputStream, position: int) -> None:
         """Place messages up to ``position``, which a mark of the log has; all impulses up to it are known. Raises
         DivergenceError."""
         self._marked[stream.destination] = max(position, self._marked.get(stream.destination, 0))

@@ -78,7 +78,7 @@ class SendBuffer:
                 return None
             # One message that is larger than the window goes alone.
             waiting = unsent.popleft()
-            front, rest = fitting(waiting.batch, window_bytes)
+            front, rest = split_to_fit(waiting.batch, window_bytes)
             if rest is not None:
                 unsent.appendleft(_Waiting(rest, waiting.ticket))
             unsent.appendleft(_Waiting(front, waiting.ticket))
@@ -122,7 +122,7 @@ class SendBuffer:
             while unsent and unsent[0].batch.first_position <= position:
                 waiting = unsent.popleft()
                 self.unsent_bytes -= len(waiting.batch.payload)
-                rest = behind(waiting.batch, position)
+                rest = part_behind(waiting.batch, position)
                 if rest is not None:
                     self.unsent_bytes += len(rest.payload)
                     unsent.appendleft(_Waiting(rest, waiting.ticket))
@@ -204,7 +204,7 @@ def cut(batch: OutputBatch, count: int) -> tuple[OutputBatch, OutputBatch]:
     return _cut_at(batch, count, offset_after(batch.payload, count, batch.count))
 
 
-def behind(batch: OutputBatch, position: int) -> OutputBatch | None:
+def part_behind(batch: OutputBatch, position: int) -> OutputBatch | None:
     """Return the part of ``batch`` behind ``position``; None if there is none."""
     if batch.first_position > position:
         return batch
@@ -213,7 +213,7 @@ def behind(batch: OutputBatch, position: int) -> OutputBatch | None:
     return cut(batch, position - batch.first_position + 1)[1]
 
 
-def fitting(batch: OutputBatch, size_bytes_max: int) -> tuple[OutputBatch, OutputBatch | None]:
+def split_to_fit(batch: OutputBatch, size_bytes_max: int) -> tuple[OutputBatch, OutputBatch | None]:
     """Split ``batch`` so that the first part fits into ``size_bytes_max``; it has one message at least.
 
     The split is found by assuming messages of one size.
@@ -428,7 +428,7 @@ class Spill:
             rest: OutputBatch | None = batch
             while rest is not None and self._segments:
                 segment = self._segments[0]
-                rest = behind(rest, segment.first_position - 1) if isinstance(segment, _Stored) else None
+                rest = part_behind(rest, segment.first_position - 1) if isinstance(segment, _Stored) else None
                 if rest is None or not isinstance(segment, _Stored):
                     break
                 require(rest.first_position == segment.first_position, "a gap in what was read back")
@@ -460,7 +460,7 @@ class Spill:
             else:
                 if segment.batch.first_position > position:
                     break
-                rest = behind(segment.batch, position)
+                rest = part_behind(segment.batch, position)
                 self.gathered_bytes -= len(segment.batch.payload) - (len(rest.payload) if rest else 0)
                 if rest is not None:
                     segment.batch = rest

@@ -49,7 +49,7 @@ class Table:
 
 
 class MemoryTables(View):
-    """What is durable of a log; a View of it as well. ``term``: of the last one that opened it for writing."""
+    """Durable tables of a log in memory, and a View of them. ``term``: term of the latest writer."""
 
     def __init__(self) -> None:
         self.tables: dict[str, Table] = {}
@@ -85,7 +85,7 @@ class MemoryTables(View):
             found.delete(span)
 
     def last_sequence_id(self) -> int:
-        """Of the last record. Raises DamagedLogError."""
+        """Sequence ID of the last record, trimmed or not; -1 for a new log. Raises DamagedLogError."""
         records = self.tables.get("records", _EMPTY)
         if records.keys:
             last: int = SEQUENCE_KEY.unpack(records.keys[-1])[0]
@@ -93,7 +93,7 @@ class MemoryTables(View):
         return first_and_last_sequence_id(self)[1]
 
     def flip(self, table: str, key: bytes, offset_bytes: int) -> None:
-        """One bit of a value."""
+        """Flip one bit of a value."""
         value = bytearray(self.tables[table].rows[key])
         value[offset_bytes] ^= 1
         self.tables[table].rows[key] = bytes(value)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class LockedFolder(Held):
-    """By its lock."""
+    """Log kept from writers by holding its folder's lock."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -129,7 +129,7 @@ class LmdbPlace(Place):
         return LockedFolder(self._folder)
 
     def findings(self, *, held: bool) -> Iterator[Finding]:
-        """Up to a fatal one: what comes then could kill this process."""
+        """Find damage, up to the first fatal one: reading on could crash this process."""
         folder = self._folder
         path = folder / DATA_FILE_NAME
         try:

@@ -36,7 +36,10 @@ _BY_THEMSELVES = ("records", "checkpoints", *_WITH_CHECKPOINTS)
 
 
 def export_cut_rows(log: Path, name: str, rows: Iterable[Row]) -> Path:
-    """As Backend.export_cut_rows. The folder has its name only once everything in it is durable. Raises LogError."""
+    """Write ``rows`` into a log of its own below ``log``; returns its folder, named only once it is durable.
+
+    Raises LogError.
+    """
     for left_over in log.glob(f"{_PARTIAL_PREFIX}*"):
         shutil.rmtree(left_over, ignore_errors=True)
     number = 1
@@ -89,7 +92,9 @@ def put_rows(target: lmdb.Environment, tables: Tables, table: str, rows: Iterabl
 
 
 def update_copy(source: View, identity: LogIdentity, mac: Mac | None, target: Path) -> int:
-    """As Storage.copy. All of it changes in one transaction of LMDB, so that one that is cut off leaves the one before.
+    """Update the copy in ``target`` from ``source``; returns the number of records copied.
+
+    One LMDB transaction does it all, so an interrupted update changes nothing.
 
     Raises ValueError where ``target`` has something else.
     """
@@ -165,7 +170,10 @@ def _bring_up_records(source: View, writing: Writing, target: Path) -> int:
 
 
 def _bring_up_checkpoints(source: View, writing: Writing) -> None:
-    """Those whose header is the same are: it has the checks of all that belongs to them."""
+    """Copy the checkpoints that differ.
+
+    A header holds the checks of its parts, so equal headers mean equal checkpoints.
+    """
     theirs = {bytes(key): bytes(value) for key, value in source.scan("checkpoints")}
     ours = {bytes(key): bytes(value) for key, value in writing.view().scan("checkpoints")}
     for key in [key for key, header in ours.items() if theirs.get(key) != header]:

@@ -81,7 +81,7 @@ def open_environment(
 
 
 def _open_when_there_is_room(folder: Path, **options: Any) -> lmdb.Environment:
-    """To open it takes a place in the table of readers for a moment.
+    """Open an environment; wait while LMDB's table of readers, which opening needs for a moment, is full.
 
     Raises LogUnavailableError where there is none for READERS_WAIT_S, lmdb.Error, OSError.
     """
@@ -122,14 +122,14 @@ def full(folder: Path, holders: str) -> LogUnavailableError:
 
 
 def passing(folder: Path, error: lmdb.Error | OSError) -> LogUnavailableError | None:
-    """What ``error`` means where another time may be better: nothing is wrong with the log. None: it does not pass."""
+    """Error for a temporary failure: nothing is wrong with the log. None: the failure is permanent."""
     if isinstance(error, lmdb.TlsFullError | lmdb.MemoryError) or _code_of(error) in _PASSING:
         return LogUnavailableError(f"the log in {folder} can't be opened for now: {error}; end what is not needed")
     return None
 
 
 def unreadable(folder: Path, error: lmdb.Error | struct.error, environment: lmdb.Environment) -> LogError:
-    """What a read that failed with ``error`` means."""
+    """Translate the error of a failed read."""
     if isinstance(error, lmdb.ReadersFullError):
         lines = [line.split() for line in environment.readers().splitlines()]
         return full(folder, locks.said_of(Counter(int(line[0]) for line in lines if line and line[0].isdecimal())))
@@ -160,7 +160,7 @@ def _allocate_readers_table(folder: Path) -> None:
 
 
 def new_environment(folder: Path) -> lmdb.Environment:
-    """For the first transactions of a log that nobody else knows of. Raises lmdb.Error."""
+    """Open a new log's environment without a lock: no other process knows it yet. Raises lmdb.Error."""
     return _open_lmdb(folder, map_size=1 << 26, lock=False)
 
 
@@ -172,7 +172,7 @@ def _open_lmdb(folder: Path, **options: Any) -> lmdb.Environment:
 
 
 def _check_pages(path: Path, *, readonly: bool) -> UnnamedTransaction | None:
-    """As check_pages. Raises DamagedLogError, LogError."""
+    """Run check_pages, and allow for a writer at work. Raises DamagedLogError, LogError."""
     try:
         return check_pages(path)
     except PageError as error:
@@ -219,12 +219,12 @@ def _has_engines() -> bool:
 
 
 def last_transaction_id(environment: lmdb.Environment) -> int:
-    """Of the last one that changed anything."""
+    """ID of the last transaction that changed something."""
     return int(environment.info()["last_txnid"])
 
 
 def failure_of(folder: Path, error: lmdb.Error | OSError) -> LogError:
-    """What a write that failed with ``error`` means to a log in ``folder``."""
+    """Translate the error of a failed write to the log in ``folder``."""
     code = _code_of(error)
     # LMDB reports a write that the disk took only in part as EIO: on a full disk that is no fault of the disk.
     if code in _FULL or isinstance(error, lmdb.DiskError) or (code == errno.EIO and _disk_is_full(folder)):

@@ -30,7 +30,7 @@ _READ_SIZE_BYTES_MIN = 4096  # to name the place
 
 
 def log_exists(folder: str | os.PathLike[str]) -> bool:
-    """Whether ``folder`` holds an LMDB file; whether that is a log of ours shows when it is opened."""
+    """True if ``folder`` holds an LMDB file. Opening it tells whether it is one of our logs."""
     path = Path(folder) / DATA_FILE_NAME
     try:
         return path.exists() and not _is_unfinished(path)
@@ -39,7 +39,7 @@ def log_exists(folder: str | os.PathLike[str]) -> bool:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Whether it is what versions up to 4 left of a log where they ended while they made it.
+    """True for a log that a version up to 4 left unfinished while it made it.
 
     They made it in place, in two transactions: page 0 is then as LMDB begins it, and page 1 is not there, or has at
     most the first transaction. No log that was ever complete has such a page 0, and a first start has no other files.
@@ -123,7 +123,7 @@ def _needed_size_bytes(path: Path) -> int:
 
 
 def _all_used_pages_exist(path: Path) -> bool:
-    """Whether only free pages are missing at the file's end; False where the installed py-lmdb cannot tell."""
+    """True if only free pages are missing at the file's end; False also where the installed py-lmdb cannot tell."""
     try:
         with path.open("rb") as file:
             walker = _page_walk(_structure_walk(), file)
@@ -135,7 +135,7 @@ def _all_used_pages_exist(path: Path) -> bool:
 
 
 def _structure_walk() -> Any:
-    """py-lmdb's module that walks over a file's pages, from version 3.0 on. Raises ImportError."""
+    """Import py-lmdb's page walk, which exists from version 3.0 on. Raises ImportError."""
     return importlib.import_module("lmdb.verify")
 
 
@@ -165,7 +165,7 @@ def _page_walk(verify: Any, file: BinaryIO) -> Any:
 
 
 def structure_problems(path: Path) -> list[str] | None:
-    """What is wrong with the file's pages, by a walk in plain Python that nothing in the file can crash.
+    """Find problems of the file's pages by a walk in plain Python, which damage cannot crash.
 
     None where the installed py-lmdb has no such walk. Only for a log that no process writes.
     """
@@ -183,7 +183,7 @@ def structure_problems(path: Path) -> list[str] | None:
 
 
 def first_unreadable(path: Path) -> str | None:
-    """What the disk does not give of the file, in words."""
+    """Read the whole file; describe the first range that the disk fails to read, if any."""
     offset_bytes, size_bytes = 0, _READ_SIZE_BYTES
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -207,7 +207,7 @@ def first_unreadable(path: Path) -> str | None:
 
 
 def sync_folder(path: Path) -> None:
-    """Which files ``path`` holds, and under which names. Raises OSError."""
+    """Sync the folder ``path``: its files' names. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

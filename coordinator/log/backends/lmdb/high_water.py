@@ -44,7 +44,7 @@ class HighWaterMark:
         self._descriptor: int | None = None
 
     def read(self) -> Mark | None:
-        """None where there is none, or it can't be checked without the log's key.
+        """Read the mark. None where there is none, or it can't be checked without the log's key.
 
         Raises ValueError for a damaged one, or one that the log's key did not make; OSError.
         """
@@ -68,7 +68,7 @@ class HighWaterMark:
         raise ValueError(f"{self.path} is damaged, or of another log: it is left out")
 
     def lacking(self, view: View, mark: Mark | None) -> str | None:
-        """What the log does not have of what was committed when ``mark`` was read, in words."""
+        """Describe committed data that the log lacks, compared with ``mark``; None: nothing is missing."""
         if mark is None:
             return None
         _, last = first_and_last_sequence_id(view)
@@ -100,7 +100,7 @@ class HighWaterMark:
             os.pwrite(self._descriptor, self._encode(sequence_id, check_of(value)), 0)
 
     def remove(self) -> None:
-        """What it says is no longer so, by hand. Raises OSError."""
+        """Remove the mark after an operator has cut the log. Raises OSError."""
         self.close()
         self.path.unlink(missing_ok=True)
         sync_folder(self.path.parent)

@@ -49,7 +49,7 @@ class Journal:
         self._number = 0
 
     def restart(self, transaction_id: int) -> None:
-        """All entries are in the tables, by the LMDB transaction of this ID at the latest."""
+        """Start anew at offset 0: the LMDB transaction ``transaction_id`` has all entries."""
         self._transaction_id = transaction_id
         self._offset_bytes = self._number = 0
 

@@ -1,4 +1,4 @@
-"""What a journal holds behind a transaction of LMDB, for its writer's start and for readers beside it."""
+"""Reads the journal entries that LMDB's tables do not have yet, at a writer's start and beside a writer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from immortal.coordinator.log.identity import LogIdentity
 
 
 class JournalReader:
-    """What a journal holds behind a transaction of LMDB; the next look at the same one reads only what came since."""
+    """Reads the journal entries behind an LMDB transaction. Repeated reads of one journal read only what is new."""
 
     def __init__(self, folder: Path, identity: LogIdentity) -> None:
         self.mended: list[str] = []  # what was found damaged and put right, in words
@@ -90,7 +90,7 @@ class JournalReader:
         return self._rows
 
     def make_durable(self) -> None:
-        """All entries whose rows were given. Raises OSError.
+        """Make all returned entries durable. Raises OSError.
 
         One of a write that failed can be read and may be on no disk; to sync it once more would do nothing, since the
         kernel believes that it wrote it.

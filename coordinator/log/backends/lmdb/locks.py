@@ -59,7 +59,7 @@ def lock_holder(folder: Path) -> str | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process writes this log now."""
+    """True while a process writes this log."""
     try:
         descriptor = os.open(folder / LOCK_FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -94,7 +94,7 @@ _descriptors: dict[Path, int] = {}  # never closed: that would drop the locks th
 
 @contextlib.contextmanager
 def clearing(folder: Path) -> Iterator[None]:
-    """Nobody else clears places meanwhile. Raises OSError."""
+    """Lock out others that would clear readers' places meanwhile. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         take(descriptor, _LOCK_WAIT_S)
@@ -132,7 +132,7 @@ def _is_living(descriptor: int, pid: int) -> bool:
 
 
 def said_of(readers: Counter[int]) -> str:
-    """Who has places, in words; who has most of them first."""
+    """Describe the processes that hold readers' places, largest number first."""
     found = [f"process {pid}{_named(pid)} has {count}" for pid, count in readers.most_common(3)]
     return ", ".join(found) + (", others the rest" if len(readers) > len(found) else "")
 

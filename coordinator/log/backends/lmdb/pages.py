@@ -1,10 +1,10 @@
-"""What LMDB believes without looking, looked at before its file is mapped.
+"""Checks the pages of an LMDB file before it is mapped, since LMDB trusts them unchecked.
 
-LMDB's inner pages have no checksums. A flipped bit there can make rows vanish, or bring back a page as it was some
-transactions ago, in which every value has the right check bytes. So a log is opened for writing only after a walk over
-the pages of LMDB's main table and of all our tables but the large ones; of ``records``, ``chunks`` and ``outputs``
-the outermost pages are walked: a reader finds by itself what is missing between them. What is checked: each page says
-its own number, is of its kind and in no list of free pages; keys ascend; a table has as many rows as it counts.
+LMDB's inner pages have no checksums. A flipped bit there can make rows vanish, or bring back an older page in which
+every value has valid check bytes. So a log is opened for writing only after a walk over the pages of LMDB's main table
+and of all our tables but the large ones. Of ``records``, ``chunks`` and ``outputs`` only the outermost pages are
+walked: a reader notices what is missing between them. Each page must hold its own number, have the right kind and be in
+no list of free pages; keys must ascend; a table must have as many rows as it counts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Table(Struct, frozen=True):
 
 
 class Meta(Struct, frozen=True):
-    """One of LMDB's two meta pages. Transaction N is written to page N % 2."""
+    """Content of one of LMDB's two meta pages. Transaction N is written to page N % 2."""
 
     free: Table
     main: Table

@@ -36,7 +36,7 @@ from immortal.coordinator.log.identity import first_and_last_sequence_id, read_i
 
 
 class LmdbReader(ReadBackend):
-    """No transaction stays open between two views."""
+    """Reads a log in a folder beside its writer. No transaction stays open between two views."""
 
     def __init__(self, folder: Path, instance_name: str | None) -> None:
         """Raises LogFormatError, LogIdentityError, DamagedLogError, LogLockedError (open already in this process)."""

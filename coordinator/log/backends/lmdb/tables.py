@@ -37,7 +37,7 @@ def view_of(transaction: ReadTransaction, tables: Tables, rows: JournalRows) -> 
 
 
 class LmdbView(View):
-    """Its rows come from LMDB's own iterators: nothing of ours runs for each of them."""
+    """View of LMDB's tables alone. Rows come from LMDB's own iterators, without Python code per row."""
 
     def __init__(self, transaction: ReadTransaction, tables: Tables) -> None:
         self._transaction = transaction
@@ -73,7 +73,7 @@ class LmdbView(View):
 
 
 class OverlaidView(LmdbView):
-    """Where both have a key, the journal's row counts."""
+    """View of LMDB's tables with the journal's rows on top: the journal's row wins."""
 
     def __init__(self, transaction: ReadTransaction, tables: Tables, rows: JournalRows) -> None:
         super().__init__(transaction, tables)
@@ -129,7 +129,7 @@ def _descending(under: Rows, over: list[tuple[bytes, Readable]]) -> Rows:
 
 
 def rows_of_table(rows: JournalRows, table: str) -> list[tuple[bytes, Readable]]:
-    """In the order of their keys."""
+    """Rows of one table in the order of their keys."""
     return sorted([(key, value) for (name, key), value in rows.items() if name == table], key=_key_of)
 
 
@@ -144,13 +144,13 @@ WriteTransaction: TypeAlias = "lmdb.Transaction[memoryview]"
 
 
 def make_tables(environment: lmdb.Environment) -> Tables:
-    """Of a new log. Raises lmdb.Error."""
+    """Create the tables of a new log. Raises lmdb.Error."""
     with environment.begin(write=True) as transaction:
         return {name: environment.open_db(name.encode(), txn=transaction) for name in TABLES}
 
 
 def open_tables(environment: lmdb.Environment, folder: Path) -> Tables:
-    """Those that there are.
+    """Open the tables of an existing log.
 
     Raises LogFormatError when one is missing or the log is of another format version, and DamagedLogError.
     """
@@ -177,7 +177,7 @@ def _open_table(environment: lmdb.Environment, name: str) -> lmdb._Database | No
 
 
 def journal_nonce(view: LmdbView) -> int | None:
-    """Of the journal without which the log is not whole; None where it is. Raises DamagedLogError."""
+    """Nonce of the journal that belongs to the log; None where the log is whole without one. Raises DamagedLogError."""
     return meta_value(view, META_JOURNAL, INT)
 
 
@@ -218,7 +218,7 @@ class Writing:
                     found = bool(cursor.key())
 
     def take_in(self, rows: JournalRows) -> None:
-        """What only the journal has. Raises DamagedLogError."""
+        """Put the journal's rows into the tables. Raises DamagedLogError."""
         for (table, key), value in rows.items():
             database = self.tables.get(table)
             if database is None:

@@ -204,7 +204,7 @@ class LmdbBackend(Backend):
         return appended
 
     def _make_journal(self) -> None:
-        """There is a file before the tables say so, and until they say so no more."""
+        """Create the journal. Its file exists as long as the tables refer to it."""
         self.settle()  # the file may hold entries that count
         made = self._journal.make()
         if made:
@@ -309,7 +309,7 @@ class LmdbBackend(Backend):
 
 
 def _is_small(append: Append) -> bool:
-    """Whether it is for the journal: records or verdicts, and else what comes with them."""
+    """True for an append that goes to the journal: records or verdicts, and the small rows that come with them."""
     if append.deletes:
         return False
     has_messages = bool(append.records)

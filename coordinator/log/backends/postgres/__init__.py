@@ -96,7 +96,7 @@ class PostgresPlace(Place):
         return self.open(identity.instance_name, options)
 
     def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
-        """In one transaction: what is cut off leaves nothing."""
+        """Copy ``source`` in one transaction: an interrupted copy leaves nothing."""
         if self.exists():
             raise ValueError(f"there is a log {self.where} already, and a copy is a new one: choose another name")
         with self._making(Options()) as connection:
@@ -154,7 +154,7 @@ class PostgresPlace(Place):
             return any(standby.is_ready for standby in leases.standbys(connection, self._address.named))
 
     def _held(self) -> leases.Holder | None:
-        """As of LOOK_S ago: who follows asks all the time."""
+        """Holder of the lease, cached for the poll interval, since followers ask all the time."""
         now_s = time.monotonic()
         if now_s >= self._look_s:
             self._look_s = now_s + LOOK_S  # before the look: a nudge meanwhile asks for one more

@@ -38,7 +38,7 @@ _NAME = re.compile(r"\d{20}-\d{8}-e(\d+)-[0-9a-f]{16}")
 
 
 class Pointer(msgspec.Struct, array_like=True, frozen=True):
-    """Where a chunk is. ``url``: of the store; ``folder``: of the instance, in it."""
+    """Location of a chunk: the store's ``url``, the instance's ``folder`` in it, and the object's name."""
 
     url: str
     folder: str
@@ -104,7 +104,9 @@ class _Upload(NamedTuple):
 
 
 class ChunkUploads:
-    """Those of one writer; one thread. ``url`` "": nothing goes there, but what is there is removed in its time.
+    """Uploads of one writer, from one thread.
+
+    ``url`` "": nothing is uploaded, but old objects are still removed in time.
 
     ``problem``: what keeps the store from taking chunks, in words; "": nothing.
     """
@@ -160,7 +162,7 @@ class ChunkUploads:
         _folder(self._url, self._instance).put_new(name, value)
 
     def _not_taken(self, checkpoint_id: int) -> list[_Upload]:
-        """By the store, when it has answered for all. They stay: the append may come again."""
+        """Wait until the store has answered for all chunks; returns the failed ones. They stay for another try."""
         own = [one for one in self._uploads if CHUNK_KEY.unpack(one.key)[0] == checkpoint_id]
         failed = [(one, error) for one in own if (error := one.error()) is not None]
         if failed:
@@ -173,7 +175,7 @@ class ChunkUploads:
         self.problem = f"checkpoints go into the database, in place of {self._url}: {error}"
 
     def remove(self, pointers: Collection[Pointer]) -> None:
-        """Beside what else is done. What fails is found by :meth:`collect` of the next writer."""
+        """Remove objects in the background. :meth:`collect` of the next writer finds those that fail."""
         if pointers:
             self._pool.submit(removed, pointers)
 

@@ -15,19 +15,21 @@ from immortal.coordinator.core.errors import LogError, LogFormatError, LogFullEr
 VERSION_MIN = 150000  # as libpq counts: 15.0
 CONNECT_TIMEOUT_S = 5
 DEAD_MS = 10_000
-"""How long a server machine may be silent on the wire until the connection counts as broken. A server that lives and
-waits for its standbys is not silent: TCP answers."""
+"""Silence on the wire after which a connection counts as broken.
+
+A live server that waits for its standbys is not silent: TCP answers.
+"""
 # An append is never cut off: what a time limit of the server ends may be visible already, and on no standby.
 _NO_LIMITS = "SET statement_timeout = 0; SET lock_timeout = 0; SET idle_in_transaction_session_timeout = 0"
 _DURABLE = (
     "; SELECT set_config('synchronous_commit', CASE current_setting('synchronous_commit') WHEN 'remote_apply'"
     " THEN 'remote_apply' ELSE 'on' END, false)"
 )
-"""What a session sets counts whatever becomes of the settings of its server, its database and its role."""
+"""Session settings, which override those of the server, its database and its role."""
 
 
 class Address(Struct, frozen=True):
-    """Of one log: the database as libpq takes it, and the instance whose log it is there (None: it is not said)."""
+    """Address of a log: the database in libpq's form, and the instance (None: not given)."""
 
     database: str
     instance: str | None
@@ -59,7 +61,10 @@ class Address(Struct, frozen=True):
 
 
 def connect(address: Address) -> psycopg.Connection[tuple[Any, ...]]:
-    """To the server that takes writes, whichever of the hosts it is by now. Raises LogUnavailableError, LogError."""
+    """Connect to the server that accepts writes, of several hosts whichever it is now.
+
+    Raises LogUnavailableError, LogError.
+    """
     given: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT_S, **conninfo.conninfo_to_dict(address.database)}
     given |= {
         "application_name": f"immortal {address.instance or ''}".strip(),
@@ -115,7 +120,7 @@ def _line(error: Exception) -> str:
 
 
 class Connections:
-    """Those that read: one for each view that is open at the same time."""
+    """Pool of connections for reading: one for each open view."""
 
     def __init__(self, address: Address) -> None:
         self._address = address

@@ -1,10 +1,10 @@
-"""What a writer makes sure of before it says that an append is durable: that its server loses nothing by a crash, waits
-for as many standbys as before, and has all that was acknowledged.
+"""Checks of a writer before an append counts as durable: the server loses nothing by a crash, waits for as many
+standbys as before, and has all acknowledged data.
 
-Settings that a session can't set change under it. They are looked at on each new connection and with each renewal of
-the lease; behind each commit, in the same round trip, where commits wait for standbys. While they are not right nothing
-is acknowledged, and the writer asks again. A server that lacks something was promoted too early: that is noted in the
-log, and nobody opens it as if nothing had been.
+Settings that a session can't set may change at any time. They are checked on each new connection, with each renewal of
+the lease and, where commits wait for standbys, behind each commit in the same round trip. While they are wrong nothing
+is acknowledged, and the writer retries. A server that lacks acknowledged data was promoted too early: the log records
+this loss, and no later writer ignores it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _STANDBYS, _TAKEN, _LOST = b"standbys", b"taken", b"lost"
 
 
 class Guard:
-    """Of one writer. ``doubt``: why the next append is not to be acknowledged, as was seen beside appends; "": nothing.
+    """Durability checks of one writer.
+
+    ``doubt``: why the next append must not be acknowledged, noticed beside appends; "": nothing.
 
     ``allow_data_loss``: nothing is asked for, and what has been noted is forgotten.
     """
@@ -51,7 +53,7 @@ class Guard:
         return self._standbys_count > 0
 
     def begin(self, connection: Connection) -> None:
-        """On the connection that is to append. Raises LogError."""
+        """Check the settings of the connection that is to append. Raises LogError."""
         durability = Durability.of(connection)
         self._synchronous_commit = durability.synchronous_commit
         if not self._allow_data_loss:
@@ -89,13 +91,13 @@ class Guard:
             raise self.lost(f"{had}, and {done[1]} of epoch {done[0]} were acknowledged")
 
     def look_again(self, connection: Connection) -> None:
-        """On the connection that appends. Raises LogUnavailableError."""
+        """Check the settings again on the connection that appends. Raises LogUnavailableError."""
         if not self._allow_data_loss:
             with reaching(self._address):
                 Durability.of(connection).check_again(self._where, self._standbys_count)
 
     def check_after_commit(self, settings: str) -> None:
-        """At those behind a commit that is to be acknowledged. Raises LogUnavailableError."""
+        """Check the settings read behind a commit before it is acknowledged. Raises LogUnavailableError."""
         if settings != self._right:
             Durability.read(settings).check_again(self._where, self._standbys_count)
             self._right = settings
@@ -128,7 +130,7 @@ class Guard:
 
     @contextlib.contextmanager
     def record_data_loss(self, connection: Connection) -> Iterator[None]:
-        """For all who open the log from here on."""
+        """Record a LogLostError in the log, for all who open it later."""
         try:
             yield
         except LogLostError as error:
@@ -139,8 +141,11 @@ class Guard:
 
 
 class _Noted(Struct, frozen=True):
-    """By writers before. ``taken``: when the log was taken last: the epoch, how many appends were done in it, a nonce.
-    ``lost``: what the log has lost, in words; "": nothing that anybody has noticed."""
+    """State that earlier writers left.
+
+    ``taken``: the last takeover: the epoch, the number of appends in it, a nonce. ``lost``: data known to be lost, as a
+    message; "": none.
+    """
 
     standbys_count: int
     taken: str
@@ -202,12 +207,12 @@ class Durability(Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> Durability:
-        """What SETTINGS says."""
+        """Parse the result of SETTINGS."""
         return cls(*text.split("|", 3))
 
     @property
     def standbys_count(self) -> int:
-        """How many standbys a commit waits for."""
+        """Number of standbys that a commit waits for."""
         if not self.synchronous_standby_names.strip():
             return 0
         counted = _COUNTED.match(self.synchronous_standby_names)
@@ -215,7 +220,7 @@ class Durability(Struct, frozen=True):
 
     @property
     def losses(self) -> list[str]:
-        """By which settings acknowledged input can be lost when the server's machine crashes, each in words."""
+        """Settings by which a crash of the server's machine can lose acknowledged input, one sentence each."""
         found = []
         if self.fsync != "on":
             found.append(f"fsync is {self.fsync}: what was acknowledged may never have reached the disk")
@@ -231,7 +236,7 @@ class Durability(Struct, frozen=True):
 
     @property
     def words(self) -> list[str]:
-        """What the crash of one machine would lose."""
+        """Losses that the crash of one machine would cause, one sentence each."""
         if losses := self.losses:
             return [f"acknowledged input can be lost: {loss}" for loss in losses]
         lines = ["the server's process or machine crashes: nothing is lost, it goes on when the server is back"]
@@ -257,7 +262,10 @@ class Durability(Struct, frozen=True):
             )
 
     def check_again(self, where: str, standbys_count: int) -> None:
-        """Of a log whose commits wait for so many standbys. Raises LogUnavailableError: settings may be set back."""
+        """Check settings of a log whose commits waited for ``standbys_count`` standbys.
+
+        Raises LogUnavailableError: an operator may set them back.
+        """
         found = self.losses
         if self.standbys_count < standbys_count:
             found.append(

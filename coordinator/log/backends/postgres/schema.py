@@ -212,7 +212,7 @@ def version_of(connection: Connection) -> int | None:
 
 
 def check(connection: Connection, where: str) -> bool:
-    """Whether there is a schema, one that this program knows. Raises LogFormatError for another version."""
+    """Check the schema's version; False where there is no schema. Raises LogFormatError for an unknown version."""
     version = version_of(connection)
     if version is None:
         return False

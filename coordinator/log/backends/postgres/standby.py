@@ -48,7 +48,7 @@ def key_of(asked: Asked, standby: str) -> bytes:
 
 
 def ask(connection: _Connection, instance: str, asked: Asked, standby: str) -> None:
-    """Nothing is asked by who was fenced."""
+    """Request a checkpoint of a standby, in place of earlier requests. A fenced writer requests nothing."""
     with connection.transaction():
         forget(connection, instance)
         connection.execute(
@@ -77,7 +77,7 @@ def answer(connection: _Connection, instance: str, key: bytes) -> bytes | None:
 
 
 def asked_of(connection: _Connection, instance: str, standby: str) -> Asked | None:
-    """What this standby is asked for, and has not answered."""
+    """Open request to this standby, if there is one."""
     rows = connection.execute(
         "SELECT key FROM immortal.rows WHERE instance = %s AND table_name = %s AND value = ''",
         [instance, TABLE],
@@ -90,7 +90,7 @@ def asked_of(connection: _Connection, instance: str, standby: str) -> Asked | No
 
 
 class StandbyChunks:
-    """Those that one standby puts. ``checkpoints_to``: as of a writer. One thread."""
+    """Chunks that one standby writes, from one thread. ``checkpoints_to``: as for a writer."""
 
     def __init__(self, instance: str, standby: str, checkpoints_to: str) -> None:
         """Raises LogError for a URL that names no store."""
@@ -188,7 +188,7 @@ class LeaseListener:
         self.leave(connection)
 
     def _wait(self, connection: _Connection) -> bool:
-        """Until it is time to look; whether there are news."""
+        """Wait for a notification, at most for the poll interval; True if one came."""
         due_s = time.monotonic() + LOOK_S
         while (rest_s := due_s - time.monotonic()) > 0:
             if any(news.payload == self._instance for news in list(connection.notifies(timeout=0))):
@@ -200,8 +200,10 @@ class LeaseListener:
 
 
 class PostgresStandby(LeaseListener, Following):
-    """Known to who writes the log. ``endpoint``: where peers would reach it. ``nudge``: called by the thread when the
-    lease has changed."""
+    """Registration of this process as a standby.
+
+    ``endpoint``: where peers would reach it. ``nudge``: called by the thread when the lease has changed.
+    """
 
     def __init__(self, address: Address, endpoint: str, nudge: Callable[[], None], checkpoints_to: str = "") -> None:
         """``checkpoints_to``: as of a writer, for the checkpoints that it asks for."""
@@ -232,12 +234,12 @@ class PostgresStandby(LeaseListener, Following):
         )
 
     def put_chunk(self, asked: Asked, index: int, value: bytes) -> None:
-        """As Following.put_chunk."""
+        """Store a sealed chunk. Raises LogError where the request was cancelled."""
         with self._connections.borrowed() as connection:
             self._own_chunks().put(connection, asked, index, value)
 
     def offer(self, asked: Asked, offer: bytes) -> None:
-        """As Following.offer."""
+        """Tell the writer that all chunks are stored. Raises LogError."""
         with self._connections.borrowed() as connection:
             self._own_chunks().offer(connection, asked, offer)
 

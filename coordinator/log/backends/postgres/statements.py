@@ -1,6 +1,6 @@
-"""What an append is to the server: the arguments of its functions (schema.py), and their bytes for one of them.
+"""Encodes appends as arguments of the server's functions (schema.py), sends them, and copies whole logs.
 
-psycopg finds out anew what a list holds, each time; that takes longer than all else that the coordinator does for a
+psycopg finds out the types in a list anew each time, which takes longer than all else that the coordinator does for a
 small append. So the arguments of immortal.append, whose types are known, are encoded here.
 """
 
@@ -54,7 +54,7 @@ def statements(append: Append) -> Iterator[list[object]]:
 
 
 def encoded(arguments: Sequence[Any]) -> list[bytes]:
-    """Those of immortal.append, in the server's binary format."""
+    """Encode arguments of immortal.append in the server's binary format."""
     return [encode(argument) for encode, argument in zip(_ENCODERS, arguments, strict=True)]
 
 
@@ -141,7 +141,7 @@ _BINARY = [pq.Format.BINARY] * _ARGUMENTS_COUNT
 
 
 class Answer(NamedTuple):
-    """What immortal.append says; all but the first where it was not done: how the head is."""
+    """Result of immortal.append. All fields but the first describe the head where the append was refused."""
 
     is_done: bool
     epoch: int = 0
@@ -151,7 +151,7 @@ class Answer(NamedTuple):
 
 
 class Sender:
-    """Of ``connection``, which is for other queries whenever all appends are answered.
+    """Sends appends over ``connection`` in pipeline mode. Other queries may use it when all appends are answered.
 
     Raises psycopg.Error, after which nobody knows what became of those that are not answered. One thread at a time.
 
@@ -186,7 +186,7 @@ class Sender:
         self._is_unsent = bool(pgconn.flush())
 
     def answer(self) -> Answer | None:
-        """To the oldest append that is not answered; None: there is nothing yet."""
+        """Take the answer to the oldest open append; None: it has not arrived."""
         pgconn = self._pgconn
         if self._is_unsent:
             self._is_unsent = bool(pgconn.flush())
@@ -227,11 +227,11 @@ class Sender:
 
     @property
     def events(self) -> int:
-        """Of select.poll, on the connection: when there is something to do for :meth:`answer`."""
+        """Events of select.poll on the connection for which :meth:`answer` should be called."""
         return select.POLLIN | select.POLLOUT if self._is_unsent else select.POLLIN
 
     def wait(self) -> None:
-        """Until there is."""
+        """Wait until :meth:`answer` should be called."""
         poll = select.poll()
         poll.register(self._pgconn.socket, self.events)
         poll.poll()
@@ -258,13 +258,13 @@ def _error_of(result: pq.abc.PGresult | None) -> psycopg.Error:
 
 
 def change(connection: Connection[tuple[Any, ...]], instance: str, append: Append) -> None:
-    """Without a look at who writes. Raises LogError for what PostgreSQL does not take."""
+    """Apply ``append`` without a check of the head. Raises LogError for data that PostgreSQL rejects."""
     for statement in statements(append):
         connection.execute(CHANGE, [instance, *statement])
 
 
 def write_copy(connection: Connection[tuple[Any, ...]], instance: str, source: View) -> int:
-    """All of ``source``; how many records. Memory for one pack is enough."""
+    """Write all of ``source``, one pack in memory at a time; returns the number of records."""
     count = 0
     for records in _packs(source):
         change(connection, instance, Append(-1, records=records))

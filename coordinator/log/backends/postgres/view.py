@@ -42,7 +42,7 @@ _PACKS_TO: LiteralString = _PACKS + "first <= %(first)s ORDER BY first DESC LIMI
 
 
 class PostgresView(View):
-    """Of ``instance``; ``connection`` is in a transaction, for this alone."""
+    """View of an instance's rows. ``connection`` is in a transaction, for this view alone."""
 
     def __init__(self, connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> None:
         self._connection = connection
@@ -148,7 +148,7 @@ class PostgresView(View):
             first, limit = rows[-1][0] + b"\0", ROWS_MAX
 
     def pointers(self, first: bytes = b"", end: bytes | None = None) -> list[Pointer]:
-        """Of the chunks with these keys that are in a store."""
+        """Pointers of the chunks in this range of keys that are in an object store."""
         rows = self._scan(ELSEWHERE, first)
         return [pointer_of(value) for key, value in rows if end is None or key < end]
 
@@ -167,7 +167,7 @@ class PostgresView(View):
         return TableSize(*rows[0])
 
     def used_bytes(self) -> int:
-        """By all rows of the log."""
+        """Bytes used by all rows of the log."""
         rows = self.rows(
             "SELECT coalesce(sum(octet_length(key) + octet_length(value)), 0)::bigint"
             " FROM immortal.rows WHERE instance = %(instance)s"
@@ -281,7 +281,7 @@ def pack(values: Sequence[Readable]) -> bytes:
 
 
 def packs(records: Sequence[tuple[int, Readable]]) -> Iterator[tuple[int, int, bytes]]:
-    """(first sequence ID, how many, the pack) of ``records``, which follow one another. Raises LogError."""
+    """Pack consecutive ``records``; yields (first sequence ID, count, pack). Raises LogError."""
     values: list[Readable] = []
     first = size_bytes = 0
     for sequence_id, value in records:

@@ -1,9 +1,10 @@
-"""Who writes a log, as others may know: a lease, which its holder renews. It says when to ask for the right to write,
-and nothing more: whether somebody may write, the log's head says (writing.py).
+"""The lease on a log, renewed by its writer.
 
-A lease counts until it has run out by the database's clock, or was given up, or its process is known to be gone: on
-the holder's own machine that is seen at once. Who gives it up may leave it to one of those who follow: nobody else
-takes it for a moment. What becomes of a lease is told on the channel CHANNEL.
+It tells others when to ask for the right to write; the log's head alone decides who may (writer.py).
+
+A lease ends when it runs out by the database's clock, when it is released, or when its process is known to be gone; on
+the holder's own machine that is seen at once. A holder that releases it may name a standby: for a moment only that one
+can take it. Changes are announced on the channel CHANNEL.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _OURS: set[str] = set()  # the nonces of this process's leases that are held
 
 
 class Process(ProcessFile, frozen=True, kw_only=True):
-    """Of a holder. ``space``: where its process ID means something: the boot of its machine, and its PID namespace."""
+    """Process that holds a lease.
+
+    ``space``: where its process ID is valid: its machine's boot, and its PID namespace.
+    """
 
     space: str
     nonce: str
@@ -46,7 +50,7 @@ def own_process() -> Process:
 
 
 def own_name() -> str:
-    """Of this process, in words."""
+    """Name of this process for messages."""
     return f"{socket.gethostname()} (process {os.getpid()})"
 
 
@@ -59,7 +63,7 @@ def _space() -> str:
 
 
 def is_gone(text: str) -> bool:
-    """Whether the process that a lease names is known not to be there any more."""
+    """True if the process named by a lease is known to have ended."""
     try:
         process = decoding.decode_json(text, type=Process)
     except decoding.DecodeError:
@@ -72,7 +76,7 @@ def is_gone(text: str) -> bool:
 
 
 class Holder(NamedTuple):
-    """Whose lease counts now."""
+    """Holder of the lease that is valid now."""
 
     name: str  # in words
     endpoint: str  # where peers reach it
@@ -80,7 +84,7 @@ class Holder(NamedTuple):
 
 
 def holder(connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lock: bool = False) -> Holder | None:
-    """None: the log is there to be taken by this process. ``lock``: nobody else changes it in this transaction."""
+    """Holder of the valid lease; None: this process may take the log. ``lock``: lock the row for this transaction."""
     row = connection.execute(
         "SELECT process, holder, endpoint, extract(epoch FROM until - clock_timestamp())::float8"
         " FROM immortal.leases WHERE instance = %s AND until > clock_timestamp()" + (" FOR UPDATE" if lock else ""),
@@ -92,7 +96,7 @@ def holder(connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lo
 
 
 def standbys(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> list[Standby]:
-    """Who else follows the log."""
+    """Other processes that follow the log."""
     rows = connection.execute(
         "SELECT name, host, endpoint, is_ready FROM immortal.standbys"
         " WHERE instance = %s AND name <> %s AND seen > clock_timestamp() - make_interval(secs => %s) ORDER BY name",
@@ -102,7 +106,7 @@ def standbys(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> 
 
 
 def tell(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> None:
-    """Those who listen, that a lease has changed: once the transaction is done."""
+    """Notify listeners of a changed lease, once the transaction is committed."""
     connection.execute("SELECT pg_notify(%s, %s)", [CHANNEL, instance])
 
 
@@ -149,7 +153,7 @@ class Lease:
         self._thread = threading.Thread(target=self._run, name="log-lease", daemon=True)
 
     def take(self, connection: psycopg.Connection[tuple[Any, ...]]) -> None:
-        """In the transaction of ``connection`` that takes the log."""
+        """Take the lease, in the transaction that takes the log."""
         connection.execute(
             "INSERT INTO immortal.leases (instance, process, holder, endpoint, until)"
             " VALUES (%s, %s, %s, %s, clock_timestamp() + make_interval(secs => %s))"

@@ -152,7 +152,7 @@ class PostgresBackend(Backend):
         return int(row[0])
 
     def _look_beside(self, connection: Connection) -> None:
-        """By the thread of the lease, each time that it is renewed: nothing may be appended for a long time."""
+        """Check the log from the lease's thread at each renewal: there may be no append for a long time."""
         done: tuple[int, int] | None = None
         if self._lock.acquire(blocking=False):
             done = self.fence, self._appends_count
@@ -237,7 +237,7 @@ class PostgresBackend(Backend):
             raise LogUnavailableError(f"what became of the last append to {self.where} is not known yet")
 
     def _objects_of(self, spans: Sequence[Span]) -> list[Pointer]:
-        """Of the chunks that go."""
+        """Pointers of the chunks in ``spans`` that are in an object store."""
         chunks = [span for span in spans if span.table == CHUNKS] if self._has_objects else []
         if not chunks:
             return []
@@ -262,7 +262,7 @@ class PostgresBackend(Backend):
         return [self._instance, append.fence, number, append.expected_last_sequence_id, last]
 
     def _finish(self) -> bool:
-        """Whether the oldest append under way is answered, and done: all its duties."""
+        """Process the answer to the oldest append in flight; True if it was there."""
         with self._open():
             answer = self._sender.answer()
         if answer is not None:
@@ -270,7 +270,7 @@ class PostgresBackend(Backend):
         return answer is not None
 
     def _send_parts(self, append: Append, parts: list[list[object]]) -> None:
-        """In one transaction, and wait for its end."""
+        """Send a large append in one transaction, and wait for its end."""
         connection, head = self._connection, self._head(append)
         with self._open(), connection.transaction():
             row = connection.execute(_APPEND, [*head, *parts[0]], binary=True).fetchone()
@@ -287,7 +287,7 @@ class PostgresBackend(Backend):
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """What fails in here leaves those under way open, or keeps them from ever being done."""
+        """Translate errors. LogUnavailableError leaves appends in flight unresolved, other errors drop them."""
         try:
             with reaching(self._address):
                 yield
@@ -365,7 +365,7 @@ class PostgresBackend(Backend):
             return done
 
     def _done_until(self, epoch: int, count: int, holder: str) -> int:
-        """How many of those that were begun are done, by what the head says. Raises FencedError, LogError."""
+        """Number of appends in flight that the head shows as done. Raises FencedError, LogError."""
         if self._settling is not None and (epoch, count, holder) == (self._settling[0], 0, leases.own_name()):
             return self._settling[1]  # it was resolved, and that was not heard, or not waited for
         try:
@@ -434,7 +434,7 @@ class PostgresBackend(Backend):
         self._readers.close()
 
     def give_up(self) -> None:
-        """What fails leaves the lease to run out."""
+        """Release the lease. If that fails it runs out by itself."""
         if self._is_given_up or isinstance(self.failure, FencedError):
             return
         self._is_given_up = True
