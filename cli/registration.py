@@ -176,7 +176,7 @@ _HEADINGS = ("setting", "what it must be", "without it", "what it is for")
 
 @click.command()
 def settings() -> None:
-    """Show what a settings file may say, as the Markdown table of docs/guide/settings.md."""
+    """Show what a settings file may say, as the Markdown table of docs/reference/settings.md."""
     for row in (_HEADINGS, ["---"] * len(_HEADINGS), *_rows(InstanceSettings)):
         echo(f"| {' | '.join(row)} |")
 

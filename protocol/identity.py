@@ -1,5 +1,5 @@
 """Identity of things with a name or key: the same name with the same contents is the same thing; with other contents it
-is refused, and the error describes both. ``docs/guide/names.md`` has each kind.
+is refused, and the error describes both. ``docs/reference/names.md`` has each kind.
 
 A digest stands for the contents, so what is kept of a name is bounded. Where no digest is known, as in what earlier
 versions have kept, nothing is compared.

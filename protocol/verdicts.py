@@ -2,7 +2,7 @@
 
 A log is replayed, so a message that once stopped an app would stop it for good. So it fails alone: the app, the
 coordinator or an operator gives a verdict, the coordinator keeps it in the log, and each replay receives it before it
-reaches the message. `docs/WIRE.md`, part 7, has the messages; `docs/guide/errors.md` says what fails how.
+reaches the message. `docs/WIRE.md`, part 7, has the messages; `docs/reference/errors.md` says what fails how.
 """
 
 from __future__ import annotations

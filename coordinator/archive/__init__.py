@@ -1,4 +1,4 @@
-"""A log, continuously, in object storage: moments of it, each of which comes back whole (docs/guide/archive.md).
+"""A log, continuously, in object storage: moments of it, each of which comes back whole (docs/how-to/archive.md).
 
 manifests      what a moment is: the objects it adds, and those it stands on; the bytes that say so
 packs          rows of the log as objects

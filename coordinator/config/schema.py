@@ -1,7 +1,7 @@
 """Schema of all settings of an instance, and its view as a list of settings.
 
 A setting is checked when a settings file is read, is written back, is an option of 'immortal register' if it has a
-single value, and has a row in the table of docs/guide/settings.md. A new setting is one more field.
+single value, and has a row in the table of docs/reference/settings.md. A new setting is one more field.
 """
 
 from __future__ import annotations

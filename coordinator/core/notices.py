@@ -1,7 +1,7 @@
 """Notices: what the core tells its operator, each a small struct with a level, fields and a text.
 
 A :class:`Report` carries one out of the machine; the driver gives it to sinks (coordinator/notices/). A new notice is a
-class here, reported with ``turn.report(...)``; docs/guide/notices.md has a table of all, made of these.
+class here, reported with ``turn.report(...)``; docs/reference/notices.md has a table of all, made of these.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def refuse_pickle_in(
                 f"checkpoint {checkpoint_id} of the log of {instance_name!r} was written by pickle, and this home did"
                 " not make that log: to read it would run whatever somebody put into it. Where you trust all who could"
                 " write it as you trust the app's own code, say --trust-pickle (in tests trust_pickle=True);"
-                " docs/guide/security.md, 'Logs of others', says what that means"
+                " docs/how-to/security.md, 'Logs of others', says what that means"
             )
 
 

@@ -1,4 +1,4 @@
-"""Tables of notices and metrics for docs/guide/notices.md: ``python -m immortal.coordinator.notices``."""
+"""Tables of notices and metrics for docs/reference/notices.md: ``python -m immortal.coordinator.notices``."""
 
 from __future__ import annotations
 

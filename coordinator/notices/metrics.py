@@ -1,6 +1,6 @@
 """Prometheus metrics of an instance: status, counts of notices, durations, execution wait.
 
-A new metric is a row of STATUS or TIMES; docs/guide/notices.md lists them.
+A new metric is a row of STATUS or TIMES; docs/reference/notices.md lists them.
 
 Only a coordinator that serves metrics imports this.
 """

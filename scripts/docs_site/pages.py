@@ -13,6 +13,7 @@ from mkdocs.structure.pages import Page
 
 from scripts.docs_site.links import BESIDE, linked
 from scripts.docs_site.roles import without_roles
+from scripts.docs_site.tables import with_tables
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = {
@@ -43,6 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    markdown = with_tables(markdown)
     return linked(markdown, page.file.src_uri, {file.src_uri for file in files}, lambda path: (ROOT / path).exists())
 
 

@@ -1,1 +1,1 @@
-"""Attacks. Each test is named by what it tries; docs/guide/security.md lists them."""
+"""Attacks. Each test is named by what it tries; tests/requirements/attacks.md lists them."""

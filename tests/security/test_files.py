@@ -95,7 +95,7 @@ def test_a_stranger_reads_settings_and_public_keys_of_a_shared_registry_and_noth
     for path in (house.home.parent, house.home):
         open_to_all(path)
     assert as_stranger((folder / "public_keys").read_text) == "PermissionError"
-    folder.chmod(0o711)  # as docs/guide/security.md says
+    folder.chmod(0o711)  # as docs/how-to/security.md says
     assert as_stranger(lambda: len(keys.read_public_keys(folder))) == "1"
     assert as_stranger(lambda: Registry(house.home).load("alice").name) == "alice"
     for file in ("log/data.mdb", "log/journal", "log/lock", "keys/pairs"):

@@ -1,4 +1,4 @@
-"""The guide for operators: its programs run, and its commands and options exist."""
+"""The how-tos for operators: their programs run, and their commands and options exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,23 @@ import pytest
 
 from immortal.cli import main
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "operations.md").read_text()
+HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
+PAGES = (
+    "operations",
+    "monitor",
+    "standby",
+    "pause",
+    "checkpoints",
+    "backup",
+    "recover",
+    "upgrade",
+    "dead-letters",
+    "clock",
+    "time-travel",
+    "verify",
+    "what-if",
+)
+GUIDE = "\n".join((HOW_TO / f"{page}.md").read_text() for page in PAGES)
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 COMMANDS = [line.removeprefix("$ ") for line in GUIDE.splitlines() if line.startswith("$ immortal ")]
 MENTIONED = [text for text in re.findall(r"`(immortal [^`]+)`", GUIDE.replace("\n", " ")) if "NAME" not in text]

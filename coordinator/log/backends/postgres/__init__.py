@@ -1,4 +1,4 @@
-"""A log in PostgreSQL: ``postgresql://USER@HOST/DATABASE#INSTANCE``. docs/guide/postgresql.md, docs/LOG_FORMAT.md.
+"""A log in PostgreSQL: ``postgresql://USER@HOST/DATABASE#INSTANCE``. docs/how-to/postgresql.md, docs/LOG_FORMAT.md.
 
 One database holds the logs of many instances, in its schema ``immortal`` (schema.py). Other machines reach it, so an
 instance can have a follower on another one.

@@ -126,7 +126,7 @@ END $$;
 """
 
 # Roles belong to the whole server: one may be there already, and the owner of a database need not be allowed to make
-# one. Then the grants are given to nobody: docs/guide/postgresql.md has them.
+# one. Then the grants are given to nobody: docs/how-to/postgresql.md has them.
 _GRANTS: LiteralString = """
 DO $$ BEGIN
     IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = 'immortal_writer') THEN

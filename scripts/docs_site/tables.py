@@ -1,0 +1,23 @@
+"""Tables that are made from the code. A page has a marker, ``<!-- table: NAME -->``; the site has the table there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from click.testing import CliRunner
+
+from immortal.cli.registration import settings
+from immortal.coordinator.notices.__main__ import metrics_table, notices_table
+
+TABLES: dict[str, Callable[[], Iterable[str]]] = {
+    "metrics": metrics_table,
+    "notices": notices_table,
+    "settings": lambda: CliRunner().invoke(settings).output.splitlines(),
+}
+_MARKER = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
+
+
+def with_tables(markdown: str) -> str:
+    """``markdown`` with each marker replaced by its table. KeyError if there is no table of that name."""
+    return _MARKER.sub(lambda found: "\n".join(TABLES[found[1]]()), markdown)
