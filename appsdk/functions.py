@@ -320,7 +320,7 @@ def multicast(targets: Iterable[type[A]]) -> type[A]:
     return destinations  # type: ignore[no-any-return]
 
 
-# --- nodes and handles: docs/how-to/nodes.md ---------------------------------------------------------------------------
+# --- nodes and handles: docs/how-to/nodes.md --------------------------------------------------------------------------
 
 
 def _nodes(what: str) -> Any:

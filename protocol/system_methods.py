@@ -128,7 +128,7 @@ def ordered_method(data: bytes, start: int, end: int) -> int:
         return -1
 
 
-# Calls by which handles work (`docs/reference/nodes.md`). Their IDs are above users', as those of :mod:`protocol.ordering`.
+# Calls by which handles work (`docs/reference/nodes.md`). Their IDs are above users', as those of ordered multicast.
 
 
 NODE_METHOD_ID = (1 << 20) + 4  # a call of a node: [sender, keys, method ID, arguments]

@@ -203,9 +203,9 @@ class Holder:
         self.held.pop((owner, key), None)
 
 
-# What owners and holders of handles tell each other: calls of methods that no user can declare.
+# Messages between owners and holders of handles: calls of methods that no user can declare.
 #
-# `docs/reference/nodes.md` says which message does what. A *key* is 16 random bytes: a handle is its owner's name and a key.
+# `docs/reference/nodes.md` explains each message. A *key* is 16 random bytes: a handle is its owner's name and a key.
 
 
 Key: TypeAlias = bytes

@@ -1,4 +1,4 @@
-"""The algorithm of ordered multicast, as one pure state machine per instance: `docs/explanation/ordering.md` says why it is right.
+"""Algorithm of ordered multicast: one pure state machine per instance. `docs/explanation/ordering.md` proves it.
 
 An instance is both a sender and a destination, with one clock. Messages go in, actions come out; no I/O, no time, no
 randomness. All of its state is :class:`State`, which is part of the app's checkpoint.

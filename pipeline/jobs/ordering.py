@@ -1,4 +1,4 @@
-"""Ordered multicasts (docs/explanation/ordering.md): were they executed in one order by all, after their causes, by nobody else?
+"""Audits ordered multicasts: all executed them in one order, after their causes, and nobody else did.
 
 Each log says which runs were executed where: at which place of the one order, (timestamp, sender, number). Workers take
 that out of the streams; what is left for the driver is a few numbers for each run.
