@@ -1,7 +1,7 @@
 """Messages of ordered multicast, who may send which, and other input that may have to be queued behind them.
 
-`docs/explanation/ordering.md` explains each message. A *run* is ordered as one: calls of one method that one sender made,
-one after the other, to the same destinations. ``number`` is the sender's, from 1.
+`docs/explanation/ordering.md` explains each message. A *run* is ordered as one: calls of one method that one sender
+made, one after the other, to the same destinations. ``number`` is the sender's, from 1.
 """
 
 from __future__ import annotations
