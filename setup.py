@@ -28,7 +28,7 @@ CORE_FLAGS = [*FLAGS, "-fno-asynchronous-unwind-tables"] if FLAGS else []
 
 
 def translate_codec(scratch: Path) -> list[Any]:
-    """By Cython. Raises whatever that does."""
+    """Translate the codec by Cython. Raises what Cython raises."""
     from Cython.Build import cythonize
 
     extensions = [
@@ -38,7 +38,9 @@ def translate_codec(scratch: Path) -> list[Any]:
 
 
 def translate_core(scratch: Path) -> list[Any]:
-    """By mypyc, without what other packages say of their types: it is the same wherever it is built. Raises as that."""
+    """Translate the core by mypyc, without types of other packages: it is the same wherever it is built. Raises what
+    mypyc raises.
+    """
     from mypyc.build import mypycify
 
     modules = set(compiled.CORE.paths(ROOT)) - {compiled.CORE_SHARED}
@@ -102,7 +104,7 @@ class BuildCompiled(build_ext):
 
 
 def compile_set(translate: Callable[[Path], list[Any]], scratch: Path, modules: Sequence[str]) -> dict[str, Path]:
-    """Where in ``scratch`` each module is. Raises whatever the compilers do."""
+    """Compile a set; return where in ``scratch`` each module is. Raises what the compilers raise."""
     command = build_ext(Distribution({"ext_modules": translate(scratch)}))
     command.build_lib, command.build_temp = str(scratch / "lib"), str(scratch / "objects")
     command.parallel = os.cpu_count()

@@ -21,7 +21,7 @@ PEERS_MAX = 200
 
 
 class Course:
-    """What the handlers tell the thread that drives them; no part of the state."""
+    """Progress of the handlers, for the thread that drives them; not part of the state."""
 
     def __init__(self) -> None:
         self.ready = threading.Event()

@@ -128,7 +128,7 @@ def serve() -> None:
 
 
 def call() -> None:
-    """As an outside client."""
+    """Call as an outside client."""
     latencies_ns, clock_ns = _stopwatch.latencies_ns, _stopwatch.clock_ns
     with connect(Callee, "callee") as callee:
         for task in read_tasks(sys.stdin):

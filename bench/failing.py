@@ -1,4 +1,4 @@
-"""What a call that fails costs: from a client, one at a time, beside calls that work, by the size of the state.
+"""Cost of a call that fails: from a client, one at a time, beside calls that work, by the size of the state.
 
 A failure puts the state back. The first one of a large state is a recovery from its checkpoint; those after it, and all
 of a small state, start from a copy in memory.
@@ -29,7 +29,7 @@ CALL_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class FailingResult:
-    """Of one size of the state: how long a client waits for each kind of call, in milliseconds."""
+    """Latencies for one size of the state: how long a client waits for each kind of call, in milliseconds."""
 
     state_size_bytes: int
     works_p50_ms: float

@@ -22,7 +22,7 @@ STEP_TIMEOUT_S = 900.0  # for all to start, to have made their calls, or to stop
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """What processes of one kind use while nothing happens: the mean and the most of one process."""
+    """Usage of idle processes of one kind: the mean and the maximum of one process."""
 
     resident_mib: tuple[float, float]
     proportional_mib: tuple[float, float]
@@ -132,7 +132,7 @@ def _wait_for_calls(service: Service, callers: Sequence[str], calls: int) -> Non
 
 
 def _idle(services: Sequence[Service], idle_s: float) -> tuple[Idle, Idle]:
-    """What coordinators and apps use over ``idle_s``."""
+    """Measure what coordinators and apps use over ``idle_s``."""
     pids = [[process.pid for process in service.processes()] for service in services]
     before = [[processor_s(pid) for pid in pair] for pair in pids]
     begun = time.perf_counter()

@@ -36,7 +36,7 @@ TUNING = "\n[tuning]\npeer_buffer_mib_max = 8\n"
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Of the eight others together: ``calls_per_s`` as fast as it goes, and latencies at RATE, in milliseconds."""
+    """Figures of the eight other services together: ``calls_per_s`` at full speed, and latencies at RATE, in ms."""
 
     faulty: bool
     calls_per_s: float
@@ -154,12 +154,12 @@ class _Isolation:
         )
 
     def _position(self, name: str) -> tuple[int, float]:
-        """How much ``name`` has of the hub's calls, and when."""
+        """Return the number of the hub's calls that ``name`` has, and the time."""
         status = control.query(self._services[name].settings.folder, "status", STEP_TIMEOUT_S)
         return status["inputs"].get(HUB, {}).get("position", 0), time.perf_counter()
 
     def _latencies_ms(self, windows: int) -> list[list[float]]:
-        """Of each window, those of all calls to the others; each must have got each call once."""
+        """Return the latencies of all calls to the others for each window; each must have got each call once."""
         found: list[list[float]] = [[] for _ in range(windows)]
         for name in OTHERS:
             service = self._services[name]
@@ -183,7 +183,7 @@ class _Isolation:
         self._commands += 1
 
     def _listen(self, timeout_s: float) -> None:
-        """Until the hub has done what it was told, or cannot within ``timeout_s``: held up, it does it later."""
+        """Wait until the hub has done its order, or ``timeout_s`` is over: a held-up hub does it later."""
         _, app = self._hub.processes()
         assert app.stdout is not None
         deadline_s = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""What the disk itself does: append and fdatasync, nothing else."""
+"""Measures the disk alone (append and fdatasync), and what processes use."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SILENCE_S_MAX = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What each sender sends: arguments of ``sizes`` in turn, to each of ``receivers`` in turn."""
+    """Load of each sender: arguments of ``sizes`` in turn, to each of ``receivers`` in turn."""
 
     sizes: tuple[int, ...]
     senders: int = 1
@@ -256,6 +256,6 @@ def _positions(status: dict[str, Any]) -> dict[str, int]:
 
 
 def batch_count(value: bytes) -> int:
-    """How many calls a record holds, by its trailer."""
+    """Return the number of calls in a record, by its trailer."""
     header = decode_header(value)
     return sum(batch.count for batch in decode_trailer(value[header.size_bytes :], header.check).batches)

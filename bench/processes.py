@@ -74,7 +74,7 @@ class Service:
                 raise BenchError(f"{self.settings.name}'s {what} ended with status {status}:\n{errors[-2000:]}")
 
     def status(self) -> dict[str, Any] | None:
-        """What the coordinator says; None while it is not up."""
+        """Return the coordinator's status; None while it is not up."""
         self.check_alive()
         try:
             return control.query(self.settings.folder, "status", timeout_s=2.0)
@@ -161,7 +161,7 @@ def start_module(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]
 
 
 def cpu_s(pid: int) -> float:
-    """What a process's threads have used of processors so far."""
+    """Return the processor time of a process's threads so far, in seconds."""
     spent_ns = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended just now

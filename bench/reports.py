@@ -1,4 +1,4 @@
-"""What `immortal bench` prints for people: a table for each measurement, then what is beside it in words."""
+"""Reports of `immortal bench` for people: a table for each measurement, then remarks."""
 
 from __future__ import annotations
 

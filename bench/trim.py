@@ -1,4 +1,4 @@
-"""How long a commit takes while the log is trimmed, and how long it takes otherwise."""
+"""Measures commits while the log is trimmed, and otherwise."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COMMITTER_ID = 1
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Of commits, in milliseconds."""
+    """Latency of commits, in milliseconds."""
 
     commits: int
     p50_ms: float

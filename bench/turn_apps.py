@@ -56,7 +56,7 @@ class Caller(Immortal):
 
 
 def awaited_us() -> float:
-    """Of one awaited call between two instances in one process, logs in memory, apps included."""
+    """Measure one awaited call between two instances in one process, logs in memory, apps included; in µs."""
     with Environment() as environment:
         environment.start(Callee, "callee")
         caller = environment.start(Caller, "caller")
@@ -113,7 +113,7 @@ class _Core:
 
 
 def beside_idle_us(peers: int) -> float:
-    """Of the core alone, for a call to one of ``peers`` and its acknowledgement, while the others are idle."""
+    """Measure the core alone for a call to one of ``peers`` and its acknowledgement, while the others are idle; in µs."""
     core = _Core(peers)
     begun_s = time.process_time()
     for position in range(2, CALLS + 2):

@@ -48,7 +48,7 @@ def measured(latencies_ns: list[int], seconds: float) -> Measured:
 
 
 def argument(number: int, size_bytes: int) -> bytes:
-    """Of call ``number``: another one for each, so that an answer that went astray is found."""
+    """Make the argument of call ``number``: different for each, so that a misdirected answer is found."""
     return number.to_bytes(NUMBER_SIZE_BYTES, "little").ljust(size_bytes, b"\0")
 
 
@@ -76,7 +76,7 @@ BATCH_CALLS = 1_000  # of one round of Case.ONE_WAY
 
 
 class Case(enum.StrEnum):
-    """Who calls whom. The values are what tables say."""
+    """Caller and callee of a measurement. Tables show the values."""
 
     CLIENT = "an outside client's awaited call"
     SERVICES = "an awaited call between two services"
@@ -111,5 +111,5 @@ def read_tasks(source: TextIO) -> Iterator[Task]:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of values in ascending order; at least one."""
+    """Return a percentile of values in ascending order; at least one."""
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent // 100))]

@@ -44,7 +44,7 @@ def _awaitable(context: MethodContext) -> Type:
 
 
 def _is_step(context: MethodContext) -> bool:
-    """Whether it is ``self.<handler>(...)`` in an ``async def``."""
+    """Tell whether a call is ``self.<handler>(...)`` in an ``async def``."""
     function = context.api.scope.current_function()  # type: ignore[attr-defined]
     if not isinstance(function, FuncDef) or not function.is_coroutine or not function.arguments:
         return False

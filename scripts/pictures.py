@@ -34,7 +34,7 @@ ORDERS = (("tea", 2), ("rice", 3), ("tea", 4))
 
 
 def demo(file: Path) -> None:
-    """What scripts/demo prints."""
+    """Run scripts/demo and draw what it prints."""
     command = [sys.executable, "examples/wordcount/demo.py", "--seed", SEED]
     environment = {**os.environ, "COLUMNS": str(COLUMNS), "NO_COLOR": "1"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""How long day one takes: the README's first program, typed at terminals, until its state has survived kill -9.
+"""Times day one: the README's first program, typed at terminals, until its state has survived kill -9.
 
     scripts/stopwatch                       in a fresh copy of this checkout, which makes its environment first
     scripts/stopwatch --wheel FILE.whl      in an empty folder, with a fresh environment and that wheel
@@ -81,7 +81,7 @@ class Terminal:
         os.write(self._ours, b"\x03")
 
     def see(self, text: str) -> str:
-        """What has come since the last look, up to and with ``text``. Raises StopwatchError."""
+        """Return what the terminal printed since the last call, up to and with ``text``. Raises StopwatchError."""
         return self._see(re.compile(f"(?s)(.*?{re.escape(text)})"))
 
     def see_pattern(self, pattern: str) -> str:
@@ -154,7 +154,7 @@ def first_program(readme: str) -> tuple[str, list[str], list[str]]:
 
 
 def copy_checkout(folder: Path) -> None:
-    """What git has of it, as it is now; no environment, and nothing that was compiled."""
+    """Copy the files that git has, as they are now; no environment, and nothing compiled."""
     listed = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         capture_output=True,
@@ -220,7 +220,7 @@ def measure(folder: Path, wheel: Path | None, environment: Path | None) -> float
 
 
 def end_compiling(folder: Path) -> None:
-    """What scripts/setup still does in the background; nobody waits for it, and its folder goes."""
+    """End what scripts/setup still does in the background: its folder is removed."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         os.killpg(os.getpgid(int((folder / ".venv" / ".compiling").read_text())), signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""How many lines of plain.py had to be changed to make it durable: python lines.py [PLAIN DURABLE]
+"""Counts the lines of plain.py that had to change to make it durable: python lines.py [PLAIN DURABLE]
 
 A line of code of DURABLE counts that PLAIN does not have, also where it was only moved or indented further. Blank
 lines, comments and docstrings are no code. What PLAIN has and DURABLE does not is told as well.

@@ -113,7 +113,7 @@ def kill_all(travel: Instance, kills: int, seed: int, is_over: threading.Event, 
 
 
 def repeats(lines: list[str]) -> tuple[int, list[str]]:
-    """How many steps were made again, and which of these had a result that the run went on with."""
+    """Count steps that were made again, and list those whose earlier result the run had used."""
     found, count = [], 0
     before: dict[str, int] = {}  # by key: the last line of it
     for index, line in enumerate(lines):
@@ -133,7 +133,7 @@ def repeats(lines: list[str]) -> tuple[int, list[str]]:
 
 
 def stage(line: str) -> int:
-    """How far its trip is, from 0."""
+    """Return the stage of a trip, from 0."""
     _, what, _, *rest = line.split()
     return {"0": 0, "2": 2, "3": 3}[rest[0]] if what == "model" else 1
 

@@ -72,7 +72,7 @@ agent = Agent(FunctionModel(by_rule), name="trips", deps_type=Any, capabilities=
 
 @agent.tool_plain
 def flight(city: str) -> int:
-    """What the flight costs."""
+    """Return the price of a flight."""
     note(f"flight {city}")
     return 50 + 10 * len(city)
 

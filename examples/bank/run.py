@@ -90,7 +90,7 @@ class Instance:
             self.error = f"{type(error).__name__}: {error}"
 
     def _read_output(self, supervisor: subprocess.Popen[str]) -> None:
-        """What the teller prints: how many transfers are settled."""
+        """Read what the teller prints: how many transfers are settled."""
         assert supervisor.stdout is not None
         for line in supervisor.stdout:
             if settled := re.fullmatch(r"settled: (\d+)\n", line):
@@ -181,7 +181,7 @@ def draw_kills(count: int, transfers: int, source: random.Random) -> list[Kill]:
 
 
 def run(folder: Path, transfers: int, seed: int, kills: Sequence[Kill]) -> float:
-    """Until all transfers are settled and all instances stopped; returns the seconds until they were settled."""
+    """Run until all transfers are settled and all instances stopped; return the seconds until they were settled."""
     home = folder / REGISTRY_NAME
     environment = {**os.environ, "BANK_TRANSFERS": str(transfers), "BANK_SEED": str(seed)}
     for name in APPS:
@@ -243,7 +243,7 @@ def final_state(home: Path, name: str) -> Any:
 
 
 def problems_of(states: Mapping[str, Any], transfers: int, seed: int) -> list[str]:
-    """What is wrong with the books; nothing, if each transfer was done exactly once.
+    """List errors in the books; none if each transfer was done exactly once.
 
     ``states``: by instance, as JSON shows them (keys are text).
     """

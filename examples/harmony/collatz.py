@@ -1,10 +1,10 @@
-"""What the workers do: ``python -m immortal.patterns.harmony work NAME collatz:steps`` is one."""
+"""Function for workers: ``python -m immortal.patterns.harmony work NAME collatz:steps`` starts one."""
 
 from __future__ import annotations
 
 
 def steps(number: int) -> int:
-    """How many steps the Collatz sequence takes from ``number + 1`` to 1."""
+    """Count the steps of the Collatz sequence from ``number + 1`` to 1."""
     value, count = number + 1, 0
     while value != 1:
         value = value // 2 if value % 2 == 0 else 3 * value + 1

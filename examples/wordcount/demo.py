@@ -82,7 +82,7 @@ def default_files() -> list[Path]:
 
 
 def plain_count(files: Sequence[Path]) -> tuple[Counter[str], int]:
-    """What the two services must arrive at: (words, lines), counted by file and not by line."""
+    """Count as the two services must: (words, lines), by file and not by line."""
     words: Counter[str] = Counter()
     line_count = 0
     for file in files:
@@ -198,7 +198,7 @@ class Instance:
         return int(status["inputs"].get(READER, {}).get("position", 0))
 
     def is_complete(self) -> bool:
-        """Whether all lines went through, and every kill is recovered from."""
+        """Tell whether all lines went through and every kill is recovered from."""
         status = self.status
         if len(self.done) < len(self.kills) or not status or status["backlog_records"]:
             return False
@@ -374,7 +374,7 @@ def print_kills(kills: Sequence[Kill]) -> None:
 
 
 def new_folder(keep: Path | None) -> Path:
-    """Of the logs and the registry: the one to ``keep``, or one that goes away when all went well."""
+    """Return the folder of logs and registry: the one to ``keep``, or one that is removed after success."""
     if keep is None:
         return Path(tempfile.mkdtemp(prefix="immortal-demo-"))
     keep.mkdir(parents=True, exist_ok=True)

@@ -211,7 +211,7 @@ class Fan(Immortal):
 
     @rpc
     async def ask_with_itself(self, count: int) -> None:
-        """As ask, to one other and itself: all rounds, between no more processes than a plain call has."""
+        """Ask one other and itself for all rounds, with no more processes than a plain call has."""
         both: list[type[Sink | Fan]] = [*self.sinks(1), type(self)]
         clock_ns, note = _stopwatch.clock_ns, _stopwatch.note
         for number in range(count):
@@ -230,6 +230,6 @@ class Fan(Immortal):
 
     @query
     def p50_us(self) -> float:
-        """Of what was awaited since it was asked last."""
+        """Return the median latency of awaited calls since the last question, in µs."""
         latencies_ns, _stopwatch.latencies_ns = _stopwatch.latencies_ns, []
         return median(latencies_ns or [0]) / 1000

@@ -35,7 +35,7 @@ class Streams(Protocol):
 
 @contextlib.contextmanager
 def immortal_by_codec(home: Path, receivers: int = 1) -> Iterator[dict[str, ImmortalStreams]]:
-    """As it is installed; where the codec is compiled, the same once more in pure Python."""
+    """Yield streams of Immortal as installed, and in pure Python if the codec is compiled."""
     with contextlib.ExitStack() as stack:
         streams = {IMMORTAL: stack.enter_context(immortal_streams(home / "installed", receivers=receivers))}
         if compiled.CODEC.is_installed:
@@ -95,7 +95,7 @@ def streams_by(
     what: str,
     limits: Mapping[str, Callable[[], float]] | None = None,
 ) -> tuple[dict[str, list[OneWay]], dict[str, list[float]]]:
-    """What each implementation's calls took, and the limits measured between them. Raises BenchError."""
+    """Measure the calls of each implementation, and the limits between them. Raises BenchError."""
     turns = {}
     for name, one in streams.items():
         context.progress(f"{what}: {name}, warming up")
@@ -109,7 +109,7 @@ def rates(measured: Mapping[str, list[OneWay]]) -> dict[str, list[float]]:
 
 
 def calls_for(streams: Streams, load: Load, seconds: float) -> int:
-    """How many calls take about so long: two runs, the first of which finds the processes cold."""
+    """Find the number of calls that take about ``seconds``: two runs, the first of which finds cold processes."""
     calls = max(load.senders * load.receivers, round(WARM_UP_BYTES / (load.mean_size_bytes + CALL_OVERHEAD_BYTES)))
     for _ in range(2):
         calls = max(1, round(streams.run(load, calls).calls_per_s * seconds / 2))
@@ -129,7 +129,7 @@ def calls_by(
     what: str,
     limits: Mapping[str, Callable[[], float]] | None = None,
 ) -> tuple[dict[str, list[Measured]], dict[str, list[float]]]:
-    """What each caller's calls took, and the limits measured between them. Raises BenchError."""
+    """Measure the calls of each caller, and the limits between them. Raises BenchError."""
     turns: dict[str, Callable[[], Measured]] = {}
     seconds = context.amounts.seconds
     for caller in callers:

@@ -1,4 +1,4 @@
-"""What a part gets: where to work, how much of it, and what to tell."""
+"""Context of a part: its folder, its amounts, and its progress."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """How much of everything: that of a full run, and what :meth:`quick` leaves of it."""
+    """Amounts of a full run; :meth:`quick` returns smaller ones."""
 
     repeats: int = 5
     seconds: float = 2.0  # of one turn of one implementation, roughly
@@ -96,7 +96,7 @@ class Context:
     def interleave_with_limits(
         self, turns: Mapping[str, Callable[[], T]], limits: Mapping[str, Callable[[], float]], what: str
     ) -> tuple[dict[str, list[T]], dict[str, list[float]]]:
-        """As ``interleave``, with the limits measured in between."""
+        """Interleave turns as ``interleave`` does, with the limits measured in between."""
         results = self.interleave({**turns, **limits}, what)
         return (
             {name: cast("list[T]", results[name]) for name in turns},

@@ -1,4 +1,4 @@
-"""How long callers wait while an instance whose log is in PostgreSQL goes to another machine.
+"""Measures how long callers wait while an instance whose log is in PostgreSQL moves to another machine.
 
     python -m scripts.benchmarks.failover --how migrate --runs 50 --state-mib 100
 
@@ -93,7 +93,7 @@ class Machine:
 
 
 class Answers:
-    """When each answer of a client came."""
+    """Arrival times of a client's answers."""
 
     def __init__(self, endpoints: list[str], home: Path) -> None:
         self.times_ns: list[int] = []
@@ -174,7 +174,7 @@ class World:
         shutil.copy(homes[0] / "keeper" / "public_keys", homes[2] / "keeper")
 
     def endpoint(self) -> str:
-        """Where the instance is, as its lease says."""
+        """Return the instance's endpoint, as its lease says."""
         rows = self._database.execute("SELECT endpoint FROM immortal.leases WHERE until > clock_timestamp()").fetchall()
         return rows[0][0] if rows else ""
 
@@ -231,7 +231,7 @@ class World:
         return moment_ns
 
     def _upgrade_standby(self, standby: Machine) -> None:
-        """It follows with the old code, and is upgraded as it takes over."""
+        """Start a standby with the old code that is upgraded as it takes over."""
         standby.end(signal.SIGTERM)
         until(lambda: not self.has_standby(), "it follows no more")
         self._version = 3 - self._version

@@ -1,4 +1,4 @@
-"""What failover.py moves about, and an instance that calls it all the time."""
+"""Apps for failover.py: an instance that moves, and one that calls it all the time."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ HOW = {
 
 
 def share_ms(waits_ms: Sequence[float], share: float) -> float:
-    """What ``share`` of them do not exceed."""
+    """Return the wait that ``share`` of all waits do not exceed."""
     ordered = sorted(waits_ms)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -67,7 +67,7 @@ def section(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def section_of(text: str) -> str:
-    """As it stands in ``text``; nothing where there is none."""
+    """Return the section as it stands in ``text``; "" if there is none."""
     return text[text.index(BEGIN) : text.index(END) + len(END)] if BEGIN in text and END in text else ""
 
 

@@ -27,7 +27,7 @@ class Target:
     note: str = ""  # "compiled": where the target holds for that alone
 
     def measured(self, samples: dict[str, list[float]]) -> float | None:
-        """What is to be compared with ``value``; None: one of the two was not measured."""
+        """Return the figure to compare with ``value``; None: it was not measured."""
         ours = samples.get(self.of)
         if not ours:
             return None

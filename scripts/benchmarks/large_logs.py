@@ -1,4 +1,4 @@
-"""What looks at large logs takes: the page, time travel, queries.
+"""Measures work on large logs: the page, time travel, queries.
 
     .venv/bin/python -m scripts.benchmarks.large_logs page [--messages N] [--checkpoint-every N] [--keep FOLDER]
     .venv/bin/python -m scripts.benchmarks.large_logs sql [--messages N] [--keep FOLDER]

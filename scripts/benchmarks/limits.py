@@ -1,4 +1,4 @@
-"""What the machine can do without any of us: the disk, loopback TCP, a Python loop that calls the handler.
+"""Limits of the machine without Immortal: the disk, loopback TCP, a Python loop that calls the handler.
 
 ``python -m scripts.benchmarks.limits`` is the other end of the TCP connection: it sends back what it is asked to, or
 takes all of it and answers with how many bytes it got.
@@ -32,7 +32,7 @@ def disk_rate(folder: Path, block_size_bytes: int = 1 << 20) -> float:
 
 
 def disk_latency_us(folder: Path, percent: float) -> float:
-    """Of append and fdatasync of 4 KiB, about what a small commit writes."""
+    """Measure append and fdatasync of 4 KiB, about what a small commit writes; in µs."""
     return 1e6 * percentile(append_latencies(folder, 4 << 10), percent)
 
 
@@ -52,7 +52,7 @@ def handler_rate(size_bytes: int) -> float:
 
 
 class _Taker:
-    """As ``apps.Receiver``, without anything around it."""
+    """Receiver like ``apps.Receiver``, without anything around it."""
 
     def __init__(self) -> None:
         self.calls = self.received_bytes = 0

@@ -39,7 +39,7 @@ DEADLINE_S = 60.0  # without any progress
 
 @dataclass(slots=True)
 class Figures:
-    """What came out."""
+    """Figures of one run."""
 
     messages: int
     seconds: float = 0.0
@@ -145,7 +145,7 @@ def measure(messages: int, cut_every: int) -> Figures:
 
 @dataclass(slots=True)
 class LossFigures:
-    """What came out with a network that loses."""
+    """Figures of a run over a network that loses packets."""
 
     ordered: bool
     messages: int

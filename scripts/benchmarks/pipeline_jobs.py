@@ -1,4 +1,4 @@
-"""How long an audit takes: a made-up fleet, its export, the audit of both.
+"""Measures an audit: a made-up fleet, its export, the audit of both.
 
 python -m scripts.benchmarks.pipeline_jobs
 """

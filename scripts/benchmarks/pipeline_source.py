@@ -1,4 +1,4 @@
-"""How fast the pipeline's data source is on this machine. Makes its logs in a folder of its own.
+"""Measures the pipeline's data source. Makes its logs in a folder of its own.
 
 python -m scripts.benchmarks.pipeline_source
 """
@@ -124,7 +124,7 @@ def best_of(runs: int, action: Callable[[], object]) -> Cost:
 
 
 def processor_time_s() -> float:
-    """What this process and those that it started, and so on, have used, while they live (Linux; exact to 10 ms)."""
+    """Return the processor time of this process and all below it, while they live (Linux; exact to 10 ms)."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
@@ -151,7 +151,7 @@ def scan(spark: SparkSession, folder: Path) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class Load:
-    """What a live writer does: commits of records of 1 KiB until one of the limits is reached (0: it is none)."""
+    """Load of a live writer: commits of records of 1 KiB until a limit is reached (0: no limit)."""
 
     records_per_commit: int = 1
     commits_per_s: float = 0  # 0: as fast as the disk takes them
@@ -163,7 +163,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Written:
-    """What came of it."""
+    """Result of a live writer."""
 
     commits: int
     size_bytes: int  # of the log's file
@@ -219,7 +219,7 @@ def writer(folder: Path, load: Load) -> Iterator[LiveWriter]:
 
 @dataclass
 class Tail:
-    """What a stream has seen."""
+    """Rows that a stream has seen."""
 
     rows: int = 0
     ages_s: list[float] = field(default_factory=list)
@@ -246,7 +246,7 @@ def measure_tail(spark: SparkSession, folder: Path, records_per_s: int, seconds:
 
 
 def scan_while_written(spark: SparkSession, folder: Path, load: Load) -> tuple[Written, int]:
-    """What the writer did while Spark read its log again and again, and how many times that was.
+    """Scan a log again and again while it is written; return what the writer did and the number of scans.
 
     A writer that waits for it is released behind the second time.
     """
@@ -270,7 +270,7 @@ def write_alone(folder: Path, load: Load) -> Written:
 
 
 def write_beside_one_transaction(folder: Path, load: Load) -> Written:
-    """What a reader costs that does what ours must not: it keeps one read transaction open all the time."""
+    """Write beside a reader that keeps one read transaction open all the time, as ours must not."""
     with writer(folder, load) as live, open_reader(folder) as reader, reader.view():
         return live.wait()
 

@@ -41,7 +41,7 @@ PARTS = {
 def run_suite(
     context: Context, parts: Sequence[str], save: Callable[[dict[str, Any]], None], *, quick: bool
 ) -> dict[str, Any]:
-    """What the JSON file holds. A part that fails is noted with its error, and the others are run all the same.
+    """Run the suite and return the content of the JSON file. A part that fails is noted; the others still run.
 
     ``save`` gets it after each part, so that a run that is cut short leaves what it had.
     """

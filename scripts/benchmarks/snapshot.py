@@ -1,4 +1,4 @@
-"""How long a checkpoint holds up the handlers, and what they do meanwhile: checkpoint="inline" against "fork".
+"""Measures how long a checkpoint holds up the handlers, inline and forked, and what they do meanwhile.
 
     .venv/bin/python -m scripts.benchmarks.snapshot [SHAPE ...] [--size-mib N]
 
@@ -73,7 +73,7 @@ class Store(Immortal):
 
     @rpc(id=4)
     def gap(self, longest_s: float) -> None:
-        """What the coordinator's end gets."""
+        """Note the gap that the coordinator's end sees."""
 
 
 class Inline(Store):

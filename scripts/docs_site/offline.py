@@ -1,4 +1,4 @@
-"""Whether a built site asks another host for anything, or has code of its tools' makers that would.
+"""Checks that a built site asks no other host and has no code of its tools' makers that would.
 
 A link that a reader may follow is none of that: what the browser loads by itself is looked at, and what scripts fetch.
 
@@ -47,7 +47,7 @@ class _Page(HTMLParser):
 
 
 def loaded_by(text: str, suffix: str) -> list[str]:
-    """What a page or a style sheet makes the browser load from another host."""
+    """List what a page or a style sheet makes the browser load from another host."""
     if suffix == ".css":
         return _IN_STYLE.findall(text)
     page = _Page()

@@ -1,4 +1,4 @@
-"""How long a checkpoint holds up the handlers, by the size of the state.
+"""Measures how long a checkpoint holds up the handlers, by the size of the state.
 
 The app is a real one; the other end of its socket keeps it busy, so that a pause is seen to the microsecond.
 """

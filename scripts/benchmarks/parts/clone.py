@@ -59,7 +59,7 @@ class _Copies:
                 raise BenchError("the copies of a table did not come")
 
     def wait(self, number: int) -> list[dict[str, Any]]:
-        """Until all have it."""
+        """Wait until all copies have update ``number``."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(f"{number}\n")
@@ -210,7 +210,7 @@ class Swarm:
         self._poll.register(descriptor, select.EPOLLIN)
 
     def turn(self, target: int) -> list[int]:
-        """What is ready of the descriptors that are watched besides."""
+        """Drive the swarm once; return the watched descriptors that are ready."""
         now_s = time.monotonic()
         ready = [descriptor for descriptor, _ in self._poll.poll(0.05)]
         due = {self._by_descriptor[one] for one in ready if one in self._by_descriptor}

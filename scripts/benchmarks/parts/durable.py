@@ -77,7 +77,7 @@ def _rivals(context: Context, home: Path) -> dict[str, Callable[[], AbstractCont
 
 
 def apps(steps: str) -> dict[str, str]:
-    """Who calls handlers of the class ``steps``, and who has them."""
+    """Return the apps: a caller, and the callee with handlers of the class ``steps``."""
     return {"caller": CALLER, "callee": f"scripts.benchmarks.apps:{steps}"}
 
 

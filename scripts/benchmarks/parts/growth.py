@@ -1,4 +1,4 @@
-"""What becomes of the figures as things grow: the log, the state, the number of peers, the handlers that wait."""
+"""Measures growth: figures by the size of the log, the state, and the number of peers and waiting handlers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _log(context: Context) -> list[Figure]:
 
 
 def _size_bytes(service: Service) -> int:
-    """What the log's pages take: the file itself may be larger than what is written."""
+    """Return the size of the log's used pages: the file itself may be larger."""
     return (Path(service.settings.log) / "data.mdb").stat().st_blocks * 512
 
 

@@ -60,7 +60,7 @@ def _rate(fan: Any, sinks: list[Any], seconds: float, *, ordered: bool) -> float
 
 
 def _sequenced(rival: Sequencer, seconds: float) -> float:
-    """As _rate: a transaction for so many as a burst has."""
+    """Measure the rival's rate as _rate does: one transaction for as many calls as a burst has."""
     began_s = time.perf_counter()
     count = 0
     while time.perf_counter() - began_s < seconds:
@@ -71,7 +71,7 @@ def _sequenced(rival: Sequencer, seconds: float) -> float:
 
 
 def _p50_us(fan: Any, ask: Callable[[], Any]) -> float:
-    """Of the AWAITED that ``ask`` makes, one after the other."""
+    """Return the median latency of the AWAITED calls that ``ask`` makes one after the other; in µs."""
     fan.p50_us()
     ask()
     latency_us: float = fan.p50_us()

@@ -1,4 +1,4 @@
-"""What a caller from outside waits for: a call, which is logged, and a query, which is not."""
+"""Measures what an outside caller waits for: a call, which is logged, and a query, which is not."""
 
 from __future__ import annotations
 

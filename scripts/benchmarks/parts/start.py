@@ -1,4 +1,4 @@
-"""How long a start takes, and what an idle service holds in memory."""
+"""Measures a start, and the memory of an idle service."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What Immortal is compared with."""
+"""Systems that Immortal is compared with."""

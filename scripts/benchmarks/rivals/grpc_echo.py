@@ -1,4 +1,4 @@
-"""What the calls are compared with: grpcio, unary, with and without asyncio. Nothing of it is durable.
+"""Rival for calls: grpcio, unary, with and without asyncio. Nothing of it is durable.
 
 ``python -m scripts.benchmarks.rivals.grpc_echo server|client threads|asyncio [ADDRESS]``, each in a process of its own,
 as the apps are. A server prints its address; a client takes runs (see ``immortal.bench.workload``).

@@ -1,4 +1,4 @@
-"""What one-way calls are compared with: grpcio's streams of requests. Nothing of it is durable.
+"""Rival for one-way calls: grpcio's streams of requests. Nothing of it is durable.
 
 ``python -m scripts.benchmarks.rivals.grpc_stream server`` prints its address; ``... client ADDRESS ...`` reads plans
 from standard input, a line of JSON each, and answers with what the servers counted.

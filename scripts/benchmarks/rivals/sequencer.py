@@ -55,7 +55,7 @@ class Sequencer:
         return last
 
     def wait(self) -> None:
-        """Until all have all."""
+        """Wait until all receivers have all messages."""
         last = self.last()
         for receiver in self._receivers:
             assert receiver.stdin is not None

@@ -172,7 +172,7 @@ def restate(folder: Path) -> Iterator[Restate]:
 
 
 def _as_unprivileged() -> list[str]:
-    """What goes in front of a command that refuses root."""
+    """Return the prefix for a command that refuses to run as root."""
     if os.geteuid() != 0:
         return []
     runuser = shutil.which("runuser")
