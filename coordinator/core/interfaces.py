@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct, field
 
-from immortal.coordinator.core.errors import LogError, require
+from immortal.coordinator.core.errors import require
 from immortal.protocol.client_frames import CLIENTS
 from immortal.protocol.verdicts import RECORD, MessageKey, Verdict
 
@@ -307,104 +307,76 @@ class Standby(NamedTuple):
 
 
 class LogStore(Protocol):
-    """A durable log. One writer; writes come from one thread at a time, reads may come beside them."""
+    """A durable log. One writer; writes come from one thread at a time, reads may come beside them.
+
+    After LogFullError, LogSyncError or FencedError the store accepts nothing more: what is durable is unknown until
+    the log is opened anew.
+    """
 
     problems: list[str]
-    """What the last summary had to leave out, in words."""
+    """Damage that the last summary left out, as messages."""
 
-    @property
-    def is_remote(self) -> bool:
-        """The log is on another machine, so a loop that others wait for must not ask it directly."""
+    def summary(self) -> LogSummary:
+        """Read the log's state. A damaged checkpoint header is left out and described in :attr:`problems`.
 
-    @property
-    def appends_max(self) -> int:
-        """Number of small commits worth having under way at once; 1: :meth:`begin` begins none."""
-
-    @property
-    def lost(self) -> LogError | None:
-        """Set where another one has taken the log over since, which an append would be told. Any thread."""
-
-    @property
-    def problem(self) -> str:
-        """Present problem of the log in words; "" if there is none. Any thread."""
-
-    @property
-    def standbys(self) -> Sequence[Standby]:
-        """Followers of the log, as of a moment ago. Any thread."""
-
-    def hand_over_to(self, successor: str) -> None:
-        """The standby of this name is to have the log once it is given up; for a moment nobody else may."""
-
-    def give_up(self) -> None:
-        """Write no more, so that others may: what is closed does so as well. Reads go on."""
-
-    def request_standby_checkpoint(self, name: str, checkpoint_id: int, epoch: int) -> None:
-        """Ask the standby ``name`` for a checkpoint. Raises LogError. These three are for any thread, one at a time."""
-
-    def cancel_standby_request(self) -> None:
-        """Cancel the request to a standby. Raises LogError."""
-
-    def take_offer(self) -> Offer | None:
-        """Return the answer of the standby asked last; None: not yet. Raises LogError."""
-
-    def summary(self) -> LogSummary: ...
-
-    def clients(self) -> StoredClients:
-        """Return what is known of clients. A damaged reply counts as one that is not kept any more."""
-
-    def commit(self, transaction: Transaction, ticket: int = 0) -> None:
-        """Make ``transaction`` durable, whole. When this returns it survives power loss. ``ticket``: for :meth:`tail`.
-
-        Raises LogFullError or LogSyncError; after either the store accepts no further commit. Raises
-        LogUnavailableError where nobody knows whether it was done: :meth:`tail` says.
+        Impulses whose batch is acknowledged whole come with an empty payload: their positions count, their bytes are
+        not needed. Raises DamagedLogError with sequence ID -1 for a damaged position, peer or meta value.
         """
 
-    def begin(self, transaction: Transaction, ticket: int) -> bool:
-        """Begin a :meth:`commit` without waiting; :meth:`finish` tells when it is durable. All begun commits are
-        finished before anything else is written. False: this one can't be begun. It counts as begun where this
-        raises LogUnavailableError."""
+    def clients(self) -> StoredClients:
+        """Read clients' positions and replies. A damaged reply counts as removed and is described in :attr:`problems`.
 
-    def finish(self, *, wait: bool) -> bool:
-        """Return whether the oldest begun commit is durable by now. ``wait``: wait until it is. Raises like
-        :meth:`commit`; then all begun commits are as unknown, or as little done, as that one."""
+        Raises DamagedLogError with sequence ID -1 for a damaged position.
+        """
 
-    def waits_for(self) -> tuple[int, int]:
-        """A file descriptor and events of select.poll: when :meth:`finish` may have something to do."""
+    def commit(self, transaction: Transaction, ticket: int = 0) -> None:
+        """Make ``transaction`` durable, whole. When this returns it survives power loss. ``ticket``: for ``tail``.
 
-    def tail(self) -> tuple[int, int]:
-        """The ticket of the last commit that is durable (0: none of this writer is), and the last sequence ID.
-
-        Raises LogUnavailableError, FencedError.
+        Raises LogFullError, LogSyncError, FencedError; LogUnavailableError where the outcome is unknown.
         """
 
     def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:
-        """Values (record + trailer) from ``first_sequence_id`` on, at least one if there is one, in order."""
+        """Read checked values (record + trailer) from ``first_sequence_id`` on, in order.
+
+        At most ``size_bytes_max`` bytes, but one value if there is one. Raises DamagedLogError if the first is damaged
+        or missing; values before a damaged one are returned.
+        """
 
     def read_spilled(
         self, destination: str, first_position: int, last_position: int, size_bytes_max: int
     ) -> list[OutputBatch]:
-        """Messages to ``destination`` that memory had no room for, impulses among them, without a gap.
+        """Read messages to ``destination`` that memory had no room for, impulses among them, without a gap.
 
         From ``first_position`` on, in a batch that may begin before it; none begins behind ``last_position``. At most
         ``size_bytes_max``, but one batch. Raises DamagedLogError where the first is missing or damaged.
         """
 
     def letter(self, key: MessageKey) -> Letter | None:
-        """A dead letter; None where there is none. Raises DamagedLogError."""
+        """Read a dead letter; None where there is none. Raises DamagedLogError."""
 
-    def space(self) -> LogSpace: ...
+    def space(self) -> LogSpace:
+        """Measure the log's used and free bytes."""
 
     def write_checkpoint_chunk(self, checkpoint_id: int, index: int, data: bytes) -> None:
-        """Keep one chunk of a blob; it counts once a transaction with the checkpoint's header is committed."""
+        """Keep one chunk of a blob; chunks come in order, and index 0 begins anew. An empty one is not stored.
 
-    def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes:
-        """Chunk ``index`` of a blob; empty after the last. Raises DamagedCheckpointError."""
-
-    def trim(self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> bool:
-        """Remove one bounded step of what is kept no longer; True if more remains.
-
-        Kept are the newest ``keep_checkpoints`` (None: all) with the log behind them and, where ``keep_since_ns`` (ns
-        since the Unix epoch) is given, all that a replay from that moment on needs.
+        The blob counts once a transaction with the checkpoint's header is committed.
         """
 
-    def close(self) -> None: ...
+    def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes:
+        """Read chunk ``index`` of a blob; b"" after the last.
+
+        Raises DamagedCheckpointError; from then on ``trim`` does not count that checkpoint among those to keep.
+        """
+
+    def trim(self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> bool:
+        """Remove one bounded step of what need not be kept; True if more remains.
+
+        Kept are the newest ``keep_checkpoints`` with the records after them and, where ``keep_since_ns`` (ns since the
+        Unix epoch) is given, the newest checkpoint taken at or before that moment with all that came after it.
+        ``keep_checkpoints`` None: only ``keep_since_ns`` counts, and without it everything is kept. The newest valid
+        checkpoint and the records after it always stay. Spilled outputs go as soon as they are acknowledged.
+        """
+
+    def close(self) -> None:
+        """Close the log and let others write it. Harmless when closed already."""

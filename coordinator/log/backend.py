@@ -133,8 +133,8 @@ class ReadBackend(Protocol):
 class Backend(ReadBackend, Protocol):
     """A log open for writing. One thread writes at a time, others may read beside it.
 
-    After a LogFullError, LogSyncError or FencedError all but :meth:`close` and :meth:`abandon` raises it again: what is
-    durable is unknown until the log is opened anew.
+    After LogFullError, LogSyncError or FencedError every call but :meth:`close` and :meth:`close_uncleanly` raises it
+    again: what is durable is unknown until the log is opened anew.
     """
 
     failure: LogError | None = None
@@ -148,7 +148,7 @@ class Backend(ReadBackend, Protocol):
     """
     fence: int
     """The writer's term, for its appends; 0 where a lock alone keeps others off."""
-    mended: list[str]
+    repairs: list[str]
     """Damage that was found and repaired when the log was opened, as messages."""
     synced: Callable[[float], None] | None = None
     """Called with the seconds that each sync took."""
@@ -157,10 +157,10 @@ class Backend(ReadBackend, Protocol):
     standbys: Sequence[Standby] = ()
     """Processes that follow the log, refreshed now and then. Any thread."""
     successor: str = ""
-    """The standby for whom :meth:`give_up` keeps the log for a moment; "": it is whoever comes first."""
+    """The standby for whom :meth:`release_lease` keeps the log for a moment; "": it is whoever comes first."""
 
     @property
-    def lost(self) -> LogError | None:
+    def fenced_by(self) -> LogError | None:
         """Set where another one has taken the log over since, as was seen without an append. Any thread."""
         return None
 
@@ -182,20 +182,20 @@ class Backend(ReadBackend, Protocol):
         Raises LogUnavailableError where nobody knows whether it was done: :meth:`resolve` comes next.
         """
 
-    def begin(self, append: Append) -> bool:
+    def begin_append(self, append: Append) -> bool:
         """Send it, behind those that were begun and are not finished, and wait for nothing. False: that can't be, so
         it is for :meth:`append` once those are finished. Raises as that; it counts as begun where it is unknown."""
         return False
 
-    def finish(self, *, wait: bool) -> bool:
+    def finish_oldest(self, *, wait: bool) -> bool:
         """Finish the oldest append in flight; True if it is durable by now. ``wait``: block until it is.
 
         Raises as :meth:`append`, about that append; those behind it share its fate, known or unknown.
         """
         fail("nothing was begun")
 
-    def waits_for(self) -> tuple[int, int]:
-        """A file descriptor and events of select.poll: when :meth:`finish` may have something to do."""
+    def poll_target(self) -> tuple[int, int]:
+        """A file descriptor and events of select.poll: when :meth:`finish_oldest` may have something to do."""
         fail("nothing was begun")
 
     def resolve(self) -> int:
@@ -229,7 +229,7 @@ class Backend(ReadBackend, Protocol):
     def request_standby_checkpoint(self, name: str, checkpoint_id: int, epoch: int) -> None:
         """Ask the standby ``name`` for that checkpoint. What was asked for before is not taken any more.
 
-        Raises LogUnavailableError, LogError, as :meth:`cancel_standby_request` and :meth:`take_offer` do.
+        Raises LogUnavailableError, LogError, as :meth:`cancel_standby_request` and :meth:`take_standby_offer` do.
         """
         raise LogError(f"nobody else writes chunks into {self.where}")
 
@@ -237,19 +237,19 @@ class Backend(ReadBackend, Protocol):
         """Cancel the request for a standby's checkpoint, if there is one."""
         return
 
-    def take_offer(self) -> bytes | None:
+    def take_standby_offer(self) -> bytes | None:
         """Take the latest standby's answer, encoded; None: there is none yet."""
         return None
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Bring to its place what is durable and waits somewhere else for that."""
         return
 
-    def give_up(self) -> None:
+    def release_lease(self) -> None:
         """Release the write lease before :meth:`close`, where the backend can. Nothing is appended after it."""
         return
 
-    def abandon(self) -> None:
+    def close_uncleanly(self) -> None:
         """Close it as it is, as the end of the process would. Harmless when closed already."""
         self.close()
 
@@ -311,7 +311,7 @@ class Place(Protocol):
         """Description of the process that writes the log; None: none does, or the backend can't tell."""
         return "another process" if self.is_live() else None
 
-    def follow(self, options: Options, nudge: Callable[[], None]) -> Following | None:
+    def follow(self, options: Options, nudge: Callable[[], None]) -> StandbyRegistration | None:
         """Register as a standby. ``nudge`` is called, from any thread, when the writer may have changed.
 
         None where the backend has no such registration: the caller polls.
@@ -320,7 +320,7 @@ class Place(Protocol):
         """
         return None
 
-    def watch(self) -> Watching | None:
+    def watch(self) -> EndpointWatch | None:
         """Watch at which endpoint peers reach the writer. None where the backend can't tell."""
         return None
 
@@ -356,7 +356,7 @@ class Place(Protocol):
         """Find damage in the files of a log before it is opened. ``held``: the caller holds it, see :meth:`hold`."""
         return iter(())
 
-    def hold(self) -> Held:
+    def hold(self) -> HeldLog:
         """Keep writers off. Raises LogLockedError."""
         raise only_in_folders(self.where, "cut")
 
@@ -368,7 +368,7 @@ class Place(Protocol):
         raise LogError(f"the log {self.where} can't be made as a copy: in a folder or in PostgreSQL it can")
 
 
-class Asked(Struct, frozen=True):
+class StandbyCheckpointRequest(Struct, frozen=True):
     """A checkpoint that the writer of ``fence`` has asked a standby for; ``epoch``: as the core counts them."""
 
     fence: int
@@ -376,26 +376,26 @@ class Asked(Struct, frozen=True):
     epoch: int
 
 
-class Following(Protocol):
+class StandbyRegistration(Protocol):
     """A follower, as the writer knows of it. One thread."""
 
-    asked: Asked | None
+    asked: StandbyCheckpointRequest | None
     """The checkpoint that the writer wants of it, as of a moment ago."""
 
-    def put_chunk(self, asked: Asked, index: int, value: bytes) -> None:
+    def put_chunk(self, asked: StandbyCheckpointRequest, index: int, value: bytes) -> None:
         """Keep a sealed chunk under its own key, which is new. Raises LogError where nobody wants it any more."""
 
-    def offer(self, asked: Asked, offer: bytes) -> None:
+    def offer(self, asked: StandbyCheckpointRequest, offer: bytes) -> None:
         """Tell the writer that all chunks are there. Raises LogError."""
 
-    def say(self, *, is_ready: bool) -> None:
+    def report_ready(self, *, is_ready: bool) -> None:
         """Report that this standby's app is up to date, so that it could take over at once, or that it is not."""
 
     def close(self, wait_s: float) -> None:
         """Unregister, and wait for that at most ``wait_s``."""
 
 
-class Watching(Protocol):
+class EndpointWatch(Protocol):
     """Watches the endpoint of an instance. Any thread."""
 
     endpoint: str | None
@@ -404,7 +404,7 @@ class Watching(Protocol):
     def close(self, wait_s: float) -> None: ...
 
 
-class Held(Protocol):
+class HeldLog(Protocol):
     """A log that nobody else can write until it is released."""
 
     def open(self, instance_name: str) -> Backend:

@@ -79,7 +79,7 @@ class LogCutter:
         """
         backend = self._held.open(self._instance_name)
         try:
-            backend.settle()
+            backend.flush()
             with backend.view() as view:
                 checkpoint_ids = cut_checkpoint_ids(view, plan.sequence_id)
                 append = self._removal(view, backend, plan.sequence_id, checkpoint_ids)

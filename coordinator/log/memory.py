@@ -70,7 +70,7 @@ class MemoryLogStore(RowLogStore):
     def cut(self, sequence_id: int) -> None:
         """Remove the records from ``sequence_id`` on and the checkpoints that have seen them, as `immortal recover`."""
         with self.backend.view() as view:
-            self._change(removal(view, sequence_id, cut_checkpoint_ids(view, sequence_id)))
+            self._write_changes(removal(view, sequence_id, cut_checkpoint_ids(view, sequence_id)))
             self._last_sequence_id = min(self._last_sequence_id, sequence_id - 1)
 
     def audit(self) -> list[AuditEntry]:

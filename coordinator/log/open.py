@@ -161,7 +161,7 @@ def _store(backend: Backend, keys: Sequence[LogKey], *, adopt: bool = False, acc
     try:
         return RowLogStore(backend, keys, adopt=adopt, accept=accept)
     except BaseException:
-        backend.abandon()
+        backend.close_uncleanly()
         raise
 
 

@@ -37,9 +37,9 @@ def plan_source_repair(view: View, committer_id: int) -> list[RepairedSource]:
     plan = []
     from_records: dict[str, tuple[bytes, str]] = {}
     for key, value, problem in _damaged_rows(view):
-        mended = _with_one_bit_flipped(key, value)
-        if mended is not None:
-            plan.append(RepairedSource(key, *mended, f"{problem}: one flipped bit was put right"))
+        repaired = _with_one_bit_flipped(key, value)
+        if repaired is not None:
+            plan.append(RepairedSource(key, *repaired, f"{problem}: one flipped bit was put right"))
         else:
             from_records[log_format.name_of_key(key)] = (key, problem)
     if from_records:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from immortal.coordinator.core.errors import (
     DamagedCheckpointError,
     DamagedLogError,
-    LogError,
     LogUnavailableError,
     fail,
     require,
@@ -21,10 +20,10 @@ from immortal.coordinator.core.errors import (
 from immortal.coordinator.core.interfaces import (
     Letter,
     LogSpace,
+    LogStore,
     LogSummary,
     Offer,
     OutputBatch,
-    Standby,
     StoredClients,
     Transaction,
 )
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
 _RECORD_HEADER = struct.Struct("<iiQq")
 
 
-class _Begun(NamedTuple):
+class _InFlight(NamedTuple):
     """An append that the backend has not answered, and what it changes here once it is durable."""
 
     ticket: int
@@ -65,12 +64,12 @@ class _Begun(NamedTuple):
     change: Change | None
 
 
-class RowLogStore:
+class RowLogStore(LogStore):
     """The log of one instance, open for writing. Made by :func:`immortal.coordinator.log.open_log` or ``create_log``.
 
-    commit, write_checkpoint_chunk and trim may run in one thread while read, read_checkpoint_chunk and summary
-    run in another. After a LogFullError, LogSyncError or FencedError every call but :meth:`close` raises it again: what
-    is durable is unknown until the log is opened anew.
+    LogStore specifies most methods. The others let a log port have several commits in flight, and find out what became
+    of commits without an answer. After LogFullError, LogSyncError or FencedError every call but ``close`` raises it
+    again.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class RowLogStore:
         self.identity = backend.identity
         self.macs: Macs | None = None  # None: the log is not authenticated
         self.problems: list[str] = []  # what was found damaged and could be left out, in words
-        self.rebuilt: list[str] = []  # what was found damaged when it was opened and was put right, in words
+        self.repairs: list[str] = []  # what was found damaged when it was opened and was put right, in words
         self.clock_ns: Callable[[], int] = time.time_ns  # says when a dead letter's verdict was given
         self.impulses_loaded_size_bytes_max = view_queries.IMPULSES_LOADED_SIZE_BYTES_MAX
         self._write_lock = threading.RLock()
@@ -89,64 +88,37 @@ class RowLogStore:
         self._checkpoint_writer = CheckpointWriter()
         self._sealer: Sealer | None = None
         self._ticket = 0  # of the last commit that is durable
-        self._begun: deque[_Begun] = deque()
-        self._is_unknown = False  # how many of those are durable
+        self._in_flight: deque[_InFlight] = deque()
+        self._outcome_unknown = False  # how many of those are durable
         with backend.view() as view:
             marker = read_marker(view)
             self._last_sequence_id = first_and_last_sequence_id(view)[1]
         if marker is not None:  # a row that was put right has to be what it was
-            self.rebuilt += self._rebuild()
+            self.repairs += self._repair()
         if marker is not None and not accept:
             self._authenticate(Macs(find_key(keys, marker, self.identity.instance_name), self.identity, marker))
         elif keys and not (adopt or accept):
             raise LogKeyError(not_authenticated_message(self.identity.instance_name))
-        mended = [] if accept else backend.check_end(self.macs and self.macs.mark)
+        damage = [] if accept else backend.check_end(self.macs and self.macs.mark)
         while self._remove_half_written():
             pass
         if self._sealer is None:
-            self.rebuilt += self._rebuild()
-        self.rebuilt += mended + backend.mended
+            self.repairs += self._repair()
+        self.repairs += damage + backend.repairs
         if keys and (self.macs is None or self.macs.marker.key_id != keys[0].id):
             self._give_key(keys[0], None if marker is None or accept else marker.first_sequence_id)
 
     @property
-    def is_remote(self) -> bool:
-        return self.backend.is_remote
-
-    @property
     def appends_max(self) -> int:
-        """As LogStore.appends_max. What a log's key adds to an append follows from what is durable."""
+        """Number of small commits worth having in flight at once; 1: :meth:`begin_commit` begins none.
+
+        With a key it is 1: what the key adds to an append follows from what is durable.
+        """
         return self.backend.appends_max if self._sealer is None else 1
 
-    @property
-    def lost(self) -> LogError | None:
-        return self.backend.lost
-
-    @property
-    def problem(self) -> str:
-        return self.backend.problem
-
-    @property
-    def standbys(self) -> Sequence[Standby]:
-        return self.backend.standbys
-
-    def hand_over_to(self, successor: str) -> None:
-        self.backend.successor = successor
-
-    def give_up(self) -> None:
-        self.backend.give_up()
-
-    def request_standby_checkpoint(self, name: str, checkpoint_id: int, epoch: int) -> None:
-        """As LogStore.request_standby_checkpoint."""
-        self.backend.request_standby_checkpoint(name, checkpoint_id, epoch)
-
-    def cancel_standby_request(self) -> None:
-        """As LogStore.cancel_standby_request."""
-        self.backend.cancel_standby_request()
-
-    def take_offer(self) -> Offer | None:
-        """As LogStore.take_offer."""
-        offer = self.backend.take_offer()
+    def take_standby_offer(self) -> Offer | None:
+        """Take the offer of the standby that was asked for a checkpoint; None: there is none yet. Raises LogError."""
+        offer = self.backend.take_standby_offer()
         return None if offer is None else decode_offer(offer)
 
     # --- the log's key ------------------------------------------------------------------------------------------------
@@ -182,12 +154,6 @@ class RowLogStore:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def summary(self) -> LogSummary:
-        """The log's state. A damaged checkpoint header is left out and described in :attr:`problems`.
-
-        Impulses whose batch is acknowledged whole come with an empty payload: their positions count, their bytes
-        do not.
-        Raises DamagedLogError with sequence ID -1 for a damaged position, peer or meta value.
-        """
         problems: list[str] = []
         with self._naming_remedy(), self.backend.view() as view:
             summary = view_queries.load_summary(
@@ -202,10 +168,6 @@ class RowLogStore:
             return view_queries.load_outputs(view, stored)
 
     def clients(self) -> StoredClients:
-        """Read clients' positions and replies. A damaged reply counts as removed and is described in :attr:`problems`.
-
-        Raises DamagedLogError with sequence ID -1 for a damaged position.
-        """
         problems: list[str] = []
         with self._naming_remedy(), self.backend.view() as view:
             clients = view_queries.load_clients(view, problems)
@@ -213,10 +175,6 @@ class RowLogStore:
         return clients
 
     def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:
-        """Checked values from ``first_sequence_id`` on: at most ``size_bytes_max``, but one if there is one.
-
-        Raises DamagedLogError if the first of them is damaged or missing; those before a damaged one are returned.
-        """
         last = self._last_sequence_id  # before the view: what was committed by now must be there
         with self._naming_remedy():
             with self.backend.view() as view:
@@ -236,22 +194,16 @@ class RowLogStore:
     def read_spilled(
         self, destination: str, first_position: int, last_position: int, size_bytes_max: int
     ) -> list[OutputBatch]:
-        """As LogStore.read_spilled."""
         with self._naming_remedy(), self.backend.view() as view:
             batches = spilled.read(view, destination, first_position, last_position, size_bytes_max)
         self.backend.count_bytes_touched(sum(len(batch.payload) for batch in batches))
         return batches
 
     def letter(self, key: MessageKey) -> Letter | None:
-        """As LogStore.letter."""
         with self.backend.view() as view:
             return verdicts.load_dead_letter(view, key)
 
     def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes:
-        """Chunk ``index``, b"" after the last.
-
-        Raises DamagedCheckpointError; from then on trim does not count that checkpoint among those to keep.
-        """
         try:
             with self.backend.view() as view:
                 chunk = read_chunk(view, self.macs, checkpoint_id, index)
@@ -262,7 +214,6 @@ class RowLogStore:
         return chunk
 
     def space(self) -> LogSpace:
-        """As LogStore.space."""
         return LogSpace(*self.backend.space())
 
     @contextlib.contextmanager
@@ -281,7 +232,6 @@ class RowLogStore:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def commit(self, transaction: Transaction, ticket: int = 0) -> None:
-        """As LogStore.commit. Raises LogFullError, LogSyncError or FencedError, then refuses everything."""
         with self._write_lock:
             self._resolve()
             changes = self._changes_of(transaction, self._last_sequence_id)
@@ -294,33 +244,36 @@ class RowLogStore:
             append = _append_of(transaction, changes, self._last_sequence_id)
             self._append(append, ticket, has_header=transaction.checkpoint is not None)
 
-    def begin(self, transaction: Transaction, ticket: int) -> bool:
-        """As LogStore.begin."""
+    def begin_commit(self, transaction: Transaction, ticket: int) -> bool:
+        """Begin a commit and don't wait: :meth:`finish_oldest` tells when it is durable. False: it can't be begun.
+
+        All commits in flight are finished before anything else is written. Where this raises LogUnavailableError, the
+        commit counts as begun.
+        """
         if self._sealer is not None or depends_on_log(transaction):
             return False
         with self._write_lock:
-            last = self._begun[-1].last_sequence_id if self._begun else self._last_sequence_id
+            last = self._in_flight[-1].last_sequence_id if self._in_flight else self._last_sequence_id
             append = _append_of(transaction, self._changes_of(transaction, last), last)
             append.fence = self.backend.fence
-            self._begun.append(_Begun(ticket, _last_of(append), False, None))
+            self._in_flight.append(_InFlight(ticket, _last_of(append), False, None))
             with self._open():
-                is_begun = self.backend.begin(append)
+                is_begun = self.backend.begin_append(append)
             if not is_begun:
-                self._begun.pop()
+                self._in_flight.pop()
             return is_begun
 
-    def finish(self, *, wait: bool) -> bool:
-        """As LogStore.finish."""
+    def finish_oldest(self, *, wait: bool) -> bool:
+        """Finish the oldest commit in flight; True if it is durable by now. ``wait``: block until it is.
+
+        Raises as ``commit``: then the outcome of all in flight is as unknown, or as certain, as that of the oldest.
+        """
         with self._write_lock:
             with self._open():
-                is_done = self.backend.finish(wait=wait)
+                is_done = self.backend.finish_oldest(wait=wait)
             if is_done:
-                self._appended(self._begun.popleft())
+                self._appended(self._in_flight.popleft())
             return is_done
-
-    def waits_for(self) -> tuple[int, int]:
-        """As LogStore.waits_for."""
-        return self.backend.waits_for()
 
     def _changes_of(self, transaction: Transaction, last_sequence_id: int) -> Changes:
         """``last_sequence_id``: where its records go on."""
@@ -329,24 +282,16 @@ class RowLogStore:
         return changes_of(transaction, self.clock_ns() if transaction.verdicts else 0)
 
     def write_checkpoint_chunk(self, checkpoint_id: int, index: int, data: Readable) -> None:
-        """Keep one chunk; chunks come in order, index 0 begins anew. An empty one is not stored."""
         if not data:
             return
         with self._write_lock:
             self._resolve()
             with self.backend.view() as view:
                 changes = self._checkpoint_writer.put_chunk(view, checkpoint_id, index, data)
-            self._change(changes)
+            self._write_changes(changes)
             self._checkpoint_writer.chunk_committed(checkpoint_id, index, data)
 
     def trim(self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> bool:
-        """Remove one bounded step of what need not be kept; True if more remains.
-
-        Kept are the newest ``keep_checkpoints`` with the records after them and, where ``keep_since_ns`` (ns since the
-        Unix epoch) is given, the newest checkpoint taken at or before that moment with all that came after it.
-        ``keep_checkpoints`` None: only ``keep_since_ns`` counts, and without it everything is kept. The newest valid
-        checkpoint and the records after it always stay. Spilled outputs go as soon as they are acknowledged.
-        """
         keep = None
         if keep_checkpoints is not None or keep_since_ns is not None:
             keep = checkpoints.Retention(keep_checkpoints, keep_since_ns)
@@ -357,7 +302,7 @@ class RowLogStore:
                 changes, from_spilled = checkpoints.trim_step(view, keep, self._damaged_checkpoint_ids, budget)
             if changes:
                 spill_points = (FaultPoint.DURING_SPILL_TRIM,) if from_spilled else ()
-                self._change(changes, *spill_points, FaultPoint.DURING_TRIM)
+                self._write_changes(changes, *spill_points, FaultPoint.DURING_TRIM)
         if from_spilled:
             reach(FaultPoint.AFTER_SPILL_TRIM)
         return budget.exhausted
@@ -367,29 +312,30 @@ class RowLogStore:
         with self.backend.view() as view:
             changes = half_written(view)
         if changes:
-            self._change(changes)
+            self._write_changes(changes)
         return bool(changes)
 
-    def _rebuild(self) -> list[str]:
+    def _repair(self) -> list[str]:
         """Put damaged rows right that can be; what was done, in words. Raises DamagedLogError."""
         with self._naming_remedy(), self.backend.view() as view:
             changes, done = repair_sources(view, self.identity.committer_id)
         if changes:
-            self._change(changes)
+            self._write_changes(changes)
         return done
 
-    def _change(self, changes: Changes, *points: FaultPoint) -> None:
+    def _write_changes(self, changes: Changes, *points: FaultPoint) -> None:
         last = self._last_sequence_id
         self._append(Append(last, puts=changes.puts, deletes=changes.deletes, points=points))
 
     def _append(self, append: Append, ticket: int = 0, *, has_header: bool = False) -> None:
-        require(not self._begun, f"{len(self._begun)} commits are under way, and something else is to be written")
+        count = len(self._in_flight)
+        require(count == 0, f"{count} commits are under way, and something else is to be written")
         append.fence = self.backend.fence
         change = None if self._sealer is None else self._sealer.seal(append, self.backend)
-        self._begun.append(_Begun(ticket, _last_of(append), has_header, change))
+        self._in_flight.append(_InFlight(ticket, _last_of(append), has_header, change))
         with self._open():
             self.backend.append(append)
-        self._appended(self._begun.popleft())
+        self._appended(self._in_flight.popleft())
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
@@ -397,13 +343,13 @@ class RowLogStore:
         try:
             yield
         except LogUnavailableError:
-            self._is_unknown = True
+            self._outcome_unknown = True
             raise
         except BaseException:
-            self._begun.clear()
+            self._in_flight.clear()
             raise
 
-    def _appended(self, begun: _Begun) -> None:
+    def _appended(self, begun: _InFlight) -> None:
         if self._sealer is not None and begun.change is not None:
             self._sealer.adopt(begun.change)
         self._last_sequence_id = begun.last_sequence_id
@@ -412,25 +358,23 @@ class RowLogStore:
         self._ticket = begun.ticket or self._ticket
 
     def tail(self) -> tuple[int, int]:
-        """As LogStore.tail."""
+        """Return the ticket of the last durable commit (0: none of this writer is), and the last sequence ID.
+
+        Raises LogUnavailableError, FencedError.
+        """
         with self._write_lock:
             self._resolve()
             return self._ticket, self._last_sequence_id
 
     def _resolve(self) -> None:
         """Find out which of the appends without an answer are durable."""
-        if self._is_unknown:
+        if self._outcome_unknown:
             for _ in range(self.backend.resolve()):
-                self._appended(self._begun.popleft())
-            self._begun.clear()
-            self._is_unknown = False
-
-    def settle(self) -> None:
-        """Bring all that is durable to where it belongs, as a stop does."""
-        self.backend.settle()
+                self._appended(self._in_flight.popleft())
+            self._in_flight.clear()
+            self._outcome_unknown = False
 
     def close(self) -> None:
-        """Close the log and let others write it. Harmless when closed already."""
         self.backend.close()
 
 

@@ -1,8 +1,7 @@
-"""The log as the driver has it: writes go to the writer, small reads are answered at once, large ones beside the loop.
+"""The driver's log port: writes go to the writer, small reads are answered at once, large ones beside the loop.
 
-A record or two is read faster than a thread is woken; a chunk of a checkpoint is not. Its room is measured now and
-then, beside the loop as well. Where another process writes the log it is followed (`follower.py`), until the right
-to write is ours.
+Reading a record or two is faster than waking a thread; reading a chunk of a checkpoint is not. The log's free room is
+measured now and then, beside the loop as well. While another process writes the log, it is followed (`follower.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from immortal.coordinator.clock import InstanceClock
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import LogError, LogUnavailableError, fail
-from immortal.coordinator.core.interfaces import LogStore, Standby
+from immortal.coordinator.core.interfaces import Standby
 from immortal.coordinator.driver.ports import Offered, Read, StoreRead, Write, answer, failed, problem_of
 from immortal.coordinator.fault_points import FaultPoint, reach
+from immortal.coordinator.log import RowLogStore
 from immortal.coordinator.log_port.mailbox import ReadThread
 from immortal.coordinator.log_port.writer import LogWriter
 from immortal.coordinator.notices import Notices
@@ -40,24 +40,26 @@ _READS = {
 
 
 class LogEndpoint:
-    """``make_writer``: of a log that is ours to write. ``follower``: follows one that another writes; None: ``store``
-    is open for writing. ``was_granted``: called with the store, before the machine hears of the right.
+    """Log port of one instance, which writes its log or follows it.
 
-    ``keep_ns``: how long history is kept, counted in the time in which the instance ran; None: no matter how old.
+    ``store`` is open for writing; None: ``follower`` follows a log that another process writes. ``make_writer``: makes
+    the writer of a store. ``was_granted``: called with a store that the follower has opened, before the core learns of
+    it. ``keep_ns``: how long history is kept, counted in the time in which the instance ran; None: without a limit.
     """
 
     def __init__(
         self,
-        store: LogStore | None,
-        make_writer: Callable[[LogStore], LogWriter],
+        store: RowLogStore | None,
+        make_writer: Callable[[RowLogStore], LogWriter],
         clock: InstanceClock,
         log: Notices,
         keep_ns: int | None,
         inbox: list[ev.Event],
         follower: LogFollower | None = None,
-        was_granted: Callable[[LogStore], None] = lambda store: None,
+        was_granted: Callable[[RowLogStore], None] = lambda store: None,
     ) -> None:
-        self._store, self._make_writer, self._clock, self._log, self._inbox = store, make_writer, clock, log, inbox
+        self.store = store  # None while another process writes the log
+        self._make_writer, self._clock, self._log, self._inbox = make_writer, clock, log, inbox
         self._keep_ns = keep_ns
         self._follower, self._was_granted = follower, was_granted
         self._writer: LogWriter | None = None
@@ -72,44 +74,39 @@ class LogEndpoint:
         self.measure_at_ns = 0  # on the monotonic clock
         self.successor = ""  # to whom the log is left
         self._standbys: Sequence[Standby] = ()  # as they were looked at last
-        self._has_standby = self._is_asked = self._takes_offer = False
+        self._has_standby = self._is_asked = self._is_polling_offer = False
 
     # --- the right to write ------------------------------------------------------------------------------------------
 
     def acquire(self, effect: ef.AcquireWriteLease) -> None:
-        if self._store is not None:
-            self._inbox.append(self._grant(self._store))
+        if self.store is not None:
+            self._inbox.append(self._grant(self.store))
         elif self._follower is not None:
             self._follower.acquire()
 
-    def _grant(self, store: LogStore) -> ev.WriteLeaseGranted:
-        self._store = store
+    def _grant(self, store: RowLogStore) -> ev.WriteLeaseGranted:
+        self.store = store
         self._was_granted(store)
         self._writer = self._make_writer(store)
         self._ready.register(self._writer.fileno(), select.EPOLLIN)
         return ev.WriteLeaseGranted(ONLY_TERM, store.appends_max)
 
     @property
-    def store(self) -> LogStore | None:
-        """Store that this process writes; None while another process writes the log."""
-        return self._store
-
-    @property
     def problem(self) -> str:
         """Limitation of the store at present, as a message; "" while another process writes the log."""
-        return "" if self._store is None else self._store.problem
+        return "" if self.store is None else self.store.backend.problem
 
     @property
     def standbys(self) -> Sequence[Standby]:
         """Processes that follow the log, refreshed now and then; empty while another process writes it."""
-        return () if self._store is None else self._store.standbys
+        return () if self.store is None else self.store.backend.standbys
 
     def hand_over_to(self, successor: str) -> None:
         """The standby of this name is to have the log behind this process."""
-        if self._store is None:
+        if self.store is None:
             fail("a log is left to another one that is not ours")
         self.successor = successor
-        self._store.hand_over_to(successor)
+        self.store.backend.successor = successor
 
     @property
     def commit_s(self) -> float:
@@ -119,7 +116,7 @@ class LogEndpoint:
     # --- the driver's port -------------------------------------------------------------------------------------------
 
     def submit(self, request: Write | Read) -> None:
-        store, writer = self._store, self._writer
+        store, writer = self.store, self._writer
         if store is None or writer is None:
             if self._follower is None or isinstance(request, Write | ef.ReadTail):
                 fail(f"{type(request).__name__} of a log that is not open for writing")
@@ -132,32 +129,34 @@ class LogEndpoint:
         else:
             self._read(store, request)
 
-    def _read(self, store: LogStore, request: StoreRead) -> None:
+    def _read(self, store: RowLogStore, request: StoreRead) -> None:
         if (point := _READS.get(type(request))) is not None:
             reach(point)
         large = self._large_checkpoints
         if isinstance(request, ef.CheckCheckpoint) and request.header.size_bytes > CHECKED_AT_ONCE_SIZE_BYTES_MAX:
             large.add(request.header.checkpoint_id)
             self._reads.submit(lambda: self._check(store, request))
-        elif store.is_remote or (isinstance(request, ef.ReadCheckpointChunk) and request.checkpoint_id in large):
+        elif store.backend.is_remote or (
+            isinstance(request, ef.ReadCheckpointChunk) and request.checkpoint_id in large
+        ):
             self._reads.submit(lambda: _answered(store, request))
         else:
             self._take(answer(store, request))
 
     def _take(self, event: ev.Event) -> None:
         self._inbox.append(event)
-        if isinstance(event, ev.LogLoaded) and self._store is not None:
-            for problem in self._store.problems:
+        if isinstance(event, ev.LogLoaded) and self.store is not None:
+            for problem in self.store.problems:
                 self._log.error(problem)
 
-    def _hand_over(self, store: LogStore, request: StoreRead) -> None:
+    def _hand_over(self, store: RowLogStore, request: StoreRead) -> None:
         """Answer a read that was requested while another process wrote the log."""
         if isinstance(request, ef.ReadRecords):  # there is no more of that
             self._inbox.append(ev.RecordsRead([], None, request.session))
         else:
             self._read(store, request)
 
-    def _check(self, store: LogStore, request: ef.CheckCheckpoint) -> ev.Event:
+    def _check(self, store: RowLogStore, request: ef.CheckCheckpoint) -> ev.Event:
         reads = self._reads
 
         def is_given_up() -> bool:
@@ -187,15 +186,15 @@ class LogEndpoint:
     # --- checkpoints of standbys -------------------------------------------------------------------------------------
 
     def request_standby_checkpoint(self, effect: ef.AskStandby) -> None:
-        store, names = self._store, [standby.name for standby in self.standbys if standby.is_ready]
+        store, names = self.store, [standby.name for standby in self.standbys if standby.is_ready]
         if store is not None and names:
             self._is_asked = True
-            self._do(lambda: store.request_standby_checkpoint(names[0], effect.checkpoint_id, effect.epoch))
+            self._do(lambda: store.backend.request_standby_checkpoint(names[0], effect.checkpoint_id, effect.epoch))
 
     def cancel_standby_request(self, effect: ef.DropAsked) -> None:
-        if (store := self._store) is not None:
+        if (store := self.store) is not None:
             self._is_asked = False
-            self._do(store.cancel_standby_request)
+            self._do(store.backend.cancel_standby_request)
 
     def _do(self, work: Callable[[], None]) -> None:
         """Do ``work`` beside the loop.
@@ -212,24 +211,24 @@ class LogEndpoint:
 
         self._reads.submit(done)
 
-    def _look_for_offer(self, store: LogStore) -> None:
+    def _poll_offer(self, store: RowLogStore) -> None:
         def look() -> ev.Event | None:
-            self._takes_offer = False
+            self._is_polling_offer = False
             try:
-                offer = store.take_offer()
+                offer = store.take_standby_offer()
             except LogError as error:
                 what = f"whether a standby has taken the checkpoint is not known: {error}"
                 self._log.warning(what, kind="take offer")
                 return None
             return None if offer is None else ev.CheckpointOffered(offer)
 
-        if not self._takes_offer:
-            self._takes_offer = True
+        if not self._is_polling_offer:
+            self._is_polling_offer = True
             self._reads.submit(look)
 
     def offer(self, request: Offered) -> None:
-        if self._store is None and self._follower is not None:
-            self._follower.offer(request)
+        if self.store is None and self._follower is not None:
+            self._follower.submit(request)
         else:
             self._refuse_offered(request)
 
@@ -269,8 +268,8 @@ class LogEndpoint:
             self._follower.close()
         if self._writer is not None:
             self._writer.close()
-        if self._store is not None:
-            self._store.give_up()
+        if self.store is not None:
+            self.store.backend.release_lease()
         self._reads.close()
         self._ready.close()
 
@@ -278,20 +277,18 @@ class LogEndpoint:
         """Report, now and then, that another process has taken the log: a coordinator that only answers queries appends
         nothing and would not notice.
         """
-        store = self._store
+        store = self.store
         if store is None:
             return
-        if (error := store.lost) is not None:
+        if (error := store.backend.fenced_by) is not None:
             self._inbox.append(ev.LogFailed(error))
         if self._is_asked:
-            self._look_for_offer(store)
+            self._poll_offer(store)
 
     def measure(self, now_ns: int) -> None:
         """Measure the log's room, now and then while the log changes or lacks room: a trim frees some.
 
         Report changes of the standbys at each call.
-
-        At each call: who follows it.
         """
         if (standbys := self.standbys) is not self._standbys:
             self._standbys = standbys
@@ -303,20 +300,20 @@ class LogEndpoint:
             return
         self._unmeasured_bytes = 0
         self.measure_at_ns = now_ns + MEASURE_INTERVAL_NS
-        store = self._store
+        store = self.store
         if store is not None and not self._measuring:
             self._measuring = True
             self._reads.submit(lambda: _measured(store))
 
 
-def _answered(store: LogStore, request: StoreRead) -> ev.Event:
+def _answered(store: RowLogStore, request: StoreRead) -> ev.Event:
     try:
         return answer(store, request)
     except Exception as error:  # as above
         return failed(LogError(f"the log could not be read: {error!r}"), request)
 
 
-def _measured(store: LogStore) -> ev.Event:
+def _measured(store: RowLogStore) -> ev.Event:
     try:
         return ev.LogMeasured(store.space())
     except LogError as error:

@@ -1,7 +1,7 @@
-"""A log that another process writes, as its follower has it: read as it grows, and taken over when its writer is gone.
+"""Follows a log that another process writes: reads it as it grows, and takes it over when its writer is gone.
 
-One thread does all of it, so that nothing here holds up the loop. It looks every LOOK_S whether there is more, and
-whether the lock of the log is free; a log that can tell of that nudges it.
+One thread does all of it, so that the loop never waits. Every POLL_INTERVAL_S it checks for new records and for a free
+lock; a backend that can notify wakes it earlier.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Protocol
 from immortal.coordinator.core import effects as ef
 from immortal.coordinator.core import events as ev
 from immortal.coordinator.core.errors import DamagedLogError, LogError, LogLockedError, LogUnavailableError
-from immortal.coordinator.core.interfaces import LogStore, LogSummary
+from immortal.coordinator.core.interfaces import LogSummary
 from immortal.coordinator.driver.ports import Offered, StoreRead, failed, problem_of
-from immortal.coordinator.log.backend import Asked, Following
+from immortal.coordinator.log import RowLogStore
+from immortal.coordinator.log.backend import StandbyCheckpointRequest, StandbyRegistration
 from immortal.coordinator.log.checkpoints import encode_offer, sealed_chunk
 from immortal.coordinator.log_port.mailbox import Mailbox
 from immortal.protocol.errors import ImmortalError
 
-LOOK_S = 0.01
-IDLE_POLL_INTERVAL_S = 0.05  # once nothing was new for a second: 0.5 % of a processor, where LOOK_S takes 2 %
+POLL_INTERVAL_S = 0.01
+IDLE_POLL_INTERVAL_S = 0.05  # once nothing was new for a second: 0.5 % of a processor, where POLL_INTERVAL_S takes 2 %
 IDLE_S = 1.0
 CAUGHT_UP_S = 1.0  # who has all now and then keeps up, however fast the log grows
 STANDBY_CLOSE_TIMEOUT_S = 1.0  # for who writes the log to be told that it is gone
@@ -43,10 +44,10 @@ class FollowedLog(Protocol):
     def close(self) -> None: ...
 
 
-class Places(Protocol):
+class LogAccess(Protocol):
     """Access to the log, for the follower's thread alone."""
 
-    def open_store(self) -> LogStore:
+    def open_store(self) -> RowLogStore:
         """Open the log for writing, or make a new one.
 
         Raises LogLockedError where another process writes it, ImmortalError.
@@ -58,40 +59,37 @@ class Places(Protocol):
     def holder(self) -> str | None:
         """Description of the process that writes the log; None: none does."""
 
-    def follow(self, nudge: Callable[[], None]) -> Following | None:
+    def follow(self, nudge: Callable[[], None]) -> StandbyRegistration | None:
         """Register as a standby. ``nudge`` is called when the writer may have changed; None: the caller has to poll."""
 
 
 class LogFollower(Mailbox[ev.Event]):
     """``fileno()`` is readable when there is something in :meth:`take`, or in :meth:`take_store`."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, access: LogAccess) -> None:
         super().__init__()
-        self._places = places
-        self._asked: queue.SimpleQueue[StoreRead | Offered | None] = queue.SimpleQueue()
+        self._access = access
+        self._requests: queue.SimpleQueue[StoreRead | Offered | None] = queue.SimpleQueue()
         self._waiting: list[ef.LoadLog | ef.ReadRecords] = []  # for the log to grow
-        self._store: LogStore | None = None
+        self._store: RowLogStore | None = None
         self._reader: FollowedLog | None = None
         self._holder: str | None = None  # as the machine was told
         self._closing = False
-        self._news_s = 0.0  # when there was something new last
-        self._following: Following | None = None
-        self._checkpoint: Asked | None = None  # as the machine was told that the writer asks for it
-        self._had_all_s = -CAUGHT_UP_S  # when the app had, or was given, all that the log had
+        self._last_event_s = 0.0  # when there was something new last
+        self._following: StandbyRegistration | None = None
+        self._checkpoint: StandbyCheckpointRequest | None = None  # as the machine was told that the writer asks for it
+        self._caught_up_s = -CAUGHT_UP_S  # when the app had, or was given, all that the log had
         self._thread = threading.Thread(target=self._run, name="log-follower", daemon=True)
 
     def acquire(self) -> None:
         """Begin to wait for the right to write."""
         self._thread.start()
 
-    def submit(self, request: StoreRead) -> None:
-        self._asked.put(request)
+    def submit(self, request: StoreRead | Offered) -> None:
+        """Submit a read, or a chunk or the end of the checkpoint that the writer has requested."""
+        self._requests.put(request)
 
-    def offer(self, request: Offered) -> None:
-        """Submit a chunk or the end of the checkpoint that the writer has requested."""
-        self._asked.put(request)
-
-    def take_store(self) -> LogStore | None:
+    def take_store(self) -> RowLogStore | None:
         """The log, once it is ours to write: nothing else is answered here from then on."""
         store, self._store = self._store, None
         return store
@@ -99,15 +97,15 @@ class LogFollower(Mailbox[ev.Event]):
     def take_unanswered(self) -> list[StoreRead | Offered]:
         """Take the requests without an answer; the store answers them once this process writes the log."""
         requests: list[StoreRead | Offered] = [*self._waiting]
-        while not self._asked.empty():
-            request = self._asked.get()
+        while not self._requests.empty():
+            request = self._requests.get()
             if request is not None:
                 requests.append(request)
         return requests
 
     def close(self) -> None:
         self._closing = True
-        self._asked.put(None)
+        self._requests.put(None)
         if self._thread.is_alive():
             self._thread.join()
         if self._store is not None:  # nobody has taken it
@@ -118,55 +116,55 @@ class LogFollower(Mailbox[ev.Event]):
 
     def _run(self) -> None:
         try:
-            self._following = self._places.follow(lambda: self._asked.put(None))
+            self._following = self._access.follow(lambda: self._requests.put(None))
             while not self._closing:
                 try:
                     if self._take_over():
                         return
-                    self._look()
+                    self._poll()
                 except LogUnavailableError as error:  # nobody can take it over now
                     waiting, self._waiting = self._waiting, []
                     for request in waiting:
-                        self._tell(failed(error, request))
+                        self._emit(failed(error, request))
                 self._answer_next()
         except Exception as error:  # it must be told: the machine would wait for ever
             known = error if isinstance(error, ImmortalError) else LogError(f"the log can't be followed: {error!r}")
-            self._tell(ev.LogFailed(known))  # type: ignore[arg-type]  # also of a log that must not be opened
+            self._emit(ev.LogFailed(known))  # type: ignore[arg-type]  # also of a log that must not be opened
         finally:
             if self._reader is not None:
                 self._reader.close()
             if self._following is not None:
                 self._following.close(STANDBY_CLOSE_TIMEOUT_S if self._closing else 0.0)
 
-    def _tell(self, event: ev.Event) -> None:
-        self._news_s = time.monotonic()
+    def _emit(self, event: ev.Event) -> None:
+        self._last_event_s = time.monotonic()
         self.put([event])
 
     def _take_over(self) -> bool:
         """Open the log for writing if nobody else has it."""
-        places = self._places
-        holder = places.holder()
+        access = self._access
+        holder = access.holder()
         if holder is None:
             if self._reader is not None:  # a process opens a log once only
                 self._reader.close()
                 self._reader = None
             try:
-                self._store = places.open_store()
+                self._store = access.open_store()
             except LogLockedError:
-                holder = places.holder() or "another process"  # another follower was faster
+                holder = access.holder() or "another process"  # another follower was faster
             else:
                 self.put([])
                 return True
         if holder != self._holder:
             self._holder = holder
-            self._tell(ev.WriteLeaseHeld(holder))
+            self._emit(ev.WriteLeaseHeld(holder))
         return False
 
     def _answer_next(self) -> None:
         """Answer requests that arrive before the next poll."""
-        is_idle = time.monotonic() - self._news_s > IDLE_S
+        is_idle = time.monotonic() - self._last_event_s > IDLE_S
         try:
-            request = self._asked.get(timeout=IDLE_POLL_INTERVAL_S if is_idle else LOOK_S)
+            request = self._requests.get(timeout=IDLE_POLL_INTERVAL_S if is_idle else POLL_INTERVAL_S)
         except queue.Empty:
             return
         if isinstance(request, ef.LoadLog | ef.ReadRecords):
@@ -174,16 +172,16 @@ class LogFollower(Mailbox[ev.Event]):
         elif isinstance(request, Offered):
             self._offer(request)
         elif request is not None:
-            self._tell(self._answer(request))
+            self._emit(self._answer(request))
 
     # --- the checkpoint that the writer asks for ---------------------------------------------------------------------
 
-    def _look_for_asked(self, following: Following) -> None:
+    def _poll_checkpoint_request(self, following: StandbyRegistration) -> None:
         asked = following.asked
         if asked != self._checkpoint:
             self._checkpoint = asked
             if asked is not None:
-                self._tell(ev.CheckpointAsked(asked.checkpoint_id, asked.epoch))
+                self._emit(ev.CheckpointAsked(asked.checkpoint_id, asked.epoch))
 
     def _offer(self, request: Offered) -> None:
         following, asked = self._following, self._checkpoint
@@ -201,7 +199,7 @@ class LogFollower(Mailbox[ev.Event]):
         except LogError as error:
             problem = str(error)
         if isinstance(request, ef.OfferChunk):
-            self._tell(ev.ChunkOffered(checkpoint_id, len(request.data), problem))
+            self._emit(ev.ChunkOffered(checkpoint_id, len(request.data), problem))
 
     def _answer(self, request: StoreRead) -> ev.Event:
         reader = self._reader
@@ -217,12 +215,12 @@ class LogFollower(Mailbox[ev.Event]):
             return failed(error, request)
         return ev.LogFailed(LogError(f"a follower has no use for {type(request).__name__}"))
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Answer waiting reads if the log has grown."""
         if not self._waiting:
             return
         if self._reader is None:
-            self._reader = self._places.open_reader()
+            self._reader = self._access.open_reader()
             if self._reader is None:
                 return
         reader, waiting = self._reader, self._waiting
@@ -235,17 +233,17 @@ class LogFollower(Mailbox[ev.Event]):
             if event is None:
                 self._waiting.append(request)
             else:
-                self._tell(event)
+                self._emit(event)
         if self._following is not None:
-            self._look_for_asked(self._following)
-            self._following.say(is_ready=time.monotonic() - self._had_all_s < CAUGHT_UP_S)
+            self._poll_checkpoint_request(self._following)
+            self._following.report_ready(is_ready=time.monotonic() - self._caught_up_s < CAUGHT_UP_S)
 
     def _grown(self, reader: FollowedLog, request: ef.ReadRecords) -> ev.Event | None:
         """The records behind what the follower has, and what the log says once they are in it."""
         first = request.first_sequence_id
         last = reader.last_sequence_id()
         if last == first - 1:
-            self._had_all_s = time.monotonic()
+            self._caught_up_s = time.monotonic()
             return None
         values: list[bytes] = []
         if last >= first:
@@ -255,7 +253,7 @@ class LogFollower(Mailbox[ev.Event]):
                 if reader.summary().first_sequence_id <= first:  # else it was trimmed away: the summary says so
                     raise
         if values and first + len(values) > last:
-            self._had_all_s = time.monotonic()
+            self._caught_up_s = time.monotonic()
         return ev.RecordsRead(values, reader.summary(), request.session)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from immortal.coordinator.config import InstanceSettings
 from immortal.coordinator.instances import own_logs
 from immortal.coordinator.log import RowLogStore
-from immortal.coordinator.log.backend import Following, Options
+from immortal.coordinator.log.backend import Options, StandbyRegistration
 from immortal.coordinator.log.open import place_of
 from immortal.coordinator.notices import Notices
 
@@ -57,7 +57,7 @@ class InstanceLog:
                 log.info("the log is authenticated", key=marker.key_id, from_record=marker.first_sequence_id or None)
             if (opened := self._place.make_private()) is not None:
                 log.warning(opened)
-            for line in store.rebuilt:
+            for line in store.repairs:
                 log.warning(line)
         except BaseException:
             store.close()
@@ -71,7 +71,7 @@ class InstanceLog:
         self._reader = own_logs.open_reader(self._settings, trust_pickle=self._trust_pickle)
         return self._reader
 
-    def follow(self, nudge: Callable[[], None]) -> Following | None:
+    def follow(self, nudge: Callable[[], None]) -> StandbyRegistration | None:
         """Register as a standby, as :meth:`Place.follow` specifies."""
         settings = self._settings
         options = Options(

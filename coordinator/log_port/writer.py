@@ -25,8 +25,9 @@ from msgspec.structs import replace
 from immortal.coordinator.core.effects import Commit, ReadTail, WriteCheckpointChunk
 from immortal.coordinator.core.errors import FencedError, LogError, LogUnavailableError
 from immortal.coordinator.core.events import ChunkWritten, Committed, Event, Fenced, LogFailed, TailRead
-from immortal.coordinator.core.interfaces import LogStore, Transaction
+from immortal.coordinator.core.interfaces import Transaction
 from immortal.coordinator.fault_points import FaultPoint, armed, reach
+from immortal.coordinator.log import RowLogStore
 from immortal.coordinator.log_port.mailbox import Mailbox
 from immortal.coordinator.notices import Sink
 from immortal.coordinator.notices.sinks import CommitTimed
@@ -50,7 +51,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
 
     def __init__(
         self,
-        store: LogStore,
+        store: RowLogStore,
         *,
         keep_checkpoints: int | None,
         inline_size_bytes_max: int,
@@ -63,21 +64,21 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         self._was_committed = was_committed
         self._keep_checkpoints = keep_checkpoints
         self._keep_since_ns: int | None = None
-        self._begins = store.appends_max > 1 and not armed  # a fault point is reached by one commit at a time
-        self._inline_size_bytes_max = -1 if store.is_remote and not self._begins else inline_size_bytes_max
+        self._pipelines = store.appends_max > 1 and not armed  # a fault point is reached by one commit at a time
+        self._inline_size_bytes_max = -1 if store.backend.is_remote and not self._pipelines else inline_size_bytes_max
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._on_thread = 0  # jobs handed over and not yet collected
         self._inline: deque[Commit] = deque()
-        self._holds = False  # since a write that was not answered: nothing is written before the end of the log is read
+        self._blocked_until_tail_read = False  # since a write without an answer
         self._store_lock = threading.RLock()
         self._ready = select.epoll()
         self._ready.register(super().fileno(), select.EPOLLIN)
-        self._begun = InFlightCommits(store, self._ready)
+        self._in_flight = InFlightCommits(store, self._ready)
         self._trim = threading.Event()
         self._trims_count = 0  # asked for
         self._trim_lock = threading.Lock()  # between asking for one and taking the last for done
         self._closing = False
-        self._kept: _Job | None = None  # taken while looking for a commit to join
+        self._pushed_back: _Job | None = None  # taken while looking for a commit to join
         self.commit_s = 0.0  # what a commit takes, with its sync: a running mean over the last few
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
@@ -106,25 +107,25 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
     def run_inline(self) -> list[Event]:
         """Do the small writes that were submitted since the last call, and return the events that say so; or begin
         them, and return none."""
-        if self._begins:
-            self._begin_inline()
+        if self._pipelines:
+            self._start_inline()
             return []
         events = []
-        while self._inline and not self._holds:
+        while self._inline and not self._blocked_until_tail_read:
             events.append(self._write(self._inline.popleft()))
         self._inline.clear()
         return events
 
-    def _begin_inline(self) -> None:
+    def _start_inline(self) -> None:
         with self._unless_writing() as is_free:
-            while is_free and self._inline and not self._holds:
+            while is_free and self._inline and not self._blocked_until_tail_read:
                 try:
-                    if not self._begun.begin(self._inline[0]):
+                    if not self._in_flight.begin_commit(self._inline[0]):
                         break
                 except Exception as error:  # as in _write; behind what may have been left for the loop already
-                    self.put([(0, [self._begun_failed(error)])])
+                    self.put([(0, [self._in_flight_failed(error)])])
                 self._inline.popleft()
-        if self._holds:
+        if self._blocked_until_tail_read:
             self._inline.clear()
         else:
             self._hand_over(*self._inline)
@@ -135,11 +136,11 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         for jobs_count, came in self.take():
             self._on_thread -= jobs_count
             events += came
-        if self._begun:
+        if self._in_flight:
             with self._unless_writing() as is_free:
                 if is_free:
-                    events += self._finished(wait=False)
-                    self._begun.watch()
+                    events += self._finish_commits(wait=False)
+                    self._in_flight.watch()
         return events
 
     @contextlib.contextmanager
@@ -153,14 +154,14 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         finally:
             self._store_lock.release()
 
-    def _finished(self, *, wait: bool) -> list[Event]:
+    def _finish_commits(self, *, wait: bool) -> list[Event]:
         """Finish commits in flight and return their events. The caller holds the store's lock."""
         events: list[Event] = []
-        while self._begun:
+        while self._in_flight:
             try:
-                done = self._begun.finish(wait=wait)
+                done = self._in_flight.finish_oldest(wait=wait)
             except Exception as error:  # as in _write
-                events.append(self._begun_failed(error))
+                events.append(self._in_flight_failed(error))
                 break
             if done is None:
                 break
@@ -168,17 +169,17 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
             events.append(Committed(done.commit.ticket))
         return events
 
-    def _begun_failed(self, error: Exception) -> Event:
-        event = self._answer_to(self._begun.oldest, error)
-        self._begun.clear()
+    def _in_flight_failed(self, error: Exception) -> Event:
+        event = self._answer_to(self._in_flight.oldest, error)
+        self._in_flight.clear()
         return event
 
-    def _finish_begun(self) -> None:
+    def _finish_in_flight(self) -> None:
         """Wait for all commits in flight, before the thread writes."""
         with self._store_lock:
-            if self._begun:
-                self._begun.unwatch()
-                self.put([(0, self._finished(wait=True))])
+            if self._in_flight:
+                self._in_flight.unwatch()
+                self.put([(0, self._finish_commits(wait=True))])
 
     def trim(self, keep_since_ns: int | None = None) -> None:
         """Remove, whenever there is nothing to write, one step after the other of what is not needed any more: also not
@@ -234,7 +235,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         if isinstance(error, FencedError):
             return Fenced(job.ticket if isinstance(job, Commit) else 0, error.holder)
         failed = _failed(error, job)
-        self._holds = failed.retryable
+        self._blocked_until_tail_read = failed.retryable
         return failed
 
     def _read_tail(self) -> Event:
@@ -245,7 +246,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
             return Fenced(0, error.holder)
         except Exception as error:  # as in _write
             return _failed(error, ReadTail())
-        self._holds = False
+        self._blocked_until_tail_read = False
         return tail
 
     def _run(self) -> None:
@@ -254,17 +255,17 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
             if job is not None:
                 self.put([self._do(job)])
             elif self._closing and self._jobs.empty():
-                self._finish_begun()
+                self._finish_in_flight()
                 return
             elif self._trim.is_set():
                 self._trim_step()
 
     def _do(self, job: _Job) -> tuple[int, list[Event]]:
         """Do ``job``, and commits that can join it. Returns the number of jobs done and their events."""
-        self._finish_begun()
+        self._finish_in_flight()
         if isinstance(job, ReadTail):
             return 1, [self._read_tail()]
-        if self._holds:
+        if self._blocked_until_tail_read:
             return 1, []
         if isinstance(job, Commit):
             return self._write_joined(job)
@@ -292,7 +293,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
 
     def _take_if_commit(self) -> Commit | None:
         """The next job if there is one and it is a commit; another kind is kept for the next turn."""
-        if self._kept is not None:
+        if self._pushed_back is not None:
             return None
         try:
             job = self._jobs.get_nowait()
@@ -303,13 +304,13 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         if job is None:
             self._jobs.put(None)  # a nudge: not for here
         else:
-            self._kept = job
+            self._pushed_back = job
         return None
 
     def _next_job(self) -> _Job | None:
         """The next job; None to look around: at the end, or for a step of trimming."""
-        if self._kept is not None:
-            job, self._kept = self._kept, None
+        if self._pushed_back is not None:
+            job, self._pushed_back = self._pushed_back, None
             return job
         try:
             return self._jobs.get(timeout=TRIM_PAUSE_S if self._trim.is_set() else None)
@@ -320,7 +321,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         trims_count = self._trims_count  # before the step looks at what there is
         try:
             with self._store_lock:
-                self._finish_begun()
+                self._finish_in_flight()
                 more = self._store.trim(keep_checkpoints=self._keep_checkpoints, keep_since_ns=self._keep_since_ns)
                 reach(FaultPoint.AFTER_TRIM)
         except Exception:
@@ -384,43 +385,43 @@ class Finished(NamedTuple):
 class InFlightCommits:
     """``ready``: readable when an answer may be there. It is not watched while a thread waits for that itself."""
 
-    def __init__(self, store: LogStore, ready: select.epoll) -> None:
+    def __init__(self, store: RowLogStore, ready: select.epoll) -> None:
         self._store, self._ready = store, ready
-        self._under_way: deque[tuple[Commit, float]] = deque()
+        self._commits: deque[tuple[Commit, float]] = deque()
         self._watched: tuple[int, int] | None = None  # a file descriptor, and events
 
     def __bool__(self) -> bool:
-        return bool(self._under_way)
+        return bool(self._commits)
 
     @property
     def oldest(self) -> Commit:
-        return self._under_way[0][0]
+        return self._commits[0][0]
 
-    def begin(self, commit: Commit) -> bool:
-        """False: it can't be begun. Raises as LogStore.begin; then it is under way."""
-        self._under_way.append((commit, time.perf_counter()))
-        is_begun = self._store.begin(commit.transaction, commit.ticket)
+    def begin_commit(self, commit: Commit) -> bool:
+        """False: it can't be begun. Raises as RowLogStore.begin; then it is under way."""
+        self._commits.append((commit, time.perf_counter()))
+        is_begun = self._store.begin_commit(commit.transaction, commit.ticket)
         if is_begun:
             self.watch()
         else:
-            self._under_way.pop()
+            self._commits.pop()
         return is_begun
 
-    def finish(self, *, wait: bool) -> Finished | None:
-        """The oldest, if it is durable. Raises as LogStore.finish."""
-        if not self._store.finish(wait=wait):
+    def finish_oldest(self, *, wait: bool) -> Finished | None:
+        """The oldest, if it is durable. Raises as RowLogStore.finish."""
+        if not self._store.finish_oldest(wait=wait):
             return None
-        commit, begun_s = self._under_way.popleft()
+        commit, begun_s = self._commits.popleft()
         return Finished(commit, time.perf_counter() - begun_s)
 
     def clear(self) -> None:
         """Forget all commits in flight: their outcome is unknown."""
-        self._under_way.clear()
+        self._commits.clear()
         self.unwatch()
 
     def watch(self) -> None:
         """Watch for the answer to the oldest commit, if there is one."""
-        wanted = self._store.waits_for() if self._under_way else None
+        wanted = self._store.backend.poll_target() if self._commits else None
         if wanted != self._watched:
             self.unwatch()
             if wanted is not None:

@@ -15,7 +15,7 @@ from msgspec import Struct
 from immortal.coordinator.config import ConfigError, InstanceSettings, check_instance_name
 from immortal.coordinator.config.values import NAME_PLACE, is_endpoint, is_log_url
 from immortal.coordinator.instances.registry import Registry, UnknownInstanceError
-from immortal.coordinator.log.backend import Watching
+from immortal.coordinator.log.backend import EndpointWatch
 from immortal.coordinator.log.open import place_of
 from immortal.coordinator.log_url import is_in_folder
 from immortal.protocol.errors import ImmortalError
@@ -232,7 +232,7 @@ class LeaseWatcher:
     """Watches the leases of logs that other machines reach; each log asked about has its own thread and connection."""
 
     def __init__(self) -> None:
-        self._watches: dict[str, Watching | None] = {}
+        self._watches: dict[str, EndpointWatch | None] = {}
 
     def endpoint(self, log: str) -> str | None:
         """Return the endpoint in the lease of ``log``; None if it is not known (yet). Does not block."""

@@ -34,7 +34,6 @@ from immortal.coordinator.core.errors import (
     LogLockedError,
     LogLostError,
 )
-from immortal.coordinator.core.interfaces import LogStore
 from immortal.coordinator.core.limits import MIB, Limits
 from immortal.coordinator.core.machine import Machine
 from immortal.coordinator.driver.turn import Driver
@@ -62,7 +61,7 @@ from immortal.protocol.errors import ImmortalError
 from immortal.protocol.process import retain_freed_memory, trim_heap
 
 if TYPE_CHECKING:
-    from immortal.coordinator.log_port.follower import LogFollower, Places
+    from immortal.coordinator.log_port.follower import LogAccess, LogFollower
     from immortal.coordinator.service.timing_notes import TimingRecorder
 
 STOP_TIMEOUT_S = 25.0  # for the last checkpoint; the supervisor waits 30
@@ -94,12 +93,12 @@ class Coordinator:
         self,
         settings: InstanceSettings,
         registry: Registry,
-        store: LogStore | None,
+        store: RowLogStore | None,
         lines: Sink,
         upgrade_to: int | None = None,
         *,
         promote: bool = False,
-        follow: Places | None = None,
+        follow: LogAccess | None = None,
         follower_settings: InstanceSettings | None = None,
         make_app: MakeApp | None = None,
     ) -> None:
@@ -263,9 +262,9 @@ class Coordinator:
             self._timings.arrived(event)
         self._inbox.append(event)
 
-    def _make_writer(self, store: LogStore) -> LogWriter:
+    def _make_writer(self, store: RowLogStore) -> LogWriter:
         times = None if self._metrics is None else self._metrics.sink
-        if times is not None and isinstance(store, RowLogStore):
+        if times is not None:
             store.backend.synced = lambda seconds: times.emit(SyncTimed(seconds))
         return LogWriter(
             store,
@@ -275,7 +274,7 @@ class Coordinator:
             was_committed=None if self._timings is None else self._timings.durable,
         )
 
-    def _log_granted(self, store: LogStore) -> None:
+    def _log_granted(self, store: RowLogStore) -> None:
         if self._own_settings is not self._settings:
             summary = store.summary()
             self._clock.take_over(summary)
@@ -449,7 +448,7 @@ def complete_upgrade(settings: InstanceSettings, registry: Registry, version: in
     upgrade_mark.clear(settings.folder)
 
 
-def upgrade_asked_for(settings: InstanceSettings, registry: Registry, store: LogStore) -> int | None:
+def upgrade_asked_for(settings: InstanceSettings, registry: Registry, store: RowLogStore) -> int | None:
     """Return the version that the next recovery must end in; None for the log's. Raises UpgradeMarkError."""
     versions = store.summary().versions
     if versions:
@@ -462,7 +461,7 @@ def _pending_version(settings: InstanceSettings) -> int | None:
     return mark.to if mark is not None and mark.pending else None
 
 
-def _follower(places: Places) -> LogFollower:
+def _follower(places: LogAccess) -> LogFollower:
     from immortal.coordinator.log_port.follower import LogFollower  # here: only followers need a reader of logs
 
     return LogFollower(places)

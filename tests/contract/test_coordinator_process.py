@@ -331,7 +331,7 @@ def test_the_log_folder_of_another_instance(house: House, tmp_path: Path) -> Non
 def _write_past_the_store(house: House, name: str, table: str, key: bytes, change: object) -> None:
     store = open_log(house.settings(name).log, name)
     handle = store.backend.tables[table]
-    store.settle()
+    store.backend.flush()
     with store.backend.environment.begin(write=True) as transaction:
         value = bytes(transaction.get(key, db=handle))
         transaction.put(key, change(value), db=handle)  # type: ignore[operator]

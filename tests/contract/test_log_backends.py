@@ -47,7 +47,7 @@ def backend(place: Place) -> Iterator[Backend]:
 
 def reopened(place: Place, backend: Backend, *, crashed: bool = False) -> Backend:
     if crashed:
-        backend.abandon()
+        backend.close_uncleanly()
     else:
         backend.close()
     return place.open("alice", OPTIONS)
@@ -95,10 +95,10 @@ def test_appends_that_are_begun_come_one_behind_the_other(place: Place, backend:
     begun = [
         Append(last, backend.fence, [(last + 1, b"begun")], [("peers", b"last", b"%d" % last)]) for last in (0, 1, 2)
     ]
-    is_begun = [backend.begin(append) for append in begun]
+    is_begun = [backend.begin_append(append) for append in begun]
     assert is_begun == [backend.appends_max > 1] * 3
     if backend.appends_max > 1:
-        assert [backend.finish(wait=True) for _ in begun] == [True] * 3
+        assert [backend.finish_oldest(wait=True) for _ in begun] == [True] * 3
     else:
         for append in begun:
             backend.append(append)

@@ -54,7 +54,7 @@ def put(folder: Path, table: str, key: bytes, value: bytes | None) -> None:
     """Write past the store's checks."""
     store = open_log(folder, "alice")
     handle = store.backend.tables[table]
-    store.settle()
+    store.backend.flush()
     with store.backend.environment.begin(write=True) as transaction:
         if value is None:
             transaction.delete(key, db=handle)

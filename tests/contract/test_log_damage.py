@@ -55,7 +55,7 @@ def make_value(sequence_id: int, committer_id: int = COMMITTER_ID, first_positio
 def put(store: RowLogStore, table: str, key: bytes, value: bytes | None) -> None:
     """Write past the store's checks."""
     handle = store.backend.tables[table]
-    store.settle()
+    store.backend.flush()
     with store.backend.environment.begin(write=True) as transaction:
         if value is None:
             transaction.delete(key, db=handle)
@@ -391,12 +391,12 @@ def test_a_flipped_bit_of_a_position_is_put_right(log: Path, bit: int) -> None:
     assert (severity, place) == (Severity.DAMAGE, "sources")
     assert message.endswith("one flipped bit was put right, at the next start")
     store = open_small(log)
-    assert "one flipped bit was put right" in store.rebuilt[0]
+    assert "one flipped bit was put right" in store.repairs[0]
     assert store.summary().sources == before
     store.close()
     assert findings(log) == []
     store = open_small(log)
-    assert store.rebuilt == []
+    assert store.repairs == []
     store.close()
 
 
@@ -411,7 +411,7 @@ def test_a_damaged_position_is_known_from_the_records(log: Path, name: str) -> N
     assert f"'sources' is damaged at key {name!r}" in message
     assert message.endswith("position 20 is taken from record 19, at the next start")
     store = open_small(log)
-    assert store.rebuilt[0].endswith("position 20 is taken from record 19")
+    assert store.repairs[0].endswith("position 20 is taken from record 19")
     assert store.summary().sources[name] == SourcePosition(5 if name == "bob" else COMMITTER_ID, 0, 20)
     assert len(store.summary().sources) == 22
     store.close()

@@ -141,7 +141,7 @@ def test_one_flipped_bit_in_an_entry_is_put_right(tmp_path: Path) -> None:
             assert (reader.last_sequence_id(), len(list(reader.values(0)))) == (2, 3)
         mended = reopened(copy)
         assert mended.summary().last_sequence_id == 2, offset_bytes
-        assert "one flipped bit was put right" in mended.rebuilt[0]
+        assert "one flipped bit was put right" in mended.repairs[0]
         mended.close()
     store.close()
 
@@ -153,13 +153,13 @@ def test_an_entry_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     flip(copy, *range(2 * BLOCK_SIZE_BYTES + 60, 2 * BLOCK_SIZE_BYTES + 90))
     store = reopened(copy)
     assert store.summary().last_sequence_id == 1
-    assert "a commit that was cut off is left out" in store.rebuilt[0]
+    assert "a commit that was cut off is left out" in store.repairs[0]
     store.commit(commit(2))
     store.commit(commit(3))
     again = as_after_a_crash(copy, tmp_path / "again")
     store.close()
     store = reopened(again)
-    assert (store.summary().last_sequence_id, store.rebuilt) == (3, [])
+    assert (store.summary().last_sequence_id, store.repairs) == (3, [])
     store.close()
 
 
@@ -329,7 +329,7 @@ def test_a_damaged_mark_says_nothing_of_the_log(tmp_path: Path) -> None:
     for data in (b"", sound[:-1], bytes(len(sound)), bytes([sound[0] ^ 1]) + sound[1:]):
         path.write_bytes(data)
         store = reopened(tmp_path / "log")
-        assert any("high-water-mark is damaged" in line for line in store.rebuilt) == bool(data), data
+        assert any("high-water-mark is damaged" in line for line in store.repairs) == bool(data), data
         store.close()
     store = reopened(tmp_path / "log")
     store.commit(commit(2))
@@ -345,7 +345,7 @@ def test_the_journal_of_another_log_does_not_count(tmp_path: Path) -> None:
     shutil.copy(copy / FILE_NAME, tmp_path / "one-copy" / FILE_NAME)
     store = reopened(tmp_path / "one-copy")
     assert store.summary().last_sequence_id == -1
-    assert "is left out" in store.rebuilt[0]
+    assert "is left out" in store.repairs[0]
     store.commit(commit(0))
     again = as_after_a_crash(tmp_path / "one-copy", tmp_path / "again")
     store.close()
@@ -357,7 +357,7 @@ def test_a_reader_begins_anew_where_the_writer_has_gone_on(tmp_path: Path, monke
     """Between its look at the tables and its look at the journal, which has begun anew by then."""
     store = new_log(tmp_path / "log", 3)
     copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
-    store.settle()
+    store.backend.flush()
     store.commit(commit(3))
     files = {name: (tmp_path / "log" / name).read_bytes() for name in ("data.mdb", FILE_NAME, "lock.mdb")}
     store.close()
@@ -382,7 +382,7 @@ def test_a_reader_begins_anew_where_the_writer_has_gone_on(tmp_path: Path, monke
 def test_a_reader_goes_on_where_a_writer_died_before_it_told_of_its_commit(tmp_path: Path) -> None:
     store = new_log(tmp_path / "log", 3)
     copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
-    store.settle()
+    store.backend.flush()
     tables = (tmp_path / "log" / "data.mdb").read_bytes()
     store.close()
     with open_reader(copy) as reader:
@@ -514,7 +514,7 @@ def test_a_failed_write_is_never_tried_again(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(LogSyncError, match="what is on disk is unknown"):
         store.commit(commit(1))
     monkeypatch.undo()
-    for call in (lambda: store.commit(commit(1)), store.summary, store.settle):
+    for call in (lambda: store.commit(commit(1)), store.summary, store.backend.flush):
         with pytest.raises(LogSyncError):
             call()
     store.close()

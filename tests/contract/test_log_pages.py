@@ -111,7 +111,7 @@ def test_a_whole_transaction_that_its_meta_page_does_not_name_counts(
     struct.pack_into("=Q", data, place, newest - 2)
     put(tmp_path, data)
     store = open_log(tmp_path, "alice")
-    assert [text for text in store.rebuilt if "it counts, and its meta page says so now" in text]
+    assert [text for text in store.repairs if "it counts, and its meta page says so now" in text]
     store.close()
     assert newest in transaction_ids((tmp_path / DATA_FILE_NAME).read_bytes())
     assert read_contents(tmp_path) == sample[1]

@@ -50,7 +50,7 @@ def log_of(home: Path) -> Path:
 
 def damage(home: Path, table: str, key: bytes) -> None:
     store = open_log(log_of(home), "counter")
-    store.settle()
+    store.backend.flush()
     with store.backend.environment.begin(write=True) as transaction:
         transaction.put(key, b"damaged, and long enough to be a value", db=store.backend.tables[table])
     store.close()
@@ -75,7 +75,7 @@ def damaged_value(folder: Path, sequence_id: int) -> None:
     """Flip a bit in a record that a coordinator wrote."""
     store = open_log(folder, "alice")
     key = log_format.SEQUENCE_KEY.pack(sequence_id)
-    store.settle()
+    store.backend.flush()
     with store.backend.environment.begin(write=True) as transaction:
         value = bytearray(transaction.get(key, db=store.backend.tables["records"]))
         value[40] ^= 1

@@ -865,7 +865,7 @@ def test_the_folder_of_another_instance(tmp_path: Path) -> None:
 
 def test_a_newer_format(tmp_path: Path) -> None:
     store = new_log(tmp_path)
-    store.settle()
+    store.backend.flush()
     with store.backend.environment.begin(write=True) as transaction:
         value = log_format.seal(b"meta", log_format.META_FORMAT, 9)
         transaction.put(log_format.META_FORMAT, value, db=store.backend.tables["meta"])
@@ -881,7 +881,7 @@ def test_a_newer_format(tmp_path: Path) -> None:
 def test_a_log_of_the_first_format(tmp_path: Path) -> None:
     """It lacks a database that this one has: that must not be taken for a log that was not made to the end."""
     store = new_log(tmp_path)
-    store.settle()
+    store.backend.flush()
     with store.backend.environment.begin(write=True) as transaction:
         value = log_format.seal(b"meta", log_format.META_FORMAT, 1)
         transaction.put(log_format.META_FORMAT, value, db=store.backend.tables["meta"])

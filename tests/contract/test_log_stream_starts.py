@@ -76,7 +76,7 @@ def test_a_reader_sees_them_and_damage_is_found(tmp_path: Path) -> None:
 
 def flip(store: RowLogStore) -> None:
     """One bit of the value."""
-    store.settle()
+    store.backend.flush()
     with store.backend.environment.begin(write=True) as transaction:
         value = bytearray(transaction.get(log_format.META_STREAM_STARTS, db=store.backend.tables["meta"]) or b"")
         value[-1] ^= 1

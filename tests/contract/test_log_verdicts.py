@@ -274,7 +274,7 @@ def test_what_only_the_journal_has_is_read(tmp_path: Path) -> None:
     assert summary.suspect == Suspect(4, -1, 1, 4)
     letter = store.letter(LETTER.key)
     assert letter is not None
-    store.backend.abandon()  # as a crash leaves it
+    store.backend.close_uncleanly()  # as a crash leaves it
     with open_reader(tmp_path / "log", "alice") as reader:
         assert (list(reader.letters()), reader.summary().suspect) == ([letter], Suspect(4, -1, 1, 4))
     again = open_log(tmp_path / "log", "alice", map_size_bytes=MAP_SIZE_BYTES)

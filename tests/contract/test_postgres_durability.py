@@ -179,7 +179,7 @@ def test_a_commit_whose_standby_is_let_go_of_is_not_acknowledged(
     reload(postgres, "SET synchronous_standby_names = ''")
     if how == "begin":
         with pytest.raises(LogUnavailableError, match="synchronous_standby_names is ''"):
-            store.finish(wait=True)
+            store.finish_oldest(wait=True)
     else:
         assert "synchronous_standby_names is ''" in str(appending.ended())
     with pytest.raises(LogUnavailableError, match="commits wait for 0 standbys, and had to wait for 1"):
@@ -230,14 +230,14 @@ def test_a_setting_that_makes_it_unsafe_is_noticed_while_connected(store: RowLog
     """Within the time between two renewals of the lease, also where nothing is appended."""
     store.commit(records(0), 1)
     with altered(postgres, "full_page_writes", "off"):
-        until(lambda: "full_page_writes is off" in store.problem)
+        until(lambda: "full_page_writes is off" in store.backend.problem)
         with pytest.raises(LogUnavailableError, match="full_page_writes is off"):
             store.commit(records(1), 2)
         with pytest.raises(LogUnavailableError, match="input waits until that is set right"):
             store.tail()
     assert store.tail() == (1, 0)
     store.commit(records(1), 2)
-    until(lambda: not store.problem)
+    until(lambda: not store.backend.problem)
 
 
 def test_a_setting_is_looked_at_after_a_reconnect(store: RowLogStore, postgres: Postgres) -> None:
@@ -309,7 +309,7 @@ def test_a_server_that_lacks_the_last_commits_is_not_gone_on_with(older: Older) 
         stores["appended"].tail()
     with pytest.raises(LogLostError):
         stores["appended"].commit(records(2), 3)
-    until(lambda: "may have lost acknowledged input" in stores["idle"].problem)
+    until(lambda: "may have lost acknowledged input" in stores["idle"].backend.problem)
     with pytest.raises(LogUnavailableError, match="may have lost"):
         stores["idle"].commit(records(2), 3)
     with pytest.raises(LogLostError):
@@ -327,7 +327,7 @@ def test_a_server_that_lacks_the_last_commits_is_not_gone_on_with(older: Older) 
         LogLostError, match="it was taken over with 1 appends of epoch 2, and 1 of epoch 3 were acknowledged"
     ):
         stores["overtaken"].tail()
-    until(lambda: "has lost acknowledged input" in second.problem)
+    until(lambda: "has lost acknowledged input" in second.backend.problem)
     with pytest.raises(LogUnavailableError):
         second.commit(records(2), 2)
     with pytest.raises(LogLostError):

@@ -224,7 +224,7 @@ def test_an_append_that_the_server_is_still_at_is_waited_for(store: RowLogStore,
 def begin(store: RowLogStore, first: int, count: int) -> None:
     """Of one record each, with tickets from ``first`` + 1 on."""
     for number in range(first, first + count):
-        assert store.begin(records(number), number + 1)
+        assert store.begin_commit(records(number), number + 1)
 
 
 def go_on(store: RowLogStore, until_ticket: int) -> int:
@@ -250,16 +250,16 @@ def test_several_appends_are_under_way_on_one_connection(store: RowLogStore, pos
     with head_held(postgres):
         begin(store, 1, 3)
         until(lambda: waits(postgres, appender(store), "transactionid"))
-        assert store.finish(wait=False) is False
+        assert store.finish_oldest(wait=False) is False
     assert store.tail() == (1, 0), "as far as it is known"
-    assert [store.finish(wait=True) for _ in range(3)] == [True] * 3
+    assert [store.finish_oldest(wait=True) for _ in range(3)] == [True] * 3
     assert store.tail() == (4, 3)
     store.commit(records(4), 5)
     begin(store, 5, 1)
-    fd, events = store.waits_for()
+    fd, events = store.backend.poll_target()
     waiting = select.poll()
     waiting.register(fd, events)
-    while not store.finish(wait=False):
+    while not store.finish_oldest(wait=False):
         assert waiting.poll(WAIT_S * 1000)
     assert store.tail() == (6, 5)
 
@@ -273,24 +273,24 @@ def test_a_connection_that_breaks_with_several_under_way(store: RowLogStore, pos
         until(lambda: waits(postgres, appender(store), "transactionid"))
         postgres.execute(f"SELECT pg_{how}_backend(%s)", appender(store))
         with pytest.raises(LogUnavailableError):
-            store.finish(wait=True)
+            store.finish_oldest(wait=True)
         with pytest.raises(LogUnavailableError, match="is not known yet"):
-            store.begin(records(4), 5)
+            store.begin_commit(records(4), 5)
         with pytest.raises(LogUnavailableError, match="is not known yet"):
-            store.finish(wait=True)
+            store.finish_oldest(wait=True)
     assert go_on(store, 5) == 1
 
 
 def test_a_connection_that_breaks_between_two_that_are_under_way(store: RowLogStore, postgres: Postgres) -> None:
     begin(store, 0, 3)
-    assert store.finish(wait=True)
+    assert store.finish_oldest(wait=True)
     postgres.execute("SELECT pg_terminate_backend(%s)", appender(store))
     begun, finished = 3, 1
     with contextlib.suppress(LogUnavailableError):
         while True:
             begun += 1
             begin(store, begun - 1, 1)
-            store.finish(wait=True)
+            store.finish_oldest(wait=True)
             finished += 1
     assert finished <= go_on(store, begun + 1) <= begun
 
@@ -305,7 +305,7 @@ def test_of_several_that_the_server_is_still_at_the_tail_says_how_many_it_did(
         until(lambda: waits(postgres, before, "transactionid"))
         cut_road(store)
         with pytest.raises(LogUnavailableError):
-            store.finish(wait=True)
+            store.finish_oldest(wait=True)
         settled: list[int] = []
         settling = threading.Thread(target=lambda: settled.append(go_on(store, 6)))
         settling.start()
@@ -325,7 +325,7 @@ def test_a_wait_for_standbys_that_is_cut_off_leaves_all_under_way_unknown(
         before = appender(store)
         postgres.execute(f"SELECT pg_{how}_backend(%s)", before)
         with pytest.raises(LogUnavailableError):
-            store.finish(wait=True)
+            store.finish_oldest(wait=True)
         settled: list[int] = []
         settling = threading.Thread(target=lambda: settled.append(go_on(store, 6)))
         settling.start()
@@ -342,16 +342,16 @@ def test_of_several_that_are_fenced_none_is_done(store: RowLogStore, postgres: P
         until(lambda: waits(postgres, appender(store), "transactionid"))
         cut_road(store)
     with pytest.raises(LogUnavailableError):
-        store.finish(wait=True)
+        store.finish_oldest(wait=True)
     done = store.tail()[0]
     postgres.execute("UPDATE immortal.leases SET process = '{}', until = '-infinity'")
     second = open_log(url, "alice")
     try:
-        assert store.begin(records(done), done + 1)
-        assert store.begin(records(done + 1), done + 2)
+        assert store.begin_commit(records(done), done + 1)
+        assert store.begin_commit(records(done + 1), done + 2)
         for _ in range(2):
             with pytest.raises(FencedError, match=r"at epoch \d+: it writes the log"):
-                store.finish(wait=True)
+                store.finish_oldest(wait=True)
         second.commit(records(done), 1)
     finally:
         second.close()
@@ -363,12 +363,12 @@ def test_behind_one_that_the_server_refuses_none_is_done(
     postgres.execute("ALTER TABLE immortal.rows ADD CONSTRAINT no_carol CHECK (table_name <> 'peers') NOT VALID")
     try:
         begin(store, 0, 1)
-        assert store.begin(Transaction(peers={"carol": 7}), 2)
+        assert store.begin_commit(Transaction(peers={"carol": 7}), 2)
         begin(store, 1, 1)
-        assert store.finish(wait=True)
+        assert store.finish_oldest(wait=True)
         for _ in range(2):
             with pytest.raises(LogError, match=r"refuses it: .*no_carol"):
-                store.finish(wait=True)
+                store.finish_oldest(wait=True)
         query = "SELECT last_sequence_id, appends_count FROM immortal.heads WHERE instance = %s"
         assert postgres.execute(query, request.node.name) == [(0, 1)]
     finally:
@@ -378,12 +378,12 @@ def test_behind_one_that_the_server_refuses_none_is_done(
 def test_one_that_is_large_or_depends_on_the_log_is_not_begun(
     store: RowLogStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not store.begin(Transaction(stream_starts={"bob": StreamStart(1)}), 1)
+    assert not store.begin_commit(Transaction(stream_starts={"bob": StreamStart(1)}), 1)
     monkeypatch.setattr(written, "ROWS_MAX", 1)
-    assert not store.begin(Transaction(peers={"bob": 1, "carol": 2}), 1)
+    assert not store.begin_commit(Transaction(peers={"bob": 1, "carol": 2}), 1)
     store.commit(Transaction(peers={"bob": 1, "carol": 2}), 1)
     begin(store, 0, 1)
-    assert store.finish(wait=True)
+    assert store.finish_oldest(wait=True)
     assert [store.tail(), store.summary().peers] == [(1, 0), {"bob": 1, "carol": 2}]
 
 
@@ -434,7 +434,7 @@ def test_a_late_append_of_the_same_writer_is_fenced(store: RowLogStore) -> None:
     store.commit(records(0), 1)
     late = Append(0, backend.fence, records(1).records)
     arguments = [backend._instance, late.fence, backend._appends_count + 1, 0, 1, *next(written.statements(late))]
-    backend._is_unknown = True
+    backend._outcome_unknown = True
     assert backend.resolve() == 0
     backend._sender.send(arguments)
     while (answer := backend._sender.answer()) is None:
@@ -464,14 +464,14 @@ def test_a_writer_whose_lease_has_run_out_is_fenced_by_the_next(
 def test_a_writer_that_appends_nothing_sees_that_it_has_lost_the_log(
     store: RowLogStore, postgres: Postgres, url: str
 ) -> None:
-    assert store.lost is None
+    assert store.backend.fenced_by is None
     postgres.execute("UPDATE immortal.leases SET process = '{}', until = '-infinity'")
     second = open_log(url, "alice")
     try:
-        until(lambda: store.lost is not None)
+        until(lambda: store.backend.fenced_by is not None)
         with pytest.raises(FencedError, match=rf"fenced by {socket.gethostname()} \(process \d+\) at epoch 3: "):
-            raise store.lost or AssertionError
-        assert second.lost is None
+            raise store.backend.fenced_by or AssertionError
+        assert second.backend.fenced_by is None
     finally:
         second.close()
 
@@ -487,11 +487,11 @@ def test_a_lease_is_void_where_its_process_is_known_to_be_gone() -> None:
     living = msgspec.structs.replace(own, pid=os.getppid(), process_start_ticks=0)
 
     def is_gone(process: write_lease.Process) -> bool:
-        return write_lease.is_gone(msgspec.json.encode(process).decode())
+        return write_lease.is_process_gone(msgspec.json.encode(process).decode())
 
     assert [is_gone(one) for one in (gone, later, elsewhere, living)] == [True, True, False, False]
     assert is_gone(own), "this process holds no such lease"
-    assert not write_lease.is_gone("of a later version")
+    assert not write_lease.is_process_gone("of a later version")
 
 
 def test_who_follows_is_known_and_told_at_once_that_the_log_is_given_up(store: RowLogStore, url: str) -> None:
@@ -513,11 +513,13 @@ def test_who_follows_is_known_and_told_at_once_that_the_log_is_given_up(store: R
             )
             connection.execute("UPDATE immortal.standbys SET name = 'b (process 7)', host = 'b'")
             connection.commit()
-            until(lambda: [(one.host, one.endpoint) for one in store.standbys] == [("b", "tcp://10.0.0.2:7001")])
+            until(
+                lambda: [(one.host, one.endpoint) for one in store.backend.standbys] == [("b", "tcp://10.0.0.2:7001")]
+            )
         assert place.holder() is not None
         while nudges.acquire(blocking=False):
             pass
-        store.give_up()
+        store.backend.release_lease()
         assert nudges.acquire(timeout=WAIT_S)
         assert place.holder() is None
     finally:
@@ -528,7 +530,7 @@ def test_who_follows_is_known_and_told_at_once_that_the_log_is_given_up(store: R
 def test_a_log_that_is_left_to_one_standby_is_not_for_others(
     store: RowLogStore, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.hand_over_to("b (process 7)")
+    store.backend.successor = "b (process 7)"
     store.close()
     assert place_of(url).holder() == "b (process 7)"
     with pytest.raises(LogLockedError, match=r"is in use by b \(process 7\)"):
@@ -544,15 +546,15 @@ def test_a_log_that_its_heir_does_not_take_is_for_others_again(
     store: RowLogStore, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write_lease, "HANDOVER_TIMEOUT_S", 0.05)
-    store.hand_over_to("b (process 7)")
+    store.backend.successor = "b (process 7)"
     store.close()
     until(lambda: place_of(url).holder() is None)
     open_log(url, "alice").close()
 
 
 def test_a_renewal_that_comes_late_does_not_take_the_lease_back(store: RowLogStore, url: str) -> None:
-    store.give_up()
-    until(lambda: store.lost is not None)
+    store.backend.release_lease()
+    until(lambda: store.backend.fenced_by is not None)
     assert place_of(url).holder() is None
 
 
@@ -588,7 +590,7 @@ def test_a_lease_whose_connection_breaks_as_it_is_made_is_renewed_by_the_next_on
 
 
 def test_who_watches_hears_where_the_instance_is(store: RowLogStore, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standby, "LOOK_S", 10 * WAIT_S)  # by news alone
+    monkeypatch.setattr(standby, "POLL_INTERVAL_S", 10 * WAIT_S)  # by news alone
     watching = place_of(url).watch()
     assert watching is not None
     try:

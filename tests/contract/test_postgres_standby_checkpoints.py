@@ -11,7 +11,7 @@ import pytest
 
 from immortal.coordinator.core.errors import InvariantError, LogError
 from immortal.coordinator.core.interfaces import CheckpointHeader, Offer, OutputBatch, OutputMark, Transaction
-from immortal.coordinator.log.backend import Asked, Following, Options
+from immortal.coordinator.log.backend import Options, StandbyCheckpointRequest, StandbyRegistration
 from immortal.coordinator.log.checkpoints import encode_offer, sealed_chunk
 from immortal.coordinator.log.open import place_of
 from immortal.coordinator.log.store import RowLogStore
@@ -50,7 +50,7 @@ def store(url: str) -> Iterator[RowLogStore]:
 
 
 @pytest.fixture
-def standby(url: str, store: RowLogStore) -> Iterator[Following]:
+def standby(url: str, store: RowLogStore) -> Iterator[StandbyRegistration]:
     following = place_of(url).follow(Options(), lambda: None)
     assert following is not None
     yield following
@@ -64,20 +64,20 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def asked(store: RowLogStore, standby: Following) -> Asked:
-    store.request_standby_checkpoint(write_lease.own_name(), HEADER.checkpoint_id, 3)
+def asked(store: RowLogStore, standby: StandbyRegistration) -> StandbyCheckpointRequest:
+    store.backend.request_standby_checkpoint(write_lease.own_name(), HEADER.checkpoint_id, 3)
     until(lambda: standby.asked is not None)
     assert standby.asked is not None
     assert (standby.asked.checkpoint_id, standby.asked.epoch) == (5, 3)
     return standby.asked
 
 
-def put(standby: Following, one: Asked, *indices: int) -> None:
+def put(standby: StandbyRegistration, one: StandbyCheckpointRequest, *indices: int) -> None:
     for index in indices:
         standby.put_chunk(one, index, sealed_chunk(one.checkpoint_id, index, CHUNKS[index]))
 
 
-def offer(standby: Following, one: Asked) -> None:
+def offer(standby: StandbyRegistration, one: StandbyCheckpointRequest) -> None:
     standby.offer(one, encode_offer(Offer(one.epoch, HEADER, [(4, 0, 0, 0)])))
 
 
@@ -85,47 +85,47 @@ def read(store: RowLogStore) -> bytes:
     return b"".join(store.read_checkpoint_chunk(HEADER.checkpoint_id, index) for index in range(len(CHUNKS)))
 
 
-def test_what_a_standby_has_put_is_adopted_by_a_header_alone(store: RowLogStore, standby: Following) -> None:
+def test_what_a_standby_has_put_is_adopted_by_a_header_alone(store: RowLogStore, standby: StandbyRegistration) -> None:
     one = asked(store, standby)
     put(standby, one, 0, 1, 2)
-    assert store.take_offer() is None
+    assert store.take_standby_offer() is None
     assert store.summary().checkpoints == []
     offer(standby, one)
-    assert store.take_offer() == Offer(3, HEADER, [(4, 0, 0, 0)])
-    assert store.take_offer() is None, "it is told once"
+    assert store.take_standby_offer() == Offer(3, HEADER, [(4, 0, 0, 0)])
+    assert store.take_standby_offer() is None, "it is told once"
     store.commit(Transaction(checkpoint=HEADER, adopts=True))
     (header,) = store.summary().checkpoints
     assert (header.outputs, header.unacknowledged) == (HEADER.outputs, HEADER.unacknowledged)
     assert read(store) == BLOB
 
 
-def test_another_standby_is_asked_nothing(store: RowLogStore, standby: Following) -> None:
-    store.request_standby_checkpoint("somebody else (process 1)", 5, 3)
-    store.request_standby_checkpoint(write_lease.own_name(), 6, 3)
+def test_another_standby_is_asked_nothing(store: RowLogStore, standby: StandbyRegistration) -> None:
+    store.backend.request_standby_checkpoint("somebody else (process 1)", 5, 3)
+    store.backend.request_standby_checkpoint(write_lease.own_name(), 6, 3)
     until(lambda: standby.asked is not None)
     assert standby.asked is not None
     assert standby.asked.checkpoint_id == 6
 
 
-def test_what_is_not_wanted_any_more_is_not_taken(store: RowLogStore, standby: Following) -> None:
+def test_what_is_not_wanted_any_more_is_not_taken(store: RowLogStore, standby: StandbyRegistration) -> None:
     one = asked(store, standby)
     put(standby, one, 0)
-    store.cancel_standby_request()
+    store.backend.cancel_standby_request()
     with pytest.raises(LogError, match="does not want it any more"):
         put(standby, one, 1)
     with pytest.raises(LogError, match="does not want it any more"):
         offer(standby, one)
-    assert store.take_offer() is None
+    assert store.take_standby_offer() is None
 
 
-def test_a_chunk_is_put_once(store: RowLogStore, standby: Following) -> None:
+def test_a_chunk_is_put_once(store: RowLogStore, standby: StandbyRegistration) -> None:
     one = asked(store, standby)
     put(standby, one, 0)
     with pytest.raises(LogError):
         put(standby, one, 0)
 
 
-def test_whoever_takes_the_log_takes_nothing_of_it(url: str, store: RowLogStore, standby: Following) -> None:
+def test_whoever_takes_the_log_takes_nothing_of_it(url: str, store: RowLogStore, standby: StandbyRegistration) -> None:
     one = asked(store, standby)
     put(standby, one, 0, 1, 2)
     offer(standby, one)
@@ -134,14 +134,14 @@ def test_whoever_takes_the_log_takes_nothing_of_it(url: str, store: RowLogStore,
     try:
         with pytest.raises(LogError, match="does not want it any more"):
             put(standby, one, 2)
-        assert other.take_offer() is None
+        assert other.take_standby_offer() is None
         with other.backend.view() as view:
             assert not list(view.sizes("chunks"))
     finally:
         other.close()
 
 
-def test_a_header_whose_chunks_are_not_there_is_no_checkpoint(store: RowLogStore, standby: Following) -> None:
+def test_a_header_whose_chunks_are_not_there_is_no_checkpoint(store: RowLogStore, standby: StandbyRegistration) -> None:
     one = asked(store, standby)
     put(standby, one, 0, 2)
     with pytest.raises(InvariantError, match="chunk 1 of checkpoint 5 is missing"):

@@ -107,7 +107,7 @@ def unnamed_log(folder: Path, size_bytes: int = 300) -> int:
         if sequence_id > 3 and transaction_id & 2:
             break
         sequence_id += 1
-    store.backend.abandon()  # without what a clean stop writes
+    store.backend.close_uncleanly()  # without what a clean stop writes
     set_transaction_id(folder, transaction_id & 1, transaction_id - 2)
     return int(transaction_id)
 
@@ -127,7 +127,7 @@ def test_the_transaction_counts_whose_meta_page_names_another(tmp_path: Path) ->
     (finding, *_) = verify_log(tmp_path, NAME).findings()
     assert (finding.severity, f"transaction {transaction_id} is whole" in finding.message) == (Severity.NOTE, True)
     store = open_log(tmp_path, NAME, map_size_bytes=1 << 24)
-    assert f"transaction {transaction_id} is whole" in store.rebuilt[0]
+    assert f"transaction {transaction_id} is whole" in store.repairs[0]
     assert store.summary().epoch == store.summary().last_sequence_id
     put_record(store, store.summary().last_sequence_id + 1)
     put_checkpoint(store, 1, 1)

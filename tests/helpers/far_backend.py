@@ -60,7 +60,7 @@ class FarBackend(MemoryBackend):
         require(not self.begun, "an append between those that were begun")
         super().append(append)
 
-    def begin(self, append: Append) -> bool:
+    def begin_append(self, append: Append) -> bool:
         self._require_known()
         with self._lock:
             self.begun.append(append)
@@ -69,7 +69,7 @@ class FarBackend(MemoryBackend):
             raise LogUnavailableError("the connection broke while something was sent")
         return True
 
-    def finish(self, *, wait: bool) -> bool:
+    def finish_oldest(self, *, wait: bool) -> bool:
         self._require_known()
         if not select.select([self._here], [], [], None if wait else 0)[0]:
             return False
@@ -82,7 +82,7 @@ class FarBackend(MemoryBackend):
             self._answered_count -= 1
         return True
 
-    def waits_for(self) -> tuple[int, int]:
+    def poll_target(self) -> tuple[int, int]:
         return self._here.fileno(), select.POLLIN
 
     def resolve(self) -> int:

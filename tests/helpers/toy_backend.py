@@ -40,7 +40,7 @@ def encode(entry: Entry) -> bytes:
 class ToyBackend(Backend):
     def __init__(self, path: Path, instance_name: str | None, *, writes: bool) -> None:
         self.where = f"toy:{path}"
-        self.mended: list[str] = []
+        self.repairs: list[str] = []
         self.fence = self._term = self._end = 0
         self._tables = MemoryTables()
         try:

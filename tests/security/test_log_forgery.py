@@ -310,7 +310,7 @@ def test_a_forger_cannot_cut_the_end_off_unseen(log: Path, tmp_path: Path) -> No
     mark.write_bytes(forged)
     assert any("high-water-mark is not authentic" in problem for problem in findings(crashed))
     store = opened(crashed)
-    assert any("high-water-mark is not authentic" in line for line in store.rebuilt)
+    assert any("high-water-mark is not authentic" in line for line in store.repairs)
     store.close()
 
 

@@ -113,7 +113,7 @@ class MemoryBackend(Backend):
     def __init__(self, durable: MemoryTables, where: str, instance_name: str | None, *, writes: bool = True) -> None:
         self.where = where
         self.durable = durable
-        self.mended: list[str] = []
+        self.repairs: list[str] = []
         self.free_bytes = 1 << 40
         self.fails_next: LogError | None = None
         self.identity = read_identity(durable, where, instance_name)

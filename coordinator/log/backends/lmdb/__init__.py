@@ -13,7 +13,7 @@ import lmdb
 
 from immortal.coordinator.core.errors import LogError, LogFormatError
 from immortal.coordinator.fault_points import FaultPoint, reach
-from immortal.coordinator.log.backend import Finding, Held, Mac, Options, Place, Row, Severity, View
+from immortal.coordinator.log.backend import Finding, HeldLog, Mac, Options, Place, Row, Severity, View
 from immortal.coordinator.log.backends.lmdb.environment import (
     failure_of,
     new_environment,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from immortal.coordinator.log.backends.lmdb.reader import LmdbReader
 
 
-class LockedFolder(Held):
+class LockedFolder(HeldLog):
     """Log kept from writers by holding its folder's lock."""
 
     def __init__(self, folder: Path) -> None:

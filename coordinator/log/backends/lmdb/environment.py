@@ -42,11 +42,11 @@ DATABASES_MAX = 32  # more than this version has, so that a later version's can 
 
 
 def open_environment(
-    folder: Path, *, readonly: bool, map_size_bytes: int, mended: list[str] | None = None
+    folder: Path, *, readonly: bool, map_size_bytes: int, repairs: list[str] | None = None
 ) -> lmdb.Environment:
     """Open the LMDB environment in ``folder``; a file that is there is checked before it is mapped.
 
-    ``mended`` gets, in words, what a writer has put right in it.
+    ``repairs`` gets, in words, what a writer has put right in it.
     Raises LogFormatError (no LMDB file, or a truncated one), DamagedLogError (LMDB's own pages), LogLockedError (open
     already in this process), LogUnavailableError (the next time it may be otherwise), LogError.
     """
@@ -57,8 +57,8 @@ def open_environment(
             unnamed = _check_pages(path, readonly=readonly)
             if unnamed is not None and not readonly:
                 _name_last_transaction(path, unnamed)
-                if mended is not None:
-                    mended.append(f"{said_of(unnamed)}: it counts, and its meta page says so now")
+                if repairs is not None:
+                    repairs.append(f"{said_of(unnamed)}: it counts, and its meta page says so now")
     elif readonly:
         raise LogFormatError(f"there is no log in {folder}")
     try:

@@ -32,7 +32,7 @@ class JournalReader:
     """Reads the journal entries behind an LMDB transaction. Repeated reads of one journal read only what is new."""
 
     def __init__(self, folder: Path, identity: LogIdentity) -> None:
-        self.mended: list[str] = []  # what was found damaged and put right, in words
+        self.repairs: list[str] = []  # what was found damaged and put right, in words
         self.left_out: list[str] = []  # what was found cut off, in words
         self._path = folder / FILE_NAME
         self._seed = identity.check
@@ -46,13 +46,13 @@ class JournalReader:
         transaction_id: int,
         *,
         nonce: Callable[[], int | None] = lambda: None,
-        may_mend: Callable[[], bool] = lambda: True,
+        may_repair: Callable[[], bool] = lambda: True,
     ) -> JournalRows:
         """The rows behind the LMDB transaction ``transaction_id``. Not to be changed.
 
-        ``nonce``: which one that transaction says that the journal has, None where it says that there is none.
-        ``may_mend``: whether an entry that is not right can't be one that is being written just now; then a flipped bit
-        is put right. Raises DamagedLogError where an entry is damaged, or the file is missing.
+        ``nonce``: the journal's nonce as that transaction gives it, None: there is no journal. ``may_repair``: returns
+        True if an invalid entry can't be one that is being written now; then a flipped bit is repaired. Raises
+        DamagedLogError where an entry is damaged, or the file is missing.
         """
         first_look = transaction_id != self._next.transaction_id
         if first_look:
@@ -79,7 +79,7 @@ class JournalReader:
                     " the log from a copy",
                     -1,
                 )
-            self._read_on(descriptor, may_mend)
+            self._read_on(descriptor, may_repair)
             if first_look:
                 self._check_end(descriptor)
         except OSError as error:
@@ -104,13 +104,13 @@ class JournalReader:
         finally:
             os.close(descriptor)
 
-    def _read_on(self, descriptor: int, may_mend: Callable[[], bool]) -> None:
+    def _read_on(self, descriptor: int, may_repair: Callable[[], bool]) -> None:
         rows: JournalRows = {}
         while True:
             data = os.pread(descriptor, ENTRY_SIZE_BYTES_MAX, self._offset_bytes)
             packed = decode_entry(data, self._seed, self._next)
             if packed is None:
-                packed = self._mended(data, may_mend)
+                packed = self._repaired(data, may_repair)
             if packed is None:
                 break
             rows |= {(table, key): value for table, key, value in ROWS.decode(packed)}
@@ -155,7 +155,7 @@ class JournalReader:
                 -1,
             )
 
-    def _mended(self, data: bytes, may_mend: Callable[[], bool]) -> bytes | None:
+    def _repaired(self, data: bytes, may_repair: Callable[[], bool]) -> bytes | None:
         """The rows of an entry that differs by one bit from one that would come here."""
         if len(data) < HEADER_SIZE_BYTES:
             return None
@@ -163,13 +163,13 @@ class JournalReader:
         expected = CHECKED.pack(MAGIC, size_bytes, self._next.transaction_id, self._next.number, self._next.nonce)
         differences = (int.from_bytes(data[: len(expected)]) ^ int.from_bytes(expected)).bit_count()
         is_meant = (magic, *place[:2]) == (MAGIC, self._next.transaction_id, self._next.number)
-        if not (differences <= 1 or is_meant) or self._next == self._tried or not may_mend():
+        if not (differences <= 1 or is_meant) or self._next == self._tried or not may_repair():
             return None
         self._tried = self._next
         number = self._next.number
         packed = self._with_one_bit_flipped(data, HEADER_SIZE_BYTES + size_bytes) if differences <= 1 else None
         if packed is not None:
-            self.mended.append(f"entry {number} of {self._path} was damaged: one flipped bit was put right")
+            self.repairs.append(f"entry {number} of {self._path} was damaged: one flipped bit was put right")
         elif is_meant:
             self.left_out.append(f"entry {number} of {self._path} is not whole: a commit that was cut off is left out")
         return packed

@@ -91,7 +91,7 @@ class LmdbReader(ReadBackend):
         try:
             with self._journal_lock:
                 return self._journal.rows(
-                    transaction_id, nonce=partial(journal_nonce, tables), may_mend=lambda: not self.is_live()
+                    transaction_id, nonce=partial(journal_nonce, tables), may_repair=lambda: not self.is_live()
                 )
         except DamagedLogError as error:
             return error
@@ -102,7 +102,7 @@ class LmdbReader(ReadBackend):
     def findings(self, mac: Mac | None) -> Iterator[Finding]:
         with self.view():
             pass  # reads the journal
-        for problem in self._journal.mended:
+        for problem in self._journal.repairs:
             yield Finding(Severity.DAMAGE, "journal", f"{problem}; the next start makes that last")
         for problem in self._journal.left_out:
             yield Finding(Severity.NOTE, "journal", problem)

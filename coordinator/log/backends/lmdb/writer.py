@@ -64,7 +64,7 @@ class LmdbBackend(Backend):
     def __init__(self, folder: Path, lock: FolderLock | None, instance_name: str, options: Options) -> None:
         """``lock``: this one's from here on; None: somebody else in this process holds it. Raises as Storage.open."""
         self.where = str(folder)
-        self.mended: list[str] = []
+        self.repairs: list[str] = []
         self._folder = folder
         self._folder_lock = lock
         self._map_size_bytes_max = options.size_bytes_max or MAP_SIZE_BYTES_MAX
@@ -74,7 +74,7 @@ class LmdbBackend(Backend):
         self._mapped_pages = MappedPages(folder / DATA_FILE_NAME)
         self._has_journal: bool | None = None  # None: the first small append makes it
         self.environment = open_environment(
-            folder, readonly=False, map_size_bytes=options.size_bytes or MAP_SIZE_BYTES, mended=self.mended
+            folder, readonly=False, map_size_bytes=options.size_bytes or MAP_SIZE_BYTES, repairs=self.repairs
         )
         try:
             self._begin(instance_name)
@@ -104,7 +104,7 @@ class LmdbBackend(Backend):
                 journal.make_durable()
         except OSError as error:
             raise failure_of(self._folder, error) from error
-        self.mended += journal.mended + journal.left_out
+        self.repairs += journal.repairs + journal.left_out
         self.journaled: tuple[int, JournalRows] = transaction_id, {**rows}
         self._journal = Journal(self._folder, identity)
         if not rows:
@@ -205,7 +205,7 @@ class LmdbBackend(Backend):
 
     def _make_journal(self) -> None:
         """Create the journal. Its file exists as long as the tables refer to it."""
-        self.settle()  # the file may hold entries that count
+        self.flush()  # the file may hold entries that count
         made = self._journal.make()
         if made:
             self._needs_journal = True  # should that commit fail, the next start may find that it did not
@@ -281,7 +281,7 @@ class LmdbBackend(Backend):
 
     # --- closing ------------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         if self.journaled[1]:
             self._write(lambda writing: None)
 
@@ -290,10 +290,10 @@ class LmdbBackend(Backend):
             if self._needs_journal:
                 self._write(Writing.forget_journal)
                 self._needs_journal = False
-            self.settle()
-        self.abandon()
+            self.flush()
+        self.close_uncleanly()
 
-    def abandon(self) -> None:
+    def close_uncleanly(self) -> None:
         with self._write_lock, self._map_lock:
             if self.failure is None:
                 self.failure = LogError(f"the log in {self._folder} is closed")

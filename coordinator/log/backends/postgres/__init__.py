@@ -32,7 +32,7 @@ from immortal.coordinator.log.backends.postgres.writer import PostgresBackend
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
 from immortal.coordinator.objects import StoreError
 
-LOOK_S = 0.1  # between two looks who has the lease, unless it runs out before
+POLL_INTERVAL_S = 0.1  # between two looks who has the lease, unless it runs out before
 
 
 class PostgresReader(ReadBackend):
@@ -157,7 +157,7 @@ class PostgresPlace(Place):
         """Holder of the lease, cached for the poll interval, since followers ask all the time."""
         now_s = time.monotonic()
         if now_s >= self._look_s:
-            self._look_s = now_s + LOOK_S  # before the look: a nudge meanwhile asks for one more
+            self._look_s = now_s + POLL_INTERVAL_S  # before the look: a nudge meanwhile asks for one more
             with self._connections.borrowed() as connection:
                 try:
                     self._holder = leases.holder(connection, self._address.named)

@@ -25,13 +25,13 @@ from immortal.coordinator.log.backends.postgres.write_lease import head_count
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
-TABLE = "durability"
+REQUESTS_TABLE = "durability"
 """Rows of the log that no copy of it has: for how many standbys its commits wait, how its head was when it was taken
 last, and what it has lost."""
 _STANDBYS, _TAKEN, _LOST = b"standbys", b"taken", b"lost"
 
 
-class Guard:
+class DurabilityGuard:
     """Durability checks of one writer.
 
     ``doubt``: why the next append must not be acknowledged, noticed beside appends; "": nothing.
@@ -60,7 +60,7 @@ class Guard:
             durability.check(self._where)
             self._standbys_count = durability.standbys_count
 
-    def take(
+    def check_takeover(
         self, connection: Connection, head: tuple[int, int], last_sequence_id: int, sequence_id_required_min: int
     ) -> None:
         """Check a log in the transaction that takes it: ``last_sequence_id``, ``sequence_id_required_min`` of before.
@@ -90,7 +90,7 @@ class Guard:
             had = f"it was taken over with {noted.head[1]} appends of epoch {noted.head[0]}"
             raise self.lost(f"{had}, and {done[1]} of epoch {done[0]} were acknowledged")
 
-    def look_again(self, connection: Connection) -> None:
+    def recheck(self, connection: Connection) -> None:
         """Check the settings again on the connection that appends. Raises LogUnavailableError."""
         if not self._allow_data_loss:
             with reaching(self._address):
@@ -159,21 +159,21 @@ class _Noted(Struct, frozen=True):
     @classmethod
     def of(cls, connection: Connection, instance: str) -> _Noted:
         rows = connection.execute(
-            "SELECT key, value FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, TABLE]
+            "SELECT key, value FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, REQUESTS_TABLE]
         )
         found = {bytes(key): bytes(value).decode() for key, value in rows}
         return cls(int(found.get(_STANDBYS, "0")), found.get(_TAKEN, "0 0"), found.get(_LOST, ""))
 
 
 def _forget(connection: Connection, instance: str) -> None:
-    connection.execute("DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, TABLE])
+    connection.execute("DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, REQUESTS_TABLE])
 
 
 def _note(connection: Connection, instance: str, key: bytes, value: str) -> None:
     connection.execute(
         "INSERT INTO immortal.rows (instance, table_name, key, value) VALUES (%s, %s, %s, %s)"
         " ON CONFLICT (instance, table_name, key) DO UPDATE SET value = excluded.value",
-        [instance, TABLE, key, value.encode()],
+        [instance, REQUESTS_TABLE, key, value.encode()],
     )
 
 

@@ -20,13 +20,13 @@ from typing import Any
 import psycopg
 
 from immortal.coordinator.core.errors import LogError
-from immortal.coordinator.log.backend import Append, Asked, Following, Watching
+from immortal.coordinator.log.backend import Append, EndpointWatch, StandbyCheckpointRequest, StandbyRegistration
 from immortal.coordinator.log.backends.postgres import write_lease as leases
 from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads
 from immortal.coordinator.log.backends.postgres.connections import Address, Connections, connect, reaching
 from immortal.coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 
-TABLE = "standby_checkpoints"
+REQUESTS_TABLE = "standby_checkpoints"
 _KEY = struct.Struct(">QQQ")
 _HEADER = "checkpoints"
 
@@ -40,34 +40,34 @@ _PUT = (
 )
 
 
-def key_of(asked: Asked, standby: str) -> bytes:
+def key_of(asked: StandbyCheckpointRequest, standby: str) -> bytes:
     return _KEY.pack(asked.fence, asked.checkpoint_id, asked.epoch) + standby.encode()
 
 
 # --- the writer -------------------------------------------------------------------------------------------------------
 
 
-def ask(connection: _Connection, instance: str, asked: Asked, standby: str) -> None:
+def request_checkpoint(connection: _Connection, instance: str, asked: StandbyCheckpointRequest, standby: str) -> None:
     """Request a checkpoint of a standby, in place of earlier requests. A fenced writer requests nothing."""
     with connection.transaction():
         forget(connection, instance)
         connection.execute(
             "INSERT INTO immortal.rows (instance, table_name, key, value) SELECT instance, %s, %s, ''"
             " FROM immortal.heads WHERE instance = %s AND is_there AND epoch = %s",
-            [TABLE, key_of(asked, standby), instance, asked.fence],
+            [REQUESTS_TABLE, key_of(asked, standby), instance, asked.fence],
         )
-        leases.tell(connection, instance)
+        leases.notify(connection, instance)
 
 
 def forget(connection: _Connection, instance: str) -> None:
     """Whatever is asked of anybody."""
-    connection.execute("DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, TABLE])
+    connection.execute("DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s", [instance, REQUESTS_TABLE])
 
 
-def answer(connection: _Connection, instance: str, key: bytes) -> bytes | None:
+def answer_of(connection: _Connection, instance: str, key: bytes) -> bytes | None:
     row = connection.execute(
         "SELECT value FROM immortal.rows WHERE instance = %s AND table_name = %s AND key = %s AND value <> ''",
-        [instance, TABLE, key],
+        [instance, REQUESTS_TABLE, key],
         binary=True,
     ).fetchone()
     return None if row is None else bytes(row[0])
@@ -76,16 +76,16 @@ def answer(connection: _Connection, instance: str, key: bytes) -> bytes | None:
 # --- the standby ------------------------------------------------------------------------------------------------------
 
 
-def asked_of(connection: _Connection, instance: str, standby: str) -> Asked | None:
+def request_to(connection: _Connection, instance: str, standby: str) -> StandbyCheckpointRequest | None:
     """Open request to this standby, if there is one."""
     rows = connection.execute(
         "SELECT key FROM immortal.rows WHERE instance = %s AND table_name = %s AND value = ''",
-        [instance, TABLE],
+        [instance, REQUESTS_TABLE],
         binary=True,
     ).fetchall()
     for (key,) in rows:
         if bytes(key[_KEY.size :]) == standby.encode():
-            return Asked(*_KEY.unpack_from(key))
+            return StandbyCheckpointRequest(*_KEY.unpack_from(key))
     return None
 
 
@@ -97,12 +97,12 @@ class StandbyChunks:
         self._instance, self._standby = instance, standby
         self._uploads = ChunkUploads(checkpoints_to, instance)
 
-    def put(self, connection: _Connection, asked: Asked, index: int, value: bytes) -> None:
+    def put(self, connection: _Connection, asked: StandbyCheckpointRequest, index: int, value: bytes) -> None:
         """Raises LogError where nobody wants it any more."""
         row = (CHUNKS, CHUNK_KEY.pack(asked.checkpoint_id, index), value)
         self._insert(connection, asked, self._uploads.outward(Append(-1, puts=[row]), asked.fence))
 
-    def offer(self, connection: _Connection, asked: Asked, offer: bytes) -> None:
+    def offer(self, connection: _Connection, asked: StandbyCheckpointRequest, offer: bytes) -> None:
         """Raises LogError."""
         # At a header the store has taken all objects, or their chunks come as rows.
         header = (_HEADER, SEQUENCE_KEY.pack(asked.checkpoint_id), b"")
@@ -111,12 +111,12 @@ class StandbyChunks:
             done = connection.execute(
                 "UPDATE immortal.rows SET value = %s"
                 " WHERE instance = %s AND table_name = %s AND key = %s AND value = ''",
-                [offer, self._instance, TABLE, key_of(asked, self._standby)],
+                [offer, self._instance, REQUESTS_TABLE, key_of(asked, self._standby)],
             )
             if not done.rowcount:
                 raise LogError("who asked for it does not want it any more")
 
-    def _insert(self, connection: _Connection, asked: Asked, append: Append) -> None:
+    def _insert(self, connection: _Connection, asked: StandbyCheckpointRequest, append: Append) -> None:
         for span in append.deletes:  # of objects that the store has not taken: their chunks come as rows
             connection.execute(
                 "DELETE FROM immortal.rows WHERE instance = %s AND table_name = %s AND key >= %s AND key < %s",
@@ -125,7 +125,7 @@ class StandbyChunks:
         for table, key, value in append.puts:
             if table == _HEADER:
                 continue
-            values = {"instance": self._instance, "asked_table": TABLE, "asked": key_of(asked, self._standby)}
+            values = {"instance": self._instance, "asked_table": REQUESTS_TABLE, "asked": key_of(asked, self._standby)}
             done = connection.execute(_PUT, {**values, "table": table, "key": bytes(key), "value": bytes(value)})
             if not done.rowcount:
                 raise LogError("who asked for it does not want it any more")
@@ -139,12 +139,12 @@ class StandbyChunks:
 # One thread, on a connection of its own. News are a shortcut: it looks by itself as well, only not as soon.
 
 
-LOOK_S = 1.0  # without news; a standby counts for three of them
-AGAIN_S = 0.5  # until a database that does not answer is tried again
+POLL_INTERVAL_S = 1.0  # without news; a standby counts for three of them
+RETRY_INTERVAL_S = 0.5  # until a database that does not answer is tried again
 
 
 class LeaseListener:
-    """Calls :meth:`look` at the beginning, at all news, each LOOK_S, and when :meth:`wake` is called."""
+    """Calls :meth:`on_news` at the beginning, at all news, each POLL_INTERVAL_S, and when :meth:`wake` is called."""
 
     def __init__(self, address: Address) -> None:
         self._address, self._instance = address, address.named
@@ -156,7 +156,7 @@ class LeaseListener:
     def __del__(self) -> None:
         os.close(self._wake)
 
-    def look(self, connection: _Connection, *, is_news: bool) -> None:
+    def on_news(self, connection: _Connection, *, is_news: bool) -> None:
         raise NotImplementedError
 
     def leave(self, connection: _Connection) -> None:
@@ -176,20 +176,20 @@ class LeaseListener:
             with contextlib.suppress(LogError), reaching(self._address), connect(self._address) as connection:
                 self._listen(connection)
             if not self._is_closed:
-                select.select([self._wake], [], [], AGAIN_S)
+                select.select([self._wake], [], [], RETRY_INTERVAL_S)
 
     def _listen(self, connection: _Connection) -> None:
         connection.execute("SET synchronous_commit = off")  # nothing is lost with it
         connection.execute(f"LISTEN {leases.CHANNEL}")
         is_news = True  # what was told before is not heard
         while not self._is_closed:
-            self.look(connection, is_news=is_news)
+            self.on_news(connection, is_news=is_news)
             is_news = self._wait(connection)
         self.leave(connection)
 
     def _wait(self, connection: _Connection) -> bool:
         """Wait for a notification, at most for the poll interval; True if one came."""
-        due_s = time.monotonic() + LOOK_S
+        due_s = time.monotonic() + POLL_INTERVAL_S
         while (rest_s := due_s - time.monotonic()) > 0:
             if any(news.payload == self._instance for news in list(connection.notifies(timeout=0))):
                 return True
@@ -199,7 +199,7 @@ class LeaseListener:
         return False
 
 
-class PostgresStandby(LeaseListener, Following):
+class PostgresStandby(LeaseListener, StandbyRegistration):
     """Registration of this process as a standby.
 
     ``endpoint``: where peers would reach it. ``nudge``: called by the thread when the lease has changed.
@@ -207,22 +207,22 @@ class PostgresStandby(LeaseListener, Following):
 
     def __init__(self, address: Address, endpoint: str, nudge: Callable[[], None], checkpoints_to: str = "") -> None:
         """``checkpoints_to``: as of a writer, for the checkpoints that it asks for."""
-        self.asked: Asked | None = None
+        self.asked: StandbyCheckpointRequest | None = None
         self._endpoint, self._nudge, self._checkpoints_to = endpoint, nudge, checkpoints_to
         self._is_ready = False
         self._connections = Connections(address)
         self._chunks: StandbyChunks | None = None
         super().__init__(address)
 
-    def say(self, *, is_ready: bool) -> None:
+    def report_ready(self, *, is_ready: bool) -> None:
         if is_ready != self._is_ready:
             self._is_ready = is_ready
             self.wake()
 
-    def look(self, connection: _Connection, *, is_news: bool) -> None:
+    def on_news(self, connection: _Connection, *, is_news: bool) -> None:
         if is_news:
             self._nudge()
-        asked = asked_of(connection, self._instance, leases.own_name())
+        asked = request_to(connection, self._instance, leases.own_name())
         if asked != self.asked:
             self.asked = asked
             self._nudge()
@@ -233,12 +233,12 @@ class PostgresStandby(LeaseListener, Following):
             [self._instance, leases.own_name(), socket.gethostname(), self._endpoint, self._is_ready],
         )
 
-    def put_chunk(self, asked: Asked, index: int, value: bytes) -> None:
+    def put_chunk(self, asked: StandbyCheckpointRequest, index: int, value: bytes) -> None:
         """Store a sealed chunk. Raises LogError where the request was cancelled."""
         with self._connections.borrowed() as connection:
             self._own_chunks().put(connection, asked, index, value)
 
-    def offer(self, asked: Asked, offer: bytes) -> None:
+    def offer(self, asked: StandbyCheckpointRequest, offer: bytes) -> None:
         """Tell the writer that all chunks are stored. Raises LogError."""
         with self._connections.borrowed() as connection:
             self._own_chunks().offer(connection, asked, offer)
@@ -260,14 +260,14 @@ class PostgresStandby(LeaseListener, Following):
         )
 
 
-class PostgresWatching(LeaseListener, Watching):
+class PostgresWatching(LeaseListener, EndpointWatch):
     """``endpoint``: where peers reached the one who had the log when there was one last."""
 
     def __init__(self, address: Address) -> None:
         self.endpoint: str | None = None
         super().__init__(address)
 
-    def look(self, connection: _Connection, *, is_news: bool) -> None:
+    def on_news(self, connection: _Connection, *, is_news: bool) -> None:
         row = connection.execute(
             "SELECT endpoint FROM immortal.leases WHERE instance = %s", [self._instance]
         ).fetchone()

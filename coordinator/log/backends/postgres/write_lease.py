@@ -30,7 +30,7 @@ from immortal.protocol.files import ProcessFile, is_living, own_fields
 CHANNEL = "immortal"
 RENEWALS = 2.5  # in the time of a lease: one may fail. Seldom is good: less is left of it when its holder dies
 HANDOVER_TIMEOUT_S = 2.0  # a log that was left to one standby is not for others
-LEFT = "left"  # in place of a process: the holder is who may take it
+RELEASED = "left"  # in place of a process: the holder is who may take it
 STANDBY_TIMEOUT_S = 3.0  # a standby that says nothing counts for so long
 _OURS: set[str] = set()  # the nonces of this process's leases that are held
 
@@ -62,7 +62,7 @@ def _space() -> str:
         return secrets.token_hex(8)  # nobody's: the lease has to run out
 
 
-def is_gone(text: str) -> bool:
+def is_process_gone(text: str) -> bool:
     """True if the process named by a lease is known to have ended."""
     try:
         process = decoding.decode_json(text, type=Process)
@@ -90,7 +90,7 @@ def holder(connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lo
         " FROM immortal.leases WHERE instance = %s AND until > clock_timestamp()" + (" FOR UPDATE" if lock else ""),
         [instance],
     ).fetchone()
-    if row is None or (row[1] == own_name() if row[0] == LEFT else is_gone(row[0])):
+    if row is None or (row[1] == own_name() if row[0] == RELEASED else is_process_gone(row[0])):
         return None
     return Holder(*row[1:])
 
@@ -105,7 +105,7 @@ def standbys(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> 
     return [Standby(*row) for row in rows]
 
 
-def tell(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> None:
+def notify(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> None:
     """Notify listeners of a changed lease, once the transaction is committed."""
     connection.execute("SELECT pg_notify(%s, %s)", [CHANNEL, instance])
 
@@ -130,7 +130,7 @@ def head_count(
 
 
 class Lease:
-    """Held from :meth:`take` on. A thread renews it, on a connection of its own: appends may wait for a standby.
+    """HeldLog from :meth:`take` on. A thread renews it, on a connection of its own: appends may wait for a standby.
 
     ``lost_to``: the epoch of who has taken the log since, and who that is. ``standbys``: as of the last renewal.
     """
@@ -161,14 +161,14 @@ class Lease:
             " endpoint = excluded.endpoint, until = excluded.until",
             [self._address.named, self._text, own_name(), self._endpoint, self._length_s],
         )
-        tell(connection, self._address.named)
+        notify(connection, self._address.named)
 
     def begin(self) -> None:
         """The transaction is done: renew it from here on."""
         _OURS.add(self._process.nonce)
         self._thread.start()
 
-    def give_up(self, connection: psycopg.Connection[tuple[Any, ...]], successor: str) -> None:
+    def release(self, connection: psycopg.Connection[tuple[Any, ...]], successor: str) -> None:
         """Release the lease before it runs out. For HANDOVER_TIMEOUT_S only ``successor`` may take it, unless it is "".
 
         A renewal that is on its way finds that the lease is another one's. Raises as the connection does.
@@ -179,9 +179,9 @@ class Lease:
                 "UPDATE immortal.leases SET process = %s, holder = %s, endpoint = '', until = CASE WHEN %s"
                 " THEN clock_timestamp() + make_interval(secs => %s) ELSE '-infinity' END"
                 " WHERE instance = %s AND process = %s",
-                [LEFT, successor, bool(successor), HANDOVER_TIMEOUT_S, self._address.named, self._text],
+                [RELEASED, successor, bool(successor), HANDOVER_TIMEOUT_S, self._address.named, self._text],
             )
-            tell(connection, self._address.named)
+            notify(connection, self._address.named)
 
     def end(self) -> None:
         """Renew it no more."""

@@ -33,12 +33,12 @@ from immortal.coordinator.core.errors import (
 )
 from immortal.coordinator.core.interfaces import Standby
 from immortal.coordinator.fault_points import armed, reach
-from immortal.coordinator.log.backend import Append, Asked, Backend, Options, Space, Span
-from immortal.coordinator.log.backends.postgres import standby as asking
+from immortal.coordinator.log.backend import Append, Backend, Options, Space, Span, StandbyCheckpointRequest
+from immortal.coordinator.log.backends.postgres import standby as standbys
 from immortal.coordinator.log.backends.postgres import write_lease as leases
 from immortal.coordinator.log.backends.postgres.chunks import CHUNKS, ChunkUploads, Pointer
 from immortal.coordinator.log.backends.postgres.connections import Address, Connections, connect, is_broken, reaching
-from immortal.coordinator.log.backends.postgres.durability import Guard
+from immortal.coordinator.log.backends.postgres.durability import DurabilityGuard
 from immortal.coordinator.log.backends.postgres.statements import CHANGE, Answer, Sender, statements
 from immortal.coordinator.log.backends.postgres.view import RECORDS, PostgresView, viewing
 from immortal.coordinator.log.identity import read_identity
@@ -55,7 +55,7 @@ _CHECKPOINTS = (CHUNKS, "checkpoints")  # tables of which rows may go to a store
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 
-class _Begun(NamedTuple):
+class _InFlight(NamedTuple):
     """An append that the server has not answered."""
 
     append: Append
@@ -76,7 +76,7 @@ class PostgresBackend(Backend):
         Raises LogLockedError, LogLostError, LogFormatError, LogIdentityError, LogUnavailableError, LogError.
         """
         self.where = address.where
-        self.mended: list[str] = []
+        self.repairs: list[str] = []
         self.synced: Callable[[float], None] | None = None
         self._address = address
         self._instance = address.named
@@ -84,14 +84,14 @@ class PostgresBackend(Backend):
         self._readers = Connections(address)
         self._measured: tuple[float, int] | None = None
         self._appends_count = 0  # answered as done in this epoch
-        self._begun: deque[_Begun] = deque()
-        self._is_unknown = False  # how many of those were done
-        self._settling: tuple[int, int] | None = None  # the epoch that resolving begins, and how many it found done
+        self._in_flight: deque[_InFlight] = deque()
+        self._outcome_unknown = False  # how many of those were done
+        self._takeover: tuple[int, int] | None = None  # the epoch that resolving begins, and how many it found done
         self._is_warned = False  # since none was under way
-        self._is_given_up = self._is_ended = False
+        self._is_released = self._is_ended = False
         self._asked_key = b""  # of what a standby was asked for last; b"": nothing is asked
-        self._guard = Guard(address, allow_data_loss=options.allow_data_loss)
-        self._lease = leases.Lease(address, options.lease_s, options.endpoint, self._look_beside)
+        self._guard = DurabilityGuard(address, allow_data_loss=options.allow_data_loss)
+        self._lease = leases.Lease(address, options.lease_s, options.endpoint, self._check_in_background)
         self._chunks = ChunkUploads(options.checkpoints_to, address.named)
         self._has_objects = bool(options.checkpoints_to)
         self._connection = self._connected()
@@ -101,7 +101,7 @@ class PostgresBackend(Backend):
                 self._sender = self._made_sender()
                 with viewing(self._readers, self._instance) as view:
                     self.identity = read_identity(view, self.where, instance_name)
-                self.fence = self._take(sequence_id_required_min)
+                self.fence = self._take_over(sequence_id_required_min)
                 with viewing(self._readers, self._instance) as view:
                     named = {pointer.name for pointer in view.pointers()}
                 self._has_objects = self._has_objects or bool(named)
@@ -132,14 +132,14 @@ class PostgresBackend(Backend):
         """A wait for standbys that somebody has cut off is answered as done, with a warning."""
         self._is_warned = self._is_warned or notice.severity_nonlocalized == "WARNING"
 
-    def _take(self, sequence_id_required_min: int) -> int:
+    def _take_over(self, sequence_id_required_min: int) -> int:
         """The log, from whoever had it: whose lease counts no more. Its epoch. Raises LogLostError."""
         connection = self._connection
         with self._guard.record_data_loss(connection), connection.transaction():
             if (held := leases.holder(connection, self._instance, lock=True)) is not None:
                 raise LogLockedError(f"the log {self.where} is in use by {held.name}")
             self._lease.take(connection)
-            asking.forget(connection, self._instance)
+            standbys.forget(connection, self._instance)
             head = leases.head_count(connection, self._instance, lock=True)
             row = connection.execute(
                 "UPDATE immortal.heads SET epoch = epoch + 1, appends_count = 0, holder = %s"
@@ -148,10 +148,10 @@ class PostgresBackend(Backend):
             ).fetchone()
             require(row is not None, f"a log without a head: {self.where}")
             assert row is not None
-            self._guard.take(connection, head, row[1], sequence_id_required_min)
+            self._guard.check_takeover(connection, head, row[1], sequence_id_required_min)
         return int(row[0])
 
-    def _look_beside(self, connection: Connection) -> None:
+    def _check_in_background(self, connection: Connection) -> None:
         """Check the log from the lease's thread at each renewal: there may be no append for a long time."""
         done: tuple[int, int] | None = None
         if self._lock.acquire(blocking=False):
@@ -175,7 +175,7 @@ class PostgresBackend(Backend):
         return self._lease.standbys
 
     @property
-    def lost(self) -> FencedError | None:
+    def fenced_by(self) -> FencedError | None:
         lost_to = self._lease.lost_to
         if lost_to is None or lost_to[0] < self.fence:  # of an older copy of the log: the next append finds out
             return None
@@ -184,7 +184,7 @@ class PostgresBackend(Backend):
     def require_write_lease(self) -> None:
         with self._readers.borrowed() as connection:
             epoch, holder = leases.head(connection, self._instance)
-        settling = self._settling
+        settling = self._takeover
         if epoch != self.fence and (settling is None or epoch != settling[0]):
             raise fenced(self.where, epoch, holder)
 
@@ -193,19 +193,19 @@ class PostgresBackend(Backend):
     def append(self, append: Append) -> None:
         with self._lock:
             self._require_known()
-            require(not self._begun, f"{len(self._begun)} appends are under way, and one is to be waited for")
+            require(not self._in_flight, f"{len(self._in_flight)} appends are under way, and one is to be waited for")
             gone = self._objects_of(append.deletes)
             append = self._chunks.outward(append, self.fence)
             parts = list(statements(append))
             if len(parts) == 1 and not armed:
                 self._send(append, parts[0])
-                while not self._finish():
+                while not self._take_answer():
                     self._sender.wait()
             else:
                 self._send_parts(append, parts)
             self._chunks.remove(gone)
 
-    def begin(self, append: Append) -> bool:
+    def begin_append(self, append: Append) -> bool:
         with self._lock:
             self._require_known()
             if any(row[0] in _CHECKPOINTS for row in (*append.puts, *append.deletes)):
@@ -216,24 +216,24 @@ class PostgresBackend(Backend):
             self._send(append, first)
             return True
 
-    def finish(self, *, wait: bool) -> bool:
+    def finish_oldest(self, *, wait: bool) -> bool:
         with self._lock:
             self._require_known()
-            while not self._finish():
+            while not self._take_answer():
                 if not wait:
                     return False
                 self._sender.wait()
             return True
 
-    def waits_for(self) -> tuple[int, int]:
+    def poll_target(self) -> tuple[int, int]:
         return self._connection.fileno(), self._sender.events
 
     def _require_known(self) -> None:
         self.raise_failure()
-        if self._guard.doubt and not self._is_unknown:
-            self._is_unknown = True  # also what was sent before
+        if self._guard.doubt and not self._outcome_unknown:
+            self._outcome_unknown = True  # also what was sent before
             raise LogUnavailableError(self._guard.doubt)
-        if self._is_unknown:
+        if self._outcome_unknown:
             raise LogUnavailableError(f"what became of the last append to {self.where} is not known yet")
 
     def _objects_of(self, spans: Sequence[Span]) -> list[Pointer]:
@@ -255,18 +255,18 @@ class PostgresBackend(Backend):
         for span in append.deletes:
             if span.table == RECORDS and span.end is None:  # by hand: the log ends before it
                 last = min(last, int.from_bytes(span.first.ljust(8, b"\0"), "big") - 1)
-        if not self._begun:
+        if not self._in_flight:
             self._is_warned = False
-        self._begun.append(_Begun(append, time.perf_counter()))
-        number = self._appends_count + len(self._begun)
+        self._in_flight.append(_InFlight(append, time.perf_counter()))
+        number = self._appends_count + len(self._in_flight)
         return [self._instance, append.fence, number, append.expected_last_sequence_id, last]
 
-    def _finish(self) -> bool:
+    def _take_answer(self) -> bool:
         """Process the answer to the oldest append in flight; True if it was there."""
         with self._open():
             answer = self._sender.answer()
         if answer is not None:
-            self._done(answer)
+            self._finish_append(answer)
         return answer is not None
 
     def _send_parts(self, append: Append, parts: list[list[object]]) -> None:
@@ -283,7 +283,7 @@ class PostgresBackend(Backend):
         if self._guard.waits_for_standbys:
             with self._open():
                 self._sender.look()
-        self._done(Answer(*row))
+        self._finish_append(Answer(*row))
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
@@ -292,25 +292,25 @@ class PostgresBackend(Backend):
             with reaching(self._address):
                 yield
         except LogUnavailableError:
-            self._is_unknown = True
+            self._outcome_unknown = True
             raise
         except LogError as error:  # the server has refused one: nothing of it is there, nor of those behind it
             self.failure = error
             raise
 
-    def _done(self, answer: Answer) -> None:
+    def _finish_append(self, answer: Answer) -> None:
         if self._is_warned:
-            self._is_unknown = True
+            self._outcome_unknown = True
             raise LogUnavailableError(f"the database {self.where} has not waited for its standbys")
-        append, begun_s = self._begun[0]
+        append, begun_s = self._in_flight[0]
         self._check(append, answer)
         if self._guard.waits_for_standbys:
             try:
                 self._guard.check_after_commit(self._sender.settings)
             except LogUnavailableError:
-                self._is_unknown = True
+                self._outcome_unknown = True
                 raise
-        self._begun.popleft()
+        self._in_flight.popleft()
         self._appends_count += 1
         if self.synced is not None:
             self.synced(time.perf_counter() - begun_s)
@@ -330,11 +330,11 @@ class PostgresBackend(Backend):
     def resolve(self) -> int:
         with self._lock:
             self.raise_failure()
-            if not self._is_unknown:
+            if not self._outcome_unknown:
                 return 0
             self._reconnect()  # answers may still be on their way to the old one
             self._is_warned = False
-            self._guard.look_again(self._connection)
+            self._guard.recheck(self._connection)
             with (
                 self._guard.record_data_loss(self._connection),
                 reaching(self._address),
@@ -351,23 +351,23 @@ class PostgresBackend(Backend):
                     self.failure = fenced(self.where, epoch, "whoever has removed it")
                     raise self.failure
                 done = self._done_until(epoch, count, holder)
-                self._settling = epoch + 1, done
+                self._takeover = epoch + 1, done
                 self._connection.execute(
                     "UPDATE immortal.heads SET epoch = epoch + 1, appends_count = 0 WHERE instance = %s",
                     [self._instance],
                 )
             if self._is_warned:
                 raise LogUnavailableError(f"the database {self.where} has not waited for its standbys")
-            self._guard.look_again(self._connection)  # that commit, too, has waited for what it was to wait for
-            self.fence, self._appends_count, self._is_unknown, self._settling = epoch + 1, 0, False, None
-            self._begun.clear()
+            self._guard.recheck(self._connection)  # that commit, too, has waited for what it was to wait for
+            self.fence, self._appends_count, self._outcome_unknown, self._takeover = epoch + 1, 0, False, None
+            self._in_flight.clear()
             self._guard.doubt = ""
             return done
 
     def _done_until(self, epoch: int, count: int, holder: str) -> int:
         """Number of appends in flight that the head shows as done. Raises FencedError, LogError."""
-        if self._settling is not None and (epoch, count, holder) == (self._settling[0], 0, leases.own_name()):
-            return self._settling[1]  # it was resolved, and that was not heard, or not waited for
+        if self._takeover is not None and (epoch, count, holder) == (self._takeover[0], 0, leases.own_name()):
+            return self._takeover[1]  # it was resolved, and that was not heard, or not waited for
         try:
             self._guard.require_whole(self._connection, (self.fence, self._appends_count))
         except LogLostError as error:
@@ -377,7 +377,7 @@ class PostgresBackend(Backend):
             self.failure = fenced(self.where, epoch, holder)
             raise self.failure
         done: int = count - self._appends_count
-        if epoch < self.fence or not 0 <= done <= len(self._begun):
+        if epoch < self.fence or not 0 <= done <= len(self._in_flight):
             acknowledged = f"{self._appends_count} were acknowledged in epoch {self.fence}"
             self.failure = self._guard.lost(f"it has {count} appends of epoch {epoch}, and {acknowledged}")
             raise self.failure
@@ -386,22 +386,22 @@ class PostgresBackend(Backend):
     # --- checkpoints of standbys --------------------------------------------------------------------------------------
 
     def request_standby_checkpoint(self, name: str, checkpoint_id: int, epoch: int) -> None:
-        asked = Asked(self.fence, checkpoint_id, epoch)
-        self._asked_key = asking.key_of(asked, name)
+        asked = StandbyCheckpointRequest(self.fence, checkpoint_id, epoch)
+        self._asked_key = standbys.key_of(asked, name)
         with self._readers.borrowed() as connection:
-            asking.ask(connection, self._instance, asked, name)
+            standbys.request_checkpoint(connection, self._instance, asked, name)
 
     def cancel_standby_request(self) -> None:
-        if self._asked_key and self.lost is None:
+        if self._asked_key and self.fenced_by is None:
             self._asked_key = b""
             with self._readers.borrowed() as connection:
-                asking.forget(connection, self._instance)
+                standbys.forget(connection, self._instance)
 
-    def take_offer(self) -> bytes | None:
+    def take_standby_offer(self) -> bytes | None:
         if not self._asked_key:
             return None
         with self._readers.borrowed() as connection:
-            offer = asking.answer(connection, self._instance, self._asked_key)
+            offer = standbys.answer_of(connection, self._instance, self._asked_key)
         if offer is not None:
             self._asked_key = b""
         return offer
@@ -416,32 +416,32 @@ class PostgresBackend(Backend):
         return Space(self._measured[1], UNKNOWN_FREE_BYTES)
 
     def close(self) -> None:
-        self._end(give_up=True)
+        self._end(release_lease=True)
 
-    def abandon(self) -> None:
-        self._end(give_up=False)
+    def close_uncleanly(self) -> None:
+        self._end(release_lease=False)
 
-    def _end(self, *, give_up: bool) -> None:
+    def _end(self, *, release_lease: bool) -> None:
         if self._is_ended:
             return
         self._is_ended = True
-        if give_up:
-            self.give_up()
+        if release_lease:
+            self.release_lease()
         self.failure = self.failure or LogError(f"the log {self.where} is closed")
         self._lease.end()
         self._chunks.close()
         self._connection.close()
         self._readers.close()
 
-    def give_up(self) -> None:
+    def release_lease(self) -> None:
         """Release the lease. If that fails it runs out by itself."""
-        if self._is_given_up or isinstance(self.failure, FencedError):
+        if self._is_released or isinstance(self.failure, FencedError):
             return
-        self._is_given_up = True
+        self._is_released = True
         with contextlib.suppress(LogError), self._lock, reaching(self._address):
-            if is_broken(self._connection) or self._begun:
+            if is_broken(self._connection) or self._in_flight:
                 self._reconnect()
-            self._lease.give_up(self._connection, self.successor)
+            self._lease.release(self._connection, self.successor)
 
 
 def fenced(where: str, epoch: int, holder: str) -> FencedError:
