@@ -213,7 +213,7 @@ def _show_one(registry: Registry, name: str, there: Archive, as_json: bool) -> N
 
 def _at_risk(registry: Registry, name: str, last: ArchivedMoment) -> dict[str, Any] | None:
     """None where the log is not here."""
-    from immortal.coordinator.archive.archiver import at_risk
+    from immortal.coordinator.archive.archiver import unarchived
     from immortal.coordinator.instances import own_logs
     from immortal.coordinator.log import log_exists
 
@@ -223,7 +223,7 @@ def _at_risk(registry: Registry, name: str, last: ArchivedMoment) -> dict[str, A
     if not log_exists(settings.log):
         return None
     with own_logs.open_reader(settings, check=False) as reader:
-        found = at_risk(reader, last.last_sequence_id, time.time_ns())
+        found = unarchived(reader, last.last_sequence_id, time.time_ns())
     return {"records": found.records_count, "seconds": found.seconds}
 
 

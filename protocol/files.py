@@ -35,7 +35,7 @@ def opener(path: str, flags: int) -> int:
     """Open a file that only its owner can read, new or not. For ``open(..., opener=opener)``. Raises OSError."""
     descriptor = os.open(path, flags, FILE_MODE)
     try:
-        tighten(descriptor, FILE_MODE)
+        restrict_mode(descriptor, FILE_MODE)
     except BaseException:
         os.close(descriptor)
         raise
@@ -65,7 +65,7 @@ def openness(folder: Path) -> str | None:
     )
 
 
-def tighten(place: Path | int, mode: int) -> str | None:
+def restrict_mode(place: Path | int, mode: int) -> str | None:
     """Take from an own file or folder what ``mode`` does not have; its mode before, as in "0644", where that was more.
 
     Devices, links, what belongs to another user, and folders that are open to all on purpose (the sticky bit) stay as
@@ -91,7 +91,7 @@ def open_lock(path: Path) -> int:
     """A descriptor of the lock file, which is made where it is missing. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     try:
-        tighten(descriptor, FILE_MODE)
+        restrict_mode(descriptor, FILE_MODE)
     except PermissionError:
         pass  # some file systems have no modes
     except BaseException:
@@ -100,7 +100,7 @@ def open_lock(path: Path) -> int:
     return descriptor
 
 
-def take(descriptor: int, timeout_s: float) -> None:
+def acquire_lock(descriptor: int, timeout_s: float) -> None:
     """Raises BlockingIOError where another process has it for all of that time, OSError."""
     deadline_s = time.monotonic() + timeout_s
     while True:

@@ -52,7 +52,7 @@ def chained_digest(before: bytes, parts: Iterable[Readable]) -> bytes:
     return before
 
 
-def shown(digest: bytes) -> str:
+def digest_prefix(digest: bytes) -> str:
     """Prefix of a digest in hex, long enough for people to tell it from others."""
     return digest.hex()[:SHOWN_DIGITS]
 
@@ -76,8 +76,8 @@ def method_of_identity(identity: bytes) -> int:
     return decode_zigzag_int(identity, CALL_DIGEST_SIZE_BYTES)[0]
 
 
-def call_in_words(identity: bytes, method: str) -> str:
+def describe_call_identity(identity: bytes, method: str) -> str:
     """``method``: what it is called. Raises RemoteProtocolError."""
     _, offset = decode_zigzag_int(identity, CALL_DIGEST_SIZE_BYTES)
     size_bytes, _ = decode_zigzag_int(identity, offset)
-    return f"{method} with {size_bytes} bytes of arguments (digest {shown(identity[:CALL_DIGEST_SIZE_BYTES])})"
+    return f"{method} with {size_bytes} bytes of arguments (digest {digest_prefix(identity[:CALL_DIGEST_SIZE_BYTES])})"

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 class Owner(Protocol):
     """Somebody who has threads or connections."""
 
-    def forked(self) -> None:
+    def forked_in_child(self) -> None:
         """Reset this object in a child after a fork. Takes no lock, sends nothing, closes nothing."""
 
 
@@ -25,7 +25,7 @@ _owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()  # by their IDs
 _parents: list[object] = []  # in a child: closed there by nobody, not even as the last reference to it goes
 
 
-def watch(owner: Owner) -> None:
+def register(owner: Owner) -> None:
     """Tell it of each fork, in the child."""
     _owners[id(owner)] = owner
 
@@ -44,7 +44,7 @@ def _in_child() -> None:
     owners = list(_owners.values())
     _parents.extend(owners)
     for owner in owners:
-        owner.forked()
+        owner.forked_in_child()
 
 
 def at_fork(forked: Callable[[], None]) -> None:

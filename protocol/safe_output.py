@@ -24,7 +24,7 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
-def shown(value: object) -> str:
+def safe_repr(value: object) -> str:
     """Return ``repr(value)``, with integers of too many digits in hex or described."""
     try:
         return repr(value)

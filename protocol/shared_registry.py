@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.files import PUBLIC_FILE_MODE, make_folder, open_beside, open_lock, take
+from immortal.protocol.files import PUBLIC_FILE_MODE, acquire_lock, make_folder, open_beside, open_lock
 from immortal.protocol.process import at_fork, disown_in_child
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ class Copy:
         except OSError as error:
             raise SharedHomeError(f"{self.folder} can't hold a copy of the registry: {error}") from None
         try:
-            take(descriptor, LOCK_TIMEOUT_S)
+            acquire_lock(descriptor, LOCK_TIMEOUT_S)
             yield
         except BlockingIOError:
             raise SharedHomeError(f"another process keeps {self.folder} locked: end it") from None

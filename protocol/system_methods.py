@@ -84,12 +84,12 @@ def decode_handlers_question(data: bytes) -> HandlersQuestion:
         raise RemoteProtocolError(f"a HandlersAsked can't be read: {error}") from None
 
 
-def encode_answer(answer: HandlersAnswer) -> bytes:
+def encode_handlers_answer(answer: HandlersAnswer) -> bytes:
     """A whole Handlers message."""
     return encode_message(MessageType.HANDLERS, msgspec.msgpack.encode(answer))
 
 
-def decode_answer(data: bytes) -> HandlersAnswer:
+def decode_handlers_answer(data: bytes) -> HandlersAnswer:
     """Raises RemoteProtocolError."""
     try:
         return _decode_answer(data)

@@ -11,7 +11,7 @@ import re
 
 from immortal.protocol.errors import LocalProtocolError
 
-SIZE_BYTES = 32 + 1 + 16 + 1 + 2
+TRACE_CONTEXT_SIZE_BYTES = 32 + 1 + 16 + 1 + 2
 _CONTEXT = re.compile(r"(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _HEADER = re.compile(r"(?!ff)([0-9a-f]{2})-(.{52})(-.*)?", re.DOTALL)
 _BEHIND_NAME = "\0"
@@ -32,7 +32,7 @@ def read_traceparent(header: str) -> str:
     return found[2]
 
 
-def ids_of(context: str) -> tuple[str, str]:
+def split_context(context: str) -> tuple[str, str]:
     """Split a context into the trace ID and the ID of the caller's span."""
     trace_id, parent_id, _ = context.split("-")
     return trace_id, parent_id

@@ -100,7 +100,7 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
         return self.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED) or self.cause is Cause.UNUSABLE
 
     @property
-    def is_letter(self) -> bool:
+    def is_dead_letter(self) -> bool:
         """True if the message becomes a dead letter for an operator: no caller learns of the failure, or it was told
         otherwise.
         """
@@ -111,7 +111,7 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
         """A replay passes the message (or step) over."""
         return self.kind not in (VerdictKind.KEPT, VerdictKind.TAKEN_BACK)
 
-    def without_letter(self) -> Verdict:
+    def without_dead_letter(self) -> Verdict:
         """Copy without the parts that only a dead letter needs, for a replay."""
         return msgspec.structs.replace(self, message=b"", trace="")
 
@@ -193,7 +193,7 @@ def encode_verdicts(verdicts: Iterable[Verdict]) -> list[bytes]:
     gathered: list[msgspec.Raw] = []
     size_bytes = 0
     for verdict in verdicts:
-        packed = _encode(verdict.without_letter())
+        packed = _encode(verdict.without_dead_letter())
         if gathered and size_bytes + len(packed) > VERDICTS_SIZE_BYTES_MAX:
             messages.append(encode_message(MessageType.VERDICTS, _encode(gathered)))
             gathered, size_bytes = [], 0

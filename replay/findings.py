@@ -11,7 +11,7 @@ from msgspec import Struct
 from immortal.coordinator.core.formatting import CallText
 from immortal.protocol import decoding
 from immortal.protocol.messages import IncomingRpc, RpcKind, RpcType, decode_incoming_rpc, decode_message
-from immortal.protocol.safe_output import shown
+from immortal.protocol.safe_output import safe_repr
 from immortal.replay.comparison import Difference, Key, Kind
 
 POSITIONS_MAX = 1_000_000
@@ -139,5 +139,5 @@ def _values(rpc: IncomingRpc) -> list[object] | None:
 def _shown(values: list[object], index: int) -> str | None:
     if index >= len(values):
         return None
-    text = shown(values[index])
+    text = safe_repr(values[index])
     return text if len(text) <= VALUE_CHARACTERS_MAX else f"{text[: VALUE_CHARACTERS_MAX - 3]}..."

@@ -37,7 +37,7 @@ from immortal.protocol.messages import (
     encode_name,
 )
 from immortal.protocol.nesting import is_nested_beyond
-from immortal.protocol.process import after_fork_message, watch
+from immortal.protocol.process import after_fork_message, register
 from immortal.protocol.system_methods import FENCING_METHOD_ID, HANDLES_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
 from immortal.protocol.varint import decode_zigzag_int, encode_zigzag
 
@@ -484,9 +484,9 @@ class ImpulseQueue:
         self._size_limit_bytes = IMPULSES_OUTSTANDING_BYTES_MAX
         self._marks: deque[tuple[int, int]] = deque()  # (count, size in bytes) up to the end of each batch taken
         self._process_id = os.getpid()
-        watch(self)
+        register(self)
 
-    def forked(self) -> None:
+    def forked_in_child(self) -> None:
         """In a child: who sends them to the coordinator is a thread of its parent."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)

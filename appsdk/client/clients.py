@@ -18,7 +18,7 @@ from immortal.appsdk.client.errors import CallRaised, CallTimeout, ClientClosed,
 from immortal.appsdk.client.methods import CANCEL, STATUS, Method
 from immortal.appsdk.client.session import Call, Question
 from immortal.appsdk.client.transport import Transport, timeout_message
-from immortal.protocol.process import after_fork_message, disown_in_child, watch
+from immortal.protocol.process import after_fork_message, disown_in_child, register
 
 C = TypeVar("C", bound=Call)
 K = TypeVar("K")
@@ -33,7 +33,7 @@ class Client:
         self._closing = False
         self._begin()
         self._open()
-        watch(self)
+        register(self)
 
     def _begin(self) -> None:
         """In this process: nothing is known of calls, and there is no connection."""
@@ -52,7 +52,7 @@ class Client:
         self._thread = threading.Thread(target=self._run, name=f"client of {self._finder.name}", daemon=True)
         self._thread.start()
 
-    def forked(self) -> None:
+    def forked_in_child(self) -> None:
         """In a child: it is another client there, with an ID of its own, and knows nothing of its parent's calls."""
         disown_in_child(self._own, self._transport, self._forks, self._thread)
         self._begin()
@@ -259,9 +259,9 @@ class AsyncClient:
         self._timer_due_s = 0.0
         self._soon: asyncio.Handle | None = None
         self._process_soon()
-        watch(self)
+        register(self)
 
-    def forked(self) -> None:
+    def forked_in_child(self) -> None:
         """In a child: its loop is its parent's, so it can't go on there."""
         self._closed = self._is_parents = True
         what, advice = f"the client of {self._connection.instance!r}", "connect anew, in a loop of this one"

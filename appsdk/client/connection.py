@@ -37,7 +37,7 @@ from immortal.protocol.client_frames import (
     logged_calls,
 )
 from immortal.protocol.errors import RemoteProtocolError
-from immortal.protocol.identity import KEY_ADVICE, IdentityConflict, call_in_words
+from immortal.protocol.identity import KEY_ADVICE, IdentityConflict, describe_call_identity
 
 CLIENT_ID_SIZE_BYTES = 12  # random; two clients with one ID would take each other's numbers
 
@@ -131,7 +131,7 @@ class Connection:
         method = call.method
         name = next((name for name, number in self._methods.items() if number == method), f"method {method}")
         message = call.message or (encode_request(0, call.arguments) if call.arguments else b"")
-        return call_in_words(logged_calls(message, 1, "", 1)[1][0], name) if message else f"a call of {name}"
+        return describe_call_identity(logged_calls(message, 1, "", 1)[1][0], name) if message else f"a call of {name}"
 
     def query(self, call: Call) -> None:
         """Ask it as soon as it can be, beside the log where the instance takes that."""

@@ -59,7 +59,7 @@ from immortal.protocol.system_methods import (
     HandlersAnswer,
     HandlersQuestion,
     decode_handlers_question,
-    encode_answer,
+    encode_handlers_answer,
 )
 from immortal.protocol.verdicts import (
     Handling,
@@ -291,7 +291,7 @@ class Dispatcher:
             value = describe_one(self.tasks, question.task)
         else:
             value = describe_all(self.tasks, self.describe_hooks())
-        self.outbox.report(encode_answer(HandlersAnswer(question.ticket, value)))
+        self.outbox.report(encode_handlers_answer(HandlersAnswer(question.ticket, value)))
 
     def _answer_query(self, question: QueryQuestion) -> None:
         if self.instance is None or not self._primary:

@@ -151,7 +151,7 @@ class Failures:
 
     def note(self, verdict: Verdict) -> None:
         """A new one: the coordinator hears of it before what follows from it."""
-        self._add(verdict.without_letter())
+        self._add(verdict.without_dead_letter())
         self._context.outbox.report(encode_verdict(verdict))
 
     def _tell(self, verdict: Verdict) -> bool:

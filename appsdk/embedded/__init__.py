@@ -33,7 +33,7 @@ from immortal.coordinator.operator import control
 from immortal.coordinator.peers.security import check_start
 from immortal.coordinator.service.runtime import Coordinator, run_coordinator
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.process import watch
+from immortal.protocol.process import register
 from immortal.protocol.timings import FOLDER_NAME
 
 if TYPE_CHECKING:
@@ -130,9 +130,9 @@ class Embedded:
         self._thread = threading.Thread(target=run, args=(self._run,), name=name, daemon=True)
         self._is_parents = False
         self._thread.start()
-        watch(self)
+        register(self)
 
-    def forked(self) -> None:
+    def forked_in_child(self) -> None:
         """In a child: it runs in its parent, and only there it can be stopped."""
         self._is_parents = True
 

@@ -33,7 +33,7 @@ _WHOLE_STATE_EVERY = 100  # moments: a restore reads at most so many states
 _TRIES_MAX = 5  # to find no more than one segment's records left: then it is as much as there is
 
 
-class _Place(Struct):
+class _NextMoment(Struct):
     """The moment before the next one, and whether the archive begins anew there."""
 
     before: Moment | None
@@ -49,10 +49,10 @@ class UnarchivedRecords(Struct, frozen=True):
     seconds: float
 
 
-def at_risk(reader: LogReader, archived_sequence_id: int, now_ns: int) -> UnarchivedRecords:
+def unarchived(reader: LogReader, archived_sequence_id: int, now_ns: int) -> UnarchivedRecords:
     """Raises LogError."""
     with reader.view() as view:
-        end = end_of(view)
+        end = log_end(view)
         first = max(archived_sequence_id + 1, end.first_sequence_id)
         time_ns = record_time_ns(view, first, reader.identity.committer_id)
     count = max(0, end.last_sequence_id - archived_sequence_id)
@@ -84,7 +84,7 @@ class Archiver:
         self._say = say
         self._now_ns = now_ns
         with reader.view() as view:
-            self._end = end_of(view)
+            self._end = log_end(view)
             self._place = _place(archive, reader, view, self._end, anew, say)
         self._segments: list[Segment] = []  # that no manifest names yet
         self._checkpoints = {} if self._place.before is None or self._place.begins else {
@@ -98,10 +98,10 @@ class Archiver:
         """The newest moment of the archive."""
         return self._place.before
 
-    def at_risk(self) -> UnarchivedRecords:
+    def unarchived(self) -> UnarchivedRecords:
         """Raises LogError."""
         before = None if self._place.begins else self._place.before
-        return at_risk(self._reader, -1 if before is None else before.last_sequence_id, self._now_ns())
+        return unarchived(self._reader, -1 if before is None else before.last_sequence_id, self._now_ns())
 
     def ship_full_segments(self) -> bool:
         """Send records while they fill a segment; whether any was sent. Raises StoreError, LogError."""
@@ -133,7 +133,7 @@ class Archiver:
                 records = records_from(view, self._reader, self._place.next_sequence_id, limit)
                 if limit is not None and records.size_bytes >= limit:
                     continue
-                end = end_of(view)
+                end = log_end(view)
                 self._check_same(end)
                 changed, state = state_rows(view, self._state if self._deltas_left else {})
                 last_digest = record_digest(view, end.last_sequence_id)
@@ -187,14 +187,14 @@ class Archiver:
         its_digest = self._archive.put_moment(moment)
         if its_digest is None:
             raise ConflictError(f"another archiver has written moment {number} of {moment.instance!r}")
-        self._place = _Place(moment, its_digest, False, self._place.next_sequence_id)
+        self._place = _NextMoment(moment, its_digest, False, self._place.next_sequence_id)
         self._segments = []
         self._state = state
         self._deltas_left = _WHOLE_STATE_EVERY if is_whole else self._deltas_left - 1
         self._checkpoints = {one.checkpoint_id: one for one in checkpoints}
         return moment
 
-    def _check_same(self, end: End) -> None:
+    def _check_same(self, end: LogEnd) -> None:
         """A coordinator started since, or the log has another key: whoever asks again looks at the whole again."""
         if (end.epoch, end.nonce) != (self._end.epoch, self._end.nonce):
             raise ConflictError("the instance was started anew")
@@ -252,10 +252,12 @@ class Archiver:
         return parts
 
 
-def _place(archive: Archive, reader: LogReader, view: View, end: End, anew: bool, say: Callable[[str], None]) -> _Place:
+def _place(
+    archive: Archive, reader: LogReader, view: View, end: LogEnd, anew: bool, say: Callable[[str], None]
+) -> _NextMoment:
     found = archive.last()
     if found is None:
-        return _Place(None, "", True, end.first_sequence_id)
+        return _NextMoment(None, "", True, end.first_sequence_id)
     before, its_digest = found
     where, identity = archive.objects.where, reader.identity
     if (before.instance, before.committer_id, before.created_ns) != (
@@ -267,7 +269,7 @@ def _place(archive: Archive, reader: LogReader, view: View, end: End, anew: bool
         )
     if before.encrypted and archive.cipher is None:
         raise ArchiveError(f"the archive {where} is encrypted: give the key file (--key-file), public keys are enough")
-    begins = _Place(before, its_digest, True, end.first_sequence_id)
+    begins = _NextMoment(before, its_digest, True, end.first_sequence_id)
     problem = _problem(before, view, end)
     if problem is not None:
         if not anew:
@@ -287,10 +289,10 @@ def _place(archive: Archive, reader: LogReader, view: View, end: End, anew: bool
             " before they were archived: no moment among them can be brought back"
         )
         return begins
-    return _Place(before, its_digest, False, before.last_sequence_id + 1)
+    return _NextMoment(before, its_digest, False, before.last_sequence_id + 1)
 
 
-def _problem(before: Moment, view: View, end: End) -> str | None:
+def _problem(before: Moment, view: View, end: LogEnd) -> str | None:
     """Why a log is not the one that an archive has the beginning of."""
     if end.epoch < before.epoch:
         return f"it is in epoch {end.epoch}, the archive has epoch {before.epoch}: a stale copy, or restored to earlier"
@@ -323,7 +325,7 @@ class Records(Struct, frozen=True):
     rows: list[PackedRow]
 
 
-class End(Struct, frozen=True):
+class LogEnd(Struct, frozen=True):
     """The first and last record of a log, and its epoch."""
 
     first_sequence_id: int
@@ -332,11 +334,11 @@ class End(Struct, frozen=True):
     nonce: str
 
 
-def end_of(view: View) -> End:
+def log_end(view: View) -> LogEnd:
     """Raises DamagedLogError."""
     marker = read_marker(view)
     epoch = meta_value(view, META_EPOCH, log_format.INT) or 0
-    return End(*first_and_last_sequence_id(view), epoch, "" if marker is None else marker.nonce.hex())
+    return LogEnd(*first_and_last_sequence_id(view), epoch, "" if marker is None else marker.nonce.hex())
 
 
 def records_from(view: View, reader: LogReader, first_sequence_id: int, size_bytes_max: int | None) -> Records:

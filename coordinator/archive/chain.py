@@ -10,7 +10,7 @@ from immortal.coordinator.archive.format import ArchiveError, Moment, Part, Segm
 from immortal.coordinator.objects import DamagedObjectError
 
 
-class Needs(Struct, frozen=True):
+class NeededObjects(Struct, frozen=True):
     """The objects that a moment is made of, each kind from the oldest on."""
 
     states: list[Part]  # the first is whole
@@ -23,7 +23,7 @@ class Needs(Struct, frozen=True):
         return [*self.states, *(segment.part for segment in self.segments), *self.checkpoint_parts]
 
 
-def needed_objects(moments: Sequence[Moment], index: int) -> Needs:
+def needed_objects(moments: Sequence[Moment], index: int) -> NeededObjects:
     """Find the objects of ``moments[index]``. ``moments`` are consecutive. Raises DamagedObjectError for a gap."""
     moment = moments[index]
     states: list[Part] = []
@@ -49,7 +49,7 @@ def needed_objects(moments: Sequence[Moment], index: int) -> Needs:
         raise DamagedObjectError(f"the archive has no records {first} to {wanted}, which moment {moment.number} needs")
     if not has_state:
         raise DamagedObjectError(f"the archive has no whole state at or before moment {moment.number}")
-    return Needs(states[::-1], segments[::-1], moment.checkpoint_parts, oldest)
+    return NeededObjects(states[::-1], segments[::-1], moment.checkpoint_parts, oldest)
 
 
 def encrypted_parts(moments: Sequence[Moment]) -> dict[str, bool]:

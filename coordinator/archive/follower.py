@@ -107,7 +107,7 @@ class Follower:
                     self._well(archiver, moment)
                     self._prune_if_sound()
             except StoreError as error:  # what was sent before counts: the same archiver goes on
-                if is_over or self._has_to_wait(error, archiver.at_risk().seconds):
+                if is_over or self._has_to_wait(error, archiver.unarchived().seconds):
                     return True
                 continue
             if is_over:
@@ -121,7 +121,7 @@ class Follower:
         last = archiver.last
         if last is not None and (is_mended or (moment and time.monotonic() - self._said_at_s >= REPORT_INTERVAL_S)):
             self._said_at_s = time.monotonic()
-            self._say(f"archived up to record {last.last_sequence_id}; {archiver.at_risk().seconds:.0f} s at risk")
+            self._say(f"archived up to record {last.last_sequence_id}; {archiver.unarchived().seconds:.0f} s at risk")
 
     def _has_to_wait(self, error: StoreError | LogError, risk_s: float | None = None) -> bool:
         """True: it is to end."""

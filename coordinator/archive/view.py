@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import TypeAlias
 
-from immortal.coordinator.archive.chain import Needs
+from immortal.coordinator.archive.chain import NeededObjects
 from immortal.coordinator.archive.format import ArchivedCheckpoint, Moment, PackedRow, Part
 from immortal.coordinator.log.backend import TableSize, View
 from immortal.coordinator.log.format import SEQUENCE_KEY
@@ -23,7 +23,7 @@ _RowsOf: TypeAlias = Callable[[Part], list[PackedRow]]
 class ArchivedView(View):
     """Two segments and one part of a checkpoint are in memory at most, and the other tables once one is asked for."""
 
-    def __init__(self, needs: Needs, rows_of: _RowsOf, moment: Moment) -> None:
+    def __init__(self, needs: NeededObjects, rows_of: _RowsOf, moment: Moment) -> None:
         self._segments = needs.segments
         self._states = needs.states
         self._rows_of = rows_of

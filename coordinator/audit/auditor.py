@@ -25,7 +25,7 @@ class Auditor:
         self._has_started = True
         self._log.write_through("started", **fields)
 
-    def look(
+    def observe(
         self,
         counters: Counters,
         security: Security | None,

@@ -10,7 +10,7 @@ from immortal.protocol import decoding
 from immortal.protocol.errors import ImmortalError
 from immortal.protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
 from immortal.protocol.peer_frames import PeerFrame, RefusedCode
-from immortal.protocol.safe_output import shown
+from immortal.protocol.safe_output import safe_repr
 from immortal.protocol.system_methods import (
     CANCEL_CALL_METHOD_ID,
     EXECUTED_METHOD_ID,
@@ -100,17 +100,17 @@ def _around_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tu
         return "", f"({_clipped(bytes(rpc.arguments).hex(' '), size_max)})"
     match rpc.kind, values:
         case RpcKind.RETURNED_VALUE, [number, value]:
-            return f"the answer {_clipped(shown(value), size_max)} of ", f" to call {number}"
+            return f"the answer {_clipped(safe_repr(value), size_max)} of ", f" to call {number}"
         case RpcKind.RETURNED_NOTHING, [number]:
             return "the answer of ", f" to call {number}"
         case RpcKind.RAISED, [number, error, list(arguments), _]:
-            raised = f"{error}({', '.join(map(shown, arguments))})"
+            raised = f"{error}({', '.join(map(safe_repr, arguments))})"
             return "the answer of ", f" to call {number}: it raised {_clipped(raised, size_max)}"
     waits = ""
     if rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC and len(values) >= 2:
         caller, number, *values = values
         waits = f" as call {number} of {caller or 'itself'}"
-    return "", f"({_clipped(', '.join(map(shown, values)), size_max)}){waits}"
+    return "", f"({_clipped(', '.join(map(safe_repr, values)), size_max)}){waits}"
 
 
 def _clipped(text: str, size_max: int | None) -> str:

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from immortal.coordinator.config import InstanceSettings
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.files import make_folder, open_lock, take
+from immortal.protocol.files import acquire_lock, make_folder, open_lock
 
 FOLDER_NAME = "followers"
 LOCK_FILE_NAME = "lock"
@@ -49,7 +49,7 @@ def claim_place(settings: InstanceSettings) -> FollowerPlace:
             make_folder(place)
             descriptor = open_lock(place / LOCK_FILE_NAME)
             try:
-                take(descriptor, 0)
+                acquire_lock(descriptor, 0)
             except BlockingIOError:
                 os.close(descriptor)
             else:

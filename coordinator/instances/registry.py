@@ -36,7 +36,14 @@ from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.log_url import is_in_folder, log_of_instance, split_url
 from immortal.protocol import shared_registry
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.files import PUBLIC_FILE_MODE, describe_lock_holder, make_folder, open_lock, openness, take
+from immortal.protocol.files import (
+    PUBLIC_FILE_MODE,
+    acquire_lock,
+    describe_lock_holder,
+    make_folder,
+    open_lock,
+    openness,
+)
 from immortal.protocol.safe_output import did_you_mean
 
 HOME_VARIABLE = shared_registry.HOME_VARIABLE
@@ -289,7 +296,7 @@ class Registry:
             raise RegistryError(f"the registry folder {self.home} cannot be used: {error.strerror}") from None
         try:
             try:
-                take(descriptor, LOCK_TIMEOUT_S)
+                acquire_lock(descriptor, LOCK_TIMEOUT_S)
             except BlockingIOError:
                 raise RegistryError(
                     f"the registry folder {self.home} is being changed by {describe_lock_holder(descriptor)}, for more"

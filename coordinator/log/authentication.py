@@ -183,7 +183,7 @@ def check_state(view: View, macs: Macs, instance_name: str) -> dict[str, int]:
         what = f"the table{'s' if len(wrong) > 1 else ''} {', '.join(map(repr, wrong))} {'are' if wrong[1:] else 'is'}"
     raise ForgedLogError(
         f"the log of {instance_name!r} is not authentic: {what} not what was written with its key"
-        f" {macs.marker.key_id}; {way_out(instance_name)}",
+        f" {macs.marker.key_id}; {forged_log_remedy(instance_name)}",
         -1,
     )
 
@@ -196,7 +196,7 @@ def not_authenticated_message(instance_name: str) -> str:
     )
 
 
-def way_out(instance_name: str) -> str:
+def forged_log_remedy(instance_name: str) -> str:
     return (
         f"somebody else wrote it, or a disk damaged it: restore the log from a copy ('immortal log verify"
         f" {instance_name}' says what is wrong; 'immortal log key {instance_name} --accept' takes it as it is)"

@@ -75,7 +75,7 @@ class CheckpointWriter:
 
         ``adopts``: somebody else has written it, and it was read and compared with its CRC since.
         """
-        pending = _written_by_another(view, header) if adopts else self._pending
+        pending = _blob_of_standby(view, header) if adopts else self._pending
         if pending is None or pending.checkpoint_id != header.checkpoint_id:
             pending = PendingBlob(header.checkpoint_id)
         pending.require_complete(header)
@@ -93,7 +93,7 @@ class CheckpointWriter:
         self._pending = None
 
 
-def _written_by_another(view: View, header: CheckpointHeader) -> PendingBlob:
+def _blob_of_standby(view: View, header: CheckpointHeader) -> PendingBlob:
     pending = PendingBlob(header.checkpoint_id, check=header.check)
     for key, size_bytes in view.sizes("chunks", CHUNK_KEY.pack(header.checkpoint_id, 0)):
         checkpoint_id, index = CHUNK_KEY.unpack(key)

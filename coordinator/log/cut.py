@@ -94,7 +94,7 @@ class LogCutter:
             backend.close()
 
     def _removal(self, view: View, backend: Backend, sequence_id: int, checkpoint_ids: list[int]) -> Append:
-        changes = removal(view, sequence_id, checkpoint_ids)
+        changes = rows_removed_by_cut(view, sequence_id, checkpoint_ids)
         marker = read_marker(view)
         if marker is not None:
             macs = Macs(find_key(self._keys or (), marker, self._instance_name), backend.identity, marker)
@@ -186,11 +186,11 @@ def plan_cut(
             raise CutRefusedError(
                 f"{error}: the log cannot be opened at all, cutting records off does not help; restore it from a copy"
             ) from None
-        checkpoint_id, checkpoint_sequence_id = _judge(verification, summary, instance_name, sequence_id, force)
+        checkpoint_id, checkpoint_sequence_id = _assess(verification, summary, instance_name, sequence_id, force)
         return _plan(reader, verification, summary, sequence_id, checkpoint_id, checkpoint_sequence_id)
 
 
-def _judge(
+def _assess(
     verification: LogVerification, summary: LogSummary, name: str, sequence_id: int, force: bool
 ) -> tuple[int, int]:
     """(ID, sequence ID) of the checkpoint from which recovery would start afterwards. Raises CutRefusedError."""
@@ -305,7 +305,7 @@ def cut_spans(sequence_id: int, checkpoint_ids: list[int]) -> list[Span]:
     return spans
 
 
-def removal(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Changes:
+def rows_removed_by_cut(view: View, sequence_id: int, checkpoint_ids: list[int]) -> Changes:
     """Remove :func:`cut_spans`, and the versions that began there. Raises DamagedLogError."""
     changes = Changes(deletes=cut_spans(sequence_id, checkpoint_ids))
     changes.remove("meta", META_SUSPECT)

@@ -23,7 +23,7 @@ from immortal.protocol.varint import Readable
 _IDENTITY = struct.Struct("<QQ")  # committer ID, when the log was made
 
 
-class Tables(Protocol):
+class TableReader(Protocol):
     """The part of a View that this module needs."""
 
     def get(self, table: str, key: bytes) -> Readable | None: ...
@@ -59,13 +59,15 @@ def meta_row(key: bytes, payload: object) -> tuple[str, bytes, bytes]:
     return "meta", key, log_format.seal(b"meta", key, payload)
 
 
-def meta_value(view: Tables, key: bytes, decoder: decoding.Decoder[log_format.Decoded]) -> log_format.Decoded | None:
+def meta_value(
+    view: TableReader, key: bytes, decoder: decoding.Decoder[log_format.Decoded]
+) -> log_format.Decoded | None:
     """A value of the meta table, None when absent. Raises DamagedLogError."""
     value = view.get("meta", key)
     return None if value is None else log_format.unseal(b"meta", key, bytes(value), decoder)
 
 
-def first_and_last_sequence_id(view: Tables) -> tuple[int, int]:
+def first_and_last_sequence_id(view: TableReader) -> tuple[int, int]:
     """The first and last kept record; first is last + 1 when there is none. Raises DamagedLogError."""
     for key, _ in view.scan("records"):
         (first,) = SEQUENCE_KEY.unpack(key)
@@ -75,7 +77,7 @@ def first_and_last_sequence_id(view: Tables) -> tuple[int, int]:
     return last + 1, last
 
 
-def read_identity(view: Tables, where: str, instance_name: str | None) -> LogIdentity:
+def read_identity(view: TableReader, where: str, instance_name: str | None) -> LogIdentity:
     """Read the log's identity. Raises LogFormatError (none, or a newer version), LogIdentityError, DamagedLogError."""
     version = check_format(view, where)
     name = _required(view, where, log_format.META_INSTANCE, log_format.TEXT)
@@ -88,7 +90,7 @@ def read_identity(view: Tables, where: str, instance_name: str | None) -> LogIde
     return LogIdentity(version, name, committer_id, created_ns)
 
 
-def check_format(view: Tables, where: str) -> int:
+def check_format(view: TableReader, where: str) -> int:
     """The format version, one that this program reads. Raises LogFormatError for another one, DamagedLogError."""
     version = _required(view, where, log_format.META_FORMAT, log_format.INT)
     if version in log_format.FORMAT_VERSIONS_READ:
@@ -104,7 +106,7 @@ def check_format(view: Tables, where: str) -> int:
 
 
 def _required(
-    view: Tables, where: str, key: bytes, decoder: decoding.Decoder[log_format.Decoded]
+    view: TableReader, where: str, key: bytes, decoder: decoding.Decoder[log_format.Decoded]
 ) -> log_format.Decoded:
     value = meta_value(view, key, decoder)
     if value is None:

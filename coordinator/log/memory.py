@@ -6,7 +6,7 @@ from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.core.interfaces import AuditEntry
 from immortal.coordinator.log import verdicts
 from immortal.coordinator.log.backends.memory import MemoryBackend, MemoryTables
-from immortal.coordinator.log.cut import cut_checkpoint_ids, removal
+from immortal.coordinator.log.cut import cut_checkpoint_ids, rows_removed_by_cut
 from immortal.coordinator.log.format import CHUNK_KEY, CRC_SIZE_BYTES, FORMAT_VERSION, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity
 from immortal.coordinator.log.store import RowLogStore
@@ -70,7 +70,7 @@ class MemoryLogStore(RowLogStore):
     def cut(self, sequence_id: int) -> None:
         """Remove the records from ``sequence_id`` on and the checkpoints that have seen them, as `immortal recover`."""
         with self.backend.view() as view:
-            self._write_changes(removal(view, sequence_id, cut_checkpoint_ids(view, sequence_id)))
+            self._write_changes(rows_removed_by_cut(view, sequence_id, cut_checkpoint_ids(view, sequence_id)))
             self._last_sequence_id = min(self._last_sequence_id, sequence_id - 1)
 
     def audit(self) -> list[AuditEntry]:

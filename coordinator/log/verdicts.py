@@ -37,8 +37,8 @@ def verdict_rows(verdicts: Iterable[Verdict], now_ns: int) -> list[Row]:
     rows: list[Row] = []
     for verdict in verdicts:
         key = MESSAGE_KEY.pack(*verdict.key)
-        rows.append(("verdicts", key, log_format.seal(b"verdicts", key, verdict.without_letter())))
-        if verdict.is_letter:
+        rows.append(("verdicts", key, log_format.seal(b"verdicts", key, verdict.without_dead_letter())))
+        if verdict.is_dead_letter:
             rows.append(("letters", key, log_format.seal(b"letters", key, (now_ns, verdict))))
     return rows
 

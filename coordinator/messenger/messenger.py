@@ -38,7 +38,7 @@ from immortal.coordinator.messenger.outbox import (
 )
 from immortal.coordinator.messenger.security import Security
 from immortal.coordinator.messenger.sockets import Context, Counters, Shared, WakeupEvent
-from immortal.protocol.process import after_fork_message, watch
+from immortal.protocol.process import after_fork_message, register
 
 Result = TypeVar("Result")
 
@@ -91,9 +91,9 @@ class Messenger:
         self._process_id = os.getpid()
         if security is not None:
             self._secure(security)
-        watch(self)
+        register(self)
 
-    def forked(self) -> None:
+    def forked_in_child(self) -> None:
         """Close the mailbox in a forked child: sockets, context and thread are its parent's."""
         self._thread.forget_after_fork()
         what, advice = "this messenger", "make one here, which has an incarnation of its own"

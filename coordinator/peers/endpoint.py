@@ -121,7 +121,7 @@ class PeerEndpoint:
     def audit(self, auditor: Auditor, refusals: Mapping[str, Mapping[str, int]], now_ns: int) -> None:
         """Record refusals and security changes. ``refusals``: counts by caller, as the machine has them."""
         counters = self._messenger.counters()
-        auditor.look(counters, self.security.security, self._permissions[0], refusals, self._impostors, now_ns)
+        auditor.observe(counters, self.security.security, self._permissions[0], refusals, self._impostors, now_ns)
 
     def close(self) -> None:
         self._messenger.close()

@@ -16,7 +16,7 @@ import msgspec
 from immortal.coordinator.config import write_atomically
 from immortal.protocol import files
 from immortal.protocol.errors import ImmortalError
-from immortal.protocol.files import ProcessFile, make_folder, open_lock, take
+from immortal.protocol.files import ProcessFile, acquire_lock, make_folder, open_lock
 
 FILE_NAME = ".project.json"
 _LOCK_FILE_NAME = ".project.lock"
@@ -54,7 +54,7 @@ def hold(home: Path, what: str) -> Iterator[None]:
     descriptor = open_lock(home / _LOCK_FILE_NAME)
     try:
         try:
-            take(descriptor, _LOCK_TIMEOUT_S)
+            acquire_lock(descriptor, _LOCK_TIMEOUT_S)
         except BlockingIOError:
             found = holder(home)
             who = "another process" if found is None else f"'{found.what}', process {found.pid}"

@@ -44,7 +44,7 @@ from immortal.pipeline.reading import Gap, LogRange, close_shared, read_range, w
 from immortal.pipeline.schema import SCHEMAS
 from immortal.pipeline.source import PARTITION_SIZE_BYTES, Options, RangeReader, split
 from immortal.protocol.checksum import crc64
-from immortal.protocol.files import FILE_MODE, make_folder, tighten
+from immortal.protocol.files import FILE_MODE, make_folder, restrict_mode
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -212,7 +212,7 @@ class _Run:
                     os.fsync(file.fileno())
                 target = self._folder / path.relative_to(self._staging).parent
                 make_folder(target)
-                tighten(path, FILE_MODE)  # the workers of Spark have an umask of their own
+                restrict_mode(path, FILE_MODE)  # the workers of Spark have an umask of their own
                 path.replace(target / f"{RUN_PREFIX}{self._report.run:08d}-{path.name}")
         shutil.rmtree(self._staging, ignore_errors=True)
 

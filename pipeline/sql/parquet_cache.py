@@ -27,7 +27,7 @@ from immortal.coordinator.log.format import SEQUENCE_KEY
 from immortal.pipeline import columns
 from immortal.pipeline.reading import Gap, LogRange, read_open
 from immortal.pipeline.tables import TableReader
-from immortal.protocol.files import make_folder, open_lock, take
+from immortal.protocol.files import acquire_lock, make_folder, open_lock
 from immortal.protocol.record import decode_header
 from immortal.replay.errors import LogViewError
 
@@ -64,7 +64,7 @@ def update(reader: LogReader, home_folder: Path) -> list[Range]:
     make_folder(folder)
     lock = open_lock(folder / "lock")
     try:
-        take(lock, LOCK_TIMEOUT_S)
+        acquire_lock(lock, LOCK_TIMEOUT_S)
         return _updated(reader, folder)
     except BlockingIOError:
         raise LogViewError(f"another process has been making {folder} for {LOCK_TIMEOUT_S:.0f} s: try again") from None

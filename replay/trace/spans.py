@@ -30,7 +30,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from immortal.protocol.extensions import RandomDraw, decode_numbers
-from immortal.protocol.trace_context import ids_of
+from immortal.protocol.trace_context import split_context
 from immortal.replay.trace.messages import Executed
 from immortal.replay.trace.timings import MessageTiming
 
@@ -214,7 +214,7 @@ class Spans:
     def _cause(self, message: Executed) -> tuple[str | None, str | None]:
         """(the span that the call was made in, of a handler or of a client, its trace)."""
         if message.trace_context:
-            of_caller, parent_id = ids_of(message.trace_context)
+            of_caller, parent_id = split_context(message.trace_context)
             return parent_id, of_caller
         if self._causes is None:
             return None, None

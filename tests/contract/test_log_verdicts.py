@@ -104,7 +104,7 @@ def test_what_is_committed_is_there_again(store: LogStore, tmp_path: Path) -> No
     store.commit(Transaction(verdicts=[LETTER], suspect=Suspect(4, 1, 2, 4, 12), audit=AUDIT[1:]))
     store = reopened(store, tmp_path)
     summary = store.summary()
-    assert list(summary.verdicts) == [LETTER.without_letter(), ANSWERED, STEP]
+    assert list(summary.verdicts) == [LETTER.without_dead_letter(), ANSWERED, STEP]
     assert list(summary.letters) == [LETTER.key]
     assert len(LETTER.message) < summary.letters[LETTER.key] < 200
     assert summary.suspect == Suspect(4, 1, 2, 4, 12)
@@ -116,7 +116,7 @@ def test_what_is_committed_is_there_again(store: LogStore, tmp_path: Path) -> No
     store.commit(Transaction(letters_removed=[LETTER.key], suspect=NO_SUSPECT))
     store = reopened(store, tmp_path)
     summary = store.summary()
-    assert list(summary.verdicts) == [LETTER.without_letter(), ANSWERED, STEP]  # a replay still needs it
+    assert list(summary.verdicts) == [LETTER.without_dead_letter(), ANSWERED, STEP]  # a replay still needs it
     assert (dict(summary.letters), summary.suspect) == ({}, NO_SUSPECT)
     assert store.letter(LETTER.key) is None
     assert audit(store, tmp_path) == AUDIT
@@ -213,7 +213,7 @@ def severe(log: Path) -> list[tuple[Severity, str, str]]:
 def test_a_sound_log_and_what_its_reader_finds(log: Path) -> None:
     assert severe(log) == []
     with open_reader(log, "alice") as reader:
-        assert reader.verdicts() == [LETTER.without_letter(), ANSWERED, STEP, LATER.without_letter()]
+        assert reader.verdicts() == [LETTER.without_dead_letter(), ANSWERED, STEP, LATER.without_dead_letter()]
         assert [letter.verdict for letter in reader.letters()] == [LETTER, LATER]
         assert reader.letter(LETTER.key) == next(reader.letters())
         assert (reader.audit(), reader.problems) == (AUDIT, [])
@@ -303,4 +303,4 @@ def test_a_log_in_one_file_has_the_verdicts(log: Path, tmp_path: Path) -> None:
     with open_reader(log, "alice") as reader:
         RecordedLog.of(reader).write(tmp_path / "file")
     summary = RecordedLog.read(tmp_path / "file").summary()
-    assert list(summary.verdicts) == [LETTER.without_letter(), ANSWERED, STEP, LATER.without_letter()]
+    assert list(summary.verdicts) == [LETTER.without_dead_letter(), ANSWERED, STEP, LATER.without_dead_letter()]

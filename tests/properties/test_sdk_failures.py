@@ -205,7 +205,7 @@ class World:
         assert self.life.dispatcher.instance.entries == model.entries
         assert [arguments[0] for _, arguments in self.received.get("reader", [])] == model.forked
         assert len(self.received.get("wide", [])) == model.stored
-        assert sum(one.is_letter for one in self.verdicts) == model.letters
+        assert sum(one.is_dead_letter for one in self.verdicts) == model.letters
         answers = []
         for _, (number, *rest) in self.received.get("peer", []):
             answers.append((number, "nothing" if not rest else rest[0] if len(rest) == 3 else "value"))

@@ -22,7 +22,7 @@ from immortal.coordinator.instances.registry import Registry, RegistryError
 from immortal.coordinator.log.backends.lmdb.locks import FolderLock, is_locked
 from immortal.coordinator.peers import keys
 from immortal.log import open_log
-from immortal.protocol.files import make_folder, opener, tighten
+from immortal.protocol.files import make_folder, opener, restrict_mode
 from tests.helpers.processes import House
 from tests.helpers.strangers import STRANGER, as_stranger, mode, modes, needs_root, open_to_all
 
@@ -155,11 +155,11 @@ def test_a_log_of_an_earlier_version_is_tightened_and_it_is_said_once(house: Hou
 
 def test_a_folder_that_is_open_to_all_on_purpose_and_files_of_others_stay_as_they_are(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
-    assert tighten(tmp_path, 0o700) is None
+    assert restrict_mode(tmp_path, 0o700) is None
     assert mode(tmp_path) == "1777"
     link = tmp_path / "link"
     link.symlink_to("/dev/null")
-    assert tighten(link, 0o600) is None
+    assert restrict_mode(link, 0o600) is None
     tmp_path.chmod(0o700)
     with open("/dev/null", "w", opener=opener):
         pass

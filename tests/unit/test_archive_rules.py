@@ -14,7 +14,7 @@ import zstandard
 from msgspec.structs import replace
 
 from immortal.coordinator.archive.chain import (
-    Needs,
+    NeededObjects,
     Retention,
     check_follows,
     index_of,
@@ -116,7 +116,7 @@ def test_a_clock_that_jumps_makes_no_moment_old(
     assert retention.first_kept(moments, stored_s) <= right
 
 
-def replace_index(needs: Needs, oldest: int) -> Needs:
+def replace_index(needs: NeededObjects, oldest: int) -> NeededObjects:
     return replace(needs, oldest_index=needs.oldest_index - oldest)
 
 

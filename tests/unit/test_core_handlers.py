@@ -15,7 +15,7 @@ from immortal.protocol.system_methods import (
     HandlersQuestion,
     Order,
     decode_handlers_question,
-    encode_answer,
+    encode_handlers_answer,
     encode_order,
 )
 from tests.helpers.core import EXTENSIONS, NOW_NS, Driven, arguments, first_start, records
@@ -50,8 +50,8 @@ def test_a_question_goes_to_the_app_and_its_answer_to_who_asked() -> None:
     first, second = asked(driven)
     assert (first.task, first.sequence_id) == (0, -1)
     assert (second.task, second.sequence_id) == (3, -1)
-    driven.data(encode_answer(HandlersAnswer(second.ticket, {"handler": None})))
-    driven.data(encode_answer(HandlersAnswer(first.ticket, {"count": 0})))
+    driven.data(encode_handlers_answer(HandlersAnswer(second.ticket, {"handler": None})))
+    driven.data(encode_handlers_answer(HandlersAnswer(first.ticket, {"count": 0})))
     assert answers(driven) == [("other", {"handler": None}), ("one", {"count": 0})]
 
 
@@ -61,7 +61,7 @@ def test_a_wish_to_try_an_effect_now_is_a_question_and_not_logged() -> None:
     (question,) = asked(driven)
     assert (question.task, question.retries) == (3, True)
     assert not driven.of(ef.Commit)
-    driven.data(encode_answer(HandlersAnswer(question.ticket, {"retried": 1})))
+    driven.data(encode_handlers_answer(HandlersAnswer(question.ticket, {"retried": 1})))
     assert answers(driven) == [("one", {"retried": 1})]
 
 
@@ -77,7 +77,7 @@ def test_an_order_is_logged_and_asked_about_behind_its_record() -> None:
     (question,) = asked(driven)
     assert (question.sequence_id, question.message_index) == (1, 0)
     assert answers(driven) == []
-    driven.data(encode_answer(HandlersAnswer(question.ticket, {"done": True, "text": "so"})))
+    driven.data(encode_handlers_answer(HandlersAnswer(question.ticket, {"done": True, "text": "so"})))
     assert answers(driven) == [("t", {"done": True, "text": "so", "record": 1, "message": 0})]
 
 
@@ -134,7 +134,7 @@ def test_a_busy_app_is_asked_so_much_and_no_more() -> None:
     assert token == OPEN_MAX
     assert "it is busy" in str(answer["refused"])
     (question, *_) = asked(driven)
-    driven.data(encode_answer(HandlersAnswer(question.ticket, {})))
+    driven.data(encode_handlers_answer(HandlersAnswer(question.ticket, {})))
     driven.handle(ev.HandlersAsked(0, "again"))
     assert len(answers(driven)) == 2
 
@@ -142,7 +142,7 @@ def test_a_busy_app_is_asked_so_much_and_no_more() -> None:
 @pytest.mark.parametrize(
     ("said", "problem"),
     [
-        (encode_answer(HandlersAnswer(9, {})), "for the question 9, which it was not asked, or has answered"),
+        (encode_handlers_answer(HandlersAnswer(9, {})), "for the question 9, which it was not asked, or has answered"),
         (b"\x06\x5c\x91\x01", "a Handlers can't be read"),
     ],
 )

@@ -160,7 +160,7 @@ def test_what_was_taken_back_counts_with_the_checkpoint_and_nothing_leaves_befor
     driven.disk_all()
     assert [frame.payload for frame in driven.frames(FrameType.BATCH)] == [rpc(9) + rpc(10)]
     summary = driven.store.summary()
-    assert summary.verdicts == [BACK.without_letter()]
+    assert summary.verdicts == [BACK.without_dead_letter()]
     assert (summary.checkpoints[-1].sequence_id, list(summary.letters)) == (1, [BACK.key])
     assert [batch.payload for batch in summary.checkpoints[-1].unacknowledged["b"]][-1:] == [rpc(9)]
     assert len(told(driven, TakenBack)) == 1
@@ -177,7 +177,7 @@ def test_a_crash_meanwhile_leaves_a_log_with_the_message_or_without(jobs: int) -
     second = driven.crash()
     summary = second.store.summary()
     counts = summary.checkpoints[-1].sequence_id == 1
-    assert summary.verdicts == ([BACK.without_letter()] if counts else [])
+    assert summary.verdicts == ([BACK.without_dead_letter()] if counts else [])
     made = call("b", 10) if counts else call("b", 1)
     assert recovering(second, made, checkpoint(b"on")).phase is Phase.NORMAL
 

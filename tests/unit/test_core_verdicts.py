@@ -171,7 +171,7 @@ def test_each_later_session_is_told_what_lies_behind_its_checkpoint() -> None:
     driven.data(encode_verdict(later))
     second = driven.crash()
     second.connect(HELLO)
-    assert told(second) == [LETTER.without_letter(), later], "the order of the records, without the letters"
+    assert told(second) == [LETTER.without_dead_letter(), later], "the order of the records, without the letters"
     second.data(checkpoint(b"state two"))
     second.batch("t", 3, rpc(3))
     third = second.crash()
@@ -527,7 +527,7 @@ def test_a_message_is_skipped_while_no_app_is_there() -> None:
     assert ("warning", "ann skipped message 0 of record 1: it loops") in driven.reports
     assert audit([commit.transaction for commit in driven.of(ef.Commit)])[0].who == "ann"
     driven.connect(HELLO)
-    assert told(driven) == [skipped.without_letter()]
+    assert told(driven) == [skipped.without_dead_letter()]
 
 
 def test_who_waits_for_a_skipped_call_is_told() -> None:

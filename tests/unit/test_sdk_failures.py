@@ -153,7 +153,7 @@ def test_a_call_that_raises_fails_alone() -> None:
     assert verdict.caller is None
     assert verdict.message == call(1, "bad", 3)
     assert "no bad here" in verdict.trace
-    assert verdict.is_letter
+    assert verdict.is_dead_letter
 
 
 def test_the_verdict_goes_before_what_follows_from_it() -> None:
@@ -208,7 +208,7 @@ def test_who_waits_is_told_how_it_failed() -> None:
     assert sent(life)[1][2][:3] == ["~web", 9, "~failed"]
     assert sent(life)[2][:2] == ("", 1)
     assert [verdict.caller for verdict in life.verdicts] == ["peer", "~web", ""]
-    assert not any(verdict.is_letter or verdict.message for verdict in life.verdicts)
+    assert not any(verdict.is_dead_letter or verdict.message for verdict in life.verdicts)
 
 
 def test_many_failures_among_many_calls() -> None:
@@ -247,7 +247,7 @@ def test_keep_leaves_the_state_as_the_handler_left_it() -> None:
     life.give(logged(1, [call(2, "a"), ask(2, "b")]))
     assert life.dispatcher.instance.items == ["a", "b"]
     assert [verdict.kind for verdict in life.verdicts] == [VerdictKind.KEPT] * 2
-    assert [verdict.is_letter for verdict in life.verdicts] == [True, False]
+    assert [verdict.is_dead_letter for verdict in life.verdicts] == [True, False]
     assert sent(life)[-1][2][:2] == [1, "~failed"]
     again = recover(
         Shelf,
@@ -378,7 +378,7 @@ def test_a_step_that_raises_is_undone_and_its_handler_can_catch_it() -> None:
     assert sent(life) == [("peer", 2, [1, "done"])]
     (verdict,) = life.verdicts
     assert (verdict.kind, verdict.task, verdict.step) == (VerdictKind.UNDONE, 1, 2)
-    assert not verdict.is_letter
+    assert not verdict.is_dead_letter
 
 
 def test_a_step_that_raised_is_not_called_again_by_a_replay() -> None:
@@ -404,8 +404,8 @@ def test_an_async_handler_that_raises_ends_and_its_caller_is_told() -> None:
     assert sent(life)[0] == ("peer", 6, [1, "~failed", ["LookupError", "nothing here", "flow record 1:0"], {}])
     assert sent(life)[1] == ("peer", 2, [2, "done"])
     told, letter = life.verdicts
-    assert (told.kind, told.caller, told.is_letter) == (VerdictKind.KEPT, "peer", False)
-    assert (letter.is_letter, letter.message) == (True, call(6))
+    assert (told.kind, told.caller, told.is_dead_letter) == (VerdictKind.KEPT, "peer", False)
+    assert (letter.is_dead_letter, letter.message) == (True, call(6))
     assert life.dispatcher.tasks.count == 0
 
 

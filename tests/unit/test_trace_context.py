@@ -13,11 +13,11 @@ from immortal.appsdk.client.session import Call
 from immortal.protocol.client_frames import ClientFrame, ClientFrameType, decode_client_frame, encode_client_frame
 from immortal.protocol.errors import LocalProtocolError
 from immortal.protocol.trace_context import (
-    SIZE_BYTES,
-    ids_of,
+    TRACE_CONTEXT_SIZE_BYTES,
     is_trace_context,
     join_name,
     read_traceparent,
+    split_context,
     split_name,
 )
 from immortal.protocol.trailer import BatchKind
@@ -31,8 +31,8 @@ CONTEXT = f"{TRACE}-{PARENT}-01"
 def test_what_the_standard_shows() -> None:
     assert read_traceparent(f"00-{CONTEXT}") == CONTEXT
     assert read_traceparent(f"cc-{CONTEXT}-what-will-be-the-future-will-be-like") == CONTEXT
-    assert ids_of(CONTEXT) == (TRACE, PARENT)
-    assert len(CONTEXT) == SIZE_BYTES
+    assert split_context(CONTEXT) == (TRACE, PARENT)
+    assert len(CONTEXT) == TRACE_CONTEXT_SIZE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_what_is_none(header: str) -> None:
 def test_a_name_and_a_context_come_apart_again(name: str, context: str) -> None:
     assert is_trace_context(context)
     assert split_name(join_name(name, context)) == (name, context)
-    assert split_name(join_name(name, "")) == (name, "") or is_trace_context(name[-SIZE_BYTES:])
+    assert split_name(join_name(name, "")) == (name, "") or is_trace_context(name[-TRACE_CONTEXT_SIZE_BYTES:])
 
 
 def sent(connection: Connection, now_s: float) -> list[ClientFrame]:

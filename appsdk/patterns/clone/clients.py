@@ -17,7 +17,7 @@ from immortal.appsdk.patterns.clone.model import check_subtrees
 from immortal.appsdk.patterns.clone.replica import Options
 from immortal.appsdk.patterns.clone.subscriber import Access, Places
 from immortal.appsdk.patterns.clone.table import Table
-from immortal.protocol.process import watch
+from immortal.protocol.process import register
 
 V = TypeVar("V")
 
@@ -34,9 +34,9 @@ class CloneConnector(Generic[V]):
         self._connecting = threading.Lock()
         self._table: Any = None
         self._clone: Clone[V] | None = None
-        watch(self)
+        register(self)
 
-    def forked(self) -> None:
+    def forked_in_child(self) -> None:
         self._connecting = threading.Lock()
 
     def _connected(self) -> Any:

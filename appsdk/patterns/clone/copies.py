@@ -21,7 +21,7 @@ from immortal.appsdk.patterns.clone import limits
 from immortal.appsdk.patterns.clone.model import Change, CloneError, Ended, NotEntitled, check_change, covers
 from immortal.appsdk.patterns.clone.replica import Counts, News, Options, Replica, Told
 from immortal.appsdk.patterns.clone.subscriber import Places, Subscriber
-from immortal.protocol.process import after_fork_message, disown_in_child, watch
+from immortal.protocol.process import after_fork_message, disown_in_child, register
 
 V = TypeVar("V")
 
@@ -83,7 +83,7 @@ class Clone(Mapping[str, V]):
         self._begin()
         self._open()
         self._is_open = True
-        watch(self)
+        register(self)
 
     def _begin(self) -> None:
         """In this process: nobody waits, and there is no copy."""
@@ -104,7 +104,7 @@ class Clone(Mapping[str, V]):
         self._thread = threading.Thread(target=self._follow, name=f"clone of {places.access.table}", daemon=True)
         self._thread.start()
 
-    def forked(self) -> None:
+    def forked_in_child(self) -> None:
         """In a child: it is followed anew there, from its first use on."""
         disown_in_child(self._own, self._context, self._subscriber, self._thread)
         self._begin()

@@ -29,7 +29,7 @@ from immortal.appsdk.patterns.harmony.runs import (
     joined,
     split,
 )
-from immortal.protocol.identity import chained_digest, shown
+from immortal.protocol.identity import chained_digest, digest_prefix
 
 _NIL = b"\x91\xc0"  # an array of one nil
 
@@ -100,7 +100,8 @@ class Contents(msgspec.Struct, frozen=True):
     life: Life | None = None
 
     def __str__(self) -> str:
-        tasks = f"{self.count} tasks (digest {shown(self.digest) or 'not known'})" if self.count or self.ended else ""
+        digest = digest_prefix(self.digest) or "not known"
+        tasks = f"{self.count} tasks (digest {digest})" if self.count or self.ended else ""
         has = f" with {'' if self.ended else 'so far '}{tasks}" if tasks else ""
         return f"for {self.function!r} and collector {self.collector!r}{has}"
 

@@ -20,7 +20,7 @@ from immortal.appsdk.patterns.pirate.frames import GaveUp, TooManyRequests
 from immortal.appsdk.patterns.pirate.limits import GIVEN_UP_MAX, OPEN_REQUESTS_MAX, REGISTRY_POLL_S
 from immortal.appsdk.patterns.pirate.links import Event, Heard, Link, Lost, Reached, Replied, ServerBusy
 from immortal.appsdk.patterns.pirate.pool import AttemptHistory, GiveUp, Ping, Policy, Pool, Send, State, Why
-from immortal.protocol.process import after_fork_message, disown_in_child, watch
+from immortal.protocol.process import after_fork_message, disown_in_child, register
 
 Connect = Callable[[str], Link]
 Look = Callable[[], Iterable[str]]
@@ -253,7 +253,7 @@ class ThreadedPool:
         self._closing = False
         self._begin()
         self._open()
-        watch(self)
+        register(self)
 
     def _begin(self) -> None:
         self._is_open = False
@@ -269,7 +269,7 @@ class ThreadedPool:
         self._thread = threading.Thread(target=self._run, name="pool of servers", daemon=True)
         self._thread.start()
 
-    def forked(self) -> None:
+    def forked_in_child(self) -> None:
         """In a child: it is another client there, with an ID of its own."""
         disown_in_child(self._own, self._thread)
         self._begin()
@@ -385,9 +385,9 @@ class AsyncPool:
         self._timer: asyncio.TimerHandle | None = None
         self._soon: asyncio.Handle | None = None
         self._process()
-        watch(self)
+        register(self)
 
-    def forked(self) -> None:
+    def forked_in_child(self) -> None:
         """In a child: its loop is its parent's, so it can't go on there."""
         self._closed = True
         self._why_closed = after_fork_message("the pool", self._process_id, "connect anew, in a loop of this one")

@@ -24,7 +24,7 @@ from immortal.appsdk.patterns.queue.model import (
     nanoseconds,
 )
 from immortal.appsdk.patterns.queue.ready_queue import IndexedPriorityQueue, ReadyQueue
-from immortal.protocol.identity import shown
+from immortal.protocol.identity import digest_prefix
 
 _AGE: Timer = ("age", 0, "")
 
@@ -79,8 +79,8 @@ class Tasks:
                 given = f"{submission.name!r} with {len(submission.arguments)} bytes of arguments"
                 raise DedupConflict(
                     f"dedup key {submission.dedup!r}",
-                    f"that of task {known.id}, {known.name!r} (digest {shown(known.digest)}, {known.state})",
-                    f"of another function or with other arguments, {given} (digest {shown(digest)})",
+                    f"that of task {known.id}, {known.name!r} (digest {digest_prefix(known.digest)}, {known.state})",
+                    f"of another function or with other arguments, {given} (digest {digest_prefix(digest)})",
                     "use another key" + (", or again=True" if known.ended else ""),
                 )
             return known.id

@@ -42,7 +42,13 @@ from immortal.protocol.client_frames import (
 )
 from immortal.protocol.errors import ProtocolError
 from immortal.protocol.extensions import QUERIES, AppDescription
-from immortal.protocol.identity import CLIENT_ADVICE, KEY_ADVICE, IdentityConflict, call_in_words, method_of_identity
+from immortal.protocol.identity import (
+    CLIENT_ADVICE,
+    KEY_ADVICE,
+    IdentityConflict,
+    describe_call_identity,
+    method_of_identity,
+)
 from immortal.protocol.messages import decode_messages
 from immortal.protocol.trace_context import is_trace_context, split_name
 from immortal.protocol.trailer import BatchKind, BatchSource
@@ -182,7 +188,7 @@ class Clients:
         return conflict_reply(number, IdentityConflict(what, self._call_text(known), given, advice))
 
     def _call_text(self, identity: bytes) -> str:
-        return call_in_words(identity, self._method_name(method_of_identity(identity)))
+        return describe_call_identity(identity, self._method_name(method_of_identity(identity)))
 
     def _method_name(self, method_id: int) -> str:
         return self._names.get(method_id, f"method {method_id}")

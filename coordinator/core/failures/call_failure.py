@@ -434,10 +434,10 @@ class Verdicts:
         else:
             self._state.log.add(group, size_bytes)
         group.transaction.verdicts.append(verdict)
-        self._known[verdict.key] = verdict.without_letter()
+        self._known[verdict.key] = verdict.without_dead_letter()
         self.counts[verdict.kind] += 1
         self._forget_letter(verdict.key)
-        if verdict.is_letter:
+        if verdict.is_dead_letter:
             self.letters[verdict.key] = size_bytes
             self.letters_bytes += size_bytes
             self._enforce_letter_limits(group.transaction)

@@ -19,7 +19,12 @@ from immortal.coordinator.core.life_cycle.session import WORKS
 from immortal.coordinator.core.state import CoreState
 from immortal.protocol.messages import MessageType
 from immortal.protocol.readers import Message
-from immortal.protocol.system_methods import HandlersQuestion, decode_answer, encode_handlers_question, encode_order
+from immortal.protocol.system_methods import (
+    HandlersQuestion,
+    decode_handlers_answer,
+    encode_handlers_question,
+    encode_order,
+)
 
 OPEN_MAX = 64  # questions and orders that are not answered: an app that is busy for long is asked no more
 
@@ -100,7 +105,7 @@ class WaitingHandlers:
 
     def answered(self, message: Message) -> None:
         """Pass the app's answer on to the operator. Raises RemoteProtocolError."""
-        answer = decode_answer(message.data)
+        answer = decode_handlers_answer(message.data)
         asked = self._asked.pop(answer.ticket, None)
         if asked is None:
             raise AppProtocolError(

@@ -15,12 +15,12 @@ from immortal.coordinator.core.errors import LogError, LogFormatError
 from immortal.coordinator.fault_points import FaultPoint, reach
 from immortal.coordinator.log.backend import Finding, HeldLog, Mac, Options, Place, Row, Severity, View
 from immortal.coordinator.log.backends.lmdb.environment import (
-    failure_of,
+    describe_unnamed,
+    error_of,
     new_environment,
-    passing,
     remove_log,
-    said_of,
     tighten_log,
+    unavailable_error,
 )
 from immortal.coordinator.log.backends.lmdb.files import (
     DATA_FILE_NAME,
@@ -103,7 +103,7 @@ class LmdbPlace(Place):
         try:
             return LmdbReader(self._folder, instance_name)
         except (lmdb.Error, OSError) as error:
-            unavailable = passing(self._folder, error)
+            unavailable = unavailable_error(self._folder, error)
             raise unavailable or LogError(f"the log in {self._folder} cannot be opened: {error}") from error
 
     def is_live(self) -> bool:
@@ -154,7 +154,7 @@ class LmdbPlace(Place):
         with contextlib.suppress(PageError, OSError):  # whoever opens it names these
             unnamed = check_pages(path)
             if unnamed is not None:
-                yield Finding(Severity.NOTE, "file", f"{said_of(unnamed)}: the next start takes it in")
+                yield Finding(Severity.NOTE, "file", f"{describe_unnamed(unnamed)}: the next start takes it in")
 
     def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
         from immortal.coordinator.log.backends.lmdb.copies import update_copy  # here: no running coordinator does
@@ -168,7 +168,7 @@ def _locked(folder: Path) -> Iterator[FolderLock]:
     try:
         lock = FolderLock(folder)
     except OSError as error:
-        if (unavailable := passing(folder, error)) is None:
+        if (unavailable := unavailable_error(folder, error)) is None:
             raise
         raise unavailable from error
     try:
@@ -183,9 +183,9 @@ def _open(folder: Path, lock: FolderLock | None, instance_name: str, options: Op
         sync_names(folder)
         return LmdbBackend(folder, lock, instance_name, options)
     except OSError as error:
-        raise passing(folder, error) or failure_of(folder, error) from error
+        raise unavailable_error(folder, error) or error_of(folder, error) from error
     except lmdb.Error as error:
-        raise passing(folder, error) or LogError(f"the log in {folder} cannot be opened: {error}") from error
+        raise unavailable_error(folder, error) or LogError(f"the log in {folder} cannot be opened: {error}") from error
 
 
 def _make(folder: Path, rows: Sequence[Row]) -> None:
@@ -201,6 +201,6 @@ def _make(folder: Path, rows: Sequence[Row]) -> None:
                     transaction.put(key, value, db=tables[table])
         (partial / DATA_FILE_NAME).replace(folder / DATA_FILE_NAME)
     except (lmdb.Error, OSError) as error:
-        raise failure_of(folder, error) from error
+        raise error_of(folder, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

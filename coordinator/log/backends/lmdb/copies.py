@@ -13,14 +13,13 @@ from immortal.coordinator.core.errors import LogError
 from immortal.coordinator.log.backend import Mac, Row, Span, View
 from immortal.coordinator.log.backends.lmdb.environment import (
     MAP_SIZE_BYTES,
-    READERS_FILE_NAME,
-    failure_of,
+    error_of,
     open_environment,
     tighten_log,
 )
 from immortal.coordinator.log.backends.lmdb.files import DATA_FILE_NAME, log_exists, sync_folder, sync_names
 from immortal.coordinator.log.backends.lmdb.high_water import HighWaterMark
-from immortal.coordinator.log.backends.lmdb.locks import LOCK_FILE_NAME, FolderLock
+from immortal.coordinator.log.backends.lmdb.locks import LOCK_FILE_NAME, READERS_FILE_NAME, FolderLock
 from immortal.coordinator.log.backends.lmdb.tables import LmdbView, Tables, Writing, make_tables, open_tables
 from immortal.coordinator.log.format import ALL_TABLES, CHUNK_KEY, META_JOURNAL, SEQUENCE_KEY
 from immortal.coordinator.log.identity import LogIdentity, first_and_last_sequence_id, read_identity
@@ -134,7 +133,7 @@ def _bring_up(source: View, identity: LogIdentity, mac: Mac | None, target: Path
                 writing.fit_seal_tables()
                 writing.forget_journal()  # what it had is in the tables here
         except lmdb.Error as error:
-            raise failure_of(target, error) from error
+            raise error_of(target, error) from error
         last = first_and_last_sequence_id(source)[1]
         value = source.get("records", SEQUENCE_KEY.pack(max(last, 0)))
         if value is not None:

@@ -27,17 +27,16 @@ from immortal.coordinator.core.errors import (
 from immortal.coordinator.log.backends.lmdb import locks
 from immortal.coordinator.log.backends.lmdb.files import DATA_FILE_NAME, FILES_BESIDE, check_data_file
 from immortal.coordinator.log.backends.lmdb.journal import PARTIAL_FILE_NAME
-from immortal.coordinator.log.backends.lmdb.locks import LOCK_FILE_NAME, READERS_MAX, is_locked
+from immortal.coordinator.log.backends.lmdb.locks import LOCK_FILE_NAME, READERS_FILE_NAME, READERS_MAX, is_locked
 from immortal.coordinator.log.backends.lmdb.pages import PageError, UnnamedTransaction, check_pages, name_transaction
-from immortal.protocol.files import FILE_MODE, FOLDER_MODE, tighten
+from immortal.protocol.files import FILE_MODE, FOLDER_MODE, restrict_mode
 
-READERS_FILE_NAME = locks.FILE_NAME
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ALMOST_FULL_BYTES = 1 << 20
 MAP_SIZE_BYTES = 64 << 30  # sparse: costs address space, no disk
 READERS_WAIT_S = 5.0  # for one of its rows, at a start
-_READERS_LOOK_S = 0.05
-_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK)
+_READERS_POLL_INTERVAL_S = 0.05
+_TEMPORARY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK)
 DATABASES_MAX = 32  # more than this version has, so that a later version's can be opened beside them
 
 
@@ -58,7 +57,7 @@ def open_environment(
             if unnamed is not None and not readonly:
                 _name_last_transaction(path, unnamed)
                 if repairs is not None:
-                    repairs.append(f"{said_of(unnamed)}: it counts, and its meta page says so now")
+                    repairs.append(f"{describe_unnamed(unnamed)}: it counts, and its meta page says so now")
     elif readonly:
         raise LogFormatError(f"there is no log in {folder}")
     try:
@@ -67,12 +66,12 @@ def open_environment(
             folder, map_size=map_size_bytes, readonly=readonly, create=not readonly, max_readers=READERS_MAX
         )
     except OSError as error:
-        raise passing(folder, error) or failure_of(folder, error) from error
+        raise unavailable_error(folder, error) or error_of(folder, error) from error
     except lmdb.Error as error:
-        if (unavailable := passing(folder, error)) is not None:
+        if (unavailable := unavailable_error(folder, error)) is not None:
             raise unavailable from error
         if isinstance(error, lmdb.DiskError):
-            raise failure_of(folder, error) from error
+            raise error_of(folder, error) from error
         if "already open" in str(error):
             raise LogLockedError(f"the log in {folder} is open already in this process; use that one") from error
         if isinstance(error, lmdb.InvalidError | lmdb.VersionMismatchError | lmdb.CorruptedError):
@@ -90,16 +89,16 @@ def _open_when_there_is_room(folder: Path, **options: Any) -> lmdb.Environment:
         try:
             environment = _open_lmdb(folder, **options)
         except lmdb.ReadersFullError as error:
-            holders = locks.clear_dead(folder)
+            holders = locks.clear_dead_readers(folder)
             if holders.total() >= READERS_MAX and time.monotonic() >= until_s:
-                raise full(folder, locks.said_of(holders)) from error
-            time.sleep(_READERS_LOOK_S)
+                raise readers_full_error(folder, locks.describe_readers(holders)) from error
+            time.sleep(_READERS_POLL_INTERVAL_S)
         else:
-            clear_dead(environment, folder)
+            clear_dead_readers(environment, folder)
             return environment
 
 
-def clear_dead(environment: lmdb.Environment, folder: Path) -> None:
+def clear_dead_readers(environment: lmdb.Environment, folder: Path) -> None:
     """The places of readers that were killed: they would keep freed pages from being used again."""
     with contextlib.suppress(OSError), locks.clearing(folder):
         environment.reader_check()
@@ -110,20 +109,20 @@ def begin_reading(environment: lmdb.Environment, folder: Path, *, buffers: bool)
     try:
         return environment.begin(buffers=buffers)  # type: ignore[call-overload,no-any-return]
     except lmdb.ReadersFullError:
-        clear_dead(environment, folder)
+        clear_dead_readers(environment, folder)
         return environment.begin(buffers=buffers)  # type: ignore[call-overload,no-any-return]
 
 
-def full(folder: Path, holders: str) -> LogUnavailableError:
+def readers_full_error(folder: Path, holders: str) -> LogUnavailableError:
     return LogUnavailableError(
         f"the log in {folder} can't be read for now: all {READERS_MAX} places for its readers are taken: {holders};"
         " end what is not needed, then try again"
     )
 
 
-def passing(folder: Path, error: lmdb.Error | OSError) -> LogUnavailableError | None:
+def unavailable_error(folder: Path, error: lmdb.Error | OSError) -> LogUnavailableError | None:
     """Error for a temporary failure: nothing is wrong with the log. None: the failure is permanent."""
-    if isinstance(error, lmdb.TlsFullError | lmdb.MemoryError) or _code_of(error) in _PASSING:
+    if isinstance(error, lmdb.TlsFullError | lmdb.MemoryError) or _code_of(error) in _TEMPORARY:
         return LogUnavailableError(f"the log in {folder} can't be opened for now: {error}; end what is not needed")
     return None
 
@@ -132,8 +131,9 @@ def unreadable(folder: Path, error: lmdb.Error | struct.error, environment: lmdb
     """Translate the error of a failed read."""
     if isinstance(error, lmdb.ReadersFullError):
         lines = [line.split() for line in environment.readers().splitlines()]
-        return full(folder, locks.said_of(Counter(int(line[0]) for line in lines if line and line[0].isdecimal())))
-    unavailable = passing(folder, error) if isinstance(error, lmdb.Error) else None
+        holders = Counter(int(line[0]) for line in lines if line and line[0].isdecimal())
+        return readers_full_error(folder, locks.describe_readers(holders))
+    unavailable = unavailable_error(folder, error) if isinstance(error, lmdb.Error) else None
     return unavailable or DamagedLogError(f"the log in {folder} cannot be read: {error}", -1)
 
 
@@ -185,7 +185,7 @@ def _check_pages(path: Path, *, readonly: bool) -> UnnamedTransaction | None:
         raise LogError(f"{path} cannot be read: {error}") from error
 
 
-def said_of(unnamed: UnnamedTransaction) -> str:
+def describe_unnamed(unnamed: UnnamedTransaction) -> str:
     number = unnamed.transaction_id
     return f"LMDB's transaction {number} is whole, and its meta page says {number - 2}, as after a sync that failed"
 
@@ -203,11 +203,12 @@ def _name_last_transaction(path: Path, unnamed: UnnamedTransaction) -> None:
             os.close(descriptor)
     except BlockingIOError:
         raise LogError(
-            f"{path} must be put right before it is written ({said_of(unnamed)}), and a process has it open for"
-            " reading: end that one, then start again"
+            f"{path} must be put right before it is written ({describe_unnamed(unnamed)}), and a process has it open"
+            " for reading: end that one, then start again"
         ) from None
     except OSError as error:
-        raise LogSyncError(f"{path} cannot be put right ({said_of(unnamed)}): {error}; mend the disk") from error
+        what = describe_unnamed(unnamed)
+        raise LogSyncError(f"{path} cannot be put right ({what}): {error}; mend the disk") from error
 
 
 def _has_engines() -> bool:
@@ -223,7 +224,7 @@ def last_transaction_id(environment: lmdb.Environment) -> int:
     return int(environment.info()["last_txnid"])
 
 
-def failure_of(folder: Path, error: lmdb.Error | OSError) -> LogError:
+def error_of(folder: Path, error: lmdb.Error | OSError) -> LogError:
     """Translate the error of a failed write to the log in ``folder``."""
     code = _code_of(error)
     # LMDB reports a write that the disk took only in part as EIO: on a full disk that is no fault of the disk.
@@ -258,7 +259,7 @@ def tighten_log(folder: Path) -> str | None:
         for place in (folder, *folder.glob("cut-*")):
             modes = {place / name: FILE_MODE for name in FILE_NAMES if (place / name).is_file()}
             for path, mode in (modes | {place: FOLDER_MODE}).items():
-                before = tighten(path, mode)
+                before = restrict_mode(path, mode)
                 if before is not None:
                     found.append(f"{path.name} {before}")
     except OSError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from immortal.coordinator.core.errors import DamagedLogError
-from immortal.coordinator.log.backends.lmdb.environment import passing
+from immortal.coordinator.log.backends.lmdb.environment import unavailable_error
 from immortal.coordinator.log.backends.lmdb.journal import (
     BLOCK_SIZE_BYTES,
     CHECKED,
@@ -70,7 +70,7 @@ class JournalReader:
             ) from None
         except OSError as error:
             damaged = DamagedLogError(f"{self._path} cannot be read: {error.strerror}", -1)
-            raise passing(self._path.parent, error) or damaged from error
+            raise unavailable_error(self._path.parent, error) or damaged from error
         try:
             size_bytes = os.fstat(descriptor).st_size
             if size_bytes < FILE_SIZE_BYTES:
@@ -84,7 +84,7 @@ class JournalReader:
                 self._check_end(descriptor)
         except OSError as error:
             damaged = DamagedLogError(f"{self._path} cannot be read: {error.strerror}", -1)
-            raise passing(self._path.parent, error) or damaged from error
+            raise unavailable_error(self._path.parent, error) or damaged from error
         finally:
             os.close(descriptor)
         return self._rows

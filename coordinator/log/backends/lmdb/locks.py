@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from immortal.coordinator.core.errors import LogLockedError
-from immortal.protocol.files import describe_lock_holder, open_lock, take
+from immortal.protocol.files import acquire_lock, describe_lock_holder, open_lock
 
 LOCK_FILE_NAME = "lock"
 _TIMEOUT_S = 0.03  # :func:`is_locked` of a reader holds the lock for some microseconds: not worth a failed start
@@ -25,7 +25,7 @@ class FolderLock:
         path = folder / LOCK_FILE_NAME
         self._descriptor = open_lock(path)
         try:
-            take(self._descriptor, _TIMEOUT_S)
+            acquire_lock(self._descriptor, _TIMEOUT_S)
         except OSError as error:
             holder = describe_lock_holder(self._descriptor)
             os.close(self._descriptor)
@@ -80,7 +80,7 @@ def is_locked(folder: Path) -> bool:
 # the log's folder: one that two processes clear could be a third one's in between.
 
 
-FILE_NAME = "lock.mdb"
+READERS_FILE_NAME = "lock.mdb"
 READERS_MAX = 512  # what the first opener sets counts for all: every opener passes the same
 _LOCK_WAIT_S = 1.0  # it is held for a millisecond
 _HEAD_SIZE_BYTES = 128
@@ -97,18 +97,18 @@ def clearing(folder: Path) -> Iterator[None]:
     """Lock out others that would clear readers' places meanwhile. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        take(descriptor, _LOCK_WAIT_S)
+        acquire_lock(descriptor, _LOCK_WAIT_S)
         yield
     finally:
         os.close(descriptor)
 
 
-def clear_dead(folder: Path) -> Counter[int]:
+def clear_dead_readers(folder: Path) -> Counter[int]:
     """Places of processes that are gone are free; who has the others, and how many each. Raises OSError."""
     with clearing(folder):
         descriptor = _descriptors.get(folder)
         if descriptor is None:
-            descriptor = _descriptors[folder] = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = _descriptors[folder] = os.open(folder / READERS_FILE_NAME, os.O_RDWR | os.O_CLOEXEC)
         table = os.pread(descriptor, TABLE_SIZE_BYTES, 0)
         living: dict[int, bool] = {}
         found: Counter[int] = Counter()
@@ -131,7 +131,7 @@ def _is_living(descriptor: int, pid: int) -> bool:
     return pid == os.getpid() or kind != fcntl.F_UNLCK
 
 
-def said_of(readers: Counter[int]) -> str:
+def describe_readers(readers: Counter[int]) -> str:
     """Describe the processes that hold readers' places, largest number first."""
     found = [f"process {pid}{_named(pid)} has {count}" for pid, count in readers.most_common(3)]
     return ", ".join(found) + (", others the rest" if len(readers) > len(found) else "")

@@ -12,7 +12,7 @@ import lmdb
 from immortal.coordinator.core.errors import DamagedLogError, LogFormatError, fail, require
 from immortal.coordinator.fault_points import reach
 from immortal.coordinator.log.backend import Append, Row, Span, TableSize, View
-from immortal.coordinator.log.backends.lmdb.environment import passing
+from immortal.coordinator.log.backends.lmdb.environment import unavailable_error
 from immortal.coordinator.log.format import (
     ALL_TABLES,
     INT,
@@ -163,7 +163,7 @@ def open_tables(environment: lmdb.Environment, folder: Path) -> Tables:
     except (lmdb.NotFoundError, lmdb.ReadonlyError) as error:
         raise LogFormatError(f"there is no complete log in {folder}: {error}") from None
     except lmdb.Error as error:
-        raise passing(folder, error) or LogFormatError(f"the log in {folder} is damaged: {error}") from error
+        raise unavailable_error(folder, error) or LogFormatError(f"the log in {folder} is damaged: {error}") from error
 
 
 def _open_table(environment: lmdb.Environment, name: str) -> lmdb._Database | None:

@@ -20,8 +20,8 @@ from immortal.coordinator.log.backends.lmdb.environment import (
     MAP_SIZE_BYTES,
     MappedPages,
     begin_reading,
-    clear_dead,
-    failure_of,
+    clear_dead_readers,
+    error_of,
     last_transaction_id,
     open_environment,
     unreadable,
@@ -92,7 +92,7 @@ class LmdbBackend(Backend):
         try:
             self.environment.sync(True)  # a copy, say: entries of the journal follow what it has
         except lmdb.Error as error:
-            raise failure_of(self._folder, error) from error
+            raise error_of(self._folder, error) from error
         transaction_id = last_transaction_id(self.environment)
         with self.environment.begin(buffers=True) as transaction:
             nonce = journal_nonce(LmdbView(transaction, self.tables))
@@ -103,7 +103,7 @@ class LmdbBackend(Backend):
             if rows:
                 journal.make_durable()
         except OSError as error:
-            raise failure_of(self._folder, error) from error
+            raise error_of(self._folder, error) from error
         self.repairs += journal.repairs + journal.left_out
         self.journaled: tuple[int, JournalRows] = transaction_id, {**rows}
         self._journal = Journal(self._folder, identity)
@@ -168,7 +168,7 @@ class LmdbBackend(Backend):
         removes_much = any(not span.is_one for span in append.deletes)
         at_end = any(span.table == "records" and span.end is None for span in append.deletes)
         if removes_much:
-            clear_dead(self.environment, self._folder)
+            clear_dead_readers(self.environment, self._folder)
         if at_end:
             self._high_water_mark.remove()  # what it says is no longer so, by hand
         self._write(lambda writing: writing.put(append))
@@ -192,7 +192,7 @@ class LmdbBackend(Backend):
         try:
             appended = self._journal.append(rows)
         except OSError as error:
-            self.failure = failure_of(self._folder, error)
+            self.failure = error_of(self._folder, error)
             raise self.failure from error
         if appended:
             self._tell_synced(began_s)
@@ -234,7 +234,7 @@ class LmdbBackend(Backend):
                 except lmdb.MapFullError:
                     self._grow()  # the transaction was aborted: nothing of it is lost, it is done again
                 except lmdb.Error as error:
-                    self.failure = failure_of(self._folder, error)
+                    self.failure = error_of(self._folder, error)
                     raise self.failure from error
 
     def _tell_synced(self, began_s: float) -> None:
